@@ -431,7 +431,7 @@ def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
     rules.write_text(
         'version = 1\n[[rules]]\nname = "long"\nwhen = { seq_len = ">=32768" }\nprefer = ["TRITON_ATTN"]\n', "utf-8"
     )
-    layer = ("--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "h100", "--rules", str(rules))
+    layer = ("--num-heads", "40", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "h100", "--rules", str(rules))
     for workload, name in (("8q1s32k,q32k", "TRITON_ATTN"), ("8q1s1k", "FLASH_ATTN")):
         cell = run("matrix", *layer, "--workload", workload, "--json").json["cells"][0]
         assert cell["selected"]["decode"] == name

@@ -23,6 +23,8 @@ from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import Workload, parse_workload
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+UNTIMED = AttentionConfig(num_heads=40, num_kv_heads=8, head_size=128)
+"""Of this kind no time is packaged, of any GPU."""
 DEFINITIONS = json.loads((Path(__file__).parents[2] / "docs" / "explain.schema.json").read_text("utf-8"))["$defs"]
 RULE = """version = 1
 [[rules]]
@@ -42,7 +44,7 @@ def rules(tmp_path: Path) -> Path:
 
 def test_rules_about_batches_match_with_a_workload_alone(rules: Path) -> None:
     def decode(workload: str | None) -> str | None:
-        return select(GQA, "h100", rules, workload=workload).selected["decode"]
+        return select(UNTIMED, "h100", rules, workload=workload).selected["decode"]
 
     assert decode("64q1s1k") == "TRITON_ATTN"
     assert decode(None) == decode("64q1s2k") == decode("64q1s1k,64q1s2k") == decode("q1k") == "FLASH_ATTN"
@@ -50,15 +52,15 @@ def test_rules_about_batches_match_with_a_workload_alone(rules: Path) -> None:
 
 def test_selections_are_cached_by_workload() -> None:
     workload = parse_workload("64q1s1k")
-    first = select(GQA, "h100", workload=workload)
+    first = select(UNTIMED, "h100", workload=workload)
     assert first.workload is workload
-    assert select(GQA, "h100", workload=workload) == first
-    assert select(GQA, "h100", workload="64q1s1024") == first
-    assert select(GQA, "h100", workload="64q1s2k") is not first
-    without = select(GQA, "h100")
+    assert select(UNTIMED, "h100", workload=workload) == first
+    assert select(UNTIMED, "h100", workload="64q1s1024") == first
+    assert select(UNTIMED, "h100", workload="64q1s2k") is not first
+    without = select(UNTIMED, "h100")
     assert without != first
     assert without.workload is None
-    assert select(GQA, "h100", workload=workload) == first
+    assert select(UNTIMED, "h100", workload=workload) == first
     assert pickle.loads(pickle.dumps(first)).workload == workload
 
 
@@ -68,17 +70,17 @@ def test_a_file_is_read_once_per_process(tmp_path: Path) -> None:
     shapes = []
     for text in ("q1", "q2"):
         path.write_text(f'[[shapes]]\nbatch = "{text}"\n')
-        given = select(GQA, "h100", workload=path).workload
+        given = select(UNTIMED, "h100", workload=path).workload
         assert isinstance(given, Workload)
         shapes.append(str(given))
     assert shapes == ["q1", "q1"]
     clear_cache()
-    assert str(select(GQA, "h100", workload=path).workload) == "q2"
+    assert str(select(UNTIMED, "h100", workload=path).workload) == "q2"
 
 
 def test_kinds_of_one_pool_see_the_workload(rules: Path) -> None:
     window = GQA.model_copy(update={"sliding_window": 128})
-    for selection in select_model([GQA, window], "h100", rules, workload="64q1s1k"):
+    for selection in select_model([UNTIMED, window], "h100", rules, workload="64q1s1k"):
         assert selection.selected["decode"] == "TRITON_ATTN"
         assert str(selection.workload) == "64q1s1k"
 
@@ -86,21 +88,21 @@ def test_kinds_of_one_pool_see_the_workload(rules: Path) -> None:
 def test_a_workload_that_cannot_be_read_is_an_error() -> None:
     for wrong in ([], 7, ["q1"]):
         with pytest.raises(ConfigError, match="expected shapes, a profile or a file"):
-            select(GQA, "h100", workload=wrong)  # type: ignore[arg-type]
+            select(UNTIMED, "h100", workload=wrong)  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="unknown workload 'chatt'"):
-        select_model([GQA], "h100", workload="chatt")
+        select_model([UNTIMED], "h100", workload="chatt")
 
 
 def test_json_and_text_show_the_workload() -> None:
-    selection = select(GQA, "h100", workload="chat")
+    selection = select(UNTIMED, "h100", workload="chat")
     layer = {"kind": "full_attention", "count": 1, **selection.to_dict()}
     jsonschema.validate(layer, {**DEFINITIONS["layer"], "$defs": DEFINITIONS})
     assert layer["workload"]["name"] == "chat"
     assert sum(shape["share"] for shape in layer["workload"]["shapes"]) == pytest.approx(1)
     assert "Workload   chat (64q1s2k*0.55," in selection.explain()
-    assert "Workload   64q1s4k\n" in select(GQA, "h100", workload="64q1s4k").explain()
-    assert "Workload" not in select(GQA, "h100").explain()
-    assert select(GQA, "h100").to_dict()["workload"] is None
+    assert "Workload   64q1s4k\n" in select(UNTIMED, "h100", workload="64q1s4k").explain()
+    assert "Workload" not in select(UNTIMED, "h100").explain()
+    assert select(UNTIMED, "h100").to_dict()["workload"] is None
 
 
 def test_without_a_workload_nothing_of_times_is_imported() -> None:
@@ -119,7 +121,7 @@ def times(tmp_path: Path) -> Path:
     path = tmp_path / "h100.jsonl"
     rows = []
     for backend, time_us in (("FLASH_ATTN", 125.0), ("FLASHINFER", 113.0), ("TRITON_ATTN", 181.0)):
-        plan = plan_of(load_plugins().specs[backend], GQA, "h100")
+        plan = plan_of(load_plugins().specs[backend], UNTIMED, "h100")
         assert plan.kernel_name is not None
         rows.append(
             Measurement(
@@ -128,7 +130,7 @@ def times(tmp_path: Path) -> Path:
                 libraries={"torch": "2.9.0"},
                 backend=backend,
                 kernel={"decode": plan.kernel_name},
-                config=timed_layer(GQA).to_dict(),
+                config=timed_layer(UNTIMED).to_dict(),
                 batch="64q1s1k",
                 time_us=time_us,
                 spread_us=(time_us * 0.999, time_us * 1.001),
@@ -142,9 +144,9 @@ def times(tmp_path: Path) -> Path:
 
 
 def test_measured_times_choose_and_are_shown(times: Path) -> None:
-    selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    selection = select(UNTIMED, "h100", workload="64q1s1k", measurements=times)
     assert selection.selected == {"prefill": "FLASH_ATTN", "decode": "FLASHINFER"}
-    assert select(GQA, "h100", workload="64q1s1k", measurements=[times]) == selection
+    assert select(UNTIMED, "h100", workload="64q1s1k", measurements=[times]) == selection
     assert select(GQA, "h200", workload="64q1s1k", measurements=times).selected["decode"] == "TRITON_ATTN"
     text = selection.explain()
     assert "  Time             decode 113 us (100 % of the steps), one layer\n" in text
@@ -162,11 +164,11 @@ def test_measured_times_choose_and_are_shown(times: Path) -> None:
 
 
 def test_measurements_are_one_snapshot_per_process(times: Path) -> None:
-    first = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    first = select(UNTIMED, "h100", workload="64q1s1k", measurements=times)
     times.write_text("")
-    assert select(GQA, "h100", workload="64q1s1k", measurements=times) == first
+    assert select(UNTIMED, "h100", workload="64q1s1k", measurements=times) == first
     clear_cache()
-    again = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    again = select(UNTIMED, "h100", workload="64q1s1k", measurements=times)
     assert again.selected["decode"] == "FLASH_ATTN"
     assert "Time             not known for decode: backends are ranked by rules" in again.explain()
 
@@ -174,7 +176,7 @@ def test_measurements_are_one_snapshot_per_process(times: Path) -> None:
 def test_measurements_of_the_variable_and_the_cache_folder_count(times: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kind() -> str | None:
         clear_cache()
-        selection = select(GQA, "h100", workload="64q1s1k")
+        selection = select(UNTIMED, "h100", workload="64q1s1k")
         timing = next(c for c in selection.candidates if c.backend == "FLASHINFER").phases["decode"].timing
         return timing.kind if timing is not None else None
 
@@ -243,7 +245,7 @@ def test_a_backend_that_only_the_few_times_know_keeps_its_time(
 def test_a_corrupt_line_is_named_and_skipped(times: Path) -> None:
     text = times.read_text("utf-8")
     times.write_text(text + '{"v":1,"gpu":"NVIDIA H100 80GB HBM3"}\n', "utf-8")
-    selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    selection = select(UNTIMED, "h100", workload="64q1s1k", measurements=times)
     assert selection.selected["decode"] == "FLASHINFER"
     assert [w for w in selection.warnings if w.startswith(f"measurement skipped: {times}:4: ")]
 
@@ -256,29 +258,29 @@ def test_lines_are_of_a_layer_however_they_spell_it(times: Path) -> None:
     times.write_text(
         "".join(json.dumps(line, indent=None, separators=(" , ", " : ")) + "\n" for line in lines), "utf-8"
     )
-    selection = select(GQA, "h100", workload="64q1s1k", measurements=times)
+    selection = select(UNTIMED, "h100", workload="64q1s1k", measurements=times)
     assert selection.selected["decode"] == "FLASHINFER"
     times.write_text(times.read_text("utf-8").replace('"head_size" : 128', '"head_size" : 128.5', 1), "utf-8")
     clear_cache()
-    assert "× 1.11" not in select(GQA, "h100", workload="64q1s1k", measurements=times).explain()
+    assert "× 1.11" not in select(UNTIMED, "h100", workload="64q1s1k", measurements=times).explain()
 
 
 def test_a_named_file_without_measurements_is_told(times: Path) -> None:
     times.write_text("{}\n", "utf-8")
-    (warning,) = select(GQA, "h100", workload="64q1s1k", measurements=times).warnings
+    (warning,) = select(UNTIMED, "h100", workload="64q1s1k", measurements=times).warnings
     assert warning == f"measurement skipped: {times}: no line of it is a measurement"
 
 
 def test_measurements_without_a_workload_or_a_file_are_errors(times: Path) -> None:
     with pytest.raises(ConfigError, match="without a workload"):
-        select(GQA, "h100", measurements=times)
+        select(UNTIMED, "h100", measurements=times)
     with pytest.raises(MeasurementError, match="there is no such file"):
-        select(GQA, "h100", workload="64q1s1k", measurements=times.parent / "none.jsonl")
+        select(UNTIMED, "h100", workload="64q1s1k", measurements=times.parent / "none.jsonl")
 
 
 def test_times_of_another_dtype_are_a_near_miss(tmp_path: Path) -> None:
     path = tmp_path / "times.jsonl"
-    layer = {**timed_layer(GQA).to_dict(), "dtype": "float32"}
+    layer = {**timed_layer(UNTIMED).to_dict(), "dtype": "float32"}
     line = {
         "v": 1,
         "gpu": "NVIDIA H100 SXM 80 GB",
@@ -288,19 +290,19 @@ def test_times_of_another_dtype_are_a_near_miss(tmp_path: Path) -> None:
     }
     line |= {"kernel": {"decode": "split-kv"}, "batch": "64q1s1k", "time_us": 10.0, "method": "graph"}
     path.write_text(json.dumps(line) + "\n")
-    (warning,) = select(GQA, "h100", workload="64q1s1k", measurements=path).warnings
+    (warning,) = select(UNTIMED, "h100", workload="64q1s1k", measurements=path).warnings
     assert "this file has times of such layers with dtype float32, and none with dtype bfloat16" in warning
     assert str(path) in warning
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({**line, "config": {**layer, "num_heads": 99, "num_kv_heads": 99}}) + "\n")
-    assert not select(GQA, "h100", workload="64q1s1k", measurements=other).warnings
+    assert not select(UNTIMED, "h100", workload="64q1s1k", measurements=other).warnings
 
 
 def test_host_time_of_each_new_shape_counts_where_prefills_are_ordered(tmp_path: Path) -> None:
     """cuDNN builds a graph for each shape: its kernel's time alone would put it first."""
     path = tmp_path / "h100.jsonl"
     line: dict[str, Any] = {"v": 1, "gpu": "NVIDIA H100 SXM 80 GB", "compute_capability": "9.0", "method": "graph"}
-    line |= {"config": timed_layer(GQA).to_dict(), "spread_us": [99.0, 101.0], "rounds": 9}
+    line |= {"config": timed_layer(UNTIMED).to_dict(), "spread_us": [99.0, 101.0], "rounds": 9}
     rows = [
         {**line, "backend": backend, "kernel": {phase: kernel}, "batch": batch, "time_us": time_us}
         for backend, phase, kernel, batch, time_us in (
@@ -311,12 +313,12 @@ def test_host_time_of_each_new_shape_counts_where_prefills_are_ordered(tmp_path:
         )
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prefill = select(GQA, "h100", workload="q2k", measurements=path)
+    prefill = select(UNTIMED, "h100", workload="q2k", measurements=path)
     assert prefill.selected["prefill"] == "FLASH_ATTN"
     assert "40100 us" in prefill.explain()
     assert "40000 us of it host time for each new shape" in prefill.explain()
     # Decodes have few shapes, which an engine warms up.
-    decode = select(GQA, "h100", workload="64q1s1k", measurements=path)
+    decode = select(UNTIMED, "h100", workload="64q1s1k", measurements=path)
     (timing,) = [each.phases["decode"].timing for each in decode.candidates if each.backend == "CUDNN_ATTN"]
     assert timing is not None
     assert (timing.time_us, timing.host_us) == (100.0, 0.0)

@@ -254,17 +254,18 @@ def _rank_lines(selection: Outcome) -> list[tuple[str, str]]:
 
 def _time_text(selection: Outcome, used: EvidenceUsed) -> str:
     """Say how long the chosen backends take for the workload's steps, or that nobody knows."""
-    parts = []
+    parts, scaled = [], set()
     for phase, name in selection.selected.items():
         timing = _verdict(selection, name, phase).timing if name is not None else None
         if timing is not None and timing.compares:
             parts.append(f"{phase} {us_text(timing.time_us)} ({_percent(timing.share)} of the steps)")
+            scaled |= {timing.source} if timing.kind == "scaled" else set()
     if not parts:
         phases = [phase for phase, each in used.phases.items() if each.share]
         asked = f" for {' and '.join(phases)}" if phases else ""
         return f"not known{asked}: backends are ranked by rules (`attn-select bench` measures times)"
     mean = f"{us_text(used.time_us)} per step: " if used.time_us is not None and len(parts) > 1 else ""
-    return f"{mean}{', '.join(parts)}, one layer"
+    return ", ".join([f"{mean}{', '.join(parts)}, one layer", *sorted(scaled)])
 
 
 def _time_lines(selection: Outcome) -> list[Line]:
@@ -303,6 +304,8 @@ def _provenance(timing: Timing) -> str:
         return "roofline, at the device's peak rates, L2 cold"
     # Published tables repeat one call, whose keys may still lie in L2: such a time can be below the roofline.
     parts = [f"{timing.source}, L2 warm" if timing.kind == "table" else timing.kind]
+    if timing.kind == "scaled":
+        parts = [timing.source]
     if timing.kind == "named file":
         parts = [os.path.basename(file) for file in timing.files]
     if timing.method == "eager":

@@ -2,7 +2,8 @@
 
 A measurement counts for a candidate where GPU, backend, kernel names and the layer
 (``attn_select.times.timed_layer``) are the same. Batches that were not measured are predicted from those that were
-(``attn_select.times.model``).
+(``attn_select.times.model``). Times of a GPU with the same multiprocessors count less, scaled by its memory
+(``attn_select.times.scaled``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.kept_fits import kept_or_fitted
 from attn_select.times.measurement import Measurement
-from attn_select.times.roofline import roofline_us
+from attn_select.times.roofline import roofline_us, step_work
+from attn_select.times.scaled import SCALED_MARGIN, can_scale, scaled_us
 from attn_select.times.store import (
     MeasurementFile,
     Problem,
@@ -68,8 +70,8 @@ class Evidence:
     """What is known about times on one device, a snapshot: later measurements do not change it.
 
     Args:
-        read: returns the measurements of a layer on this device; others beside them are not looked at. It is called
-            once per layer.
+        read: returns the measurements of a layer on this device, and on those that scale to it; others beside them
+            are not looked at. It is called once per layer.
         device: the device.
         environment: the libraries that a decision rests on: measurements with others count as weaker.
         fit: makes the model of a kernel from its times.
@@ -161,10 +163,12 @@ class Evidence:
             return self._groups[key]
         points: dict[tuple[Series, tuple[tuple[str, str], ...]], list[tuple[BatchShape, StoredMeasurement]]] = {}
         for batch, row in self._rows_for(config, backend):
-            measured = row.measurement.kernel
+            measured, series = row.measurement.kernel, _series(row, self._device)
+            if series[0] == "scaled" and row.measurement.method == "table":
+                continue  # of a warm L2, which is not the memory's rate
             if all(phase in measured and kernels.get(phase) == measured[phase] for phase in phases_of(batch, config)):
                 versions = tuple(sorted(row.measurement.libraries.items()))
-                points.setdefault((_series(row), versions), []).append((batch, row))
+                points.setdefault((series, versions), []).append((batch, row))
         found: dict[Series, list[_Group]] = {}
         for (series, versions), rows in points.items():
             weaker = self._weaker(dict(versions))
@@ -221,7 +225,16 @@ class Evidence:
 
 
 class _Group:
-    """Measurements of one kernel and layer, of one series, with one set of versions."""
+    """Measurements of one kernel and layer, of one series, with one set of versions.
+
+    Args:
+        series: of the measurements.
+        rows: the measurements with their batches.
+        weaker: why they count as weaker; empty where they do not.
+        layer: the kind of layer.
+        device: the device that is asked about.
+        fit: makes the model of a kernel from its times.
+    """
 
     def __init__(
         self,
@@ -235,6 +248,8 @@ class _Group:
         self.weaker = weaker
         self.date = max(row.measurement.date for _, row in rows)
         self._series, self._rows, self._layer, self._device, self._fit = series, rows, layer, device, fit
+        gpu = find_gpu(rows[0][1].measurement.gpu) if series[0] == "scaled" else None
+        self._measured_on = device if gpu is None else gpu
         self._measured: dict[BatchShape, list[Measurement]] = {}
         for batch, row in rows:
             self._measured.setdefault(batch, []).append(row.measurement)
@@ -248,8 +263,10 @@ class _Group:
             known = self._of_batch(batch)
             if known is None:
                 return None
-            time_us += weight * known[0]
-            half_width += weight * known[0] * known[1]  # errors of one model go one way, so they add up
+            here_us = self._here(batch, known[0])
+            margin = math.hypot(known[1], SCALED_MARGIN) if self._is_scaled else known[1]
+            time_us += weight * here_us
+            half_width += weight * here_us * margin  # errors of one model go one way, so they add up
         first = self._rows[0][1].measurement
         kernel = {phase: name for _, row in self._rows for phase, name in row.measurement.kernel.items()}
         kind, source, method = self._series
@@ -271,7 +288,11 @@ class _Group:
 
     @property
     def points(self) -> Points:
-        """The batches and their times in us."""
+        """The batches and their times in us on the device that is asked about."""
+        return tuple([(batch, self._here(batch, time_us)) for batch, time_us in self._measured_points])
+
+    @property
+    def _measured_points(self) -> Points:
         return tuple([(batch, row.measurement.time_us) for batch, row in self._rows])
 
     @property
@@ -294,9 +315,19 @@ class _Group:
             margins = [_UNKNOWN_MARGIN if predicted is None else predicted.margin]
         return median([each.time_us for each in measured]), max(margins)
 
+    @property
+    def _is_scaled(self) -> bool:
+        return self._measured_on is not self._device
+
+    def _here(self, batch: BatchShape, time_us: float) -> float:
+        """Return what a time where the batch was measured is on the device that is asked about."""
+        if not self._is_scaled:
+            return time_us
+        return scaled_us(time_us, step_work(self._layer.config, batch).bytes, self._measured_on, self._device)
+
     def _predicted(self, batch: BatchShape) -> Predicted | None:
         if self._model is None:
-            self._model = self._fit(self.points, self._layer, self._device)
+            self._model = self._fit(self._measured_points, self._layer, self._measured_on)
         return self._model.predict(batch)
 
 
@@ -379,8 +410,10 @@ def _other_dtype(layer: TimedLayer, content: bytes) -> str:
     return ""
 
 
-def _series(row: StoredMeasurement) -> Series:
+def _series(row: StoredMeasurement, device: Device) -> Series:
     measurement = row.measurement
+    if not _is_of(device, measurement.gpu):
+        return "scaled", f"scaled from {measurement.gpu}", measurement.method
     kind: Kind = "table" if measurement.method == "table" else _KINDS[row.file.kind]
     return kind, measurement.source, measurement.method
 
@@ -398,8 +431,14 @@ def _margin(measurement: Measurement) -> float | None:
     return 1.96 * 1.2533 * deviation / math.sqrt(measurement.rounds) / measurement.time_us
 
 
+def _is_of(device: Device, gpu: str) -> bool:
+    """Whether a file means the device by the name of a GPU."""
+    found = find_gpu(gpu)
+    return gpu == device.full_name or (found is not None and found.name == device.name)
+
+
 def _names_of(device: Device, content: bytes) -> list[str]:
-    """Return the names by which a file calls the device."""
+    """Return the names by which a file calls the device, and the GPUs whose times scale to it."""
     names: list[str] = []
     for written in set(_GPU.findall(content)):
         try:
@@ -407,6 +446,6 @@ def _names_of(device: Device, content: bytes) -> list[str]:
         except ValueError:  # reading the line says what is wrong
             continue
         gpu = find_gpu(name)
-        if name == device.full_name or (gpu is not None and gpu.name == device.name):
+        if _is_of(device, name) or (gpu is not None and can_scale(gpu, device)):
             names.append(name)
     return sorted(names)

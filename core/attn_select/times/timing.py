@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args
 
 from attn_select.times.measurement import Method
 
-Kind = Literal["named file", "measured here", "packaged", "table", "roofline estimate"]
+Kind = Literal["named file", "measured here", "packaged", "table", "scaled", "roofline estimate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Where a time comes from, the most trusted first: a file that the user names, the user's own folder, this project's
-files, a published table. The last is no time but the least that any kernel needs."""
+files, a published table, a GPU with the same multiprocessors. The last is no time but the least that any kernel needs.
+"""
 Series = tuple[Kind, str, Method | None]
 """Kind, source and method. Times of one series compare with each other, and with no other."""
 
@@ -33,7 +34,7 @@ class Timing:
         margin: half the width of the 95 % interval, as a share of ``time_us``; 0 for a roofline.
         share: share of the workload's steps that are of the phase, from 0 to 1.
         kind: where it comes from.
-        source: ``measured``, or a table's name and version.
+        source: ``measured``, a table's name and version, or ``scaled from`` a GPU.
         method: how it was timed; None for a roofline.
         measured_shapes: how many of the phase's shapes were measured themselves; the rest are predicted from others.
         shapes: how many shapes the workload has of the phase.
