@@ -52,10 +52,11 @@ from attn_select.layer.config import Phase
 from attn_select.machine.environment import canonical_distribution
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
 from attn_select.times.measurement import Measurement
-from attn_select.times.model import TimeModel, fit
+from attn_select.times.model import TimeModel
 from attn_select.times.step_choice import Names, StepChoice, by_phase, lead_of
 from attn_select.times.store import MeasurementFile, append_measurements, read_measurements
 from attn_select.times.timed_layer import timed_layer
+from attn_select_measure.fitting.fit import fit
 
 SEED = 20270105
 DISPATCH = "dispatch"

@@ -23,11 +23,11 @@ from bench_times_model import LEAST, Times, read
 
 from attn_select.machine.device import Device, lookup
 from attn_select.times.batch_shape import BatchShape
-from attn_select.times.model import fit
-from attn_select.times.points import farthest_first
 from attn_select.times.scaled import SCALED_MARGIN, can_scale, scaled_us
 from attn_select.times.terms import phase_work
 from attn_select.times.timed_layer import TimedLayer
+from attn_select_measure.fitting.fit import fit
+from attn_select_measure.fitting.points import farthest_first
 
 L2_BYTES = 25e6
 KNOWN = 24

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 from attn_select.machine.device import Device, lookup
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.model import fit, left_out_errors
-from attn_select.times.points import farthest_first
 from attn_select.times.timed_layer import TimedLayer, layer_from_dict
 from attn_select_measure import published_tables as tables
+from attn_select_measure.fitting.fit import fit, left_out_errors
+from attn_select_measure.fitting.points import farthest_first
 
 Times = dict[BatchShape, float]
 SIZES = (24, 48)

@@ -28,9 +28,10 @@ import attn_select
 from attn_select import select
 from attn_select.machine.device import Device, lookup
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.model import Prediction, fit
+from attn_select.times.model import Prediction
 from attn_select.times.store import MeasurementFile, read_measurements
 from attn_select.times.timed_layer import timed_layer
+from attn_select_measure.fitting.fit import fit
 from attn_select_measure.tuning import TIE
 
 PACKAGED = Path(attn_select.__file__).parent / "times" / "measurements" / "nvidia-h200.jsonl"

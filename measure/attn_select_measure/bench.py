@@ -99,6 +99,7 @@ def command(
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.run import chosen_layers
+    from attn_select_measure.fitting.keeping import fit_file
 
     if output is not None and no_save:
         raise click.UsageError("--output and --no-save contradict each other")
@@ -138,6 +139,8 @@ def command(
             if not found.complete:
                 complete = False
                 break
+        if file is not None and kept:
+            fit_file(file, bench.gpu)
     outcome = Outcome(explanation, bench.rates, wanted, layers, file if kept else None, complete)
     if first and plot is not None:
         _draw(outcome, plot)

@@ -25,8 +25,8 @@ Examples:
   attn-select measurements fit --gpu h100
   attn-select measurements import --model llama-3-8b --gpu b200
 
-Times are measured by `attn-select bench`. Without FILE every file is read that decisions read: the packaged ones, those
-of your cache folder, and those that ATTN_SELECT_MEASUREMENTS names.
+Times are measured by `attn-select bench`. Without FILE every file is read: those that the packaged models were fitted
+to, those of your cache folder, and those that ATTN_SELECT_MEASUREMENTS names.
 """
 
 _files = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path())
@@ -138,7 +138,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
 
 @command.command(
     "fit",
-    short_help="Fit the model of time, and say how well it does.",
+    short_help="Fit and keep the model of time, and say how well it does.",
     epilog="\b\nExample:\n  attn-select measurements fit --gpu h100 h100.jsonl\n",
 )
 @_files
@@ -147,13 +147,17 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
 def fit_command(files: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
     """Fit the model of time for each kernel and layer, and say by how much it misses batches that are left out.
 
-    Decisions fit the same models from the same measurements: this command keeps nothing.
+    Models are kept in your cache folder, where decisions read them. Times of files that are named together belong
+    together, as with --measurements. `attn-select bench` and `tune` fit what they measure.
     """
     from attn_select.times.model import LEAST_POINTS
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
+    from attn_select_measure.fitting.keeping import known_times
 
     stored = _read(files, gpu)
+    for known in known_times([row for row in stored.measurements if row.file.kind != "packaged"]):
+        _ = known.model  # fits and keeps it
     fitted = [_fitted(key, rows) for key, rows in _by_kernel(stored.measurements).items()]
     if as_json:
         problems = [_problem(each) for each in stored.problems]
@@ -217,6 +221,7 @@ def import_command(
     from attn_select.times import store
     from attn_select_cli.output import print_json, print_lines
     from attn_select_measure import published_tables as tables
+    from attn_select_measure.fitting.keeping import fit_file
 
     if show_labels:
         print_json(_labels_dict()) if as_json else print_lines(_labels_tables())
@@ -244,6 +249,8 @@ def import_command(
     there = set(file.read_text("utf-8").splitlines()) if file.is_file() else set()
     new = [each for each in found if each.to_line() not in there]
     store.append_measurements(file, new)
+    for name in dict.fromkeys(each.gpu for each in found):
+        fit_file(file, name)
     data = {
         "schema_version": 1,
         "gpu": device.name,
@@ -264,12 +271,14 @@ def _read(files: Sequence[str], gpu: str | None) -> Stored:
     """Return the measurements of ``files``, or of all that decisions read, on a GPU or on all."""
     from attn_select.errors import MeasurementError
     from attn_select.machine.device import find_gpu
-    from attn_select.times.store import MeasurementFile, Stored, measurement_files, read_measurements
+    from attn_select.times.store import MeasurementFile, Stored, read_measurements
+    from attn_select_measure.measured_lines import every_measurement
 
     if missing := [name for name in files if not Path(name).is_file()]:
         seen = "it is a folder" if Path(missing[0]).is_dir() else "there is no such file"
         raise MeasurementError(f"FILE = {missing[0]!r}: {seen}")
-    stored = read_measurements([MeasurementFile("named", Path(name)) for name in files] or measurement_files())
+    named = [MeasurementFile("named", Path(name)) for name in files]
+    stored = read_measurements(named) if named else every_measurement()
     if gpu is None:
         return stored
     device = _device(gpu)
@@ -333,8 +342,8 @@ def _fitted(key: tuple[Any, ...], rows: Sequence[Measurement]) -> dict[str, Any]
     from attn_select.decide.text import config_text
     from attn_select.machine.device import Device, find_gpu
     from attn_select.times.batch_shape import parse_batch_shape
-    from attn_select.times.model import left_out_errors
-    from attn_select.times.points import farthest_first
+    from attn_select_measure.fitting.fit import left_out_errors
+    from attn_select_measure.fitting.points import farthest_first
 
     gpu, backend, kernel, layer, phase, source, method, libraries = key
     device = find_gpu(gpu) or Device(gpu, None)
@@ -378,7 +387,7 @@ def _layers(options: dict[str, Any], device: Device) -> set[TimedLayer]:
 def _thinned(found: Sequence[Measurement], wanted: set[TimedLayer] | None, points: int) -> list[Measurement]:
     """Return the wanted layers' measurements: of each kernel and phase the ``points`` farthest from each other."""
     from attn_select.times.batch_shape import parse_batch_shape
-    from attn_select.times.points import farthest_first
+    from attn_select_measure.fitting.points import farthest_first
 
     layers = None if wanted is None else [layer.to_dict() for layer in wanted]
     groups: dict[str, list[Measurement]] = {}

@@ -17,15 +17,17 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.measurement import MEASURED, Measurement
-from attn_select.times.points import farthest_first
 from attn_select.times.roofline import is_decode, roofline_us, step_work
-from attn_select.times.store import MeasurementFile, append_measurements, measurement_files, read_measurements
+from attn_select.times.store import MeasurementFile, Stored, append_measurements, read_measurements
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.timing import TIE
 from attn_select.times.workload import Workload, phases_of
 from attn_select_cli.output import counted
 from attn_select_cli.table import Block, Table
 from attn_select_measure.benching import Bench, Candidate, TimedBatch, check_runnable
+from attn_select_measure.fitting.keeping import fit_file
+from attn_select_measure.fitting.points import farthest_first
+from attn_select_measure.measured_lines import measured_files, measured_lines
 from attn_select_measure.regions import Region, find_regions, next_batch, order_in
 from attn_select_measure.tuned_rules import regions_of, rule_tables, tuned_before
 from attn_select_measure.tuning import MIXED, Domain, Span, Tuning
@@ -242,7 +244,8 @@ class Tuner:
         """Take over what the file holds of this layer; choose what says whether the packaged times hold here."""
         mixed: dict[str, int] = {}
         tuning = layer.tuning
-        for one in self._known(layer, MeasurementFile("user", self.file)) if self.file.is_file() else ():
+        own = [MeasurementFile("user", self.file)] if self.file.is_file() else []
+        for one in self._known(layer, read_measurements(own, self.bench.gpu)):
             batch = parse_batch_shape(one.batch)
             mixed[one.backend] = mixed.get(one.backend, 0) + (len(phases_of(batch, tuning.config)) > 1)
             if tuning.domain.holds(batch) or batch in tuning.held_out:
@@ -251,8 +254,8 @@ class Tuner:
         if all(mixed.get(name, 0) >= MIXED for name in tuning.backends):
             layer.mixed.clear()
         layer.known = frozenset(tuning.samples)
-        for file in measurement_files():
-            for one in self._known(layer, file) if file.kind == "packaged" else ():
+        for path in measured_files():
+            for one in self._known(layer, measured_lines(path, self.bench.gpu)):
                 batch = parse_batch_shape(one.batch)
                 if tuning.domain.holds(batch):
                     times = layer.packaged.setdefault(batch, {})
@@ -265,10 +268,10 @@ class Tuner:
             layer.judge_packaged()
         tuning.hold_out_known()
 
-    def _known(self, layer: LayerTuning, file: MeasurementFile) -> Iterator[Measurement]:
-        """Yield what a file holds of this layer, measured on this GPU with these versions and kernels."""
+    def _known(self, layer: LayerTuning, stored: Stored) -> Iterator[Measurement]:
+        """Yield what was measured of this layer with these versions and kernels."""
         fields = timed_layer(layer.tuning.config).to_dict()
-        for row in read_measurements([file], self.bench.gpu).measurements:
+        for row in stored.measurements:
             one = row.measurement
             if (
                 one.source == MEASURED
@@ -304,6 +307,9 @@ class Tuner:
                         self._measure(layer, batch)
         except KeyboardInterrupt:
             self.interrupted = True
+        finally:
+            if self.file.is_file():
+                fit_file(self.file, self.bench.gpu)
 
     def _measure(self, layer: LayerTuning, batch: BatchShape) -> None:
         """Measure the backends that were not tried on a batch, beside the fastest of those that were; all of them where

@@ -13,11 +13,12 @@ from itertools import product
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
-from attn_select.times.model import LEAST_POINTS, TimeModel, fit
-from attn_select.times.points import farthest_first
+from attn_select.times.model import LEAST_POINTS, TimeModel
 from attn_select.times.terms import coordinates
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.timing import TIE
+from attn_select_measure.fitting.fit import fit
+from attn_select_measure.fitting.points import farthest_first
 
 FIRST = LEAST_POINTS + 4
 """Batches that lie far from each other, measured before the models say which ones are worth it."""

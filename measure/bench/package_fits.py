@@ -1,9 +1,10 @@
-"""Fit the models of all packaged times and write them into the package, so that no first use has to.
+"""Fit the models of the packaged times and write them into core, one file for each GPU.
 
     python measure/bench/package_fits.py
 
-Run it when packaged times or the code of the model change. What a model predicts from numbers of six digits differs by
-less than a millionth. Models of another code are removed: they would never be read.
+The times are those of ``attn_select_measure/measured``. Run it when they change, or the code of the model: with the
+same numpy and scipy the same file comes out. Numbers have six digits, which changes a prediction by less than a
+millionth.
 """
 
 from __future__ import annotations
@@ -14,24 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from attn_select import AttentionConfig, select
-from attn_select.machine.device import find_gpu
-from attn_select.times import kept_fits
-from attn_select.times.store import PACKAGED_FOLDER
+from attn_select.times.fitted import PACKAGED_FOLDER, code
+from attn_select.times.known_times import KnownTimes
+from attn_select.times.model import TimeModel
+from attn_select_measure.fitting.keeping import known_times
+from attn_select_measure.measured_lines import measured_files, measured_lines
 
 DIGITS = 6
-
-
-def layers() -> list[tuple[str, AttentionConfig]]:
-    """Return every layer of the packaged times, with the name of its GPU."""
-    found: dict[tuple[str, str], AttentionConfig] = {}
-    for file in sorted(PACKAGED_FOLDER.glob("*.jsonl")):
-        for line in file.read_text("utf-8").splitlines():
-            told = json.loads(line)
-            gpu, fields = find_gpu(told["gpu"]), told["config"]
-            assert gpu is not None
-            found.setdefault((gpu.name, json.dumps(fields, sort_keys=True)), AttentionConfig(**fields))
-    return [(gpu, config) for (gpu, _), config in found.items()]
 
 
 def rounded(value: Any) -> Any:
@@ -43,22 +33,47 @@ def rounded(value: Any) -> Any:
     return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
+def row(known: KnownTimes, model: TimeModel) -> dict[str, Any]:
+    """Return a model as ``attn_select.times.fitted.PackagedFit`` reads it."""
+    one = next(each for measured in known.measured.values() for each in measured)
+    return {
+        "gpu": one.gpu,
+        "backend": one.backend,
+        "kernel": dict(known.kernel),
+        "config": known.layer.to_dict(),
+        "libraries": dict(known.libraries),
+        "method": one.method,
+        "source": one.source,
+        "date": known.date,
+        "digest": known.digest,
+        "data": rounded(model.to_dict()),
+    }
+
+
+def packaged() -> dict[str, str]:
+    """Return the content of every file of packaged models, by name."""
+    found = {}
+    for path in measured_files():
+        fits = []
+        for known in known_times(measured_lines(path).measurements):
+            model = known.model
+            if model is not None and (model.decode or model.prefill):
+                fits.append(json.dumps(row(known, model), separators=(",", ":")))
+        lines = ",\n".join(fits)
+        found[path.name.partition(".")[0] + ".json"] = f'{{"code": "{code()}", "fits": [\n{lines}\n]}}\n'
+    return found
+
+
 def main() -> None:
-    """Fit what decisions ask for, and write it."""
-    target = kept_fits.PACKAGED_FITS
+    """Write every file, and say how large it is."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        kept_fits.PACKAGED_FITS = Path(folder)
-        for gpu, config in layers():
-            select(config, gpu, workload="chat")
-        made = sorted(Path(folder, "attn-select", "fits").glob("*.json"))
-        for old in target.glob("*.json"):
-            old.unlink()
-        for path in made:
-            _, _, content = path.read_text("utf-8").partition("\n")
-            kept_fits.keep(target / path.name, rounded(json.loads(content)))
-    size = sum(path.stat().st_size for path in target.glob("*.json"))
-    print(f"{len(made)} models, {size >> 10} KiB in {target}")
+        files = packaged()
+    PACKAGED_FOLDER.mkdir(exist_ok=True)
+    for name, content in files.items():
+        path = Path(PACKAGED_FOLDER, name)
+        path.write_text(content, "utf-8")
+        print(f"{path}: {content.count(chr(10)) - 2} models, {len(content) >> 10} KiB")
 
 
 if __name__ == "__main__":

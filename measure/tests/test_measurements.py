@@ -15,6 +15,7 @@ from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.measurement import Measurement
 from attn_select.times.roofline import roofline_us
 from attn_select.times.timed_layer import timed_layer
+from attn_select_measure import measured_lines
 from attn_select_measure import published_tables as tables
 
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -25,9 +26,9 @@ BATCHES = [f"{count}q1s{length}" for count in (1, 4, 16, 64) for length in ("1k"
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The user's folder of measurements; no packaged ones."""
+    """The user's folder of measurements; none that packaged models were fitted to."""
     monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(store, "PACKAGED_FOLDER", tmp_path / "packaged")
+    monkeypatch.setattr(measured_lines, "FOLDER", tmp_path / "packaged")
     monkeypatch.delenv("ATTN_SELECT_MEASUREMENTS", raising=False)
     return tmp_path / "cache"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import lzma
 import os
 import re
 from pathlib import Path
@@ -15,9 +16,9 @@ import pytest
 
 from attn_select.times import store
 from attn_select.times.measurement import Measurement
-from attn_select_measure import charts
+from attn_select_measure import charts, measured_lines
 
-PACKAGED = store.PACKAGED_FOLDER / "nvidia-h200.jsonl"
+PACKAGED = measured_lines.FOLDER / "nvidia-h200.jsonl.xz"
 PAIR = ("--model", "llama-3-8b", "--model", "gpt-oss-20b", "--gpu", "h100", "--gpu", "h200")
 
 
@@ -89,7 +90,8 @@ def test_without_known_times_the_page_says_what_measures_them(run: Any) -> None:
 
 
 def test_a_file_of_measurements_alone(run: Any, tmp_path: Path) -> None:
-    lines = [line for line in PACKAGED.read_text().splitlines() if '"num_kv_heads":8,"head_size":128}' in line]
+    known = lzma.decompress(PACKAGED.read_bytes()).decode().splitlines()
+    lines = [line for line in known if '"num_kv_heads":8,"head_size":128}' in line]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     page = written(run, "--measurements", "mine.jsonl")
     (text,) = opened(page).values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("torch", reason="timing a layer needs torch")
 
 from attn_select.times import store
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select_measure import benching, tuner, tuning
+from attn_select_measure import benching, measured_lines, tuner, tuning
 
 pytestmark = [
     pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
@@ -301,14 +302,17 @@ def packaged(run: Any, folder: Path, timer: list[str], monkeypatch: pytest.Monke
     (path,) = folder.iterdir()
     (tmp_path / "packaged").mkdir()
     timer.clear()
-    monkeypatch.setattr(store, "PACKAGED_FOLDER", tmp_path / "packaged")
-    return path.rename(tmp_path / "packaged" / path.name)
+    monkeypatch.setattr(measured_lines, "FOLDER", tmp_path / "packaged")
+    packaged = tmp_path / "packaged" / f"{path.name}.xz"
+    packaged.write_bytes(lzma.compress(path.read_bytes()))
+    path.unlink()
+    return packaged
 
 
 def test_packaged_times_count_once_some_of_them_are_measured_again(
     run: Any, rules_file: Path, packaged: Path, timer: list[str], folder: Path
 ) -> None:
-    lines = packaged.read_text()
+    lines = lzma.decompress(packaged.read_bytes()).decode()
     command = ("tune", *LAYER, "--phase", "decode", *QUICK)
     (layer,) = run(*command, "--json").json["layers"]
     assert len(timer) == 3
@@ -318,7 +322,7 @@ def test_packaged_times_count_once_some_of_them_are_measured_again(
         layer["batches"] - 3,
     )
     assert layer["rules"]
-    assert packaged.read_text() == lines
+    assert lzma.decompress(packaged.read_bytes()).decode() == lines
     assert len(lines_of(folder)[1]) == 2 * 3
     (again,) = run(*command, "--json").json["layers"]
     assert len(timer) == 3
@@ -330,9 +334,9 @@ def test_packaged_times_count_once_some_of_them_are_measured_again(
 def test_packaged_times_of_a_device_that_runs_otherwise_do_not_count(
     run: Any, rules_file: Path, packaged: Path, timer: list[str]
 ) -> None:
-    rows = [json.loads(line) for line in packaged.read_text().splitlines()]
+    rows = [json.loads(line) for line in lzma.decompress(packaged.read_bytes()).splitlines()]
     other = [row | {"time_us": row["time_us"] / (1.05 if row["backend"] == "TORCH_SDPA" else 1)} for row in rows]
-    packaged.write_text("".join(f"{json.dumps(row)}\n" for row in other))
+    packaged.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in other).encode()))
     result = run("tune", *LAYER, "--phase", "decode", *QUICK)
     assert "packaged times do not count: TORCH_SDPA takes 1.05 times its packaged time here (3 batches)" in result.out
     assert len(timer) == len(set(timer)) >= tuning.FIRST
@@ -349,9 +353,10 @@ def test_packaged_times_that_cannot_be_compared_do_not_count(
     kept: int,
     compared: int,
 ) -> None:
-    batches = sorted({json.loads(line)["batch"] for line in packaged.read_text().splitlines()})[:kept]
-    lines = [line for line in packaged.read_text().splitlines() if json.loads(line)["batch"] in batches]
-    packaged.write_text("\n".join([*lines, ""]))
+    batches = sorted({json.loads(line)["batch"] for line in lzma.decompress(packaged.read_bytes()).splitlines()})[:kept]
+    known = lzma.decompress(packaged.read_bytes()).decode().splitlines()
+    lines = [line for line in known if json.loads(line)["batch"] in batches]
+    packaged.write_bytes(lzma.compress("\n".join([*lines, ""]).encode()))
     measure = benching.Bench.measure
 
     def failing(self: Any, config: Any, batch: BatchShape, *rest: Any) -> benching.TimedBatch:

@@ -15,9 +15,9 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.times.evidence import Evidence
 from attn_select.times.measurement import Measurement
-from attn_select.times.model import fit
 from attn_select.times.store import Stored, StoredMeasurement
 from attn_select.times.workload import parse_workload
+from attn_select_measure.fitting.fit import fit
 
 
 def test_a_candidate_without_a_time_keeps_its_place_and_nothing_passes_it(decider: Any) -> None:

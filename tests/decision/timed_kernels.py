@@ -15,10 +15,10 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.times.evidence import Evidence
 from attn_select.times.measurement import Measurement
-from attn_select.times.model import fit
 from attn_select.times.store import MeasurementFile, Stored, StoredMeasurement
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import parse_workload
+from attn_select_measure.fitting.fit import fit
 
 LAYER = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 HOPPER = Device("h100", (9, 0), full_name="NVIDIA H100 80GB HBM3", sm_count=132, bandwidth_gbps=3350)

@@ -40,6 +40,8 @@ from attn_select.times.measurement import Measurement
 from attn_select.times.store import MeasurementFile, Stored, StoredMeasurement, append_measurements
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import parse_workload
+from attn_select_measure.fitting.fit import fit
+from attn_select_measure.fitting.keeping import fit_file
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
 CONFIG = AttentionConfig(**SMALL, block_size=16)
@@ -116,7 +118,7 @@ def decide() -> Decide:
             kernels: dict[Phase, str] = {p: f"{toy.spec.name.lower()}-{p}" for p in toy.spec.capabilities}
             for line, each in enumerate(measured(toy.spec.name, times, kernels, config, batches), 1):
                 rows.append(StoredMeasurement(each, file, line))
-        evidence = Evidence(lambda layer: Stored(tuple(rows), (), ()), CPU, decider.environment)
+        evidence = Evidence(lambda layer: Stored(tuple(rows), (), ()), CPU, decider.environment, fit)
         choice = Choice(default=backend)
         if workload is None:
             return decider.decide(config, choice)
@@ -387,7 +389,7 @@ def mla_selection(phases: Sequence[Phase], workload: str, returns_lse: bool = Tr
         }
         found = measured(name, times, kernels, MLA, (*DECODES, *PREFILLS))
         rows += [StoredMeasurement(each, file, line) for line, each in enumerate(found, 1)]
-    evidence = Evidence(lambda layer: Stored(tuple(rows), (), ()), CPU, decider.environment)
+    evidence = Evidence(lambda layer: Stored(tuple(rows), (), ()), CPU, decider.environment, fit)
     return decider.decide(MLA, Choice(), workload=parse_workload(workload), evidence=evidence)
 
 
@@ -442,6 +444,7 @@ def test_torch_backends_take_turns_and_a_selection_travels(make_batch: Any, tmp_
             for phase in CONFIG.phases
         }
         append_measurements(path, measured(name, times, kernels, CONFIG, (*DECODES, *PREFILLS, *MIXED)))
+    fit_file(path, CPU.full_name)
     selection = select(CONFIG, "cpu", workload=WORKLOAD, measurements=path)
     groups = [
         attention_group(each, capacity=CAPACITY, dispatch="measured")

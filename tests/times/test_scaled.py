@@ -18,6 +18,7 @@ from attn_select.times.roofline import step_work
 from attn_select.times.scaled import SCALED_MARGIN, can_scale, scaled_us
 from attn_select.times.store import append_measurements
 from attn_select.times.timed_layer import timed_layer
+from attn_select_measure.fitting.keeping import fit_file
 
 LAYER = AttentionConfig(num_heads=48, num_kv_heads=6, head_size=128)
 """Of this kind no time is packaged."""
@@ -92,6 +93,7 @@ def decided(
             for batch, factor in batches.items()
         ],
     )
+    fit_file(folder / "h200.jsonl", "NVIDIA H200")
     return select(LAYER, gpu, workload="64q1s4k", measurements=[folder / "h200.jsonl"])
 
 

@@ -18,9 +18,11 @@ from attn_select.rules.plugins import load_plugins
 from attn_select.testing import plan_of
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.measurement import Measurement
-from attn_select.times.store import PACKAGED_FOLDER, append_measurements
+from attn_select.times.store import append_measurements
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import Workload, parse_workload
+from attn_select_measure.fitting.keeping import fit_file
+from attn_select_measure.measured_lines import measured_files, measured_lines
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 UNTIMED = AttentionConfig(num_heads=40, num_kv_heads=8, head_size=128)
@@ -194,8 +196,9 @@ def test_measurements_of_the_variable_and_the_cache_folder_count(times: Path, mo
 @pytest.fixture
 def few_decodes() -> list[dict[str, Any]]:
     """Packaged times of an H200 of eight batches of decodes, 1 % longer."""
-    packaged = (PACKAGED_FOLDER / "nvidia-h200.jsonl").read_text("utf-8").splitlines()
-    rows = [row for row in map(json.loads, packaged) if row["config"] == timed_layer(GQA).to_dict()]
+    (path,) = measured_files()
+    every = [json.loads(row.measurement.to_line()) for row in measured_lines(path).measurements]
+    rows = [row for row in every if row["config"] == timed_layer(GQA).to_dict()]
     decodes = [row for row in rows if parse_batch_shape(row["batch"]).max_query_len == 1]
     batches = [*dict.fromkeys(row["batch"] for row in decodes)][:30:4]
     return [row | {"time_us": row["time_us"] * 1.01} for row in decodes if row["batch"] in batches]
@@ -207,6 +210,7 @@ def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(
     """They count for their batches; of others the packaged times of the same GPU know more."""
     own, batches = tmp_path / "own.jsonl", [*dict.fromkeys(row["batch"] for row in few_decodes)]
     own.write_text("".join(f"{json.dumps(row)}\n" for row in few_decodes), "utf-8")
+    fit_file(own, "NVIDIA H200")
 
     def decided(batch: str, *files: Path) -> tuple[str | None, set[str]]:
         selection = select(GQA, "h200", workload=batch, measurements=files)
@@ -234,6 +238,7 @@ def test_a_backend_that_only_the_few_times_know_keeps_its_time(
     slow = {"backend": "FLEX_ATTENTION", "kernel": {"decode": "flex-triton"}}
     slower = [row | slow | {"time_us": 5 * row["time_us"]} for row in few_decodes if row["backend"] == "FLASH_ATTN"]
     own.write_text("".join(f"{json.dumps(row)}\n" for row in few_decodes + slower), "utf-8")
+    fit_file(own, "NVIDIA H200")
     selection = select(GQA, "h200", workload="200q1s700", measurements=own)
     decodes = {candidate.backend: candidate.phases["decode"] for candidate in selection.candidates}
     timing = decodes["FLEX_ATTENTION"].timing

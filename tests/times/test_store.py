@@ -30,8 +30,7 @@ OTHER = dataclasses.replace(ONE, gpu="NVIDIA H100 80GB HBM3", time_us=372.0)
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No packaged files, and a user's folder under ``tmp_path``."""
-    monkeypatch.setattr(store, "PACKAGED_FOLDER", tmp_path / "packaged")
+    """A user's folder under ``tmp_path``."""
     monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "user")
     monkeypatch.delenv("ATTN_SELECT_MEASUREMENTS", raising=False)
     return tmp_path
@@ -91,15 +90,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_files_are_found_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [tmp_path / name for name in ("packaged/a.jsonl", "user/b.jsonl", "c.jsonl", "d.jsonl", "e.jsonl")]
+    paths = [tmp_path / name for name in ("user/b.jsonl", "c.jsonl", "d.jsonl", "e.jsonl")]
     for path in paths:
         append_measurements(path, [ONE])
     (tmp_path / "user" / "notes.txt").write_text("not a file of measurements")
-    monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", os.pathsep.join([str(paths[2]), "", str(paths[3])]))
-    found = measurement_files([paths[4]])
-    assert [(file.kind, file.path) for file in found] == list(
-        zip(["packaged", "user", "named", "named", "named"], paths, strict=True)
-    )
+    monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", os.pathsep.join([str(paths[1]), "", str(paths[2])]))
+    found = measurement_files([paths[3]])
+    kinds = ["user", "named", "named", "named"]
+    assert [(file.kind, file.path) for file in found] == list(zip(kinds, paths, strict=True))
 
 
 def test_without_any_file_there_is_nothing_to_read() -> None:

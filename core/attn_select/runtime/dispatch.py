@@ -10,10 +10,8 @@ from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.times.choice import Rival
-from attn_select.times.kept_fits import kept_or_fitted
 from attn_select.times.model import LEAST_POINTS, TimeModel
 from attn_select.times.step_choice import StepChoice
-from attn_select.times.timed_layer import timed_layer
 
 MEASURED = "measured"
 """The value of ``dispatch`` with which the backend that is predicted to be fastest runs each step."""
@@ -86,9 +84,11 @@ def make_dispatch(selection: Selection, chosen: Plans, fits: Callable[[Plans], b
         why = left_out[phase] = [] if rivals else [selection.evidence.phases[phase].why]
         found: dict[str, TimeModel] = {}
         for other in sorted(rivals, key=lambda each: each != name):  # the chosen one first
-            model = _model(selection, rivals[other])
+            model = rivals[other].model
             more = {**plans, other: {**plans.get(other, {}), phase: rivals[other].plan}}
-            if against := next(_against(selection, rivals[other], rivals[name], phase, model), ""):
+            if model is None:
+                why.append(f"{other} has no model of its times (`attn-select measurements fit` fits them)")
+            elif against := next(_against(selection, rivals[other], rivals[name], phase, model), ""):
                 why.append(f"{other} {against}")
             elif not fits(more):
                 why.append(f"{other} shares no block size with {' and '.join(plans)} in {selection.kv_layout}")
@@ -110,10 +110,6 @@ def make_dispatch(selection: Selection, chosen: Plans, fits: Callable[[Plans], b
     candidates = {phase: [*models.get(phase, (name,))] for phase, name in names.items()}
     kept = {name for each in candidates.values() for name in each}
     return Dispatch({name: plans[name] for name in plans if name in kept}, specs, choice, candidates, left_out)
-
-
-def _model(selection: Selection, rival: Rival) -> TimeModel:
-    return kept_or_fitted(rival.points, timed_layer(selection.config), selection.device)
 
 
 def _against(selection: Selection, rival: Rival, chosen: Rival, phase: Phase, model: TimeModel) -> Iterator[str]:

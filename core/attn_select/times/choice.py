@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
 from attn_select.layer.config import AttentionConfig, Phase
-from attn_select.times.evidence import Evidence, Points, digest_of
+from attn_select.times.evidence import Evidence, digest_of
 from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first, yields
 from attn_select.times.workload import Workload
+
+if TYPE_CHECKING:
+    from attn_select.times.model import TimeModel
 
 Pair = dict[Phase, str]
 """The backend of each phase."""
@@ -57,13 +60,13 @@ class Rival:
         spec: the backend.
         plan: how it would run.
         series: where its times come from; all rivals of a phase have the same.
-        points: batches that were measured and their times in us, those of the other phase included.
+        model: predicts its steps, those of the other phase included; None where no model was fitted.
     """
 
     spec: BackendSpec
     plan: BackendPlan
     series: Series
-    points: Points
+    model: TimeModel | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,7 @@ def order_by_times(
     total = _total(winners)
     compared = {
         phase: tuple(
-            Rival(specs[name], phases[phase].plans[name], t.series, evidence.points(config, name, kernels[name], t))
+            Rival(specs[name], phases[phase].plans[name], t.series, evidence.model(config, name, kernels[name], t))
             for name, t in rivals[phase].items()
             if name == final[phase] or not t.host_us  # the others' steps are compared alone, as they are dispatched
         )

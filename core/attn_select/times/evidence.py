@@ -13,19 +13,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.device import Device, find_gpu
 from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.kept_fits import kept_or_fitted
-from attn_select.times.measurement import Measurement
-from attn_select.times.roofline import roofline_us, step_work
-from attn_select.times.scaled import SCALED_MARGIN, can_scale, scaled_us
+from attn_select.times.fitted import PackagedFit, kept_model, packaged_fits
+from attn_select.times.known_times import Fitted, KnownTimes
+from attn_select.times.measurement import Method
+from attn_select.times.roofline import roofline_us
+from attn_select.times.scaled import can_scale
 from attn_select.times.store import (
     MeasurementFile,
     Problem,
@@ -35,35 +35,19 @@ from attn_select.times.store import (
     measurements_in,
 )
 from attn_select.times.timed_layer import TimedLayer, timed_layer
-from attn_select.times.timing import WEAKER_MARGIN, Kind, Series, Timing, strongest_first
+from attn_select.times.timing import Kind, Series, Timing, strongest_first
 from attn_select.times.workload import Workload, phases_of
 
-_UNKNOWN_MARGIN = 0.05
-"""Margin of a measured batch whose line says nothing of its spread, where no model says more."""
+if TYPE_CHECKING:
+    from attn_select.times.model import TimeModel
+
 _MOST_WARNINGS = 5
 _KINDS: Mapping[str, Kind] = {"named": "named file", "user": "measured here", "packaged": "packaged"}
 _CONFIG = re.compile(rb'"config"\s*:\s*(\{[^{}]*\})')
 _GPU = re.compile(rb'"gpu"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
-class Predicted(Protocol):
-    """A predicted time in us, and half the width of its 95 % interval as a share of it."""
-
-    @property
-    def time_us(self) -> float: ...
-    @property
-    def margin(self) -> float: ...
-
-
-class Model(Protocol):
-    """Predicts the times of one kernel; None where it cannot."""
-
-    def predict(self, batch: BatchShape) -> Predicted | None: ...
-
-
-Points = tuple[tuple[BatchShape, float], ...]
 Read = Callable[[TimedLayer], Stored]
-Fit = Callable[[Sequence[tuple[BatchShape, float]], TimedLayer, Device], Model]
 
 
 class Evidence:
@@ -74,21 +58,37 @@ class Evidence:
             are not looked at. It is called once per layer.
         device: the device.
         environment: the libraries that a decision rests on: measurements with others count as weaker.
-        fit: makes the model of a kernel from its times.
+        fitted: returns the model of measured times.
+        packaged: models that come with this project, on this device and on those that scale to it.
     """
 
-    def __init__(self, read: Read, device: Device, environment: Environment, fit: Fit = kept_or_fitted) -> None:
+    def __init__(
+        self,
+        read: Read,
+        device: Device,
+        environment: Environment,
+        fitted: Fitted = kept_model,
+        packaged: Sequence[PackagedFit] = (),
+    ) -> None:
         self.problems: list[Problem] = []
-        self._read, self._device, self._environment, self._fit = read, device, environment, fit
+        self._read, self._device, self._environment, self._fitted = read, device, environment, fitted
+        self._packaged = packaged
         self._rows: dict[TimedLayer, dict[str, list[tuple[BatchShape, StoredMeasurement]]]] = {}
-        self._groups: dict[tuple[object, ...], dict[Series, list[_Group]]] = {}
+        self._groups: dict[tuple[object, ...], dict[Series, list[KnownTimes]]] = {}
 
     @property
     def warnings(self) -> list[str]:
         """What a selection warns of: the lines that could not be read, the first five of them."""
         told = [f"measurement skipped: {problem}" for problem in self.problems[:_MOST_WARNINGS]]
-        more = len(self.problems) - len(told)
-        return [*told, f"{more} more lines of measurements were skipped"] if more else told
+        if more := len(self.problems) - len(told):
+            told.append(f"{more} more lines of measurements were skipped")
+        groups = [group for found in self._groups.values() for each in found.values() for group in each]
+        for file in sorted({file for group in groups if group.lacks_model for file in group.files}):
+            told.append(
+                f"{file}: no model is fitted to these times, so other batches are not predicted from them "
+                f"(`attn-select measurements fit {file}`)"
+            )
+        return told
 
     def timings(
         self,
@@ -113,7 +113,7 @@ class Evidence:
             return []
         share = math.fsum([shape.weight for shape in shapes])
         weights = [(shape.batch, shape.weight / share) for shape in shapes]
-        groups = self._groups_of(config, backend, kernels)
+        groups = self.known(config, backend, kernels)
         found: list[Timing] = []
         for series in strongest_first(dict.fromkeys(groups, 0)):
             for group in groups[series]:
@@ -122,12 +122,15 @@ class Evidence:
                     break
         return found or self._roofline(config, weights, share)
 
-    def points(
+    def model(
         self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None], timing: Timing
-    ) -> Points:
-        """Return the measured batches that one of ``timings`` rests on, and their times in us."""
-        groups = self._groups_of(config, backend, kernels)[timing.series]
-        return next(group.points for group in groups if group.digest == timing.digest)
+    ) -> TimeModel | None:
+        """Return the model that predicts further batches of one of ``timings``; None where none was fitted.
+
+        Of scaled times it is the model of the GPU that was measured.
+        """
+        groups = self.known(config, backend, kernels)[timing.series]
+        return next(group.model for group in groups if group.digest == timing.digest)
 
     def _roofline(
         self, config: AttentionConfig, weights: Sequence[tuple[BatchShape, float]], share: float
@@ -153,31 +156,64 @@ class Evidence:
             )
         ]
 
-    def _groups_of(
+    def known(
         self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None]
-    ) -> dict[Series, list[_Group]]:
-        """Return a candidate's measurements by series and versions; this environment's versions come first."""
+    ) -> dict[Series, list[KnownTimes]]:
+        """Return what is known of a candidate by series; what was measured with this environment's versions first."""
         layer = timed_layer(config)
         key = backend, layer, *sorted(kernels.items())
         if key in self._groups:
             return self._groups[key]
         points: dict[tuple[Series, tuple[tuple[str, str], ...]], list[tuple[BatchShape, StoredMeasurement]]] = {}
         for batch, row in self._rows_for(config, backend):
-            measured, series = row.measurement.kernel, _series(row, self._device)
-            if series[0] == "scaled" and row.measurement.method == "table":
+            one = row.measurement
+            measured = one.kernel
+            series = _series_of(one.gpu, one.source, one.method, _KINDS[row.file.kind], self._device)
+            if series[0] == "scaled" and one.method == "table":
                 continue  # of a warm L2, which is not the memory's rate
             if all(phase in measured and kernels.get(phase) == measured[phase] for phase in phases_of(batch, config)):
-                versions = tuple(sorted(row.measurement.libraries.items()))
+                versions = tuple(sorted(one.libraries.items()))
                 points.setdefault((series, versions), []).append((batch, row))
-        found: dict[Series, list[_Group]] = {}
+        found: dict[Series, list[KnownTimes]] = {}
         for (series, versions), rows in points.items():
             weaker = self._weaker(dict(versions))
-            found.setdefault(series, []).append(_Group(series, rows, weaker, layer, self._device, self._fit))
+            measured_on = self._measured_on(rows[0][1].measurement.gpu)
+            group = KnownTimes.of_rows(series, rows, weaker, layer, measured_on, self._device, self._fitted)
+            found.setdefault(series, []).append(group)
+        for fit, kernel in self._fits_for(config, backend, kernels):
+            series = _series_of(fit.gpu, fit.source, fit.method, "packaged", self._device)
+            weaker, measured_on = self._weaker(fit.libraries), self._measured_on(fit.gpu)
+            group = KnownTimes.of_fit(series, fit, kernel, weaker, layer, measured_on, self._device)
+            found.setdefault(series, []).append(group)
         for groups in found.values():
             groups.sort(key=lambda group: group.date, reverse=True)
             groups.sort(key=lambda group: bool(group.weaker))
         self._groups[key] = found
         return found
+
+    def _measured_on(self, gpu: str) -> Device:
+        """Return the device that a GPU's name means."""
+        return self._device if _is_of(self._device, gpu) else (find_gpu(gpu) or self._device)
+
+    def _fits_for(
+        self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None]
+    ) -> Iterator[tuple[PackagedFit, dict[str, str]]]:
+        """Yield the packaged models of a candidate, each with the kernels that are the candidate's; with drafts also
+        those of the layer without them, for prefills."""
+        layers: list[tuple[dict[str, Any], tuple[Phase, ...]]] = [(timed_layer(config).to_dict(), config.phases)]
+        if config.num_speculative_tokens:
+            plain = timed_layer(config.model_copy(update={"num_speculative_tokens": 0}))
+            layers.append((plain.to_dict(), ("prefill",)))
+        for fields, phases in layers:
+            for fit in self._packaged:
+                if fit.backend == backend and fit.config == fields:
+                    own: dict[str, str] = {
+                        phase: name
+                        for phase, name in fit.kernel.items()
+                        if phase in phases and kernels.get(phase) == name
+                    }
+                    if own:
+                        yield fit, own
 
     def _rows_for(self, config: AttentionConfig, backend: str) -> list[tuple[BatchShape, StoredMeasurement]]:
         """Return a backend's measurements of a layer; with drafts also the prefills of the layer without them."""
@@ -224,115 +260,13 @@ class Evidence:
         return f"measured with {'; '.join(others)}" if others else ""
 
 
-class _Group:
-    """Measurements of one kernel and layer, of one series, with one set of versions.
-
-    Args:
-        series: of the measurements.
-        rows: the measurements with their batches.
-        weaker: why they count as weaker; empty where they do not.
-        layer: the kind of layer.
-        device: the device that is asked about.
-        fit: makes the model of a kernel from its times.
-    """
-
-    def __init__(
-        self,
-        series: Series,
-        rows: Sequence[tuple[BatchShape, StoredMeasurement]],
-        weaker: str,
-        layer: TimedLayer,
-        device: Device,
-        fit: Fit,
-    ) -> None:
-        self.weaker = weaker
-        self.date = max(row.measurement.date for _, row in rows)
-        self._series, self._rows, self._layer, self._device, self._fit = series, rows, layer, device, fit
-        gpu = find_gpu(rows[0][1].measurement.gpu) if series[0] == "scaled" else None
-        self._measured_on = device if gpu is None else gpu
-        self._measured: dict[BatchShape, list[Measurement]] = {}
-        for batch, row in rows:
-            self._measured.setdefault(batch, []).append(row.measurement)
-        self._model: Model | None = None
-        self._digest = ""
-
-    def timing(self, weights: Sequence[tuple[BatchShape, float]], share: float) -> Timing | None:
-        """Return the mean time over batches of these weights; None where one is neither measured nor predictable."""
-        time_us = half_width = 0.0
-        for batch, weight in weights:
-            known = self._of_batch(batch)
-            if known is None:
-                return None
-            here_us = self._here(batch, known[0])
-            margin = math.hypot(known[1], SCALED_MARGIN) if self._is_scaled else known[1]
-            time_us += weight * here_us
-            half_width += weight * here_us * margin  # errors of one model go one way, so they add up
-        first = self._rows[0][1].measurement
-        kernel = {phase: name for _, row in self._rows for phase, name in row.measurement.kernel.items()}
-        kind, source, method = self._series
-        return Timing(
-            time_us=time_us,
-            margin=half_width / time_us + (WEAKER_MARGIN if self.weaker else 0.0),
-            share=share,
-            kind=kind,
-            source=source,
-            method=method,
-            measured_shapes=sum([batch in self._measured for batch, _ in weights]),
-            shapes=len(weights),
-            kernel=kernel,
-            libraries=first.libraries,
-            weaker=self.weaker,
-            files=tuple(dict.fromkeys(str(row.file.path) for _, row in self._rows)),
-            digest=self.digest,
-        )
-
-    @property
-    def points(self) -> Points:
-        """The batches and their times in us on the device that is asked about."""
-        return tuple([(batch, self._here(batch, time_us)) for batch, time_us in self._measured_points])
-
-    @property
-    def _measured_points(self) -> Points:
-        return tuple([(batch, row.measurement.time_us) for batch, row in self._rows])
-
-    @property
-    def digest(self) -> str:
-        """Of all measurements of the group."""
-        if not self._digest:
-            lines = sorted(row.measurement.to_line() for _, row in self._rows)
-            self._digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        return self._digest
-
-    def _of_batch(self, batch: BatchShape) -> tuple[float, float] | None:
-        """Return time and margin of one batch."""
-        measured = self._measured.get(batch)
-        if measured is None:
-            predicted = self._predicted(batch)
-            return None if predicted is None else (predicted.time_us, predicted.margin)
-        margins = [margin for each in measured if (margin := _margin(each)) is not None]
-        if not margins:
-            predicted = self._predicted(batch)
-            margins = [_UNKNOWN_MARGIN if predicted is None else predicted.margin]
-        return median([each.time_us for each in measured]), max(margins)
-
-    @property
-    def _is_scaled(self) -> bool:
-        return self._measured_on is not self._device
-
-    def _here(self, batch: BatchShape, time_us: float) -> float:
-        """Return what a time where the batch was measured is on the device that is asked about."""
-        if not self._is_scaled:
-            return time_us
-        return scaled_us(time_us, step_work(self._layer.config, batch).bytes, self._measured_on, self._device)
-
-    def _predicted(self, batch: BatchShape) -> Predicted | None:
-        if self._model is None:
-            self._model = self._fit(self._measured_points, self._layer, self._measured_on)
-        return self._model.predict(batch)
-
-
-def load_evidence(device: Device, environment: Environment, named: Sequence[str | os.PathLike[str]] = ()) -> Evidence:
-    """Read what is known about times on a device: packaged files, the user's, and named ones.
+def load_evidence(
+    device: Device,
+    environment: Environment,
+    named: Sequence[str | os.PathLike[str]] = (),
+    fitted: Fitted = kept_model,
+) -> Evidence:
+    """Read what is known about times on a device: packaged models, the user's files, and named ones.
 
     Raises:
         MeasurementError: a named file does not exist.
@@ -360,7 +294,8 @@ def load_evidence(device: Device, environment: Environment, named: Sequence[str 
         ]
         return Stored(rows, (*unread, *[problem for part in parts for problem in part.problems], *other), ())
 
-    return Evidence(read, device, environment)
+    packaged = [fit for fit in packaged_fits() if _counts_on(device, fit.gpu)]
+    return Evidence(read, device, environment, fitted, packaged)
 
 
 def digest_of(timings: Iterable[Timing]) -> str | None:
@@ -410,31 +345,22 @@ def _other_dtype(layer: TimedLayer, content: bytes) -> str:
     return ""
 
 
-def _series(row: StoredMeasurement, device: Device) -> Series:
-    measurement = row.measurement
-    if not _is_of(device, measurement.gpu):
-        return "scaled", f"scaled from {measurement.gpu}", measurement.method
-    kind: Kind = "table" if measurement.method == "table" else _KINDS[row.file.kind]
-    return kind, measurement.source, measurement.method
-
-
-def _margin(measurement: Measurement) -> float | None:
-    """Return half the width of a median's 95 % interval, by the quartiles and the number of rounds.
-
-    A normal distribution's quartiles lie 1.349 standard deviations apart; its median's standard error is 1.2533 of
-    the mean's.
-    """
-    if measurement.spread_us is None or measurement.rounds < 2:
-        return None
-    low, high = measurement.spread_us
-    deviation = (high - low) / 1.349
-    return 1.96 * 1.2533 * deviation / math.sqrt(measurement.rounds) / measurement.time_us
+def _series_of(gpu: str, source: str, method: Method, kind: Kind, device: Device) -> Series:
+    if not _is_of(device, gpu):
+        return "scaled", f"scaled from {gpu}", method
+    return "table" if method == "table" else kind, source, method
 
 
 def _is_of(device: Device, gpu: str) -> bool:
     """Whether a file means the device by the name of a GPU."""
     found = find_gpu(gpu)
     return gpu == device.full_name or (found is not None and found.name == device.name)
+
+
+def _counts_on(device: Device, gpu: str) -> bool:
+    """Whether times of a GPU say something about the device: it is the same one, or they scale to it."""
+    found = find_gpu(gpu)
+    return _is_of(device, gpu) or (found is not None and can_scale(found, device))
 
 
 def _names_of(device: Device, content: bytes) -> list[str]:
@@ -445,7 +371,6 @@ def _names_of(device: Device, content: bytes) -> list[str]:
             name = json.loads(written)
         except ValueError:  # reading the line says what is wrong
             continue
-        gpu = find_gpu(name)
-        if _is_of(device, name) or (gpu is not None and can_scale(gpu, device)):
+        if _counts_on(device, name):
             names.append(name)
     return sorted(names)

@@ -1,7 +1,8 @@
 """Files of measurements: where they are, reading them, and appending to one.
 
-Read are the packaged files (``attn_select/times/measurements``), those of the user's cache folder, those that
-``ATTN_SELECT_MEASUREMENTS`` names, and those that a caller names. A line that is corrupt is reported and skipped.
+Read are those of the user's cache folder, those that ``ATTN_SELECT_MEASUREMENTS`` names, and those that a caller names.
+A line that is corrupt is reported and skipped. Of packaged times the models are packaged
+(``attn_select.times.fitted``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from attn_select.times.measurement import Measurement
 
 SUFFIX = ".jsonl"
 Kind = Literal["packaged", "user", "named"]
-PACKAGED_FOLDER = Path(__file__).parent / "measurements"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class MeasurementFile:
     """A file of measurements.
 
     Attributes:
-        kind: ``packaged`` with this project, ``user`` (of the user's cache folder), or ``named`` by a variable or a
-            caller.
+        kind: ``user`` (of the user's cache folder), ``named`` by a variable or a caller, or ``packaged`` with
+            ``attn-select-measure``: those that the packaged models were fitted to.
         path: the file.
     """
 
@@ -105,14 +105,13 @@ def default_file(gpu: str) -> Path | None:
 
 
 def measurement_files(named: Sequence[str | os.PathLike[str]] = ()) -> list[MeasurementFile]:
-    """Return every file that is read: packaged, the user's, ``ATTN_SELECT_MEASUREMENTS``, then ``named``.
+    """Return every file that is read: the user's, ``ATTN_SELECT_MEASUREMENTS``, then ``named``.
 
     Raises:
         MeasurementError: a named file does not exist, or is a folder.
     """
-    found = [MeasurementFile("packaged", path) for path in _files_in(PACKAGED_FOLDER)]
     folder = user_folder()
-    found += [MeasurementFile("user", path) for path in _files_in(folder)] if folder is not None else []
+    found = [MeasurementFile("user", path) for path in sorted(folder.glob(f"*{SUFFIX}"))] if folder is not None else []
     value = os.environ.get(variables.MEASUREMENTS, "")
     asked = [(variables.MEASUREMENTS, path) for path in value.split(os.pathsep) if path]
     asked += [("--measurements", os.fspath(path)) for path in named]
@@ -123,10 +122,6 @@ def measurement_files(named: Sequence[str | os.PathLike[str]] = ()) -> list[Meas
             raise MeasurementError(f"{origin} = {text!r}: {seen}", hint="name a file that `attn-select bench` wrote")
         found.append(MeasurementFile("named", path))
     return found
-
-
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"))
 
 
 def read_measurements(files: Iterable[MeasurementFile], gpu: str | None = None) -> Stored:

@@ -22,6 +22,7 @@ from attn_select.times.store import Stored, measurement_files, read_measurements
 from attn_select.times.timed_layer import TimedLayer, layer_from_dict, timed_layer
 from attn_select.times.workload import PROFILES, parse_workload
 from attn_select_measure.charts import PAGE, Bar, Line, bars, in_page, lines
+from attn_select_measure.measured_lines import every_measurement
 
 _LEAST_CONTEXTS = 3
 _MOST_COUNTS = 3
@@ -104,8 +105,9 @@ class TimedOn:
 
 def read_times(files: Sequence[str], alone: bool) -> Stored:
     """Return the measurements in the named files, and unless ``alone`` those that decisions read too."""
-    found = measurement_files(files)
-    return read_measurements([file for file in found if file.kind == "named"] if alone else found)
+    if alone:
+        return read_measurements([file for file in measurement_files(files) if file.kind == "named"])
+    return every_measurement(files)
 
 
 def timed_on(stored: Stored, titles: Mapping[tuple[TimedLayer, str], str] | None) -> list[TimedOn]:

@@ -13,11 +13,12 @@ import pytest
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.model import LEAST_POINTS, TimeModel, fit
-from attn_select.times.points import farthest_first
+from attn_select.times.model import LEAST_POINTS, TimeModel
 from attn_select.times.roofline import step_work
-from attn_select.times.store import PACKAGED_FOLDER, MeasurementFile, read_measurements
 from attn_select.times.timed_layer import timed_layer
+from attn_select_measure.fitting.fit import fit
+from attn_select_measure.fitting.points import farthest_first
+from attn_select_measure.measured_lines import measured_files, measured_lines
 
 H100 = lookup("h100")
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -94,9 +95,9 @@ def test_the_margin_holds_what_it_says() -> None:
 @pytest.mark.parametrize("known", [6, 8, 12, 24, 48])
 def test_margins_of_few_measured_batches_hold_what_they_say(known: int) -> None:
     """Of the packaged times, which no curve meets as well as the few that it was fitted to."""
-    layer, path = timed_layer(GQA), PACKAGED_FOLDER / "nvidia-h200.jsonl"
+    layer, (path,) = timed_layer(GQA), measured_files()
     times: dict[str, list[tuple[BatchShape, float]]] = {}
-    for row in read_measurements([MeasurementFile("packaged", path)]).measurements:
+    for row in measured_lines(path).measurements:
         batch = parse_batch_shape(row.measurement.batch)
         if row.measurement.config == layer.to_dict() and batch.max_query_len == 1:
             times.setdefault(row.measurement.backend, []).append((batch, row.measurement.time_us))

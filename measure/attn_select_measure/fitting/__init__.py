@@ -1,0 +1,1 @@
+"""Models of time are fitted here; core only reads them."""
