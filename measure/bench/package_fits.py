@@ -46,6 +46,7 @@ def row(known: KnownTimes, model: TimeModel) -> dict[str, Any]:
         "source": one.source,
         "date": known.date,
         "digest": known.digest,
+        "code": code(),
         "data": rounded(model.to_dict()),
     }
 
@@ -59,8 +60,7 @@ def packaged() -> dict[str, str]:
             model = known.model
             if model is not None and (model.decode or model.prefill):
                 fits.append(json.dumps(row(known, model), separators=(",", ":")))
-        lines = ",\n".join(fits)
-        found[path.name.partition(".")[0] + ".json"] = f'{{"code": "{code()}", "fits": [\n{lines}\n]}}\n'
+        found[path.name.removesuffix(".xz")] = "".join(f"{line}\n" for line in fits)
     return found
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     for name, content in files.items():
         path = Path(PACKAGED_FOLDER, name)
         path.write_text(content, "utf-8")
-        print(f"{path}: {content.count(chr(10)) - 2} models, {len(content) >> 10} KiB")
+        print(f"{path}: {len(content.splitlines())} models, {len(content) >> 10} KiB")
 
 
 if __name__ == "__main__":

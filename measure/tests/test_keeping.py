@@ -195,18 +195,19 @@ def test_the_files_of_the_users_folder_are_fitted_together(tmp_path: Path) -> No
     assert {timing.kind for timing in decode_times(found).values()} == {"measured here"}
 
 
-def test_packaged_models_are_those_of_the_times_and_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_packaged_models_are_those_of_the_times_and_the_code() -> None:
     """A packaged file that is stale says with which command it is made again."""
     from attn_select.times import fitted
     from attn_select_measure.measured_lines import measured_files, measured_lines
 
     again = "run python measure/bench/package_fits.py"
-    names = {path.name.partition(".")[0] for path in measured_files()}
-    assert {path.stem for path in fitted.PACKAGED_FOLDER.glob("*.json")} == names
+    names = {path.name.removesuffix(".xz") for path in measured_files()}
+    assert {path.name for path in fitted.PACKAGED_FOLDER.iterdir()} == names
     for path in measured_files():
-        packaged = json.loads((fitted.PACKAGED_FOLDER / f"{path.name.partition('.')[0]}.json").read_text())
-        assert packaged["code"] == fitted.code(), again
+        lines = (fitted.PACKAGED_FOLDER / path.name.removesuffix(".xz")).read_text().splitlines()
+        packaged = [json.loads(line) for line in lines]
+        assert {row["code"] for row in packaged} == {fitted.code()}, again
         known = keeping.known_times(measured_lines(path).measurements)
         digests = {each.digest for each in known if len(each.measured) >= LEAST_POINTS}
-        assert {row["digest"] for row in packaged["fits"]} <= digests, again
-        assert len(packaged["fits"]) > 30
+        assert {row["digest"] for row in packaged} <= digests, again
+        assert len(packaged) > 30

@@ -14,7 +14,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase
@@ -34,7 +35,7 @@ from attn_select.times.store import (
     measurement_files,
     measurements_in,
 )
-from attn_select.times.timed_layer import TimedLayer, timed_layer
+from attn_select.times.timed_layer import CONFIG, TimedLayer, mentions, timed_layer
 from attn_select.times.timing import Kind, Series, Timing, strongest_first
 from attn_select.times.workload import Workload, phases_of
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 _MOST_WARNINGS = 5
 _KINDS: Mapping[str, Kind] = {"named": "named file", "user": "measured here", "packaged": "packaged"}
-_CONFIG = re.compile(rb'"config"\s*:\s*(\{[^{}]*\})')
 _GPU = re.compile(rb'"gpu"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -59,7 +59,7 @@ class Evidence:
         device: the device.
         environment: the libraries that a decision rests on: measurements with others count as weaker.
         fitted: returns the model of measured times.
-        packaged: models that come with this project, on this device and on those that scale to it.
+        packaged: returns the models of a layer that come with this project; it is called once per layer.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class Evidence:
         device: Device,
         environment: Environment,
         fitted: Fitted = kept_model,
-        packaged: Sequence[PackagedFit] = (),
+        packaged: Callable[[TimedLayer], Sequence[PackagedFit]] = lambda layer: (),
     ) -> None:
         self.problems: list[Problem] = []
         self._read, self._device, self._environment, self._fitted = read, device, environment, fitted
-        self._packaged = packaged
+        self._packaged = cache(packaged)
         self._rows: dict[TimedLayer, dict[str, list[tuple[BatchShape, StoredMeasurement]]]] = {}
         self._groups: dict[tuple[object, ...], dict[Series, list[KnownTimes]]] = {}
+        self._measured: list[KnownTimes] = []
 
     @property
     def warnings(self) -> list[str]:
@@ -82,8 +83,7 @@ class Evidence:
         told = [f"measurement skipped: {problem}" for problem in self.problems[:_MOST_WARNINGS]]
         if more := len(self.problems) - len(told):
             told.append(f"{more} more lines of measurements were skipped")
-        groups = [group for found in self._groups.values() for each in found.values() for group in each]
-        for file in sorted({file for group in groups if group.lacks_model for file in group.files}):
+        for file in sorted({file for known in self._measured if known.lacks_model for file in known.files}):
             told.append(
                 f"{file}: no model is fitted to these times, so other batches are not predicted from them "
                 f"(`attn-select measurements fit {file}`)"
@@ -179,6 +179,7 @@ class Evidence:
             weaker = self._weaker(dict(versions))
             measured_on = self._measured_on(rows[0][1].measurement.gpu)
             group = KnownTimes.of_rows(series, rows, weaker, layer, measured_on, self._device, self._fitted)
+            self._measured.append(group)
             found.setdefault(series, []).append(group)
         for fit, kernel in self._fits_for(config, backend, kernels):
             series = _series_of(fit.gpu, fit.source, fit.method, "packaged", self._device)
@@ -200,20 +201,16 @@ class Evidence:
     ) -> Iterator[tuple[PackagedFit, dict[str, str]]]:
         """Yield the packaged models of a candidate, each with the kernels that are the candidate's; with drafts also
         those of the layer without them, for prefills."""
-        layers: list[tuple[dict[str, Any], tuple[Phase, ...]]] = [(timed_layer(config).to_dict(), config.phases)]
+        layers: list[tuple[TimedLayer, tuple[Phase, ...]]] = [(timed_layer(config), config.phases)]
         if config.num_speculative_tokens:
             plain = timed_layer(config.model_copy(update={"num_speculative_tokens": 0}))
-            layers.append((plain.to_dict(), ("prefill",)))
-        for fields, phases in layers:
-            for fit in self._packaged:
-                if fit.backend == backend and fit.config == fields:
-                    own: dict[str, str] = {
-                        phase: name
-                        for phase, name in fit.kernel.items()
-                        if phase in phases and kernels.get(phase) == name
-                    }
-                    if own:
-                        yield fit, own
+            layers.append((plain, ("prefill",)))
+        for layer, phases in layers:
+            for fit in self._packaged(layer):
+                own: dict[str, str] = {}
+                own |= {p: name for p, name in fit.kernel.items() if p in phases and kernels.get(p) == name}
+                if own and fit.backend == backend and _counts_on(self._device, fit.gpu):
+                    yield fit, own
 
     def _rows_for(self, config: AttentionConfig, backend: str) -> list[tuple[BatchShape, StoredMeasurement]]:
         """Return a backend's measurements of a layer; with drafts also the prefills of the layer without them."""
@@ -284,7 +281,7 @@ def load_evidence(
         contents += [(file, gpu, content) for gpu in _names_of(device, content)]
 
     def read(layer: TimedLayer) -> Stored:
-        wanted = _mentions(layer)
+        wanted = mentions(layer)
         parts = [measurements_in(content, file, gpu, wanted) for file, gpu, content in contents]
         rows = tuple([row for part in parts for row in part.measurements])
         other = [
@@ -294,8 +291,7 @@ def load_evidence(
         ]
         return Stored(rows, (*unread, *[problem for part in parts for problem in part.problems], *other), ())
 
-    packaged = [fit for fit in packaged_fits() if _counts_on(device, fit.gpu)]
-    return Evidence(read, device, environment, fitted, packaged)
+    return Evidence(read, device, environment, fitted, packaged_fits)
 
 
 def digest_of(timings: Iterable[Timing]) -> str | None:
@@ -304,33 +300,10 @@ def digest_of(timings: Iterable[Timing]) -> str | None:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16] if digests else None
 
 
-def _mentions(layer: TimedLayer) -> Callable[[bytes], bool]:
-    """Return whether a line may be of a layer. One without a layer that can be read is looked at too."""
-    fields = layer.to_dict()
-    found: dict[bytes, bool] = {}  # many lines are of few layers
-
-    def of_layer(text: bytes) -> bool:
-        try:
-            return bool(json.loads(text) == fields)
-        except ValueError:
-            return True
-
-    def wanted(line: bytes) -> bool:
-        written = _CONFIG.search(line)
-        if written is None:
-            return True
-        text = written[1]
-        if text not in found:
-            found[text] = of_layer(text)
-        return found[text]
-
-    return wanted
-
-
 def _other_dtype(layer: TimedLayer, content: bytes) -> str:
     """Return what a file says that has times of this layer in another dtype alone; empty where it has none."""
     fields, default = layer.to_dict(), AttentionConfig.model_fields
-    for written in dict.fromkeys(_CONFIG.findall(content)):
+    for written in dict.fromkeys(CONFIG.findall(content)):
         try:
             found = json.loads(written)
         except ValueError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,14 +22,14 @@ from attn_select.machine.files import replace_file
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.measurement import Method
 from attn_select.times.store import user_folder
-from attn_select.times.timed_layer import TimedLayer
+from attn_select.times.timed_layer import CONFIG, TimedLayer
 
 if TYPE_CHECKING:
     from attn_select.times.model import TimeModel
 
 logger = logging.getLogger(__name__)
 PACKAGED_FOLDER = Path(__file__).parent / "fits"
-"""One file for each GPU; ``measure/bench/package_fits.py`` writes them."""
+"""One file for each GPU, a model in each line; ``measure/bench/package_fits.py`` writes them."""
 _CODE = ("model.py", "terms.py", "roofline.py")
 
 
@@ -47,6 +47,7 @@ class PackagedFit:
         source: of the times; ``measured`` is ``attn-select bench``.
         date: of the last one, ISO 8601.
         digest: of the times that the model was fitted to.
+        code: digest of the code that it is for.
         data: the model as ``TimeModel.to_dict`` writes it.
         path: the file that it comes from.
     """
@@ -60,6 +61,7 @@ class PackagedFit:
     source: str
     date: str
     digest: str
+    code: str
     data: Mapping[str, Any]
     path: Path
 
@@ -71,15 +73,22 @@ class PackagedFit:
         return TimeModel.from_dict(self.data)
 
 
+def packaged_fits(layer: TimedLayer) -> list[PackagedFit]:
+    """Return every packaged model of a layer, of all GPUs."""
+    fields = layer.to_dict()
+    return [PackagedFit(**json.loads(line), path=path) for path, of, line in _lines() if of == fields]
+
+
 @cache
-def packaged_fits(folder: Path = PACKAGED_FOLDER) -> tuple[PackagedFit, ...]:
-    """Return every packaged model; ``folder`` has one JSON file for each GPU."""
-    return tuple([fit for path in sorted(folder.glob("*.json")) for fit in _fits_in(path)])
-
-
-def _fits_in(path: Path) -> Iterator[PackagedFit]:
-    for row in json.loads(path.read_bytes())["fits"]:
-        yield PackagedFit(**row, path=path)
+def _lines() -> list[tuple[Path, dict[str, Any], bytes]]:
+    """Return the lines of all files with the fields of their layers: a line is long, and few are asked for."""
+    found = []
+    for path in sorted(PACKAGED_FOLDER.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            written = CONFIG.search(line)
+            assert written is not None
+            found.append((path, json.loads(written[1]), line))
+    return found
 
 
 def kept_model(points: Sequence[tuple[BatchShape, float]], layer: TimedLayer, device: Device) -> TimeModel | None:

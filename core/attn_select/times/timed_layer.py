@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from attn_select.layer.config import AttentionConfig
 
+CONFIG = re.compile(rb'"config"\s*:\s*(\{[^{}]*\})')
+"""The layer in a line of a file of measurements, or of fitted models."""
 _WITHOUT_TIME = ("block_size", "cuda_graph")
 """Fields that choose how a kernel is called. A kernel that reads 16 or 64 tokens a block reads the same bytes."""
 
@@ -57,3 +61,26 @@ def layer_from_dict(fields: Mapping[str, Any]) -> TimedLayer:
         ConfigError: a field that is unknown or has a value that no config accepts; it names the field.
     """
     return timed_layer(AttentionConfig(**fields))
+
+
+def mentions(layer: TimedLayer) -> Callable[[bytes], bool]:
+    """Return what says whether a line of JSON may be of a layer. One without a layer that can be read may be of any."""
+    fields = layer.to_dict()
+    found: dict[bytes, bool] = {}  # many lines are of few layers
+
+    def of_layer(text: bytes) -> bool:
+        try:
+            return bool(json.loads(text) == fields)
+        except ValueError:
+            return True
+
+    def wanted(line: bytes) -> bool:
+        written = CONFIG.search(line)
+        if written is None:
+            return True
+        text = written[1]
+        if text not in found:
+            found[text] = of_layer(text)
+        return found[text]
+
+    return wanted
