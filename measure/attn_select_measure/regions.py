@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from statistics import fmean
 
 from attn_select.rules.conditions import OF_BATCH
 from attn_select.times.batch_shape import BatchShape
@@ -21,6 +22,9 @@ _LEAST_CHANGE = 0.002
 _PLAIN = 0.95
 """The share of its gain that a box keeps where a bound is left out for plainness."""
 _AHEAD = math.log1p(TIE)
+_WORST = 2.0
+"""What a backend may cost at most in any batch, as a multiple of the best one's time, to lead where no workload is
+named, if there is one that costs no more."""
 
 _PER_OCTAVE = 4
 """Batches of the grid from one power of two to the next, along every axis. A box ends at one of them: with two, a box
@@ -155,7 +159,7 @@ def _regions(
     cells = [_Cell(batch, times) for batch, times in zip(batches, tuning.times(batches), strict=True) if times]
     if not cells:
         return [], []
-    order = _by_mean(tuning.backends, [cell.times for cell in cells])
+    order = _for_any_batch(tuning, cells)
     if weighted:
         times = tuning.times([*weighted])
         shares = [
@@ -183,6 +187,30 @@ def _regions(
             for cell in inside:
                 cell.blocked.add(box.backend)
     return regions, wanted
+
+
+def _for_any_batch(tuning: Tuning, cells: Sequence[_Cell]) -> list[str]:
+    """Return backends by what they cost where nobody says which batches there are: by the mean of their times over the
+    best ones, over the domain and the measured batches; those first that nowhere cost more than ``_WORST``, or than the
+    one does that costs least there. Of backends that tie with the first, the earliest leads.
+
+    A backend that lacks a time somewhere, or that was measured for too few uneven batches where those count, comes
+    behind the others.
+    """
+    known = [cell.times for cell in cells] + [*tuning.fitted.values()]
+    costs = {
+        name: [times[name] / min(times.values()) if name in times else math.inf for times in known]
+        for name in _by_mean(tuning.backends, known)
+    }
+    costs |= {name: [math.inf] for name in tuning.unknown_uneven() if name in costs}
+    bound = max(_WORST, min(max(each) for each in costs.values()))
+    means = {name: (max(each) > bound, fmean(each)) for name, each in costs.items()}
+    ordered = sorted(means, key=means.__getitem__)
+    unbounded, least = means[ordered[0]]
+    leader = next(
+        (n for n in tuning.backends if n in means and means[n] <= (unbounded, least * (1 + TIE / 2))), ordered[0]
+    )
+    return [leader, *(name for name in ordered if name != leader)]
 
 
 def _by_mean(backends: Sequence[str], times: Sequence[Times], weights: Sequence[float] = ()) -> list[str]:

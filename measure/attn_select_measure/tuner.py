@@ -531,7 +531,7 @@ def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
         if held:
             lines.append(_regret_line("with a workload", one.regrets))
             if one.kept is None:
-                lines.append(_regret_line("without one", one.any_batch))
+                lines.append(_regret_line("without a workload", one.any_batch))
             lines.append(_regret_line("present order", one.before))
         lines.append([])
     return [*lines, [("Times kept in ", "dim"), HANG, (str(tuner.file), "")], []]
@@ -539,7 +539,7 @@ def outcome_lines(outcome: Sequence[TunedLayer], tuner: Tuner) -> list[Block]:
 
 def _regret_line(name: str, regrets: Sequence[float]) -> Line:
     mean, most = geometric_mean(regrets), max(regrets)
-    return [(f"  held-out regret, {name:<15}  ", ""), (f"{mean:.3f} (worst {most:.2f})", "title")]
+    return [(f"  held-out regret, {name:<18}  ", ""), (f"{mean:.3f} (worst {most:.2f})", "title")]
 
 
 def outcome_dicts(outcome: Sequence[TunedLayer]) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def test_tune_measures_writes_and_decides(
     command = ("tune", *LAYER, "--phase", "decode", "--batch", "2", "--seq-len", "16-32", *QUICK[6:], "--yes")
     result = run(*command)
     assert result.code == 0, result.err
-    assert "held-out regret, with a workload  1.0" in result.out
+    assert "held-out regret, with a workload     1.0" in result.out
     rules = tomllib.loads(rules_file.read_text())["rules"]
     assert {rule["phase"] for rule in rules} == {"decode"}
     assert all(rule["when"]["gpu"] == "cpu" for rule in rules)

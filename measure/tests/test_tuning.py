@@ -125,6 +125,33 @@ def test_backends_that_are_alike_keep_their_order() -> None:
     assert region.bounds == {}
 
 
+def test_who_is_best_in_the_mean_does_not_lead_where_one_batch_costs_much() -> None:
+    """Without a workload the order has to serve any batch: one that is three times too slow somewhere is no default."""
+    kernels = {
+        "STEADY": kernel(6.0, 1.4e-3, 0.02),
+        "SERIAL": kernel(6.0, 1.0e-3, 0.02, serial=4e-3),  # a few long requests among many keep one block busy
+    }
+    (first, *_) = find_regions(tuned(UNEVEN, 50, 0.002, seed=3, kernels=kernels))
+    assert (first.order, first.bounds) == (["STEADY", "SERIAL"], {})
+
+
+def test_of_two_that_are_never_far_behind_the_better_one_in_the_mean_leads() -> None:
+    kernels = {"SLOWER": kernel(9.0, 1.2e-3, 0.03), "FASTER": kernel(9.0, 1.0e-3, 0.03)}
+    (first, *_) = find_regions(tuned(UNEVEN, 50, 0.002, seed=3, kernels=kernels))
+    assert first.order == ["FASTER", "SLOWER"]
+
+
+def test_whose_time_on_uneven_batches_nobody_knows_does_not_lead() -> None:
+    kernels = {"KNOWN": kernel(9.0, 1.3e-3, 0.03), "EVEN": kernel(6.0, 1.0e-3, 0.02)}
+    tuning = tuned(UNEVEN, 50, 0.002, seed=3, kernels=kernels)
+    assert find_regions(tuning)[0].order == ["EVEN", "KNOWN"]
+    for batch, times in tuning.samples.items():
+        if len(batch.groups) > 1:
+            times.pop("EVEN", None)
+    assert tuning.unknown_uneven() == ["EVEN"]
+    assert find_regions(tuning)[0].order == ["KNOWN", "EVEN"]
+
+
 def test_uneven_batches_get_rules_of_their_own() -> None:
     kernels = {"WHOLE": kernel(6.0, 1.0e-3, 0.02, serial=6e-3), "SPLIT": kernel(9.0, 1.15e-3, 0.05)}
     tuning = tuned(UNEVEN, 50, 0.01, seed=1, kernels=kernels)
