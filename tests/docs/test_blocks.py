@@ -29,6 +29,7 @@ from attn_select.times.measurement import Measurement
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import parse_workload
 from attn_select_cli.main import cli
+from attn_select_measure.fitting.keeping import fit_file
 from attn_select_measure.measured_lines import measured_files, measured_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,6 +233,7 @@ def two_measured_backends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict
             )  # fmt: skip
             lines.append(found.to_line())
     (folder / "cpu.jsonl").write_text("\n".join(lines))
+    fit_file(folder / "cpu.jsonl", CPU.full_name)
     monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", str(folder / "cpu.jsonl"))
     clear_cache()
     return {
