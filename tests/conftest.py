@@ -77,8 +77,12 @@ class Environment:
 def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of links to the installed runtime dependencies and hatchling, and to nothing else."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    folder = tmp_path_factory.mktemp("dependencies")
-    for distribution in closure([*project["dependencies"], "hatchling"]):
+    return linked(tmp_path_factory.mktemp("dependencies"), [*project["dependencies"], "hatchling"])
+
+
+def linked(folder: Path, requirements: Sequence[str]) -> Path:
+    """Fill a folder with links to the installed distributions of these requirements, and of all that they need."""
+    for distribution in closure(requirements):
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (folder / name).exists():
                 (folder / name).symlink_to(Path(str(distribution.locate_file(name))))
@@ -86,17 +90,23 @@ def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_environment(tmp_path: Path, dependencies: Path) -> Callable[[], Environment]:
-    """Return a function that makes an ``Environment``. It takes 0.1 s, and no network."""
+def make_environment(
+    tmp_path: Path, dependencies: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Environment]:
+    """Return a function that makes an ``Environment``, with further requirements where it is given some. It takes 0.1
+    s, and no network."""
     made = 0
 
-    def make() -> Environment:
+    def make(*requirements: str) -> Environment:
         nonlocal made
         made += 1
         path = tmp_path / f"environment-{made}"
         venv.create(path, symlinks=True, with_pip=False)
         site = path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-        (site / "dependencies.pth").write_text(f"{dependencies}\n")
+        folders = [dependencies]
+        if requirements:
+            folders.append(linked(tmp_path_factory.mktemp("further"), requirements))
+        (site / "dependencies.pth").write_text("".join(f"{folder}\n" for folder in folders))
         return Environment(path)
 
     return make

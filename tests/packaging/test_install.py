@@ -50,7 +50,7 @@ def test_plugin_installs_by_name_and_registers(dist, plugin, make_environment, r
 
 @slow
 def test_extra_all_installs_every_plugin(dist, make_environment):
-    environment = make_environment()
+    environment = make_environment("numpy", "scipy")
     environment.pip("install", "--find-links", dist.folder, "attn-select[all]")
     expected = {project.distribution: list(project.backends) for project in dist.built if project.backends}
     assert {name: backends for name, (backends, _, _) in listing(environment)["plugins"].items()} == expected
@@ -126,7 +126,7 @@ def test_remedies_in_a_clone_install_the_plugins(tree, make_environment):
 
 def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make_environment, monkeypatch):
     """Core from its wheel and no plugin: what explain, backends and doctor print works with PIP_FIND_LINKS."""
-    environment = make_environment()
+    environment = make_environment("numpy", "scipy")  # which attn-select-measure needs
     environment.pip("install", "--find-links", dist.folder, "attn-select")
     explained = environment.run("attn-select", "explain", "--model", "llama-3-8b", "--gpu", "h100", code=1)
     remedies = sorted(set(re.findall(r"; try (pip install .*)", explained)))
@@ -157,7 +157,7 @@ def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make
 @slow
 def test_remedies_for_libraries_say_what_needs_a_gpu(dist, make_environment):
     """Without torch and kernels: torch helps on every machine, kernels on one with a GPU."""
-    environment = make_environment()
+    environment = make_environment("numpy", "scipy")
     environment.pip("install", "--find-links", dist.folder, "attn-select[all]")
     for command, code in ((["backends"], 0), (["doctor", "--no-import"], 1)):
         shown = environment.run("attn-select", *command, code=code)
