@@ -151,13 +151,13 @@ def fit_command(files: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
     together, as with --measurements. `attn-select bench` and `tune` fit what they measure.
     """
     from attn_select.times.model import LEAST_POINTS
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import counted, print_json, print_lines
     from attn_select_cli.table import Table
     from attn_select_measure.fitting.keeping import known_times
 
     stored = _read(files, gpu)
-    for known in known_times([row for row in stored.measurements if row.file.kind != "packaged"]):
-        _ = known.model  # fits and keeps it
+    own = known_times([row for row in stored.measurements if row.file.kind != "packaged"])
+    kept = sum(known.model is not None for known in own)  # asking for a model fits and keeps it
     fitted = [_fitted(key, rows) for key, rows in _by_kernel(stored.measurements).items()]
     if as_json:
         problems = [_problem(each) for each in stored.problems]
@@ -181,6 +181,8 @@ def fit_command(files: tuple[str, ...], gpu: str | None, as_json: bool) -> int:
     ]
     print_lines([Table(["GPU", "kernel", "layer", "phase", "batches", "median", "p90", "source"], rows)])
     click.echo(f"median and p90: error of batches left out of the fit; -: fewer than {LEAST_POINTS} others")
+    if own:
+        click.echo(f"{counted(kept, 'model')} kept for decisions that read the same files")
     return 0
 
 

@@ -133,6 +133,7 @@ def test_fit_says_how_well_it_does(run: Any, measured: Path) -> None:
     assert 0 <= fit["median_error"] <= fit["p90_error"] < 0.2
     text = run("measurements", "fit").out
     assert "32 query heads, 8 KV heads, head size 128" in text
+    assert text.endswith("1 model kept for decisions that read the same files\n")
 
 
 def test_fit_of_too_few_batches(run: Any, folder: Path) -> None:

@@ -79,7 +79,7 @@ class Evidence:
 
     @property
     def warnings(self) -> list[str]:
-        """What a selection warns of: the lines that could not be read, the first five of them."""
+        """What a selection warns of: the first five lines that could not be read, and files without a model."""
         told = [f"measurement skipped: {problem}" for problem in self.problems[:_MOST_WARNINGS]]
         if more := len(self.problems) - len(told):
             told.append(f"{more} more lines of measurements were skipped")
