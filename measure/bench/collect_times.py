@@ -1,6 +1,7 @@
 """Collects the measurements that the package brings: about 110 batches of each of ten layers, the most telling first.
 
     python measure/bench/collect_times.py --out $OUT --with vllm==0.26.0
+    python measure/bench/collect_times.py --set further --out $OUT     # 30 kinds, as far as time goes
     python measure/bench/collect_times.py --out $OUT --done before/rounds.jsonl     # goes on where that stopped
     python measure/bench/collect_times.py --out $OUT --only FLASHINFER --kinds prefill,mixed   # one backend's alone
     python measure/bench/collect_times.py --out $OUT --close 30   # batches where the choice is close so far
@@ -47,6 +48,7 @@ TIERS = (
     ("q1s128", "16q1s32k", "256q1s4k", "8q1s2k", "64q1s512", "q128", "16q256", "q16k", "q128s8k", "2q2ks8k_16q1s8k"),
 )
 """Batches, the most telling first: decode by batch and context, prefill by length with and without context, mixed."""
+DRAFTS = 3
 SPECULATIVE = (
     ("64q4s4k", "8q4s16k", "256q4s1k", "q4s1k", "q4s32k", "16q4s512"),
     ("128q4s2k", "32q4s1k", "4q4s4k", "q4s128k"),
@@ -90,11 +92,20 @@ def drawn(seed: str, config: AttentionConfig, counts: Mapping[str, int], tiny: b
     return [(kind, draw(rng, kind, config.num_speculative_tokens, tiny)) for kind in kinds]
 
 
+def _speculative(config: AttentionConfig) -> tuple[tuple[str, ...], ...]:
+    """Return ``SPECULATIVE`` for a layer with another number of drafts."""
+    own, given = f"q{config.max_decode_query_len}s", f"q{1 + DRAFTS}s"
+    return tuple([tuple([text.replace(given, own) for text in tier]) for tier in SPECULATIVE])
+
+
 def points(layers: Mapping[str, AttentionConfig], tiny: bool) -> list[Point]:
     """Return every point, tier by tier, within one batch by batch for all layers."""
     found = []
     for tier in range(len(TIERS)):
-        shapes = {name: (TINY if tiny else SPECULATIVE if name == "speculative" else TIERS)[tier] for name in layers}
+        shapes = {
+            name: (TINY if tiny else _speculative(config) if config.num_speculative_tokens else TIERS)[tier]
+            for name, config in layers.items()
+        }
         for index in range(max(map(len, shapes.values()))):
             found += [
                 Point(name, parse_batch_shape(own[index]), f"tier {tier + 1}")

@@ -1,6 +1,7 @@
 """What the choice costs on workloads that no fit and no rule was made from: the regret of three ways to choose.
 
     python measure/bench/held_out.py --measure --out $OUT --with vllm==0.26.0     # on the GPU, about 90 workloads
+    python measure/bench/held_out.py --measure --set unseen --out $OUT --with vllm==0.26.0   # of 15 other kinds
     python measure/bench/held_out.py --from measure/bench/data/held_out_20270102_nvidia-h200.jsonl.xz   # without a GPU
     python measure/bench/held_out.py --from held_out.jsonl --rules tuned.toml
 
@@ -27,11 +28,9 @@ from typing import Any
 from collect_times import phase_kind
 from drawn_batches import draw
 from timed_layers import (
-    LAYERS,
     MOST_SECONDS,
     PAIR,
     SLOW,
-    TINY,
     Point,
     add_options,
     append,
@@ -243,8 +242,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the workloads and stop")
     arguments = parser.parse_args()
     if arguments.list:
-        tiny = arguments.device == "cpu"
-        for point in workloads(TINY if tiny else LAYERS, tiny, arguments.seed):
+        for point in workloads(layers_of(arguments), arguments.device == "cpu", arguments.seed):
             print(f"{point.layer:12s} {point.kind:11s} {point.batch}")
         return
     files = [*arguments.saved, *([*arguments.done, measure(arguments)] if arguments.measure else [])]

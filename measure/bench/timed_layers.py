@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attn_select import AttentionConfig, Environment
+from attn_select import AttentionConfig, ConfigError, Environment
 from attn_select.decide.selector import environment_for
+from attn_select.layer.models import configs_from_model, presets
 from attn_select.machine.detection import detect_device
 from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape
+from attn_select.times.timed_layer import timed_layer
 from attn_select_measure.benching import Bench, Timed, TimedBatch
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -33,6 +36,78 @@ LAYERS: dict[str, AttentionConfig] = {
 }
 """Llama-3-8B, DeepSeek-V3 whole and on eight ranks, gpt-oss's windowed layers, Llama-2-7B, Gemma-3-27B's windowed
 layers, and Llama-3-8B that verifies three drafts; the most asked for first."""
+
+
+def _mha(heads: int, kv_heads: int, size: int = 128, **more: Any) -> AttentionConfig:
+    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_size=size, **more)
+
+
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+FURTHER: dict[str, AttentionConfig] = {
+    "kv1": _mha(8, 1),
+    "kv2": _mha(8, 2),
+    "kv4": _mha(32, 4),
+    "kv1-fp8": _mha(8, 1, **FP8),
+    "mha8": _mha(8, 8),
+    "group16": _mha(64, 4),
+    "group5": _mha(40, 8),
+    "size64": _mha(32, 8, 64),
+    "size64-kv1": _mha(8, 1, 64),
+    "size64-group7": _mha(14, 2, 64),
+    "size96": _mha(32, 32, 96),
+    "size256": _mha(16, 8, 256),
+    "size256-kv1": _mha(8, 1, 256),
+    "size256-fp8": _mha(16, 8, 256, **FP8),
+    "cap": _mha(32, 16, 128, logits_soft_cap=50.0),
+    "cap-256": _mha(16, 8, 256, logits_soft_cap=50.0),
+    "window-cap": _mha(32, 16, 128, logits_soft_cap=50.0, sliding_window=4096),
+    "window-kv2": _mha(16, 2, 128, sliding_window=1024),
+    "window-256": _mha(8, 4, 256, sliding_window=512),
+    "sinks-whole": _mha(64, 8, 64, sinks=True),
+    "sinks-kv1": _mha(8, 1, 64, sinks=True, sliding_window=128),
+    "drafts1": _mha(32, 8, num_speculative_tokens=1),
+    "drafts7": _mha(32, 8, num_speculative_tokens=7),
+    "drafts3-kv1": _mha(8, 1, num_speculative_tokens=3),
+    "drafts3-fp8": _mha(32, 8, num_speculative_tokens=3, **FP8),
+    "mla8": AttentionConfig(num_heads=8, **MLA),
+    "mla32": AttentionConfig(num_heads=32, **MLA),
+    "mla64": AttentionConfig(num_heads=64, **MLA),
+    "mla32-fp8": AttentionConfig(num_heads=32, **MLA, **FP8),
+    "mla128-drafts": AttentionConfig(num_heads=128, **MLA, num_speculative_tokens=3),
+}
+"""Kinds that span the axes of a model for all layers of a kernel: KV heads, heads per KV head, head size, bytes of the
+cache, window, soft cap, sinks, drafts, MLA's heads. None was measured so far."""
+UNSEEN_SEED, UNSEEN = 20261124, 15
+"""Of the kinds that judge such a model, and how many they are. They are never fitted, and not looked at before."""
+
+
+def unseen() -> dict[str, AttentionConfig]:
+    """Return the kinds of layers that ``UNSEEN_SEED`` draws from the presets under tensor parallelism of 1 to 8, each
+    with a 16-bit or an FP8 cache: decoders' layers that are neither sparse nor among those that are fitted, one of a
+    preset."""
+    rng, found = random.Random(UNSEEN_SEED), dict[str, AttentionConfig]()
+    fitted = {timed_layer(config) for config in (*LAYERS.values(), *FURTHER.values())}
+    names = sorted(presets())
+    rng.shuffle(names)
+    for name in names:
+        ranks, cache = rng.choice((1, 2, 4, 8)), rng.choice(("auto", "auto", "fp8_e4m3"))
+        try:
+            kinds = configs_from_model(name, tensor_parallel=ranks, overrides={"kv_cache_dtype": cache}).kinds
+        except ConfigError:
+            continue  # its heads cannot be shared so
+        kind = rng.choice(kinds)
+        layer = timed_layer(kind.config)
+        if (
+            len(found) < UNSEEN
+            and kind.config.attn_type == "decoder"
+            and not kind.config.sparse
+            and layer not in fitted
+        ):
+            fitted.add(layer)
+            found[f"{name}-tp{ranks}-{kind.kind}" + ("-fp8" if cache != "auto" else "")] = kind.config
+    return found
+
+
 MOST_SECONDS = 4.0
 """Of rounds for one batch; slow ones have fewer."""
 SLOW = ("FLEX_ATTENTION", "PAGED_ATTENTION", "TORCH_SDPA", "TORCH_MLA")
@@ -70,11 +145,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=420.0, help="begin nothing new after this long (default: 420)")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each batch (default: 12)")
     parser.add_argument("--layers", default="", help="only these, separated by commas")
+    parser.add_argument(
+        "--set", dest="layer_set", choices=("known", "further", "unseen"), default="known",
+        help="the ten kinds that are packaged, 30 that span every axis, or 15 that nothing is fitted to",
+    )  # fmt: skip
 
 
 def layers_of(arguments: argparse.Namespace) -> dict[str, AttentionConfig]:
     """Return the layers that the options ask for."""
-    known = TINY if arguments.device == "cpu" else LAYERS
+    sets = {"known": LAYERS, "further": FURTHER, "unseen": unseen()}
+    known = TINY if arguments.device == "cpu" else sets[arguments.layer_set]
     names = arguments.layers.split(",") if arguments.layers else [*known]
     return {name: known[name] for name in names}
 
