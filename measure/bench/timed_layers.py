@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attn_select import AttentionConfig, ConfigError, Environment
+from attn_select import AttentionConfig, Environment
 from attn_select.decide.selector import environment_for
-from attn_select.layer.models import configs_from_model, presets
+from attn_select.layer.models import configs_from_model
 from attn_select.machine.detection import detect_device
 from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape
-from attn_select.times.timed_layer import timed_layer
 from attn_select_measure.benching import Bench, Timed, TimedBatch
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -77,34 +75,35 @@ FURTHER: dict[str, AttentionConfig] = {
 }
 """Kinds that span the axes of a model for all layers of a kernel: KV heads, heads per KV head, head size, bytes of the
 cache, window, soft cap, sinks, drafts, MLA's heads. None was measured so far."""
-UNSEEN_SEED, UNSEEN = 20261124, 15
-"""Of the kinds that judge such a model, and how many they are. They are never fitted, and not looked at before."""
+UNSEEN = (
+    ("gpt-oss-120b", 8, "full_attention", "auto"),
+    ("kimi-k3", 2, "mla", "auto"),
+    ("deepseek-v2-lite", 2, "mla", "fp8_e4m3"),
+    ("olmo-3.1-32b", 8, "full_attention", "auto"),
+    ("gemma-2-9b", 8, "full_attention", "auto"),
+    ("minicpm3-4b", 1, "mla", "auto"),
+    ("qwen3-30b-a3b", 2, "full_attention", "fp8_e4m3"),
+    ("gemma-2-27b", 8, "sliding_attention", "auto"),
+    ("mistral-7b", 8, "full_attention", "fp8_e4m3"),
+    ("phi-3-mini", 1, "sliding_attention", "auto"),
+    ("gemma-4", 4, "full_attention", "auto"),
+    ("qwen3-8b", 8, "full_attention", "auto"),
+    ("qwen3-235b-a22b", 4, "full_attention", "auto"),
+    ("phi-3-mini-128k", 8, "sliding_attention", "auto"),
+    ("glm-4.5", 2, "full_attention", "auto"),
+)
+"""Presets, tensor-parallel ranks, kinds of layers and cache dtypes of the layers that judge such a model: never fitted,
+and not looked at before. ``random.Random(20261124)`` drew them from the presets of 2026-11-24 (commit "Benches know 30
+further kinds of layers"); presets that came later would change the draw."""
 
 
 def unseen() -> dict[str, AttentionConfig]:
-    """Return the kinds of layers that ``UNSEEN_SEED`` draws from the presets under tensor parallelism of 1 to 8, each
-    with a 16-bit or an FP8 cache: decoders' layers that are neither sparse nor among those that are fitted, one of a
-    preset."""
-    rng, found = random.Random(UNSEEN_SEED), dict[str, AttentionConfig]()
-    fitted = {timed_layer(config) for config in (*LAYERS.values(), *FURTHER.values())}
-    names = sorted(presets())
-    rng.shuffle(names)
-    for name in names:
-        ranks, cache = rng.choice((1, 2, 4, 8)), rng.choice(("auto", "auto", "fp8_e4m3"))
-        try:
-            kinds = configs_from_model(name, tensor_parallel=ranks, overrides={"kv_cache_dtype": cache}).kinds
-        except ConfigError:
-            continue  # its heads cannot be shared so
-        kind = rng.choice(kinds)
-        layer = timed_layer(kind.config)
-        if (
-            len(found) < UNSEEN
-            and kind.config.attn_type == "decoder"
-            and not kind.config.sparse
-            and layer not in fitted
-        ):
-            fitted.add(layer)
-            found[f"{name}-tp{ranks}-{kind.kind}" + ("-fp8" if cache != "auto" else "")] = kind.config
+    """Return the layers of ``UNSEEN`` by name."""
+    found = {}
+    for name, ranks, kind, cache in UNSEEN:
+        kinds = configs_from_model(name, tensor_parallel=ranks, overrides={"kv_cache_dtype": cache}).kinds
+        suffix = "" if cache == "auto" else "-fp8"
+        found[f"{name}-tp{ranks}-{kind}{suffix}"] = next(each.config for each in kinds if each.kind == kind)
     return found
 
 

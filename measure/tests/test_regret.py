@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from collect_times import points
 from held_out import SEED, geomean, regrets, rows, workloads
-from timed_layers import LAYERS
+from timed_layers import FURTHER, LAYERS, unseen
+
+from attn_select.times.timed_layer import timed_layer
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 
@@ -57,3 +59,11 @@ def test_no_held_out_workload_was_collected(seed: int) -> None:
     drawn = {point.key for point in workloads(LAYERS, False, seed)}
     assert len(drawn) == 90
     assert not drawn & {point.key for point in points(LAYERS, False)}
+
+
+def test_unseen_kinds_of_layers_are_none_that_are_fitted() -> None:
+    fitted = {timed_layer(config) for config in (*LAYERS.values(), *FURTHER.values())}
+    assert len(fitted) == len(LAYERS) + len(FURTHER)
+    judged = {timed_layer(config) for config in unseen().values()}
+    assert len(judged) == 15
+    assert not judged & fitted
