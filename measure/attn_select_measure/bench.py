@@ -140,7 +140,7 @@ def command(
                 complete = False
                 break
         if file is not None and kept:
-            fit_file(file, bench.gpu)
+            fit_file(file)
     outcome = Outcome(explanation, bench.rates, wanted, layers, file if kept else None, complete)
     if first and plot is not None:
         _draw(outcome, plot)

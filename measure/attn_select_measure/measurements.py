@@ -251,8 +251,8 @@ def import_command(
     there = set(file.read_text("utf-8").splitlines()) if file.is_file() else set()
     new = [each for each in found if each.to_line() not in there]
     store.append_measurements(file, new)
-    for name in dict.fromkeys(each.gpu for each in found):
-        fit_file(file, name)
+    if found:
+        fit_file(file)
     data = {
         "schema_version": 1,
         "gpu": device.name,

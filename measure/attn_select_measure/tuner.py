@@ -309,7 +309,7 @@ class Tuner:
             self.interrupted = True
         finally:
             if self.file.is_file():
-                fit_file(self.file, self.bench.gpu)
+                fit_file(self.file)
 
     def _measure(self, layer: LayerTuning, batch: BatchShape) -> None:
         """Measure the backends that were not tried on a batch, beside the fastest of those that were; all of them where

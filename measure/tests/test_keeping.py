@@ -175,12 +175,23 @@ def test_few_measured_batches_are_no_reason_to_warn(tmp_path: Path) -> None:
 
 def test_fitting_a_file_lets_decisions_predict(tmp_path: Path) -> None:
     path = written(tmp_path / "own.jsonl")
-    fit_file(path, "NVIDIA H100 80GB HBM3")
+    fit_file(path)
     found = select(CONFIG, "h100", workload="20q1s700", measurements=path)
     assert found.selected["decode"] == "FLASHINFER"
     times = decode_times(found)
     assert {(timing.kind, timing.measured_shapes) for timing in times.values()} == {("named file", 0)}
     assert times["FLASHINFER"].time_us == pytest.approx(10 + 700 * 20 / 700, rel=0.25)
+    assert not found.warnings
+
+
+def test_two_spellings_of_one_gpu_are_fitted_together(tmp_path: Path) -> None:
+    path = written(tmp_path / "own.jsonl")
+    lines = path.read_text().splitlines()
+    other = [line.replace("NVIDIA H100 80GB HBM3", "NVIDIA H100") for line in lines[::2]]
+    path.write_text("\n".join([*other, *lines[1::2]]) + "\n")
+    fit_file(path)
+    found = select(CONFIG, "h100", workload="20q1s700", measurements=path)
+    assert {*decode_times(found)} == {"FLASH_ATTN", "FLASHINFER"}
     assert not found.warnings
 
 
@@ -190,7 +201,7 @@ def test_the_files_of_the_users_folder_are_fitted_together(tmp_path: Path) -> No
     folder.mkdir(parents=True)
     (folder / "one.jsonl").write_text("\n".join(lines[::2]) + "\n")
     (folder / "two.jsonl").write_text("\n".join(lines[1::2]) + "\n")
-    fit_file(folder / "one.jsonl", "NVIDIA H100 80GB HBM3")
+    fit_file(folder / "one.jsonl")
     found = select(CONFIG, "h100", workload="20q1s700")
     assert {timing.kind for timing in decode_times(found).values()} == {"measured here"}
 

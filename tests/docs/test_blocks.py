@@ -233,7 +233,7 @@ def two_measured_backends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict
             )  # fmt: skip
             lines.append(found.to_line())
     (folder / "cpu.jsonl").write_text("\n".join(lines))
-    fit_file(folder / "cpu.jsonl", CPU.full_name)
+    fit_file(folder / "cpu.jsonl")
     monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", str(folder / "cpu.jsonl"))
     clear_cache()
     return {

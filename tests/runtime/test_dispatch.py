@@ -444,7 +444,7 @@ def test_torch_backends_take_turns_and_a_selection_travels(make_batch: Any, tmp_
             for phase in CONFIG.phases
         }
         append_measurements(path, measured(name, times, kernels, CONFIG, (*DECODES, *PREFILLS, *MIXED)))
-    fit_file(path, CPU.full_name)
+    fit_file(path)
     selection = select(CONFIG, "cpu", workload=WORKLOAD, measurements=path)
     groups = [
         attention_group(each, capacity=CAPACITY, dispatch="measured")

@@ -93,7 +93,7 @@ def decided(
             for batch, factor in batches.items()
         ],
     )
-    fit_file(folder / "h200.jsonl", "NVIDIA H200")
+    fit_file(folder / "h200.jsonl")
     return select(LAYER, gpu, workload="64q1s4k", measurements=[folder / "h200.jsonl"])
 
 

@@ -210,7 +210,7 @@ def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(
     """They count for their batches; of others the packaged times of the same GPU know more."""
     own, batches = tmp_path / "own.jsonl", [*dict.fromkeys(row["batch"] for row in few_decodes)]
     own.write_text("".join(f"{json.dumps(row)}\n" for row in few_decodes), "utf-8")
-    fit_file(own, "NVIDIA H200")
+    fit_file(own)
 
     def decided(batch: str, *files: Path) -> tuple[str | None, set[str]]:
         selection = select(GQA, "h200", workload=batch, measurements=files)
@@ -238,7 +238,7 @@ def test_a_backend_that_only_the_few_times_know_keeps_its_time(
     slow = {"backend": "FLEX_ATTENTION", "kernel": {"decode": "flex-triton"}}
     slower = [row | slow | {"time_us": 5 * row["time_us"]} for row in few_decodes if row["backend"] == "FLASH_ATTN"]
     own.write_text("".join(f"{json.dumps(row)}\n" for row in few_decodes + slower), "utf-8")
-    fit_file(own, "NVIDIA H200")
+    fit_file(own)
     selection = select(GQA, "h200", workload="200q1s700", measurements=own)
     decodes = {candidate.backend: candidate.phases["decode"] for candidate in selection.candidates}
     timing = decodes["FLEX_ATTENTION"].timing

@@ -159,7 +159,7 @@ class Evidence:
     def known(
         self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None]
     ) -> dict[Series, list[KnownTimes]]:
-        """Return what is known of a candidate by series; what was measured with this environment's versions first."""
+        """Return all known times of a candidate by series; times with this environment's versions come first."""
         layer = timed_layer(config)
         key = backend, layer, *sorted(kernels.items())
         if key in self._groups:

@@ -30,8 +30,6 @@ Fitted = Callable[[Points, TimedLayer, Device], "TimeModel | None"]
 """Returns the model that was fitted to points; None where none was."""
 _UNKNOWN_MARGIN = 0.05
 """Margin of a measured batch whose line says nothing of its spread, where no model says more."""
-_LEAST_POINTS = 6
-"""Batches that a model needs (``attn_select.times.model.LEAST_POINTS``)."""
 
 
 @dataclass
@@ -79,7 +77,7 @@ class KnownTimes:
         device: Device,
         fitted: Fitted,
     ) -> KnownTimes:
-        """Return the group of measured times."""
+        """Return the known times that measurements are."""
         measured: dict[BatchShape, list[Measurement]] = {}
         for batch, row in rows:
             measured.setdefault(batch, []).append(row.measurement)
@@ -111,7 +109,7 @@ class KnownTimes:
         measured_on: Device,
         device: Device,
     ) -> KnownTimes:
-        """Return the group of a packaged model, as far as it is of ``kernel``."""
+        """Return the known times that a packaged model predicts, for the phases of ``kernel``."""
         return cls(
             series,
             kernel=kernel,
@@ -176,7 +174,9 @@ class KnownTimes:
         if not {*phases_of(batch, self.layer.config)} <= {*self.kernel}:
             return None
         if self.model is None:
-            self.lacks_model = len(self.measured) >= _LEAST_POINTS
+            from attn_select.times.model import LEAST_POINTS  # with a packaged model nobody asks
+
+            self.lacks_model = len(self.measured) >= LEAST_POINTS
             return None
         return self.model.predict(batch)
 

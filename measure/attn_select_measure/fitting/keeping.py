@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -38,28 +39,33 @@ def fit_and_keep(points: Points, layer: TimedLayer, device: Device) -> TimeModel
 
 
 def known_times(rows: Sequence[StoredMeasurement]) -> list[KnownTimes]:
-    """Return what decisions take from measurements that are read together; each one's ``model`` fits and keeps it."""
-    stored, found = Stored(tuple(rows), (), ()), list[KnownTimes]()
-    for gpu in dict.fromkeys(row.measurement.gpu for row in rows):
-        device = device_named(gpu)
-        here = [row.measurement for row in rows if row.measurement.gpu == gpu]
-        for layer, measured in _by_layer(here):
-            evidence = Evidence(lambda _: stored, device, environment_for(device, {}), fit_and_keep)
+    """Return the groups of times that decisions make of measurements that are read together. Asking a group for its
+    ``model`` fits the model and keeps it."""
+    found: list[KnownTimes] = []
+    by_device: dict[Device, list[StoredMeasurement]] = {}
+    for row in rows:  # files may spell one GPU in several ways
+        by_device.setdefault(device_named(row.measurement.gpu), []).append(row)
+    for device, here in by_device.items():
+        evidence = Evidence(partial(_stored, here), device, environment_for(device, {}), fit_and_keep)
+        for layer, measured in _by_layer([row.measurement for row in here]):
             for backend in dict.fromkeys(one.backend for one in measured):
                 own = [one for one in measured if one.backend == backend]
                 for kernels in kernels_of(layer.config, own):
                     for known in evidence.known(layer.config, backend, kernels).values():
                         found += known
-
     return found
 
 
-def fit_file(path: Path, gpu: str) -> None:
-    """Fit what decisions read together with a file of measurements, on one GPU: all files of the user's cache folder,
-    if it is one of them, else this file alone."""
+def _stored(rows: Sequence[StoredMeasurement], layer: TimedLayer) -> Stored:
+    return Stored(tuple([row for row in rows if row.measurement.config == layer.to_dict()]), (), ())
+
+
+def fit_file(path: Path) -> None:
+    """Fit the measurements that decisions read together with a file: all files of the user's cache folder, if it is one
+    of them, else this file alone."""
     own = [file for file in measurement_files() if file.kind == "user"]
     files = own if any(file.path == path for file in own) else [MeasurementFile("named", path)]
-    for known in known_times(read_measurements(files, gpu).measurements):
+    for known in known_times(read_measurements(files).measurements):
         _ = known.model
 
 
