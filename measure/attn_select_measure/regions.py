@@ -23,8 +23,8 @@ _PLAIN = 0.95
 """The share of its gain that a box keeps where a bound is left out for plainness."""
 _AHEAD = math.log1p(TIE)
 _WORST = 2.0
-"""What a backend may cost at most in any batch, as a multiple of the best one's time, to lead where no workload is
-named, if there is one that costs no more."""
+"""The most that a backend which leads without a workload may take in any batch, as a multiple of the best backend's
+time."""
 
 _PER_OCTAVE = 4
 """Batches of the grid from one power of two to the next, along every axis. A box ends at one of them: with two, a box
@@ -190,14 +190,14 @@ def _regions(
 
 
 def _for_any_batch(tuning: Tuning, cells: Sequence[_Cell]) -> list[str]:
-    """Return backends by what they cost where nobody says which batches there are: by the mean of their times over the
-    best ones, over the domain and the measured batches; those first that nowhere cost more than ``_WORST``, or than the
-    one does that costs least there. Of backends that tie with the first, the earliest leads.
+    """Return the order of backends for users who name no workload.
 
-    A backend that lacks a time somewhere, or that was measured for too few uneven batches where those count, comes
-    behind the others.
+    A backend's cost in a batch is its time over the best backend's time. Backends are ordered by their mean cost over
+    the grid and the measured batches. A backend whose worst cost is above ``_WORST`` comes behind the others; where
+    every backend's is, the one with the least worst cost leads. Of backends that tie with the first, the earliest leads. A backend that lacks a time somewhere,
+    or was measured at too few uneven batches where such batches count, comes last.
     """
-    known = [cell.times for cell in cells] + [*tuning.fitted.values()]
+    known = [times for times in (*(cell.times for cell in cells), *tuning.fitted.values()) if times]
     costs = {
         name: [times[name] / min(times.values()) if name in times else math.inf for times in known]
         for name in _by_mean(tuning.backends, known)

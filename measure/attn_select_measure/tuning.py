@@ -320,7 +320,7 @@ class Tuning:
         return [batch for batch in self.domain.cells(per_octave) if known or len(batch.groups) == 1]
 
     def unknown_uneven(self) -> list[str]:
-        """Return the backends whose times of uneven batches nobody knows, where such batches count."""
+        """Return the backends that were measured at too few uneven batches; none where only even batches count."""
         uneven = [times for batch, times in self.fitted.items() if len(batch.groups) > 1]
         known = {name: sum(name in times for times in uneven) for name in self.backends}
         return [name for name, count in known.items() if count < LEAST_UNEVEN] if self.domain.uneven else []

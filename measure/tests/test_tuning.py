@@ -141,6 +141,13 @@ def test_of_two_that_are_never_far_behind_the_better_one_in_the_mean_leads() -> 
     assert first.order == ["FASTER", "SLOWER"]
 
 
+def test_a_batch_at_which_all_failed_says_nothing_about_the_order() -> None:
+    kernels = {"SLOWER": kernel(9.0, 1.2e-3, 0.03), "FASTER": kernel(9.0, 1.0e-3, 0.03)}
+    tuning = tuned(UNEVEN, 50, 0.002, seed=3, kernels=kernels)
+    next(iter(tuning.fitted.values())).clear()
+    assert find_regions(tuning)[0].order == ["FASTER", "SLOWER"]
+
+
 def test_whose_time_on_uneven_batches_nobody_knows_does_not_lead() -> None:
     kernels = {"KNOWN": kernel(9.0, 1.3e-3, 0.03), "EVEN": kernel(6.0, 1.0e-3, 0.02)}
     tuning = tuned(UNEVEN, 50, 0.002, seed=3, kernels=kernels)
