@@ -194,8 +194,9 @@ def _for_any_batch(tuning: Tuning, cells: Sequence[_Cell]) -> list[str]:
 
     A backend's cost in a batch is its time over the best backend's time. Backends are ordered by their mean cost over
     the grid and the measured batches. A backend whose worst cost is above ``_WORST`` comes behind the others; where
-    every backend's is, the one with the least worst cost leads. Of backends that tie with the first, the earliest leads. A backend that lacks a time somewhere,
-    or was measured at too few uneven batches where such batches count, comes last.
+    every backend's is, the one with the least worst cost leads. Of backends that tie with the first, the earliest
+    leads. A backend that lacks a time somewhere, or was measured at too few uneven batches where such batches count,
+    comes last.
     """
     known = [times for times in (*(cell.times for cell in cells), *tuning.fitted.values()) if times]
     costs = {
