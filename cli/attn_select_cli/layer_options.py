@@ -200,6 +200,12 @@ def diff_options(function: F) -> F:
     return decision_options(workload_options(function), _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
 
 
+def cache_options(function: F) -> F:
+    """Add the options of decisions for one model on the GPUs of two sides."""
+    gpus = gpu_option(f"{_GPU_HELP}; given twice: the prefill side's, then the decode side's.", several=True)
+    return decision_options(workload_options(function), _ONE_MODEL, gpus)
+
+
 def run_options(function: F) -> F:
     """Add the options of one decision for this machine."""
     return decision_options(function, _ONE_MODEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -75,6 +76,6 @@ def command(form: str, as_json: bool, **options: Any) -> int:
     return 0 if ok else 1
 
 
-def cell_text(selected: dict[str, str | None]) -> str:
+def cell_text(selected: Mapping[Any, str | None]) -> str:
     """Return ``NAME``, or ``PREFILL / DECODE`` where they differ; ``none`` for a phase without a backend."""
     return " / ".join(dict.fromkeys(name or "none" for name in selected.values()))

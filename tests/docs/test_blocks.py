@@ -166,6 +166,19 @@ def an_owner_of_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return {**known, **names, "Attention": Attention}
 
 
+def two_sides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Blocks of 1008 tokens as an H100 keeps them, for a B200."""
+    from attn_select.runtime import convert_kv_cache
+
+    source, target = (select(AttentionConfig(num_heads=4, head_size=64), gpu) for gpu in ("h100", "b200"))
+    blocks = torch.zeros(2, 63, 16, 4, 64, dtype=torch.bfloat16)
+    return {"convert_kv_cache": convert_kv_cache, "blocks": blocks, "source": source, "target": target}
+
+
+def check_blocks(names: dict[str, Any]) -> None:
+    assert names["blocks"].shape == (63, 2, 4, 16, 64)
+
+
 def check_trees(names: dict[str, Any]) -> None:
     assert names["common"].tree_mask.sum() == 8
 
@@ -293,6 +306,7 @@ PYTHON: dict[tuple[str, str], tuple[Prelude, Callable[[dict[str, Any]], None]]] 
     ("README.md", "from attn_select.runtime import Attention, attention_group, prepare_batch"): (a_layer, check_layer),
     ("plugins.md", "# facts: no torch"): (nothing, check_builds),
     ("plugins.md", "# runtime"): (facts_of_builds, check_adapter),
+    ("runtime.md", "blocks = convert_kv_cache("): (two_sides, check_blocks),
     ("runtime.md", "shared = Attention("): (an_owner_of_a_cache, check_layer),
     ("runtime.md", "layer = MLAAttention("): (an_mla_group, check_layer),
     ("runtime.md", "indexer = SparseIndexer("): (a_sparse_layer, check_layer),

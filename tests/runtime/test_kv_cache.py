@@ -13,7 +13,6 @@ from attn_select.layer import layouts
 from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import key_value_views, num_blocks_for
 from attn_select.runtime.kv_cache import (
-    SPLIT_IN_PLACE,
     allocate_kv_cache,
     cache_dtype,
     check_cache_shape,
@@ -244,7 +243,7 @@ def test_large_blocks_on_a_cache_of_small_ones(layout: str) -> None:
         assert keys.abs().sum() > 0
 
 
-@pytest.mark.parametrize("layout", SPLIT_IN_PLACE)
+@pytest.mark.parametrize("layout", layouts.SPLIT_IN_PLACE)
 def test_a_cache_in_other_blocks_is_a_view_with_the_same_slots(layout: str) -> None:
     config = config_for(layout)
     cache = numbered(layout, config, blocks=6, block_size=8)

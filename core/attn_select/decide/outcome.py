@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
+from attn_select.decide.shared_cache import kernel_block_sizes
 from attn_select.layer import layouts
+from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
@@ -125,6 +127,32 @@ class Outcome:
                 if verdict.verdict == "selected" and verdict.plan is not None:
                     found[phase] = verdict.plan
         return {phase: found[phase] for phase in self.backends if phase in found}
+
+    def plans_by_backend(self, phases: Sequence[Phase] | None = None) -> dict[str, dict[Phase, BackendPlan]]:
+        """Return per backend the plans of the phases that it was chosen for; ``phases`` leaves out others."""
+        found: dict[str, dict[Phase, BackendPlan]] = {}
+        plans = self.plans
+        for phase, name in self.selected.items():
+            if name is not None and (phases is None or phase in phases):
+                found.setdefault(name, {})[phase] = plans[phase]
+        return found
+
+    @property
+    def cache_format(self) -> CacheFormat | None:
+        """What another side must share to exchange cache blocks with this one; None without a cache.
+
+        Raises:
+            ConfigError: the kernels of the two phases share no block size.
+        """
+        if self.kv_layout is None or self.block_size is None:
+            return None
+        sizes = kernel_block_sizes(self.plans_by_backend(), self.block_size, self.kv_layout)
+        return CacheFormat(self.config, self.kv_layout, self.block_size, max(sizes.values(), default=self.block_size))
+
+    @property
+    def cache_fingerprint(self) -> str | None:
+        """The short stable id of ``cache_format``; None without a cache."""
+        return None if (cache := self.cache_format) is None else cache.fingerprint
 
     @property
     def cache_shape(self) -> list[int | str] | None:

@@ -1,14 +1,19 @@
-"""The KV layout and block size that several plans read."""
+"""The KV layout and block sizes that several plans read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attn_select.backends.spec import BackendPlan
+from attn_select.errors import ConfigError
+from attn_select.layer.config import Phase
+from attn_select.layer.layouts import SPLIT_IN_PLACE
 
 Cache = tuple[str | None, int | None]
 """KV layout and block size (tokens)."""
+PlansByBackend = Mapping[str, Mapping[Phase, BackendPlan]]
+"""Per backend the plans of the phases that it serves."""
 
 
 def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout: str | None = None) -> Cache | None:
@@ -31,3 +36,53 @@ def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout
     if block_size is not None:
         return None
     return common[0], math.lcm(*(plan.kernel_block_sizes[0] for plan in readers))
+
+
+def kernel_block_sizes(plans: PlansByBackend, block_size: int | None, kv_layout: str | None) -> dict[str, int]:
+    """Return the kernel block size per backend that reads the cache; one for all where the layout ties them.
+
+    Args:
+        plans: per backend those of the phases that it serves.
+        block_size: tokens per block of the allocator; None without a cache.
+        kv_layout: of the cache; None without.
+
+    Raises:
+        ConfigError: the kernels share no block size within this layout.
+    """
+    sizes = shared_block_sizes(plans, block_size, kv_layout)
+    if sizes is None:
+        able = _able_block_sizes(plans, block_size)
+        each = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in able.items())
+        raise ConfigError(
+            f"block_size = {block_size}: kernels of {' and '.join(able)} share no block size in {kv_layout} "
+            f"(their sizes that divide it: {each})",
+            fields=["block_size"],
+            hint="select without block_size, or name one backend for both phases",
+        )
+    return sizes
+
+
+def shared_block_sizes(plans: PlansByBackend, block_size: int | None, kv_layout: str | None) -> dict[str, int] | None:
+    """Return what ``kernel_block_sizes`` returns; None where the kernels share no block size."""
+    able = _able_block_sizes(plans, block_size)
+    # The allocator's own size where the kernel runs it, else the plan's first choice.
+    wanted = {name: block_size if block_size in sizes else sizes[0] for name, sizes in able.items() if sizes}
+    if len(wanted) == len(able):
+        if kv_layout in SPLIT_IN_PLACE or len(set(wanted.values())) < 2:
+            return wanted
+        # K and V of one block lie next to each other: a block of another size is another place in memory.
+        common = [size for size in next(iter(able.values())) if all(size in sizes for sizes in able.values())]
+        if common:
+            return dict.fromkeys(wanted, common[0])
+    return None
+
+
+def _able_block_sizes(plans: PlansByBackend, block_size: int | None) -> dict[str, list[int]]:
+    """Return per backend that reads the cache the kernel block sizes that divide the allocator's."""
+    able: dict[str, list[int]] = {}
+    if block_size is None:
+        return able
+    for name, own in plans.items():
+        if readers := [plan.kernel_block_sizes for plan in own.values() if plan.kv_layouts]:
+            able[name] = [k for k in readers[0] if block_size % k == 0 and all(k in other for other in readers)]
+    return able

@@ -26,6 +26,8 @@ PAGED_ATTENTION = "PAGED_ATTENTION"
 V ``(num_blocks, num_kv_heads, head_size, block_size)``"""
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, MLA, FP8_DS_MLA, PAGED_ATTENTION)
+SPLIT_IN_PLACE = (FLASH_ATTN_NHD, MLA, FP8_DS_MLA)
+"""Layouts in which a block's tokens, and then the next block's, lie one behind the other: any block size is a view."""
 FP8_DS_MLA_BYTES = 656
 
 

@@ -33,6 +33,7 @@ from attn_select.runtime.backend import (
 )
 from attn_select.runtime.batch import BlockTable, prepare_batch
 from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolError
+from attn_select.runtime.cache_conversion import convert_kv_cache
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.cascade import common_prefix_len
 from attn_select.runtime.context_parallel.collectives import RankError
@@ -118,6 +119,7 @@ __all__ = [
     "VarlenMetadata",
     "attention_group",
     "common_prefix_len",
+    "convert_kv_cache",
     "decodes_first",
     "forward_context",
     "key_value_views",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
 from attn_select.decide.selection import Selection
+from attn_select.decide.shared_cache import PlansByBackend
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.times.choice import Rival
@@ -15,9 +16,6 @@ from attn_select.times.step_choice import StepChoice
 
 MEASURED = "measured"
 """The value of ``dispatch`` with which the backend that is predicted to be fastest runs each step."""
-
-Plans = Mapping[str, Mapping[Phase, BackendPlan]]
-"""Per backend the plans of the phases that it serves."""
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ def check_dispatch(dispatch: str | None, config: AttentionConfig) -> None:
             raise ConfigError(text, fields=["dispatch", name])
 
 
-def make_dispatch(selection: Selection, chosen: Plans, fits: Callable[[Plans], bool]) -> Dispatch:
+def make_dispatch(selection: Selection, chosen: PlansByBackend, fits: Callable[[PlansByBackend], bool]) -> Dispatch:
     """Return the backends that take turns with those of a selection, and the choice between them.
 
     Args:

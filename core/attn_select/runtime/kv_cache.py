@@ -24,9 +24,6 @@ from attn_select.runtime.torch_dtypes import storage_dtype
 
 T = TypeVar("T")
 
-SPLIT_IN_PLACE = (layouts.FLASH_ATTN_NHD, layouts.MLA, layouts.FP8_DS_MLA)
-"""Layouts in which a block's tokens, and then the next block's, lie one behind the other: any block size is a view."""
-
 
 def kv_cache_shape(layout: str, config: AttentionConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """Return the shape of one layer's cache in elements of ``storage_dtype`` (``attn_select.layer.layouts``)."""
@@ -104,12 +101,12 @@ def in_blocks_of(block_size: int, kv_cache: Tensor, layout: str, config: Attenti
     """Return a cache as a view in blocks of another size; the same tokens lie in the same slots.
 
     Raises:
-        ConfigError: the layout is not in ``SPLIT_IN_PLACE``, or its tokens do not fill blocks of that size.
+        ConfigError: the layout is not in ``layouts.SPLIT_IN_PLACE``, or its tokens do not fill blocks of that size.
     """
     num_blocks, held = check_cache_shape(kv_cache, layout, config)
     if held == block_size:
         return kv_cache
-    if layout not in SPLIT_IN_PLACE or num_blocks * held % block_size:
+    if layout not in layouts.SPLIT_IN_PLACE or num_blocks * held % block_size:
         text = (
             f"block_size = {block_size}: a cache of {num_blocks} blocks of {held} tokens in {layout} cannot be viewed "
             "in blocks of that size"

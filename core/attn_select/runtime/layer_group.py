@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_select.decide.selection import Selection
+from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import checks
 from attn_select.runtime.backend import Progress
@@ -45,7 +46,10 @@ class LayerGroup(ABC):
         unified: whether one backend serves every phase that the layers have.
         backends: every backend once, also a backend that takes turns with the selection's.
         cache: how the layers' caches are laid out.
+        interleave: neighbouring positions that one rank keeps; 1 where ranks share no cache.
     """
+
+    interleave = 1
 
     def __init__(
         self,
@@ -76,6 +80,17 @@ class LayerGroup(ABC):
     def __deepcopy__(self, memo: object) -> LayerGroup:
         """Return the group itself: copies of a layer belong to the same group and take the same metadata."""
         return self
+
+    @property
+    def cache_format(self) -> CacheFormat | None:
+        """What another side must share to exchange blocks with the layers' caches; None without a cache.
+
+        The selection's, but where backends take turns, which may share smaller kernel blocks, and with ``interleave``.
+        """
+        cache = self.cache
+        if cache.kv_layout is None or cache.block_size is None or cache.kernel_block_size is None:
+            return None
+        return CacheFormat(self.config, cache.kv_layout, cache.block_size, cache.kernel_block_size, self.interleave)
 
     @abstractmethod
     def build(

@@ -8,6 +8,7 @@ import torch
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
 from attn_select.decide.selection import Selection
+from attn_select.decide.shared_cache import kernel_block_sizes, shared_block_sizes
 from attn_select.decide.text import byte_text
 from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
@@ -15,7 +16,7 @@ from attn_select.runtime.backend import AttentionBackend, BackendContext
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.dispatch import Dispatch, check_dispatch, make_dispatch
 from attn_select.runtime.group_cache import GroupCache
-from attn_select.runtime.kernel_blocks import KernelTables, kernel_block_sizes, shared_block_sizes, width_multiple
+from attn_select.runtime.kernel_blocks import KernelTables, width_multiple
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
 from attn_select.runtime.ways import Served, Way, Ways
@@ -62,7 +63,7 @@ class LoadedBackends:
         selection.require()
         check_tree(selection)
         check_dispatch(dispatch, config)
-        plans = _plans(selection, phases)
+        plans = selection.plans_by_backend(phases)
         names = {phase: name for name, own in plans.items() for phase in own}
         specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
         layout, block_size = selection.kv_layout, selection.block_size
@@ -174,15 +175,6 @@ def workspace_line(reserved: Mapping[str, int]) -> str:
     """Return a line that says what memory is reserved, by whom."""
     each = ", ".join(f"{name} {byte_text(size)}" for name, size in reserved.items())
     return f"{'workspace':<10} {byte_text(sum(reserved.values()))} ({each})"
-
-
-def _plans(selection: Selection, phases: Sequence[Phase] | None) -> dict[str, dict[Phase, BackendPlan]]:
-    """Return per backend the plans of the phases that it was chosen for."""
-    plans: dict[str, dict[Phase, BackendPlan]] = {}
-    for phase, name in selection.selected.items():
-        if name is not None and (phases is None or phase in phases):
-            plans.setdefault(name, {})[phase] = selection.plans[phase]
-    return plans
 
 
 def device_of(selection: Selection, device: torch.device | str | None) -> torch.device:

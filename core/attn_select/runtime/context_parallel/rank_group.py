@@ -117,6 +117,7 @@ class ContextParallelGroup(LayerGroup):
         shared = part_of(selection, ranks.gathered_heads(config.num_heads), draft_tree=False)
         self.shared = AttentionGroup(shared, device, local_capacity(bounds, size * ranks.size, size), **made)
         super().__init__(selection, self.shared.loaded, capacity=bounds, block_size=size * ranks.size)
+        self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self._local = LocalBatches(self.shares, bounds, self.device, keeps=cuda_graphs)
         self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)

@@ -161,6 +161,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         super().__init__(selection, self.dense.loaded, capacity=bounds, block_size=block_size, cache=parts[-1].cache)
         self.served = {phase: served for part in parts for phase, served in part.served.items()}
         self.backends = tuple(served for part in parts for served in part.backends)
+        self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self.merger = Merger(ranks.collectives, 1, ranks.sharded)
         # Where every rank has all heads, each projects its own partial results, if there is less to send then.
