@@ -19,6 +19,7 @@ from attn_select.runtime.kv_cache import (
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
+
 def convert_kv_cache(
     blocks: Tensor,
     source: CacheFormat,
