@@ -59,6 +59,9 @@ SGLANG = (
     *("sentencepiece==0.2.3", "compressed-tensors==0.20.0", "gguf==0.19.0", "anyio==4.16.0", "h11==0.16.0"),
     *("asttokens==3.0.2", "executing==2.3.0", "ipython_pygments_lexers==1.1.1", "jedi==0.20.1", "parso==0.8.7"),
     *("matplotlib-inline==0.2.2", "pexpect==4.9.0", "prompt_toolkit==3.0.53", "ptyprocess==0.7.0"),
+    # For its scheduler, with which the whole engine runs.
+    *("setproctitle==1.3.8", "openai==3.57.0", "sniffio==1.3.1", "partial-json-parser==0.2.1.1.post7"),
+    *("einops==0.8.2", "xgrammar==0.2.8"),
     *("pure_eval==0.2.4", "stack-data==0.6.3", "traitlets==5.16.1", "wcwidth==0.9.4", "opentelemetry-api==1.45.2"),
 )
 FLAG_PARSERS = "tests/engines/test_flag_parsers.py"
@@ -73,7 +76,10 @@ ENVIRONMENTS = (
     Environment(
         "sglang-0.5.23",
         SGLANG,
-        ("engines/sglang/tests/test_sglang_server_args.py", FLAG_PARSERS),
+        (
+            *(f"engines/sglang/tests/test_sglang_{name}.py" for name in ("kernels", "engine", "server_args")),
+            FLAG_PARSERS,
+        ),
         alone=True,  # it asks for kernels of several GB
     ),
     # `make test` runs 5.23.0, which keeps the pages of all layers in one tensor as all do from 5.19 on.

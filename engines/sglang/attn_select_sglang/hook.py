@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +16,13 @@ from attn_select.decide.selection import Selection
 from attn_select.decide.selector import environment_for, rules_in_an_engine
 from attn_select.decide.text import layer_lines, plain, warning_lines
 from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.observed import workload_in_an_engine
 from attn_select.errors import AttnSelectError, ConfigError, ModelError
 from attn_select.layer.models import LayerKind
 from attn_select.machine.detection import Detection, detect_device
-from attn_select.machine.variables import WORKLOAD
 from attn_select_sglang.choice import Choice, choose
 from attn_select_sglang.layers import layer_kinds
+from attn_select_sglang.names import OWN_KERNELS
 
 logger = logging.getLogger("sglang.attn_select")
 _FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -83,10 +83,9 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
         return {}
     # SGLang brings kernels of its own: what is installed beside it does not count.
     environment = replace(environment_for(device), assume_installed=True)
-    workload = os.environ.get(WORKLOAD) or None
     configs = [kind.config for kind in kinds]
     rules = rules_in_an_engine()
-    selections = select_model(configs, device, rules, environment=environment, workload=workload)
+    selections = select_model(configs, device, rules, environment=environment, workload=workload_in_an_engine())
     choice = choose(selections, bool(get_platform().has_flashinfer))
     logger.info("%s", log_block(choice, kinds, selections))
     return choice.declared()
@@ -102,6 +101,8 @@ def log_block(choice: Choice, kinds: Sequence[LayerKind], selections: Sequence[S
     if choice.not_ours:
         names = ", ".join(choice.not_ours)
         lines.append(f"  comes first by times of attn-select's kernel, and SGLang runs one of its own: {names}")
+        flags = [f"--attention-backend {name}" for name, backend in OWN_KERNELS.items() if backend in choice.not_ours]
+        lines += [f"  attn-select's own kernel runs with {flag}" for flag in flags]
     for kind, selection in zip(kinds, selections, strict=True):
         shown = layer_lines(selection, kind.kind, kind.count, runs=False, remedies=False)
         lines.append(plain([*shown, *warning_lines(selection.warnings)]))

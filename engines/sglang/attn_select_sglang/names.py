@@ -27,3 +27,8 @@ def lacks(name: EngineName, has_flashinfer: bool) -> str:
     if name.name == "dsa":
         return "chosen by SGLang's own overrides of the model"
     return "with FlashInfer installed" if name.name in _OF_FLASHINFER and not has_flashinfer else ""
+
+
+OWN_PREFIX = "attn_select_"
+OWN_KERNELS = {OWN_PREFIX + name.lower(): name for name in ("TORCH_SDPA", "TRITON_ATTN")}
+"""SGLang's name of a backend that runs attn-select's kernels -> attn-select's name of it."""

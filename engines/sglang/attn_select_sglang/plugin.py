@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 
 from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.observed import ObservedSteps, observes
 
 RELEASES = ("0.5.23",)
 """The releases of SGLang that this adapter was run with; README.md says what ran where."""
@@ -32,8 +33,15 @@ def register() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         from attn_select_sglang.hook import around
+        from attn_select_sglang.registration import register_kernels
 
+        register_kernels()
         pkgutil.resolve_name(TARGET)
         HookRegistry.register(TARGET, around(adapter), HookType.AROUND)
+        if observes():
+            from attn_select_sglang import observe
+
+            steps = ObservedSteps(f"SGLang {__version__}", lambda text: logger.info("attn-select: %s", text))
+            HookRegistry.register(observe.TARGET, observe.before(adapter, steps), HookType.BEFORE)
     except MOVED as error:
         adapter.interface_moved(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,9 @@ from attn_select import select
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.observed import workload_in_an_engine
 from attn_select.errors import AttnSelectError, ConfigError, ModelError, RuntimeMissingError
 from attn_select.machine.detection import detect_device
-from attn_select.machine.variables import WORKLOAD
 from attn_select.rules.plugins import load_plugins
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
@@ -113,7 +112,7 @@ def _chosen(platform: Any, asked: Any, num_heads: int | None, adapter: Adapter) 
         _say(log_block.abstained_text(error.message, kind))
         return None
     device = "cpu" if current_platform.is_cpu() else None
-    selection = select(config, device, rules_in_an_engine(), workload=os.environ.get(WORKLOAD) or None)
+    selection = select(config, device, rules_in_an_engine(), workload=workload_in_an_engine())
     choice = judge(selection, platform, asked, vllm_config)
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:

@@ -6,6 +6,7 @@ import multiprocessing
 from dataclasses import replace
 
 from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.observed import ObservedSteps, observes
 from attn_select.machine.amx import avoid_trapping_amx
 from attn_select_vllm.releases import RELEASES
 
@@ -32,5 +33,10 @@ def register() -> None:
         from attn_select_vllm import hook
 
         hook.install(replace(adapter, warn=warn))  # layers are chosen for in the engine's workers
+        if observes():
+            from attn_select_vllm.observe import watch
+
+            steps = ObservedSteps(f"vLLM {vllm.__version__}", lambda text: logger.info("attn-select: %s", text))
+            watch(replace(adapter, warn=warn), steps)
     except MOVED as error:
         adapter.interface_moved(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.workload import parse_workload
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -59,7 +63,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def in_one_process(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the steps of the engines in one process are observed."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def in_one_process(models: dict[str, Path], watched: Path) -> tuple[dict[str, Run], str]:
     """Each model on vLLM's backend, which is asked for by name, and as attn-select chooses; a Llama compiled."""
     by_name = {"attention_backend": "CPU_ATTN"}
     engines = {
@@ -69,7 +79,8 @@ def in_one_process(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
         "gemma3": (models["gemma3"], {}),
         "llama with drafts": (models["llama"], {"speculative_config": DRAFTS}),
     }
-    runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
+    observing = {"ATTN_SELECT_WORKLOAD": "observe", "XDG_CACHE_HOME": str(watched)}
+    runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | observing, *engines.values())
     return dict(zip(engines, runs, strict=True)), log
 
 
@@ -98,7 +109,10 @@ def test_every_kind_of_layers_is_logged_once(in_one_process: tuple[dict[str, Run
     assert "cpu (priority): only the kernels of torch run on a CPU" in log
 
 
-def test_spawned_workers_of_two_ranks(models: dict[str, Path], in_one_process: tuple[dict[str, Run], str]) -> None:
+def test_spawned_workers_of_two_ranks(
+    models: dict[str, Path], in_one_process: tuple[dict[str, Run], str], tmp_path: Path
+) -> None:
+    """Observed: the steps are counted once, where they are scheduled."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks need a CPU each")
     variables = {
@@ -106,8 +120,29 @@ def test_spawned_workers_of_two_ranks(models: dict[str, Path], in_one_process: t
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the workers what they run
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "ATTN_SELECT_WORKLOAD": "observe",
+        "XDG_CACHE_HOME": str(tmp_path),
     }
     (found,), log = run(variables, (models["llama"], {"tensor_parallel_size": 2}))
     assert (found.tokens, found.backends) == (in_one_process[0]["llama by vLLM"].tokens, [{OWN}, {OWN}])
     assert log.count(CHOSEN.format("full_attention")) == 1
     assert "2 query heads, 1 KV head, head size 32" in log
+    (file,) = observed(tmp_path)
+    assert max(shape.batch.num_requests for shape in parse_workload(file).shapes) == 5
+
+
+def observed(folder: Path) -> list[Path]:
+    return [*(folder / "attn-select" / "workloads").glob("vllm-*.toml")]
+
+
+def test_observed_steps_are_those_that_ran(in_one_process: tuple[dict[str, Run], str], watched: Path) -> None:
+    """Whatever backends ran them: all five engines' steps are in the file of their process."""
+    (file,) = observed(watched)
+    shapes = {str(shape.batch): shape.weight for shape in parse_workload(file).shapes}
+    steps = sum(map(int, re.findall(r"(\d+) (?:decode|prefill|mixed)", file.read_text().partition("\n")[0])))
+    # Each engine runs its prompts of 5, 40, 1, 23 and 64 tokens in one step, and then decodes all five.
+    assert shapes["q64_q40_q23_q5_q1"] == pytest.approx(5 / steps, rel=1e-4)
+    decodes = [batch for batch in map(parse_batch_shape, shapes) if batch.is_decode()]  # others are of drafts
+    assert {(each.num_requests, each.num_tokens) for each in decodes} == {(5, 5)}
+    assert min(each.num_kv_tokens for each in decodes) == 5 + 40 + 1 + 23 + 64 + 5
+    assert f"ATTN_SELECT_WORKLOAD={file} chooses for it" in in_one_process[1]

@@ -1,4 +1,4 @@
-"""Tiny models with saved random weights, as folders that vLLM reads."""
+"""Tiny models with saved random weights, as folders that engines read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ CONFIGS = {
         sliding_window=16,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=32,
-        tie_word_embeddings=False,  # tied, it repeats its last token
+        tie_word_embeddings=False,
+    ),
+    # As every Gemma 3 is, and as SGLang reads one.
+    "gemma3 tied": lambda: Gemma3TextConfig(
+        **_SIZES,
+        sliding_window=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=32,
     ),
 }
 
@@ -45,5 +52,7 @@ def save(kind: str, folder: Path) -> Path:
         torch.nn.init.normal_(parameter, 0.0, 0.02 if "norm" in name else SPREAD)
         if "norm" in name and "gemma" not in kind:
             parameter.data += 1.0
+        if "embed" in name and model.config.tie_word_embeddings:
+            parameter.data *= 0.05  # else the last token's own embedding makes it the next one
     model.to(torch.float32).save_pretrained(folder)
     return folder

@@ -1,0 +1,1 @@
+"""attn-select's kernels as attention backends of SGLang."""

@@ -1,0 +1,218 @@
+"""An attention backend of SGLang that runs attn-select's kernels, for all layers of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import Tensor
+
+from attn_select import select
+from attn_select.decide.selector import rules_in_an_engine
+from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
+from attn_select.runtime import (
+    Attention,
+    BatchError,
+    Capacity,
+    CommonAttentionMetadata,
+    LayerGroup,
+    Scales,
+    attention_group,
+    decodes_first,
+)
+from attn_select.runtime.cuda_graph import StaticBatch, check_level
+from attn_select_sglang.kernels.batch import common_of, reordered
+from attn_select_sglang.kernels.cache_views import LAYOUT, own_view
+from attn_select_sglang.kernels.limits import captures, limits
+
+
+@dataclass(slots=True)
+class Built:
+    """One step for one group.
+
+    Attributes:
+        metadata: what the group built.
+        tokens: the token of SGLang's batch behind each token of the group's; None: they are in one order.
+    """
+
+    metadata: Any
+    tokens: Tensor | None = None
+
+
+class OwnAttnBackend(AttentionBackend):
+    """Runs every attention layer of a model by one backend of attn-select.
+
+    Args:
+        model_runner: SGLang's ``ModelRunner``, its model loaded and its pools made.
+        backend: attn-select's name.
+
+    Raises:
+        ConfigError: the adapter does not serve such a model; it names every reason.
+        NoBackendError: the backend cannot run a layer.
+    """
+
+    def __init__(self, model_runner: Any, backend: str) -> None:
+        super().__init__()
+        layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+        if refused := limits(model_runner, layers):
+            raise ConfigError(
+                f"attn-select's {backend} does not run this model in SGLang: {'; '.join(refused)}",
+                fields=["attention_backend"],
+                hint="leave --attention-backend out, and attn-select chooses among SGLang's own backends",
+            )
+        self.device = torch.device(model_runner.device)
+        self.page_size: int = model_runner.page_size
+        self._pool = model_runner.token_to_kv_pool
+        self._req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
+        self._groups: dict[AttentionConfig, LayerGroup] = {}
+        self._layers: dict[int, Attention] = {}
+        self._caches: dict[int, Tensor] = {}
+        for layer in layers:
+            config = self._config_of(layer, model_runner)
+            if config not in self._groups:
+                self._groups[config] = self._group(config, backend, model_runner)
+            group = self._groups[config]
+            scales = Scales.make(group.device, k=layer.k_scale_float or 1.0, v=layer.v_scale_float or 1.0)
+            self._layers[layer.layer_id] = Attention(group, scale=layer.scaling, scales=scales, caller_writes=True)
+        self._static: dict[LayerGroup, StaticBatch] = {}
+        self._captured: dict[int, dict[LayerGroup, Built]] = {}
+
+    def _config_of(self, layer: Any, model_runner: Any) -> AttentionConfig:
+        window = layer.sliding_window_size
+        return AttentionConfig(
+            num_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_size=layer.qk_head_dim,
+            v_head_size=None if layer.v_head_dim == layer.qk_head_dim else layer.v_head_dim,
+            dtype=model_runner.dtype,
+            kv_cache_dtype=self._pool.dtype,
+            block_size=self.page_size,
+            sliding_window=window + 1 if window > -1 else None,  # SGLang does not count the token itself
+            logits_soft_cap=layer.logit_cap or None,
+            cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if captures(model_runner) else "NEVER",
+        )
+
+    def _group(self, config: AttentionConfig, backend: str, model_runner: Any) -> LayerGroup:
+        device = "cpu" if self.device.type == "cpu" else None
+        selection = select(config, device, rules_in_an_engine(), backend=backend)
+        selection.require()
+        if selection.kv_layout != LAYOUT:
+            text = f"attn-select's {backend} reads {selection.kv_layout}, and SGLang keeps {LAYOUT}"
+            raise ConfigError(text, fields=["attention_backend"])
+        arguments, context = model_runner.server_args, model_runner.model_config.context_len
+        chunk = arguments.chunked_prefill_size or 0
+        requests = model_runner.req_to_token_pool.size
+        # Without chunks the last prompt of a step may go beyond the limit.
+        tokens = chunk if chunk > 0 else arguments.max_prefill_tokens + context
+        return attention_group(
+            selection,
+            self.device if self.device.type == "cpu" else None,
+            Capacity(requests, max(tokens + requests, requests), self._req_to_token.shape[1]),
+            cuda_graphs=captures(model_runner),
+        )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Build the step for every group."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        common = common_of(forward_batch, self._req_to_token, self.page_size)
+        self.forward_metadata = {group: _built(group, common) for group in self._groups.values()}
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Reserve what captured decodes read.
+
+        Raises:
+            ConfigError: a group's kernels cannot be captured.
+        """
+        for group in self._groups.values():
+            check_level(group)
+            self._static[group] = StaticBatch(group, 1)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of requests that only fill a captured batch."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Build a decode at the addresses that a graph of its size was captured with.
+
+        Raises:
+            BatchError: it is no decode, or no decode of its size was captured.
+        """
+        if not forward_batch.forward_mode.is_decode():
+            raise BatchError(f"{forward_batch.forward_mode.name}: captured steps are decodes (accepted: DECODE)")
+        size = forward_batch.batch_size
+        if in_capture:
+            self._captured[size] = {
+                group: Built(group.build_for_cudagraph_capture(batch.dummy(size)))
+                for group, batch in self._static.items()
+            }
+        elif size not in self._captured:
+            sizes = ", ".join(map(str, sorted(self._captured))) or "none"
+            raise BatchError(f"batch_size = {size}: no decode of this size was captured (captured: {sizes})")
+        else:
+            common = common_of(forward_batch, self._req_to_token, self.page_size)
+            for group, batch in self._static.items():
+                group.build(batch.load(common, size))
+        self.forward_metadata = self._captured[size]
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extra: Any,
+    ) -> Tensor:
+        """Write the step's keys and values and attend; ``(T, num_heads * value_head_size)``.
+
+        Raises:
+            BatchError: the model passes what the adapter does not pass on.
+        """
+        if given := [name for name, value in extra.items() if value is not None]:
+            raise BatchError(f"{', '.join(given)} given: attn-select's kernels in SGLang take none (accepted: None)")
+        own = self._layers[layer.layer_id]
+        assert isinstance(self.forward_metadata, dict)
+        step: Built = self.forward_metadata[own.group]
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        writes = save_kv_cache and k is not None
+        rows = [query, *((k, v) if writes else (None, None))]
+        output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
+        cache = self._cache(layer)
+        if step.tokens is None:
+            own(*rows, cache, step.metadata, output)
+        else:
+            rows = [None if row is None else row[step.tokens] for row in rows]
+            output[step.tokens] = own(*rows, cache, step.metadata)
+        return output.flatten(1)
+
+    forward_extend = forward_decode
+
+    def _cache(self, layer: Any) -> Tensor:
+        """Return a layer's cache as the kernels read it; the pool waits for what is still being loaded."""
+        key = self._pool.get_key_buffer(layer.layer_id)
+        seen = self._caches.get(layer.layer_id)
+        if seen is None or seen.data_ptr() != key.data_ptr():
+            value = self._pool.get_value_buffer(layer.layer_id)
+            seen = self._caches[layer.layer_id] = own_view(key, value, self.page_size)
+        return seen
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may run Triton kernels of its own on the device."""
+        return self.device.type == "cuda"
+
+
+def _built(group: LayerGroup, common: CommonAttentionMetadata) -> Built:
+    """Return a step for a group, decodes first where its builders want that."""
+    threshold = group.reorder_batch_threshold
+    if threshold is not None:
+        order = decodes_first(common.query_lens_cpu.tolist(), threshold)
+        if order != sorted(order):
+            changed, tokens = reordered(common, order)
+            return Built(group.build(changed), tokens)
+    return Built(group.build(common))

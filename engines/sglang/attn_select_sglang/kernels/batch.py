@@ -1,0 +1,76 @@
+"""SGLang's description of a step's batch as attn-select's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime import BatchError, CommonAttentionMetadata
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import prefix_sums
+
+
+def common_of(forward_batch: Any, req_to_token: Tensor, page_size: int) -> CommonAttentionMetadata:
+    """Return attn-select's view of a ``ForwardBatch`` of decodes or extends. Does not wait for the device.
+
+    Args:
+        req_to_token: int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one page lie
+            one behind the other, the first at a multiple of the page size.
+        page_size: tokens per page.
+
+    Raises:
+        BatchError: SGLang does not say the lengths on the host.
+    """
+    if forward_batch.seq_lens_cpu is None:
+        raise BatchError("seq_lens_cpu is None: the kernels' plans are made from lengths on the host")
+    decode = forward_batch.forward_mode.is_decode()
+    requests = forward_batch.batch_size
+    lens = [1] * requests if decode else [int(length) for length in forward_batch.extend_seq_lens_cpu]
+    seq_lens_cpu = forward_batch.seq_lens_cpu[:requests].to(torch.int32)
+    bounds_cpu = prefix_sums(torch.tensor(lens, dtype=torch.int32))
+    longest, tokens = int(seq_lens_cpu.max()), int(bounds_cpu[-1])
+    rows = req_to_token[forward_batch.req_pool_indices[:requests], : -(-longest // page_size) * page_size : page_size]
+    return CommonAttentionMetadata(
+        query_start_loc=to_device(bounds_cpu, req_to_token.device),
+        query_start_loc_cpu=bounds_cpu,
+        seq_lens=forward_batch.seq_lens[:requests].to(torch.int32),
+        seq_lens_cpu=seq_lens_cpu,
+        num_reqs=requests,
+        num_actual_tokens=tokens,
+        max_query_len=max(lens),
+        max_seq_len=longest,
+        block_table_tensor=torch.div(rows, page_size, rounding_mode="floor").to(torch.int32),
+        slot_mapping=forward_batch.out_cache_loc[:tokens].to(torch.int64),
+        block_size=page_size,
+    )
+
+
+def reordered(common: CommonAttentionMetadata, order: Sequence[int]) -> tuple[CommonAttentionMetadata, Tensor]:
+    """Return the batch with its requests in another order, and the token of the given batch behind each of its tokens.
+
+    Returns:
+        The batch, and int64 ``(T,)`` on its device.
+    """
+    device = common.seq_lens.device
+    lens = common.query_lens_cpu[list(order)]
+    starts = common.query_start_loc_cpu[:-1][list(order)].long()
+    bounds_cpu = prefix_sums(lens)
+    within = torch.arange(common.num_actual_tokens) - torch.repeat_interleave(bounds_cpu[:-1].long(), lens)
+    tokens = to_device(torch.repeat_interleave(starts, lens) + within, device)
+    requests = to_device(torch.tensor(order, dtype=torch.int64), device)
+    assert common.block_table_tensor is not None
+    assert common.slot_mapping is not None
+    changed = replace(
+        common,
+        query_start_loc=to_device(bounds_cpu, device),
+        query_start_loc_cpu=bounds_cpu,
+        seq_lens=common.seq_lens[requests],
+        seq_lens_cpu=common.seq_lens_cpu[list(order)],
+        block_table_tensor=common.block_table_tensor[requests],
+        slot_mapping=common.slot_mapping[tokens],
+    )
+    return changed, tokens

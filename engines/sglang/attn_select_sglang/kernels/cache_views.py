@@ -1,0 +1,36 @@
+"""SGLang's KV cache of a layer in a layout of attn-select, as a view."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attn_select.errors import ConfigError
+from attn_select.layer.layouts import FLASH_ATTN_NHD
+
+LAYOUT = FLASH_ATTN_NHD
+"""SGLang keeps a layer's keys and values as halves of one allocation (``MHATokenToKVPool`` in mem_cache/memory_pool.py
+0.5.23)."""
+
+
+def own_view(key: Tensor, value: Tensor, page_size: int) -> Tensor:
+    """Return a layer's cache in ``LAYOUT``: ``(2, num_pages, page_size, num_kv_heads, head_size)``, strided.
+
+    Args:
+        key, value: the pool's buffers of the layer, ``(slots, num_kv_heads, head_size)``.
+
+    Raises:
+        ConfigError: keys and values are not halves of one allocation.
+    """
+    apart = value.data_ptr() - key.data_ptr()
+    one = key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    if not one or apart <= 0 or key.shape != value.shape or not key.is_contiguous():
+        raise ConfigError(
+            f"the pool keeps keys {tuple(key.shape)} and values {tuple(value.shape)} apart: accepted are halves of one "
+            "allocation of one size",
+            fields=["kv_cache_layout"],
+            hint="leave --attention-backend out, and attn-select chooses among SGLang's own backends",
+        )
+    slots, heads, size = key.shape
+    row = heads * size
+    shape = (2, slots // page_size, page_size, heads, size)
+    return key.as_strided(shape, (apart // key.itemsize, page_size * row, row, size, 1))

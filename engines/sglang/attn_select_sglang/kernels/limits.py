@@ -1,0 +1,44 @@
+"""What attn-select's kernels do not do inside SGLang, whatever they do outside: what the adapter does not pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attn_select.errors import ModelError
+from attn_select.layer.models import configs_from_model
+
+
+def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
+    """Return why attn-select's kernels do not run the layers of a model; empty if they do.
+
+    Args:
+        model_runner: SGLang's ``ModelRunner``, its pools made.
+        layers: its ``RadixAttention`` layers.
+    """
+    try:
+        read = configs_from_model(model_runner.model_config.hf_config).configs
+    except ModelError as error:
+        return [f"the model's config does not describe its layers: {error.message}"]
+    pool = type(model_runner.token_to_kv_pool).__name__
+    found = {
+        "the adapter serves no MLA": model_runner.use_mla_backend,
+        "the adapter serves no speculative decoding": not model_runner.spec_algorithm.is_none(),
+        "the adapter serves decoder layers alone": any(
+            layer.is_cross_attention or layer.attn_type.value != "decoder" for layer in layers
+        ),
+        "the adapter passes no sinks": any(config.sinks for config in read),
+        "the adapter passes no ALiBi slopes": any(config.alibi for config in read),
+        "the adapter reads pools of layout nhd alone": getattr(model_runner.token_to_kv_pool, "kv_cache_layout", "nhd")
+        != "nhd",
+        f"the adapter reads no {pool} (--disable-hybrid-swa-memory lets layers with windows share one)": pool
+        != "MHATokenToKVPool",
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def captures(model_runner: Any) -> bool:
+    """Whether SGLang is to capture decodes as CUDA graphs."""
+    return torch.device(model_runner.device).type == "cuda" and not model_runner.server_args.disable_cuda_graph

@@ -1,0 +1,276 @@
+"""attn-select's kernels behind SGLang's interface of backends, on its own pools, against float64 attention.
+
+Runs where SGLang is installed (``make test-engines``). Pools and layers are SGLang's, the batches are drawn.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang_on_cpu
+import torch
+import triton_interpreter  # noqa: F401
+from torch import Tensor
+
+from attn_select import AttentionConfig, ConfigError, Selection
+from attn_select.rules.plugins import load_plugins
+from attn_select.runtime import BatchError
+from attn_select.testing import selection_of
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+    pytest.mark.filterwarnings("ignore::UserWarning:sglang.*", "ignore::DeprecationWarning"),
+]
+
+HEADS, KV_HEADS, SIZE = 4, 2, 32
+REQUESTS, CONTEXT, SLOTS = 6, 96, 512
+WINDOWS = (None, 20)
+sglang_on_cpu.define_operations()
+triton = pytest.param(
+    "TRITON_ATTN",
+    marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
+)
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HEADS * SIZE,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "num_hidden_layers": 2,
+}
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Causal attention of a request's last tokens in float64, ``(T, heads * size)``."""
+    keys, values = (t.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (keys, values))
+    scores = torch.einsum("thd,shd->hts", query.double(), keys) * SIZE**-0.5
+    distance = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
+    hidden = (distance < 0) | (distance >= (window or len(keys)))
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values).flatten(1)
+
+
+class Engine:
+    """Two layers, pools of SGLang's and requests that grow: what a scheduler and a model runner keep."""
+
+    def __init__(self, page_size: int, seed: int) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+        self.page_size, self.random = page_size, random.Random(seed)
+        torch.manual_seed(seed)
+        self.pool = MHATokenToKVPool(SLOTS, page_size, torch.float32, KV_HEADS, SIZE, len(WINDOWS), "cpu", False)
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.fill_(float("nan"))
+        self.requests = ReqToTokenPool(REQUESTS, CONTEXT, "cpu", False)
+        sizes = [-1 if window is None else window - 1 for window in WINDOWS]
+        self.layers = [
+            RadixAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, index, sliding_window_size=size)
+            for index, size in enumerate(sizes)
+        ]
+        pages = list(range(1, SLOTS // page_size))
+        self.random.shuffle(pages)
+        self.pages, self.lens = pages, [0] * REQUESTS
+        self.seen = [[torch.empty(0, 2 * KV_HEADS, SIZE) for _ in range(REQUESTS)] for _ in WINDOWS]
+        self.runner = SimpleNamespace(
+            model=torch.nn.ModuleList(self.layers),
+            model_config=SimpleNamespace(hf_config=dict(LLAMA), context_len=CONTEXT),
+            token_to_kv_pool=self.pool,
+            req_to_token_pool=self.requests,
+            page_size=page_size,
+            device="cpu",
+            dtype=torch.float32,
+            use_mla_backend=False,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            server_args=SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=64, disable_cuda_graph=True),
+        )
+
+    def step(self, chosen: list[int], lens: list[int] | None) -> tuple[Any, list[Tensor]]:
+        """Return the next step of these requests, decodes where no lengths are given, and its tokens' K and V."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        slots = []
+        for request, length in zip(chosen, lens or [1] * len(chosen), strict=True):
+            row = self.requests.req_to_token[request + 1]
+            for position in range(self.lens[request], self.lens[request] + length):
+                if position % self.page_size == 0:
+                    row[position] = self.pages.pop() * self.page_size
+                else:
+                    row[position] = row[position - 1] + 1
+                slots.append(int(row[position]))
+            self.lens[request] += length
+        seq_lens = torch.tensor([self.lens[request] for request in chosen])
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE if lens is None else ForwardMode.EXTEND,
+            batch_size=len(chosen),
+            req_pool_indices=torch.tensor(chosen) + 1,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens,
+            extend_seq_lens_cpu=lens,
+            out_cache_loc=torch.tensor(slots),
+        )
+        rows = [torch.randn(len(slots), 2 * KV_HEADS, SIZE) for _ in WINDOWS]
+        for seen, row in zip(self.seen, rows, strict=True):
+            parts = row.split(lens or [1] * len(chosen))
+            for request, part in zip(chosen, parts, strict=True):
+                seen[request] = torch.cat([seen[request], part])
+        return batch, rows
+
+    def check(self, backend: Any, batch: Any, rows: list[Tensor], chosen: list[int], lens: list[int] | None) -> None:
+        """Run every layer of a step and compare each request's rows with float64 attention."""
+        for layer, row, seen, window in zip(self.layers, rows, self.seen, WINDOWS, strict=True):
+            query = torch.randn(len(row), HEADS * SIZE)
+            key, value = row.split(KV_HEADS, dim=1)
+            output = backend.forward(query, key, value, layer, batch)
+            assert output.shape == query.shape
+            parts = [tensor.split(lens or [1] * len(chosen)) for tensor in (query, output)]
+            for request, asked, given in zip(chosen, *parts, strict=True):
+                keys, values = seen[request].split(KV_HEADS, dim=1)
+                wanted = attention(asked.view(-1, HEADS, SIZE), keys, values, window).float()
+                torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
+
+
+def made(engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The backend on a CPU; Triton's as for a GPU, by its interpreter."""
+    from attn_select_sglang.kernels import backend
+
+    if name == "TRITON_ATTN":
+        monkeypatch.setattr(backend, "select", _emulated)
+    return backend.OwnAttnBackend(engine.runner, name)
+
+
+def _emulated(config: AttentionConfig, device: Any, rules: Any, *, backend: str) -> Selection:
+    return selection_of(load_plugins().specs[backend], config, "a100")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", ["TORCH_SDPA", triton])
+def test_drawn_steps(name: str, page_size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, chunks with history, single tokens between longer ones, and decodes, in any order of requests."""
+    if name == "TRITON_ATTN" and page_size == 1:
+        pytest.skip("TRITON_ATTN reads pages of 16 tokens and more")
+    engine = Engine(page_size, seed)
+    backend, draw = made(engine, name, monkeypatch), engine.random
+    for _ in range(5 if name == "TRITON_ATTN" else 12):
+        chosen = draw.sample(range(REQUESTS), draw.randint(1, REQUESTS))
+        chosen = [request for request in chosen if engine.lens[request] < CONTEXT - 10] or [0]
+        started = all(engine.lens[request] for request in chosen)
+        lens = None if started and draw.random() < 0.5 else [draw.choice([1, 1, 3, 9]) for _ in chosen]
+        batch, rows = engine.step(chosen, lens)
+        backend.init_forward_metadata(batch)
+        engine.check(backend, batch, rows, chosen, lens)
+
+
+@pytest.mark.parametrize("name", [triton])
+def test_captured_decodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured is run again with what it was captured with, as a graph is: the addresses bring the new step."""
+    from attn_select_sglang.kernels import backend as module
+
+    monkeypatch.setattr(module, "captures", lambda runner: True)
+    engine = Engine(16, 7)
+    backend = made(engine, name, monkeypatch)
+    backend.init_cuda_graph_state(4, 4)
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+    everyone = list(range(REQUESTS))
+    batch, rows = engine.step(everyone, [5, 17, 1, 33, 8, 2])
+    backend.init_forward_metadata(batch)
+    engine.check(backend, batch, rows, everyone, batch.extend_seq_lens_cpu)
+    for size in (2, 4):
+        batch, _ = engine.step(everyone[:size], None)
+        batch.out_cache_loc = torch.zeros_like(batch.out_cache_loc)  # SGLang captures with requests that do not exist
+        for request in everyone[:size]:
+            engine.lens[request] -= 1
+            for seen in engine.seen:
+                seen[request] = seen[request][:-1]
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    for chosen in ([0, 3], [5, 1, 4, 2], [3, 0], [2, 5, 0, 1]):
+        batch, rows = engine.step(chosen, None)
+        backend.init_forward_metadata_out_graph(batch)
+        engine.check(backend, batch, rows, chosen, None)
+
+
+def test_steps_that_were_not_captured_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(16, 1)
+    backend = made(engine, "TORCH_SDPA", monkeypatch)
+    batch, _ = engine.step([0, 1], [3, 4])
+    with pytest.raises(BatchError, match=r"EXTEND: captured steps are decodes \(accepted: DECODE\)"):
+        backend.init_forward_metadata_out_graph(batch)
+    batch, _ = engine.step([0, 1], None)
+    with pytest.raises(BatchError, match=r"batch_size = 2: no decode of this size was captured \(captured: none\)"):
+        backend.init_forward_metadata_out_graph(batch)
+
+
+def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(16, 1)
+    engine.runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    engine.runner.use_mla_backend = True
+    engine.layers[1].is_cross_attention = True
+    engine.pool.kv_cache_layout = "hnd"
+    engine.runner.model_config.hf_config["model_type"] = "gpt_oss"
+    with pytest.raises(ConfigError) as caught:
+        made(engine, "TORCH_SDPA", monkeypatch)
+    assert caught.value.message == (
+        "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no MLA; the adapter serves no "
+        "speculative decoding; the adapter serves decoder layers alone; the adapter passes no sinks; the adapter reads "
+        "pools of layout nhd alone"
+    )
+
+
+def test_arguments_that_are_not_passed_on_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(16, 1)
+    backend = made(engine, "TORCH_SDPA", monkeypatch)
+    batch, rows = engine.step([0], [3])
+    backend.init_forward_metadata(batch)
+    key, value = rows[0].split(KV_HEADS, dim=1)
+    with pytest.raises(BatchError, match="sinks given: attn-select's kernels in SGLang take none"):
+        backend.forward(torch.zeros(3, HEADS * SIZE), key, value, engine.layers[0], batch, sinks=torch.zeros(HEADS))
+    batch.seq_lens_cpu = None
+    with pytest.raises(BatchError, match="seq_lens_cpu is None"):
+        backend.init_forward_metadata(batch)
+
+
+def test_keys_and_values_that_lie_apart_are_refused() -> None:
+    from attn_select_sglang.kernels.cache_views import own_view
+
+    key, value = torch.zeros(32, KV_HEADS, SIZE), torch.zeros(32, KV_HEADS, SIZE)
+    with pytest.raises(ConfigError, match=r"keys \(32, 2, 32\) and values \(32, 2, 32\) apart"):
+        own_view(key, value, 16)
+
+
+def test_names_are_known_to_sglang() -> None:
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from attn_select_sglang.names import OWN_KERNELS
+    from attn_select_sglang.registration import register_kernels
+
+    for _ in range(2):
+        register_kernels()
+        assert all(ATTENTION_BACKEND_CHOICES.count(name) == 1 and name in ATTENTION_BACKENDS for name in OWN_KERNELS)
+
+
+def test_the_interface_is_sglangs() -> None:
+    """Every method that the adapter defines is one of SGLang's base class, with its parameters first."""
+    import dataclasses
+    import inspect
+
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from attn_select_sglang.kernels.backend import OwnAttnBackend
+
+    ours = {name: value for name, value in vars(OwnAttnBackend).items() if not name.startswith("_")}
+    for name, method in ours.items():
+        installed = list(inspect.signature(getattr(AttentionBackend, name)).parameters)
+        mine = list(inspect.signature(method).parameters)
+        assert mine[: len(installed) - installed.count("kwargs")] == [each for each in installed if each != "kwargs"]
+    used = {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"}
+    assert used | {"extend_seq_lens_cpu"} <= {field.name for field in dataclasses.fields(ForwardBatch)}
+    observed = {"forward_mode", "extend_lens", "prefix_lens", "spec_algorithm", "reqs"}
+    assert observed <= {field.name for field in dataclasses.fields(ScheduleBatch)}

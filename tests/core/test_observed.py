@@ -1,0 +1,127 @@
+"""Steps that an engine runs, as a workload file: shares, bounds, and what becomes of a process that ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_select.engines.observed import KEPT, SHORT, ObservedSteps, observes, shape_of, workload_in_an_engine
+from attn_select.machine.variables import WORKLOAD
+from attn_select.times.workload import Workload, parse_workload
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "attn-select" / "workloads"
+
+
+def written(folder: Path) -> Workload:
+    (file,) = folder.glob("*.toml")
+    return parse_workload(file)
+
+
+def test_shares_are_those_of_the_steps(folder: Path) -> None:
+    said: list[str] = []
+    steps = ObservedSteps("vLLM 0.32.0", said.append)
+    for _ in range(6):
+        steps.count([1, 1], [100, 100])
+    steps.count([200], [200])
+    steps.count([1, 300], [50, 300])
+    steps.count([], [])
+    steps.write()
+    shares = {str(shape.batch): shape.weight for shape in written(folder).shapes}
+    assert shares == {"2q1s100": 0.75, "q200": 0.125, "q300_q1s50": 0.125}
+    assert steps.file is not None
+    assert steps.file.name.startswith("vllm-")
+    assert "# Steps of vLLM 0.32.0, observed until " in steps.file.read_text()
+    assert len(said) == 1
+    assert f"ATTN_SELECT_WORKLOAD={steps.file} chooses for it" in said[0]
+
+
+def test_a_random_sample_stands_for_all_steps_of_its_kind(folder: Path) -> None:
+    steps, draw = ObservedSteps("vLLM", print), random.Random(3)
+    for step in range(20_000):
+        steps.count([1] * (8 if step < 10_000 else 4), [draw.choice([100, 1000])] * (8 if step < 10_000 else 4))
+    for _ in range(2_000):
+        steps.count([500], [500])
+    steps.write()
+    shapes = written(folder).shapes
+    assert sum(shape.weight for shape in shapes if shape.batch.is_decode()) == pytest.approx(20 / 22)
+    early = sum(shape.weight for shape in shapes if shape.batch.num_requests == 8)
+    assert early / (20 / 22) == pytest.approx(0.5, abs=4 * (0.25 / KEPT) ** 0.5)
+    assert steps.to_toml().count("[[shapes]]") == 2 * KEPT
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 200_000)), min_size=1, max_size=300))
+def test_a_shape_keeps_requests_and_tokens(requests: list[tuple[int, int]]) -> None:
+    query_lens, seq_lens = [new for new, _ in requests], [new + cached for new, cached in requests]
+    shape = shape_of(query_lens, seq_lens)
+    assert shape.num_requests == len(requests)
+    assert abs(shape.num_tokens - sum(query_lens)) <= len(requests) / 2
+    assert abs(shape.num_kv_tokens - sum(seq_lens)) <= len(requests)
+    assert len(shape.groups) <= 100
+    assert {group.query_len for group in shape.groups if group.query_len <= SHORT} == {
+        new for new in query_lens if new <= SHORT
+    }
+
+
+def test_it_is_written_at_the_first_step_and_at_growing_intervals(folder: Path) -> None:
+    clock = Clock()
+    steps = ObservedSteps("vLLM", lambda _: None, clock)
+    seen = []
+    for second in range(400):
+        clock.now = float(second)
+        steps.count([1], [100 + second])
+        seen.append(len(written(folder).shapes) if folder.exists() else 0)
+    changes = [second for second in range(1, 400) if seen[second] != seen[second - 1]]
+    assert seen[0] == 1
+    assert changes[:5] == [1, 2, 4, 8, 16]
+
+
+def test_a_folder_that_takes_no_files_is_said_and_nothing_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "attn-select").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said: list[str] = []
+    ObservedSteps("SGLang 0.5", said.append).count([1], [10])
+    assert len(said) == 1
+    assert said[0].startswith("the observed workload cannot be written to ")
+
+
+def _serve(steps: ObservedSteps) -> None:
+    for length in (100, 200, 300):
+        steps.count([1], [length])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_that_ends_writes_what_it_saw(folder: Path) -> None:
+    steps = ObservedSteps("vLLM", lambda _: None)  # made before the fork, as plugins are loaded
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(steps,))
+    process.start()
+    process.join()
+    assert [str(shape.batch) for shape in written(folder).shapes] == ["q1s100", "q1s200", "q1s300"]
+    assert steps.file is None
+
+
+def test_an_observed_engine_is_chosen_for_without_a_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WORKLOAD, raising=False)
+    assert (workload_in_an_engine(), observes()) == (None, False)
+    monkeypatch.setenv(WORKLOAD, "chat")
+    assert (workload_in_an_engine(), observes()) == ("chat", False)
+    monkeypatch.setenv(WORKLOAD, "observe")
+    assert (workload_in_an_engine(), observes()) == (None, True)
