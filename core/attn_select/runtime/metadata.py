@@ -37,7 +37,7 @@ class CommonAttentionMetadata:
         query_start_loc_cpu: the same on the host.
         seq_lens: int32 ``(B,)`` on the device: keys of each request, this step's included. In cross-attention the
             length of the encoder's sequence; without a cache (encoders) the query length.
-        seq_lens_cpu: the same on the host.
+        seq_lens_cpu: the same on the host; of decodes, bounds above where every builder ``takes_length_bounds``.
         num_reqs: B.
         num_actual_tokens: T; query tensors may be longer (padding), and what lies behind is neither read nor written.
             In a padded batch of a CUDA graph ``query_start_loc`` may end before T: the tokens behind it belong to no

@@ -22,7 +22,7 @@ from attn_select.machine.detection import detect_device
 from attn_select.rules.plugins import load_plugins
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
-from attn_select_vllm.kernels.limits import limits
+from attn_select_vllm.kernels.limits import limits, speculation_limits
 from attn_select_vllm.layers import kind_of, layer_config
 from attn_select_vllm.mla_prefill import choose_prefill
 from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, EngineBackend
@@ -83,7 +83,8 @@ def _explicit(selected: Any, asked: Any, by_vllm: Callable[[], str]) -> str:
     _say(log_block.explicit_text(name, kind_of(asked)))
     if not name.startswith(OWN_PREFIX):
         return by_vllm()
-    if refused := limits(asked, get_current_vllm_config()):
+    config, backend = get_current_vllm_config(), name.removeprefix(OWN_PREFIX)
+    if refused := limits(asked, config) or speculation_limits(config, backend):
         raise ConfigError(
             f"--attention-backend {name}: attn-select's kernels do not run these {kind_of(asked)} layers in vLLM: "
             f"{'; '.join(refused)}",
@@ -134,9 +135,9 @@ def judge(selection: Selection, platform: Any, asked: Any, vllm_config: Any) -> 
             if not engine.own:
                 return list(made.validate_configuration(device_capability=capability, **asked._asdict()))
             load_plugins().specs[backend].get_class()
+            return speculation_limits(vllm_config, backend)
         except (ImportError, OSError, RuntimeMissingError) as error:
             return [f"{type(error).__name__}: {error}"]
-        return []
 
     return choose(selection, refusals)
 

@@ -340,6 +340,30 @@ def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 class Speculation:
     num_speculative_tokens = 2
+    method = "eagle"
+
+
+class ByNGrams(Speculation):
+    method = "ngram"
+
+
+def test_drafts_by_n_grams_run_our_kernels(vllm: Any) -> None:
+    engine = vllm(engine_config(LLAMA, speculative_config=ByNGrams))
+    from attn_select_vllm.plugin import register
+
+    register()
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+
+
+def test_ahead_of_a_gpu_kernels_count_the_keys_on_the_device(vllm: Any) -> None:
+    engine = vllm(config := engine_config(LLAMA, speculative_config=ByNGrams))
+    engine.platform.device_name = "cuda"
+    from attn_select_vllm.kernels.limits import speculation_limits
+
+    assert speculation_limits(config, "TRITON_ATTN") == speculation_limits(config, "TRITON_MLA") == []
+    assert speculation_limits(config, "TORCH_SDPA") == [
+        "speculation leaves the host with bounds of the lengths, and TORCH_SDPA plans from exact ones"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -347,7 +371,11 @@ class Speculation:
     [
         ({"use_mm_prefix": True}, {}, "the adapter passes no image ranges"),
         ({"use_kv_connector": True}, {}, "the adapter serves no KV connector"),
-        ({}, {"speculative_config": Speculation}, "the adapter serves no speculative decoding"),
+        (
+            {},
+            {"speculative_config": Speculation},
+            "the adapter was run with drafts by ngram and suffix alone, not by eagle",
+        ),
     ],
 )
 def test_what_the_adapter_does_not_do_is_vllms(

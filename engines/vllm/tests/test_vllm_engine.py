@@ -93,12 +93,10 @@ def test_tokens_are_vllms_own(in_one_process: tuple[dict[str, Run], str], kind: 
     assert all(len(set(row)) > 10 for row in wanted.tokens)  # few different tokens would prove nothing
 
 
-def test_an_engine_that_speculates_gets_no_kernel_of_ours(in_one_process: tuple[dict[str, Run], str]) -> None:
-    """Neither by vLLM's cache of the choices of engines before it in the process."""
-    runs, log = in_one_process
-    assert runs["llama with drafts"].backends == [{"CPU_ATTN"}]
+def test_drafts_by_n_grams_run_our_kernel_and_change_no_token(in_one_process: tuple[dict[str, Run], str]) -> None:
+    runs, _ = in_one_process
+    assert runs["llama with drafts"].backends == [{OWN}]
     assert runs["llama with drafts"].tokens == runs["llama by vLLM"].tokens
-    assert "the adapter serves no speculative decoding" in log
 
 
 def test_every_kind_of_layers_is_logged_once(in_one_process: tuple[dict[str, Run], str]) -> None:

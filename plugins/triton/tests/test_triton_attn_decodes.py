@@ -95,6 +95,27 @@ def test_speculative_queries_and_prefills_in_one_batch(device: torch.device) -> 
     layers.check(group, problem)
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("sms", [1, 10, 100])
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 70}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_on_the_host_may_be_bounds(
+    seed: int, fields: dict[str, Any], sms: int, cuda_graphs: bool, device: torch.device
+) -> None:
+    """As an engine knows them that speculates: of decodes bounds above, with every draft accepted; of prefills exact."""
+    config, draw = layers.layer_config(num_speculative_tokens=3, **fields), np.random.default_rng(seed)
+    group = layers.many_sms(layers.made(device, config, cuda_graphs=cuda_graphs), sms)
+    assert layers.builder_of(group).takes_length_bounds
+    decodes = [(4, int(draw.choice([4, 9, 60, 300, 900]))) for _ in range(4)]
+    prefills = [(40, 60)] if seed else []
+    problem = layers.problem_of(group, (*decodes, *prefills), seed)
+    common = common_of(problem)
+    bounds = common.seq_lens_cpu + torch.tensor([*draw.integers(0, 5, 4).tolist(), *[0] * len(prefills)])
+    common = dataclasses.replace(common, seq_lens_cpu=bounds.int(), num_keys=None, lead=None)
+    output, lse = layers.run(group, problem, group.build(common))
+    layers.compare(group, problem, output, lse)
+
+
 TREES = (
     {},
     {"sliding_window": 20, "sinks": True},

@@ -72,6 +72,23 @@ def test_several_query_tokens_and_requests_without_keys(causal: bool) -> None:
     assert found[1][4].isneginf().all()
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_on_the_host_may_be_bounds(seed: int, fields: dict[str, Any], cuda_graphs: bool) -> None:
+    """As an engine knows them that speculates: with every draft of the steps before accepted."""
+    config = layer_config(num_speculative_tokens=3, **fields)
+    group = group_of(config, Capacity(8, 256, 1024), cuda_graphs=cuda_graphs)
+    assert parts_of(group)[0].takes_length_bounds
+    draw = torch.Generator().manual_seed(seed)
+    seq_lens = [(4, 9, 60, 300, 900)[int(i)] for i in torch.randint(5, (4,), generator=draw)]
+    common, cache, latents = batch(group, [4] * 4, seq_lens, seed)
+    common.seq_lens_cpu = common.seq_lens_cpu + torch.randint(5, (4,), generator=draw, dtype=torch.int32)
+    common.num_keys = common.lead = None
+    query = queries(group, 16)
+    close(decode(group, common, cache, query), expected(group, common, query, latents))
+
+
 def test_a_step_may_attend_in_both_directions() -> None:
     group = group_of(layer_config(num_speculative_tokens=3))
     common, cache, latents = batch(group, [4, 4], [70, 5])

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
+
+from attn_select.rules.plugins import load_plugins
+
+SPECULATION = ("ngram", "suffix")
+"""vLLM's methods of speculation that have no layers of their own."""
+
 
 def limits(asked: Any, vllm_config: Any) -> list[str]:
     """Return why attn-select's kernels do not run the layers that a selector asks about; empty if they do.
@@ -22,10 +29,29 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         "the adapter serves no KV connector": asked.use_kv_connector,
         "the adapter serves no context parallelism": asked.use_pcp or parallel.decode_context_parallel_size > 1,
         "the adapter passes no windows beside references": getattr(asked, "use_rswa", False),
-        # Speculation leaves the host with upper bounds of the lengths, where the builders read exact ones.
-        "the adapter serves no speculative decoding": vllm_config.speculative_config is not None,
         "the adapter reads scales once, and calculate_kv_scales changes them": getattr(
             vllm_config.cache_config, "calculate_kv_scales", False
         ),
     }
     return [reason for reason, holds in found.items() if holds]
+
+
+def speculation_limits(vllm_config: Any, backend: str) -> list[str]:
+    """Return why a backend of attn-select does not run where vLLM speculates; empty if it does, or vLLM does not.
+
+    Args:
+        backend: attn-select's name.
+
+    Raises:
+        RuntimeMissingError, ImportError: it cannot be loaded.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return []
+    if speculative.method not in SPECULATION:
+        return [f"the adapter was run with drafts by {' and '.join(SPECULATION)} alone, not by {speculative.method}"]
+    # Ahead of a GPU the host knows the lengths with every draft accepted, which are bounds above.
+    exact = current_platform.is_cpu()
+    if not exact and not load_plugins().specs[backend].get_class().builder_cls.takes_length_bounds:
+        return [f"speculation leaves the host with bounds of the lengths, and {backend} plans from exact ones"]
+    return []

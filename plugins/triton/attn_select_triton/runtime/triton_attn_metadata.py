@@ -123,6 +123,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         KernelMismatchError: the plan's prefill is a Gluon kernel, which does not run on this device or by this Triton.
     """
 
+    takes_length_bounds = True
     least_cascade_bytes = LEAST_SAVED
 
     def __init__(self, context: BackendContext) -> None:

@@ -67,6 +67,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         KernelMismatchError: the plan's kernel is not one for this device and this Triton.
     """
 
+    takes_length_bounds = True
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, plan = context.config, context.plans.get("decode")
