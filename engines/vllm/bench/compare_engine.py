@@ -2,7 +2,8 @@
 
 ``python compare_engine.py JOB`` reads lines from its standard input, does what they say and answers each with a line of
 JSON behind ``BENCH``: ``start``; ``fill REQUESTS TOKENS``, which puts a batch in place of the one that runs;
-``steps COUNT``, which times decodes; ``share``, which profiles some. JOB is what ``Engine`` takes, as JSON.
+``steps COUNT``, which times decodes; ``share``, which profiles some; ``serve KIND SEED REQUESTS LONGEST``, which serves
+drawn requests. JOB is what ``Engine`` takes, as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from serve_requests import drawn
 
 COMMON: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -77,12 +80,45 @@ MODELS: dict[str, dict[str, Any]] = {  # so many layers that a step takes the GP
         "scoring_func": "softmax",
     },
 }
+MODELS["rank"] = MODELS["llama"] | {  # of Llama-3-70B under tensor parallelism 8
+    "hidden_size": 2048,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+}
+MODELS["narrow"] = MODELS["llama"] | {"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 32}
+MODELS["gemma2"] = {  # soft caps, windows in every other layer, heads of 256
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+MODELS["tiny"] = MODELS["llama"] | {  # for a CPU
+    "vocab_size": 512,
+    "torch_dtype": "float32",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 MODELS["mla-128"] = (
     MODELS["mla"]
     | {"num_hidden_layers": 28, "first_k_dense_replace": 28}
     | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 128)
 )
-CLASSES = {"LlamaForCausalLM": "llama", "DeepseekV2ForCausalLM": "deepseek_v2"}
+CLASSES = {"LlamaForCausalLM": "llama", "DeepseekV2ForCausalLM": "deepseek_v2", "Gemma2ForCausalLM": "gemma2"}
 WARM_STEPS = 2
 """Steps of a round that are not timed: the first waits for the host alone."""
 ATTENTION = re.compile(r"attn|attention|flash::|mla|decode|combine|split_?kv|merge|xqa|paged", re.IGNORECASE)
@@ -196,7 +232,8 @@ class Engine:
         from vllm import LLM, ModelRegistry
 
         random_weights(job["model"] == "gpt-oss")
-        keep_first_layer()
+        if not job.get("serves"):
+            keep_first_layer()
         config = {**COMMON, **MODELS[job["model"]]}
         (name,) = config["architectures"]
         module = importlib.import_module(f"vllm.model_executor.models.{CLASSES[name]}")
@@ -205,12 +242,12 @@ class Engine:
         (self.folder / "config.json").write_text(json.dumps(config))
         requests = [batch for batch, _ in job["batches"]]
         longest = max(context for _, context in job["batches"])
-        sizes = sorted({1, *requests})
+        sizes = job.get("sizes") or sorted({1, *requests})
         self.llm = LLM(
             str(self.folder),
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=config["torch_dtype"],
             kv_cache_dtype=job["kv_cache_dtype"],
             max_model_len=longest + 2 * BLOCK + job["most_steps"],
             max_num_seqs=max(requests),
@@ -222,6 +259,7 @@ class Engine:
             disable_log_stats=True,
             **({"attention_backend": job["backend"]} if job["backend"] else {}),
             **({"block_size": job["block_size"]} if job["block_size"] else {}),
+            **({"speculative_config": n_grams(job["drafts"])} if job.get("drafts") else {}),
         )
         self.most_steps = job["most_steps"]
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -265,6 +303,22 @@ class Engine:
             raise SystemExit(f"{done} tokens were decoded in place of {wanted}")
         return took
 
+    def serve(self, kind: str, seed: int, count: int, longest: int) -> dict[str, Any]:
+        """Serve drawn requests, all given at once; return the seconds and the tokens of each."""
+        requests, engine = drawn(kind, seed, count, longest or None), self.llm.llm_engine
+        self._filled += 1
+        tokens: dict[str, list[int]] = {}
+        start = time.perf_counter()
+        for number, (prompt, new) in enumerate(requests):
+            name = f"{self._filled}, request {number}"
+            tokens[name] = []
+            engine.add_request(name, {"prompt_token_ids": prompt}, self._wanted(new))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    tokens[output.request_id] = [*output.outputs[0].token_ids]
+        return {"seconds": time.perf_counter() - start, "tokens": [*tokens.values()]}
+
     def share(self) -> dict[str, Any]:
         """Return attention's share of the kernels' time, their milliseconds per step and the longest of them."""
         import torch
@@ -293,6 +347,11 @@ class Engine:
 
     def _computed(self) -> int:
         return sum(request.num_computed_tokens for request in self._scheduler.running)
+
+
+def n_grams(drafts: int) -> dict[str, Any]:
+    """Return vLLM's settings of speculation by n-grams."""
+    return {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @functools.cache
@@ -338,13 +397,16 @@ def worker(job: dict[str, Any]) -> None:
         if word == "start":
             engine = Engine(job)
             found["layers"] = engine.llm.collective_rpc(layers_of)[0]
-            found["kept"] = str(keep_outputs(engine, *job["batches"][0]))
+            if not job.get("serves"):
+                found["kept"] = str(keep_outputs(engine, *job["batches"][0]))
         elif engine is None:
             raise SystemExit(f"{word} before start")
         elif word == "fill":
             engine.fill(*map(int, numbers))
         elif word == "steps":
             found["seconds"] = engine.steps(int(numbers[0]))
+        elif word == "serve":
+            found |= engine.serve(numbers[0], *map(int, numbers[1:]))
         elif word == "share":
             found |= engine.share()
         print("BENCH " + json.dumps(found | {"took": time.perf_counter() - began}), flush=True)

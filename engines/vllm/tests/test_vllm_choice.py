@@ -338,6 +338,20 @@ def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "no_sdpa.toml:2" in block
 
 
+def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from vllm.v1.attention.backend import AttentionBackend
+
+    from attn_select_vllm.kernels.limits import limits
+    from attn_select_vllm.plugin import register
+
+    monkeypatch.setattr(AttentionBackend, "supported_kv_cache_layouts", lambda: None, raising=False)
+    register()
+    asked = ASKED._replace(use_kv_connector=True)
+    assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
+    assert limits(asked._replace(use_mla=True), engine.config) == ["the adapter serves no KV connector with MLA"]
+
+
 class Speculation:
     num_speculative_tokens = 2
     method = "eagle"
@@ -370,7 +384,7 @@ def test_ahead_of_a_gpu_kernels_count_the_keys_on_the_device(vllm: Any) -> None:
     ("asked", "changes", "reason"),
     [
         ({"use_mm_prefix": True}, {}, "the adapter passes no image ranges"),
-        ({"use_kv_connector": True}, {}, "the adapter serves no KV connector"),
+        ({"use_kv_connector": True}, {}, "the adapter serves no KV connector in this release"),
         (
             {},
             {"speculative_config": Speculation},

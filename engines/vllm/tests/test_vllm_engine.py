@@ -68,6 +68,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def connected(folder: Path) -> dict[str, Any]:
+    """The options of an engine that stores the cache of its prompts in a folder, and loads what is there."""
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    extra = {"kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+    # This connector knows prompts by their whole blocks, and takes all that have none for one.
+    return {"kv_transfer_config": connector | extra, "block_size": 32, "shortest": 32}
+
+
 @pytest.fixture(scope="module")
 def in_one_process(models: dict[str, Path], watched: Path) -> tuple[dict[str, Run], str]:
     """Each model on vLLM's backend, which is asked for by name, and as attn-select chooses; a Llama compiled."""
@@ -77,6 +85,9 @@ def in_one_process(models: dict[str, Path], watched: Path) -> tuple[dict[str, Ru
         "llama": (models["llama"], {"enforce_eager": False}),
         "gemma3 by vLLM": (models["gemma3"], by_name),
         "gemma3": (models["gemma3"], {}),
+        "stored": (models["llama"], connected(watched / "stored")),
+        "loaded": (models["llama"], connected(watched / "stored")),
+        # Last: vLLM 0.32 starts no engine in a process that has loaded numba's library for n-grams.
         "llama with drafts": (models["llama"], {"speculative_config": DRAFTS}),
     }
     observing = {"ATTN_SELECT_WORKLOAD": "observe", "XDG_CACHE_HOME": str(watched)}
@@ -97,6 +108,16 @@ def test_drafts_by_n_grams_run_our_kernel_and_change_no_token(in_one_process: tu
     runs, _ = in_one_process
     assert runs["llama with drafts"].backends == [{OWN}]
     assert runs["llama with drafts"].tokens == runs["llama by vLLM"].tokens
+
+
+def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tuple[dict[str, Run], str]) -> None:
+    """Both of ours: vLLM's own CPU_ATTN packs keys by the CPU's instructions, so that no other backend reads them."""
+    runs, log = in_one_process
+    long = [row for row, length in zip(runs["llama by vLLM"].tokens, (5, 40, 1, 23, 64), strict=True) if length > 32]
+    for name in ("stored", "loaded"):
+        assert runs[name].tokens == long
+        assert runs[name].backends == [{OWN}]
+    assert log.count("External Cache Hit!") == len(long)
 
 
 def test_every_kind_of_layers_is_logged_once(in_one_process: tuple[dict[str, Run], str]) -> None:
@@ -134,13 +155,13 @@ def observed(folder: Path) -> list[Path]:
 
 
 def test_observed_steps_are_those_that_ran(in_one_process: tuple[dict[str, Run], str], watched: Path) -> None:
-    """Whatever backends ran them: all five engines' steps are in the file of their process."""
+    """Whatever backends ran them: all engines' steps are in the file of their process."""
     (file,) = observed(watched)
     shapes = {str(shape.batch): shape.weight for shape in parse_workload(file).shapes}
     steps = sum(map(int, re.findall(r"(\d+) (?:decode|prefill|mixed)", file.read_text().partition("\n")[0])))
     # Each engine runs its prompts of 5, 40, 1, 23 and 64 tokens in one step, and then decodes all five.
-    assert shapes["q64_q40_q23_q5_q1"] == pytest.approx(5 / steps, rel=1e-4)
+    assert shapes["q64_q40_q23_q5_q1"] == pytest.approx(5 / steps, rel=1e-4)  # those without connectors
     decodes = [batch for batch in map(parse_batch_shape, shapes) if batch.is_decode()]  # others are of drafts
-    assert {(each.num_requests, each.num_tokens) for each in decodes} == {(5, 5)}
-    assert min(each.num_kv_tokens for each in decodes) == 5 + 40 + 1 + 23 + 64 + 5
+    assert {(each.num_requests, each.num_tokens) for each in decodes} == {(5, 5), (2, 2)}
+    assert min(each.num_kv_tokens for each in decodes if each.num_requests == 5) == 5 + 40 + 1 + 23 + 64 + 5
     assert f"ATTN_SELECT_WORKLOAD={file} chooses for it" in in_one_process[1]

@@ -102,7 +102,7 @@ def test_speculative_queries_and_prefills_in_one_batch(device: torch.device) -> 
 def test_lengths_on_the_host_may_be_bounds(
     seed: int, fields: dict[str, Any], sms: int, cuda_graphs: bool, device: torch.device
 ) -> None:
-    """As an engine knows them that speculates: of decodes bounds above, with every draft accepted; of prefills exact."""
+    """As an engine has them that speculates: bounds above of decodes, with every draft accepted; exact of prefills."""
     config, draw = layers.layer_config(num_speculative_tokens=3, **fields), np.random.default_rng(seed)
     group = layers.many_sms(layers.made(device, config, cuda_graphs=cuda_graphs), sms)
     assert layers.builder_of(group).takes_length_bounds

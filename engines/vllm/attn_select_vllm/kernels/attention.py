@@ -22,6 +22,7 @@ from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
+from attn_select_vllm.kernels.limits import standard_caches
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
 
@@ -195,7 +196,7 @@ class OwnBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return standard_caches()
 
 
 class TorchSdpaImpl(OwnImpl):

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
 
 from attn_select.rules.plugins import load_plugins
 
 SPECULATION = ("ngram", "suffix")
 """vLLM's methods of speculation that have no layers of their own."""
+
+
+def standard_caches() -> bool:
+    """Whether caches of all backends have one shape, which connectors read (v1/kv_cache_layout.py, from 0.32 on)."""
+    return hasattr(AttentionBackend, "supported_kv_cache_layouts")
 
 
 def limits(asked: Any, vllm_config: Any) -> list[str]:
@@ -26,7 +32,8 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
-        "the adapter serves no KV connector": asked.use_kv_connector,
+        "the adapter serves no KV connector in this release": asked.use_kv_connector and not standard_caches(),
+        "the adapter serves no KV connector with MLA": asked.use_kv_connector and asked.use_mla,
         "the adapter serves no context parallelism": asked.use_pcp or parallel.decode_context_parallel_size > 1,
         "the adapter passes no windows beside references": getattr(asked, "use_rswa", False),
         "the adapter reads scales once, and calculate_kv_scales changes them": getattr(

@@ -1,0 +1,139 @@
+"""Whole serving runs of the real vLLM engine with attn-select's choice and with vLLM's own, in turns on one GPU.
+
+    python serve.py llama rank rank-fp8 gpt-oss gemma2 mla mla-128 narrow
+    python serve.py llama --kinds mixed,decode-heavy --rounds 6
+    python serve.py llama --other                    # one more arm: another backend of vLLM, the yardstick of tokens
+    python serve.py llama --drafts 3                 # both arms speculate by n-grams
+    python serve.py tiny --requests 6 --longest 60   # on a CPU
+
+Every arm is an engine in a process of its own. In each round every arm in turn gets the same drawn requests at once and
+serves them to the end: prompts of 64 to 12,000 tokens (log-normal), prefills and decodes in one step as its scheduler
+mixes them. The first round of a kind warms up. Weights are random, and no prompt comes twice.
+
+Printed are per model and kind the generated tokens per second (median over the rounds), the ratio to vLLM's own choice
+(median and range of the rounds' ratios), the share of greedy tokens before the first difference from vLLM's, and the
+seconds that each engine took to start; at the end the geometric mean of the ratios of each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from compare import attn_select_arms, other_of
+from compare_arms import Arm, ArmError
+from compare_engine import MODELS
+from serve_requests import KINDS, agreement, drawn
+
+BASE = "vLLM"
+CACHE_GIB = 24
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Requests of captured decodes; as many run at a time."""
+
+
+def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
+    """Start the processes of a model's arms: vLLM's choice, another backend of vLLM if asked for, attn-select."""
+    wanted: dict[str, tuple[str | None, dict[str, str]]] = {BASE: (None, {"VLLM_PLUGINS": ""})}
+    if other := other_of(model, options):
+        wanted[f"vLLM {other}"] = (other, {"VLLM_PLUGINS": ""})
+    for name, variables in attn_select_arms(model, options, Path(tempfile.mkdtemp())).items():
+        wanted[name] = (None, variables)
+    longest = options.longest or max(traffic.longest + traffic.new[1] for traffic in KINDS.values())
+    job = {
+        "model": model,
+        "batches": [(max(SIZES), longest)],
+        "sizes": SIZES,
+        "serves": True,
+        "drafts": options.drafts,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "block_size": None,
+        "cache_gib": options.cache_gib,
+        "most_steps": 0,
+    }
+    return [
+        Arm(name, job | {"backend": backend}, variables, options.logs / f"serve-{model}-{name.replace(' ', '-')}.log")
+        for name, (backend, variables) in wanted.items()
+    ]
+
+
+def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -> dict[str, float]:
+    """Run the rounds of one kind of traffic, print what they say, and return each arm's ratio to vLLM's choice."""
+    rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    agreed: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for number in range(options.rounds + 1):
+        line = f"serve {kind} {options.seed + number} {options.requests} {options.longest or 0}"
+        served: dict[str, Any] = {}
+        for arm in arms if number % 2 else arms[::-1]:
+            served[arm.name] = arm.ask(line)
+        if number:  # the first warms up
+            for name, found in served.items():
+                rates[name].append(sum(map(len, found["tokens"])) / found["seconds"])
+                agreed[name].append(agreement(served[BASE]["tokens"], found["tokens"]))
+    prompts = sum(len(prompt) for prompt, _ in drawn(kind, options.seed, options.requests, options.longest))
+    print(f"\n{model}, {kind}: {options.requests} requests of {prompts} prompt tokens, {options.rounds} rounds")
+    medians = {}
+    for name, own in rates.items():
+        ratios = [rate / base for rate, base in zip(own, rates[BASE], strict=True)]
+        medians[name] = statistics.median(ratios)
+        line = f"  {name:<26} {statistics.median(own):8.0f} tokens/s"
+        if name != BASE:
+            line += f", ratio {medians[name]:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            line += f", tokens agree to {statistics.median(agreed[name]):.0%}"
+        print(line, flush=True)
+    return medians
+
+
+def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Start a model's arms one after another and serve every kind; return the ratios by kind and arm."""
+    arms = arms_of(model, options)
+    try:
+        for arm in arms:
+            arm.say("start")
+            start = arm.started()
+            print(f"{model}, {arm.name}: {start['took']:.1f} s to start, layers {start['layers']}", flush=True)
+        return {kind: serve(model, kind, arms, options) for kind in options.kinds.split(",")}
+    except ArmError as error:  # the next model is measured all the same
+        print(f"{model}: {error}", flush=True)
+        return {}
+    finally:
+        for arm in arms:
+            arm.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", choices=sorted(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
+    parser.add_argument("--requests", type=int, default=160, help="of a round (default: 160)")
+    parser.add_argument("--longest", type=int, help="tokens of a request at most (default: the kind's)")
+    parser.add_argument("--rounds", type=int, default=4, help="that count (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round's requests (default: 0)")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that n-grams propose a step (default: none)")
+    parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help=f"of an arm's KV cache (default: {CACHE_GIB})")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--rules", type=Path, help="attn-select's rules instead of a preference")
+    parser.add_argument("--prefer", default="", metavar="NAME,…", help="attn-select's backends to prefer, an arm each")
+    parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
+    parser.add_argument("--other", nargs="*", metavar="NAME", help="one more arm: this backend of vLLM")
+    parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
+    options = parser.parse_args()
+    if unknown := [kind for kind in options.kinds.split(",") if kind not in KINDS]:
+        parser.error(f"--kinds: {unknown[0]!r} is unknown; known are {', '.join(KINDS)}")
+    found: dict[tuple[str, str], list[float]] = {}
+    for model in options.models:
+        for kind, medians in measure(model, options).items():
+            for name, ratio in medians.items():
+                if name != BASE:
+                    found.setdefault((kind, name), []).append(ratio)
+    for (kind, name), ratios in found.items():
+        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+        print(f"\n{kind}, {name}: {mean:.3f} in the geometric mean of {len(ratios)} models, least {min(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()
