@@ -106,7 +106,7 @@ def test_an_h200s_times_decide_on_an_h100_as_scaled_ones(tmp_path: Path) -> None
     moved = step_work(LAYER, parse_batch_shape("64q1s4k")).bytes
     assert timing.time_us == pytest.approx(scaled_us(90, moved, H200, H100))
     assert timing.margin == pytest.approx(SCALED_MARGIN, rel=0.01)
-    assert "one layer, scaled from NVIDIA H200" in selection.explain()
+    assert "one layer; scaled from NVIDIA H200" in selection.explain()
 
 
 def test_batches_that_an_h200_was_not_measured_at_are_predicted_first(tmp_path: Path) -> None:

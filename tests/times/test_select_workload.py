@@ -151,10 +151,10 @@ def test_measured_times_choose_and_are_shown(times: Path) -> None:
     assert select(UNTIMED, "h100", workload="64q1s1k", measurements=[times]) == selection
     assert select(GQA, "h200", workload="64q1s1k", measurements=times).selected["decode"] == "TRITON_ATTN"
     text = selection.explain()
-    assert "  Time             decode 113 us (100 % of the steps), one layer\n" in text
+    assert "  Time             decode 113 us (100 % of the steps), one layer; measured itself\n" in text
     assert "  Times for decode  100 % of the steps; ordered by time where times compare\n" in text
     for rank, backend, time, behind in (("1", "FLASHINFER", 113, "1.00"), ("2", "FLASH_ATTN", 125, "1.11")):
-        line = f"  {rank:>4}  {backend:<22}           {time} us ± 0.1 %   × {behind}  h100.jsonl\n"
+        line = f"  {rank:>4}  {backend:<22}           {time} us ± 0.1 %   × {behind}  h100.jsonl, measured itself\n"
         assert line in text
     layer = {"kind": "full_attention", "count": 1, **selection.to_dict()}
     jsonschema.validate(layer, {**DEFINITIONS["layer"], "$defs": DEFINITIONS})
@@ -226,7 +226,7 @@ def test_a_few_times_of_ones_own_do_not_stand_for_all_batches(
         assert selection.evidence is not None
         (behind,) = selection.evidence.phases["decode"].behind
         assert (behind.kind, behind.files) == ("named file", (str(own),))
-        told = "own.jsonl, predicted from other batches: counts after the others, its margins are more than 1.25 times"
+        told = "own.jsonl, predicted within the layer: counts after the others, its margins are more than 1.25 times"
         assert told in selection.explain()
     assert "counts after the others" not in select(GQA, "h200", workload=batches[0], measurements=own).explain()
 

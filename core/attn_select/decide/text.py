@@ -254,18 +254,19 @@ def _rank_lines(selection: Outcome) -> list[tuple[str, str]]:
 
 def _time_text(selection: Outcome, used: EvidenceUsed) -> str:
     """Say how long the chosen backends take for the workload's steps, or that nobody knows."""
-    parts, scaled = [], set()
+    parts: list[str] = []
+    rests: dict[str, None] = {}
     for phase, name in selection.selected.items():
         timing = _verdict(selection, name, phase).timing if name is not None else None
         if timing is not None and timing.compares:
             parts.append(f"{phase} {us_text(timing.time_us)} ({_percent(timing.share)} of the steps)")
-            scaled |= {timing.source} if timing.kind == "scaled" else set()
+            rests[_rests_on(timing)] = None
     if not parts:
         phases = [phase for phase, each in used.phases.items() if each.share]
         asked = f" for {' and '.join(phases)}" if phases else ""
         return f"not known{asked}: backends are ranked by rules (`attn-select bench` measures times)"
     mean = f"{us_text(used.time_us)} per step: " if used.time_us is not None and len(parts) > 1 else ""
-    return ", ".join([f"{mean}{', '.join(parts)}, one layer", *sorted(scaled)])
+    return f"{mean}{', '.join(parts)}, one layer; {', '.join(rests)}"
 
 
 def _time_lines(selection: Outcome) -> list[Line]:
@@ -312,11 +313,21 @@ def _provenance(timing: Timing) -> str:
         parts.append("launched eagerly")
     if timing.host_us:
         parts.append(f"{us_text(timing.host_us)} of it host time for each new shape")
-    if not timing.measured_shapes:
-        parts.append("predicted from other batches")
-    elif timing.measured_shapes < timing.shapes:
-        parts.append(f"{timing.shapes - timing.measured_shapes} of {timing.shapes} shapes predicted")
+    if timing.kind not in ("table", "scaled"):
+        parts.append(_rests_on(timing))
     return ", ".join(parts)
+
+
+def _rests_on(timing: Timing) -> str:
+    """Say in a word what a time that compares rests on (docs/times-model.md, "What a time rests on")."""
+    if timing.kind in ("table", "scaled"):
+        return timing.source
+    predicted = timing.shapes - timing.measured_shapes
+    if not predicted:
+        return "measured itself"
+    return (
+        f"{'' if predicted == timing.shapes else f'{predicted} of {timing.shapes} shapes '}predicted within the layer"
+    )
 
 
 def _percent(share: float) -> str:
