@@ -20,7 +20,20 @@ from attn_select_cli.command_group import CommandGroup
 
 BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
-COMMANDS = ("explain", "flags", "run", "matrix", "diff", "cache", "backends", "rules", "models", "gpus", "doctor")
+COMMANDS = (
+    "explain",
+    "flags",
+    "run",
+    "warm",
+    "matrix",
+    "diff",
+    "cache",
+    "backends",
+    "rules",
+    "models",
+    "gpus",
+    "doctor",
+)
 OTHERS = "attn_select.commands"
 """The group of entry points by which other distributions bring commands: its name, and ``MODULE:COMMAND``."""
 MEASURE = "attn-select-measure"
