@@ -86,7 +86,7 @@ def _warmed() -> Any:
     try:
         import torch
 
-        from attn_select.runtime import Attention, Capacity, MLAAttention, attention_group
+        from attn_select.runtime import Attention, Capacity, MLAAttention, MLALayerGroup, attention_group
         from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
     except ImportError as error:
         if error.name not in ("numpy", "torch"):
@@ -98,17 +98,16 @@ def _warmed() -> Any:
     def warm(selection: Selection, bounds: tuple[int, int, int]) -> WarmUp:
         config = selection.config
         group = attention_group(selection, capacity=Capacity(*bounds), cuda_graphs=not selection.device.is_cpu)
-        per_head = {"dtype": torch.float32, "device": group.device}
-        options: dict[str, Any] = {
-            "alibi_slopes": torch.ones(config.num_heads, **per_head) if config.alibi else None,
-            "sinks": torch.zeros(config.num_heads, **per_head) if config.sinks else None,
-        }
-        if config.mla:
-            shape = config.num_heads * ((config.qk_nope_head_dim or 0) + (config.v_head_dim or 0)), config.kv_lora_rank
-            weight = torch.zeros(*shape, dtype=PLAIN_DTYPES[config.dtype], device=group.device)
+        ones = torch.ones(config.num_heads, device=group.device)
+        options: dict[str, Any] = {"alibi_slopes": ones if config.alibi else None}
+        options["sinks"] = ones if config.sinks else None
+        if isinstance(group, MLALayerGroup):
+            rows = config.num_heads * ((config.qk_nope_head_dim or 0) + (config.v_head_dim or 0))
+            weight = torch.zeros(rows, config.kv_lora_rank or 0, dtype=PLAIN_DTYPES[config.dtype], device=group.device)
             layer: Any = MLAAttention(group, weight, **options)
         else:
             layer = Attention(group, **options)
-        return layer.group.warm_up()
+        found: WarmUp = layer.group.warm_up()
+        return found
 
     return warm
