@@ -210,14 +210,18 @@ def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: py
     engine.runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
     engine.runner.use_mla_backend = True
     engine.layers[1].is_cross_attention = True
+    engine.layers[0].use_irope = True
+    engine.layers[0].xai_temperature_len = 100
+    engine.layers[0].logit_cap, engine.layers[0].logit_capping_method = 30.0, "rational"
     engine.pool.kv_cache_layout = "hnd"
     engine.runner.model_config.hf_config["model_type"] = "gpt_oss"
     with pytest.raises(ConfigError) as caught:
         made(engine, "TORCH_SDPA", monkeypatch)
     assert caught.value.message == (
         "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no MLA; the adapter serves no "
-        "speculative decoding; the adapter serves decoder layers alone; the adapter passes no sinks; the adapter reads "
-        "pools of layout nhd alone"
+        "speculative decoding; the adapter serves decoder layers alone; the adapter passes no sinks; the adapter "
+        "passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by tanh alone; the "
+        "adapter reads pools of layout nhd alone"
     )
 
 
@@ -229,6 +233,10 @@ def test_arguments_that_are_not_passed_on_are_refused(monkeypatch: pytest.Monkey
     key, value = rows[0].split(KV_HEADS, dim=1)
     with pytest.raises(BatchError, match="sinks given: attn-select's kernels in SGLang take none"):
         backend.forward(torch.zeros(3, HEADS * SIZE), key, value, engine.layers[0], batch, sinks=torch.zeros(HEADS))
+    extend, batch.forward_mode = batch.forward_mode, type(batch.forward_mode).TARGET_VERIFY
+    with pytest.raises(BatchError, match="forward_mode = TARGET_VERIFY: accepted are DECODE, EXTEND, MIXED, SPLIT_"):
+        backend.init_forward_metadata(batch)
+    batch.forward_mode = extend
     batch.seq_lens_cpu = None
     with pytest.raises(BatchError, match="seq_lens_cpu is None"):
         backend.init_forward_metadata(batch)

@@ -111,7 +111,7 @@ class OwnAttnBackend(AttentionBackend):
         return attention_group(
             selection,
             self.device if self.device.type == "cpu" else None,
-            Capacity(requests, max(tokens + requests, requests), self._req_to_token.shape[1]),
+            Capacity(requests, tokens + requests, self._req_to_token.shape[1]),
             cuda_graphs=captures(model_runner),
         )
 

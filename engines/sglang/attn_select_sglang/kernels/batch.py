@@ -13,6 +13,9 @@ from attn_select.runtime import BatchError, CommonAttentionMetadata
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import prefix_sums
 
+MODES = ("DECODE", "EXTEND", "MIXED", "SPLIT_PREFILL")
+"""SGLang's kinds of steps whose tokens attend causally to all before them."""
+
 
 def common_of(forward_batch: Any, req_to_token: Tensor, page_size: int) -> CommonAttentionMetadata:
     """Return attn-select's view of a ``ForwardBatch`` of decodes or extends. Does not wait for the device.
@@ -23,8 +26,10 @@ def common_of(forward_batch: Any, req_to_token: Tensor, page_size: int) -> Commo
         page_size: tokens per page.
 
     Raises:
-        BatchError: SGLang does not say the lengths on the host.
+        BatchError: the step is of another kind, or SGLang does not say the lengths on the host.
     """
+    if forward_batch.forward_mode.name not in MODES:
+        raise BatchError(f"forward_mode = {forward_batch.forward_mode.name}: accepted are {', '.join(MODES)}")
     if forward_batch.seq_lens_cpu is None:
         raise BatchError("seq_lens_cpu is None: the kernels' plans are made from lengths on the host")
     decode = forward_batch.forward_mode.is_decode()

@@ -30,6 +30,12 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
             layer.is_cross_attention or layer.attn_type.value != "decoder" for layer in layers
         ),
         "the adapter passes no sinks": any(config.sinks for config in read),
+        "the adapter passes no image ranges": any(config.mm_prefix for config in read),
+        "the adapter passes no chunks of attention": any(layer.use_irope for layer in layers),
+        "the adapter passes no temperature by length": any(layer.xai_temperature_len > 0 for layer in layers),
+        "the adapter caps by tanh alone": any(
+            layer.logit_cap and layer.logit_capping_method != "tanh" for layer in layers
+        ),
         "the adapter passes no ALiBi slopes": any(config.alibi for config in read),
         "the adapter reads pools of layout nhd alone": getattr(model_runner.token_to_kv_pool, "kv_cache_layout", "nhd")
         != "nhd",
