@@ -220,8 +220,8 @@ def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: py
     assert caught.value.message == (
         "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no MLA; the adapter serves no "
         "speculative decoding; the adapter serves decoder layers alone; the adapter passes no sinks; the adapter "
-        "passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by tanh alone; the "
-        "adapter reads pools of layout nhd alone"
+        "passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by tanh alone; "
+        "the adapter reads pools of layout nhd alone"
     )
 
 
