@@ -17,7 +17,7 @@ from attn_select.times.workload import Workload, parse_workload
 
 
 class Clock:
-    now = 0.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -52,6 +52,23 @@ def test_shares_are_those_of_the_steps(folder: Path) -> None:
     assert f"ATTN_SELECT_WORKLOAD={steps.file} chooses for it" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("query_lens", "kind"),
+    [([16], "decode"), ([1, 16], "decode"), ([17], "prefill"), ([17, 500], "prefill"), ([16, 17], "mixed")],
+)
+def test_requests_of_few_new_tokens_count_as_decodes(folder: Path, query_lens: list[int], kind: str) -> None:
+    steps = ObservedSteps("vLLM", lambda _: None)
+    steps.count(query_lens, [1000] * len(query_lens))
+    head, bound = steps.to_toml().splitlines()[:2]
+    assert head.endswith(f": 1 {kind}.")
+    assert bound == "# Of each kind at most 100 are held, drawn at random."
+
+
+def test_lengths_of_a_quarter_of_an_octave_are_one_group() -> None:
+    assert str(shape_of([1, 1, 1, 1], [1050, 1150, 1250, 2100])) == "q1s2100_q1s1250_2q1s1100"
+    assert str(shape_of([16, 15, 17, 18], [2000] * 4)) == "2q18s2000_q16s2000_q15s2000"
+
+
 def test_a_random_sample_stands_for_all_steps_of_its_kind(folder: Path) -> None:
     steps, draw = ObservedSteps("vLLM", print), random.Random(3)
     for step in range(20_000):
@@ -84,12 +101,13 @@ def test_it_is_written_at_the_first_step_and_at_growing_intervals(folder: Path) 
     steps = ObservedSteps("vLLM", lambda _: None, clock)
     seen = []
     for second in range(400):
-        clock.now = float(second)
+        clock.now = 1000.0 + second
         steps.count([1], [100 + second])
-        seen.append(len(written(folder).shapes) if folder.exists() else 0)
+        (file,) = folder.glob("*.toml")
+        seen.append(file.read_text().partition(" decode")[0].rpartition(" ")[2])
     changes = [second for second in range(1, 400) if seen[second] != seen[second - 1]]
-    assert seen[0] == 1
-    assert changes[:5] == [1, 2, 4, 8, 16]
+    assert seen[0] == "1"
+    assert changes == [1, 2, 4, 8, 16, 32, 64, 124, 184, 244, 304, 364]
 
 
 def test_a_folder_that_takes_no_files_is_said_and_nothing_raised(
@@ -120,6 +138,8 @@ def test_a_forked_process_that_ends_writes_what_it_saw(folder: Path) -> None:
 
 def test_an_observed_engine_is_chosen_for_without_a_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKLOAD, raising=False)
+    assert (workload_in_an_engine(), observes()) == (None, False)
+    monkeypatch.setenv(WORKLOAD, "")
     assert (workload_in_an_engine(), observes()) == (None, False)
     monkeypatch.setenv(WORKLOAD, "chat")
     assert (workload_in_an_engine(), observes()) == ("chat", False)

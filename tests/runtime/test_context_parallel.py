@@ -211,7 +211,10 @@ def test_the_cache_is_a_share_and_the_tables_are_the_schedulers() -> None:
     selection = select(layer(), "cpu")
 
     def run(collectives: ThreadCollectives) -> tuple[Any, ...]:
-        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
+        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives, 4))
+        form = group.cache_format
+        assert form is not None
+        assert (form.facts()["interleave"], form.block_size) == (4, 8)
         return group.block_size, group.allocate_kv_cache(10).numel(), group.reorder_batch_threshold
 
     alone = attention_group(select(layer(decode_context_parallel_size=1), "cpu"), capacity=CAPACITY)
