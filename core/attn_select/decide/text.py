@@ -319,7 +319,7 @@ def _provenance(timing: Timing) -> str:
 
 
 def _rests_on(timing: Timing) -> str:
-    """Say in a word what a time that compares rests on (docs/times-model.md, "What a time rests on")."""
+    """Name the source of a time in a word, as docs/times-model.md lists them; rooflines have none."""
     if timing.kind in ("table", "scaled"):
         return timing.source
     predicted = timing.shapes - timing.measured_shapes

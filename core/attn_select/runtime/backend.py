@@ -89,8 +89,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     Attributes:
         reorder_batch_threshold: queries up to this many tokens count as decodes and must come first in the batch; None:
             any order.
-        takes_length_bounds: whether ``seq_lens_cpu`` of decodes may be bounds above, which is what an engine has that
-            speculates ahead of its GPU: the launch is made from them, and the kernel reads the lengths on the device.
+        takes_length_bounds: whether ``seq_lens_cpu`` of decodes may be upper bounds, as in an engine that speculates
+            ahead of its GPU: the launch is made from the bounds, and the kernel reads the lengths on the device.
         least_cascade_bytes: bytes of keys and values that a cascade must save from being read again.
     """
 

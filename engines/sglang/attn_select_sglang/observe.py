@@ -13,7 +13,7 @@ TARGET = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 
 
 def before(adapter: Adapter, steps: ObservedSteps) -> Callable[..., None]:
-    """Return the hook: called with what ``Scheduler.run_batch`` is called with, before it."""
+    """Return the hook that SGLang calls before ``Scheduler.run_batch``, with the same arguments."""
     watching = True
 
     def run_batch(scheduler: Any, batch: Any, *arguments: Any, **options: Any) -> None:

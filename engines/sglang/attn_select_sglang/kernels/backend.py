@@ -123,7 +123,7 @@ class OwnAttnBackend(AttentionBackend):
         self.forward_metadata = {group: _built(group, common) for group in self._groups.values()}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Reserve what captured decodes read.
+        """Reserve the tensors that captured decodes read.
 
         Raises:
             ConfigError: a group's kernels cannot be captured.
@@ -172,7 +172,7 @@ class OwnAttnBackend(AttentionBackend):
         """Write the step's keys and values and attend; ``(T, num_heads * value_head_size)``.
 
         Raises:
-            BatchError: the model passes what the adapter does not pass on.
+            BatchError: the model passes an argument that the adapter does not take.
         """
         if given := [name for name, value in extra.items() if value is not None]:
             raise BatchError(f"{', '.join(given)} given: attn-select's kernels in SGLang take none (accepted: None)")

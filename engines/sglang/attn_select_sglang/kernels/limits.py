@@ -1,4 +1,4 @@
-"""What attn-select's kernels do not do inside SGLang, whatever they do outside: what the adapter does not pass on."""
+"""The limits of attn-select's kernels inside SGLang: models of which the adapter does not pass everything on."""
 
 from __future__ import annotations
 
