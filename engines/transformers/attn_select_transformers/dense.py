@@ -273,7 +273,8 @@ def _written(kernels: Kernels, step: Step, key: Tensor, value: Tensor) -> Tensor
     cache: Tensor | None = state.get("cache")
     if cache is None or state["cache_blocks"] < blocks:
         state["cache_blocks"] = 1 << (blocks - 1).bit_length()
-        cache = state["cache"] = kernels.group.allocate_kv_cache(state["cache_blocks"])
+        with torch.inference_mode(False):  # the pages outlive this pass: others write them outside of inference mode
+            cache = state["cache"] = kernels.group.allocate_kv_cache(state["cache_blocks"])
     assert kernels.group.kv_layout is not None
     pages = key_value_views(cache, kernels.group.kv_layout, kernels.config)
     size = pages[0].shape[1]

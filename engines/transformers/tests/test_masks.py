@@ -140,6 +140,19 @@ def test_a_mask_that_changes_between_passes_of_inference_mode(pages: None) -> No
                 torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
+def test_pages_that_inference_mode_made_serve_later_passes(pages: None) -> None:
+    """The pages outlive the pass, and torch lets nobody write outside of inference mode what was made inside."""
+    layer = Module(True)  # which holds its kind's kernels
+    query = torch.randn(1, 2, 2, 24)  # no other test has heads of this size
+    key, value = (torch.randn(1, 2, 5, 24) for _ in range(2))
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()[:, :, 3:]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            found, _ = dense.attend(layer, query, key, value, mask.clone())
+            torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
 def test_whole_graphs_are_refused_in_words() -> None:
     model = models.built(models.llama)
     model.set_attn_implementation("attn_select")
