@@ -346,7 +346,8 @@ def test_of_known_batches_what_is_missing_is_measured() -> None:
     assert sum(not tuning.missing(batch) for batch in before) >= FIRST + HELD_OUT - 2
     assert count < 35  # at most 20 batches, of hardly any all three
     assert max(regrets(find_regions(tuning), drawn(DECODE, 300, seed=4))) < 1.1
-    assert missing_measured(KERNELS, before, 1)[1] == 0
+    tuning, count = missing_measured(KERNELS, before, 1)
+    assert len(tuning.samples) == len(before) + (count > 0)  # none, or one that nobody tried: rounding decides
 
 
 def test_near_a_batch_that_some_were_tried_on_that_one_is_completed() -> None:
