@@ -164,11 +164,11 @@ def _place(spec: BackendSpec, registry: Registry) -> str:
     from attn_select.backends.distributions import known_backends
     from attn_select.backends.rank import by_rank
 
-    kinds = {(c.mla, c.sparse) for c in spec.capabilities.values()}
+    sorts = {capabilities.sort for capabilities in spec.capabilities.values()}
     order = [
         name
         for name in by_rank(registry.specs, list(known_backends()))
-        if kinds & {(c.mla, c.sparse) for c in registry.specs[name].capabilities.values()}
+        if sorts & {capabilities.sort for capabilities in registry.specs[name].capabilities.values()}
     ]
     place = order.index(spec.name)
     return f"behind {order[place - 1]}" if place else "first"

@@ -69,7 +69,7 @@ def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json
 def _side(explained: Explanation) -> dict[str, Any]:
     """Return one side as plain data."""
     layers = []
-    for layer in explained.layers:
+    for layer in explained.attention:
         form = layer.selection.cache_format
         layers.append(
             {
@@ -100,7 +100,7 @@ def _table(explained: Explanation) -> list[Block]:
     from attn_select_cli.table import Table
 
     rows, missing = [], False
-    for layer in explained.layers:
+    for layer in explained.attention:
         form, chosen = layer.selection.cache_format, cell_text(layer.selection.selected)
         missing = missing or not layer.selection.ok
         cells = ["no cache"] + ["-"] * 5
@@ -136,7 +136,7 @@ def _verdict(compared: Comparison) -> Line:
     if not compared.differences:
         if not all(side.ok for side in compared.sides):
             return [("No backend: ", "warning"), HANG, ("`attn-select explain` with the same options says why.", "")]
-        if not any(layer.selection.config.has_cache for layer in compared.sides[0].layers):
+        if not any(layer.selection.config.has_cache for layer in compared.sides[0].attention):
             return [("No cache: ", "selected"), HANG, ("these layers keep none.", "")]
         return [("Both sides fit: ", "selected"), HANG, ("blocks can be copied byte by byte.", "")]
     convert = "attn_select.runtime.convert_kv_cache turns one side's blocks into the other's"

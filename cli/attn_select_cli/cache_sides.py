@@ -64,7 +64,7 @@ class Comparison:
 
 def formats(explanation: Explanation) -> dict[str, CacheFormat | None]:
     """Return kind of layers -> the format of its cache; None where it keeps none."""
-    return {layer.kind: layer.selection.cache_format for layer in explanation.layers}
+    return {layer.kind: layer.selection.cache_format for layer in explanation.attention}
 
 
 def compare(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Comparison:
@@ -128,9 +128,11 @@ def _proposals(fact: str, changed: Explanation, other: Explanation, options: Map
     """Yield options of one side that may give it the other side's value; ``options`` are the other side's."""
     wanted = next(form for form in formats(other).values() if form is not None)
     if fact == "layout":
-        chosen = [name for layer in other.layers for name in layer.selection.selected.values() if name is not None]
+        chosen = [name for layer in other.attention for name in layer.selection.selected.values() if name is not None]
         able = [
-            name.backend for layer in changed.layers for name in layer.selection.ranked(layer.selection.config.phases)
+            name.backend
+            for layer in changed.attention
+            for name in layer.selection.ranked(layer.selection.config.phases)
         ]
         for name in dict.fromkeys((*chosen, *able)):
             yield f"--backend {name}"

@@ -99,7 +99,15 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[st
             elif names[0] is not None:
                 changes += _plan_changes(kind, phase, a["plan"]["phases"][phase], b["plan"]["phases"][phase])
         cache = [side["plan"] | {"count": side["count"]} for side in (a, b)]
-        for what in ("count", "block_size", "kv_layout", "cache_shape", "cache_dtype", "bytes_per_token"):
+        for what in (
+            "count",
+            "block_size",
+            "kv_layout",
+            "cache_shape",
+            "cache_dtype",
+            "bytes_per_token",
+            "bytes_per_request",
+        ):
             if cache[0][what] != cache[1][what]:
                 values = {"from": cache[0][what], "to": cache[1][what]}
                 changes.append({"kind": kind, "phase": None, "what": what, **values, "why": []})

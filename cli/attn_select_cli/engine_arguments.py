@@ -151,7 +151,7 @@ def engine_arguments(
 
 def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
     split = "prefill" in table.arguments and any(
-        len(set(layer.selection.selected.values())) > 1 for layer in explanation.layers
+        len(set(layer.selection.selected.values())) > 1 for layer in explanation.attention
     )
     model = explanation.model["architecture"] if explanation.model else ""
     found = [
@@ -162,7 +162,7 @@ def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
             table.offers(layer.selection, phases, _named_by(argument)),
             default=table.default(layer.selection, _named_by(argument), model),
         )
-        for layer in explanation.layers
+        for layer in explanation.attention
         for argument, phases in _places(table, layer.selection, split)
     ]
     for argument in dict.fromkeys(taken.argument for taken in found):
@@ -247,12 +247,12 @@ def _say_for_kind(result: EngineArguments, kind: str, name: str) -> bool:
 
 def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
     table = result.table
-    configs = [layer.selection.config for layer in explanation.layers]
+    configs = [layer.selection.config for layer in explanation.attention]
     for dtype in dict.fromkeys(config.dtype for config in configs):
         result.say("dtype", dtype)
     written = [
         layer.selection.config.cache_dtype
-        for layer in explanation.layers
+        for layer in explanation.attention
         if layer.selection.config.kv_cache_dtype != "auto" or table.says_auto(layer.selection)
     ]
     for stored in dict.fromkeys(written):
@@ -295,7 +295,7 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
 def _say_rest(result: EngineArguments, explanation: Explanation, asked: Collection[str]) -> None:
     """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
     engine = result.table.engine
-    config = explanation.layers[0].selection.config
+    config = explanation.attention[0].selection.config
     if config.batch_invariant and not result.say("batch_invariant", True):
         result.not_expressed.append(f"batch invariance: {engine} has no argument for it")
     ranks = config.decode_context_parallel_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -12,7 +12,18 @@ from attn_select.backends.registry import Registry
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import environment_for, select_model, situation_for
 from attn_select.decide.situation import Situation
-from attn_select.decide.text import HANG, Line, brief_lines, device_lines, layer_lines, note_lines, plain, warning_lines
+from attn_select.decide.state_page import state_page
+from attn_select.decide.text import (
+    HANG,
+    Line,
+    brief_lines,
+    byte_text,
+    device_lines,
+    layer_lines,
+    note_lines,
+    plain,
+    warning_lines,
+)
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds, load
 from attn_select.machine.detection import detect_device
@@ -34,7 +45,7 @@ class LayerExplanation:
 
     kind: str
     count: int
-    selection: Selection
+    selection: Selection[Any]
 
 
 @dataclass(slots=True)
@@ -52,6 +63,27 @@ class Explanation:
     layers: Sequence[LayerExplanation]
     warnings: Sequence[str]
     situation: Situation
+
+    @property
+    def attention(self) -> list[LayerExplanation]:
+        """The kinds of layers with attention: engines choose kernels for them apart from those that keep a state."""
+        return [layer for layer in self.layers if layer.selection.config.sort != "state"]
+
+    @property
+    def without_states(self) -> Explanation:
+        """The explanation of the layers with attention, with a warning that names those that keep a state.
+
+        Raises:
+            ConfigError: no layer has attention.
+        """
+        states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
+        if not states:
+            return self
+        named = f"{', '.join(states)} layers"
+        if not self.attention:
+            raise ConfigError(f"{named}: this command is for layers with attention", fields=["recurrence"])
+        text = f"{named} are left out, since this command is for attention"
+        return replace(self, layers=self.attention, warnings=[*self.warnings, text])
 
     @property
     def ok(self) -> bool:
@@ -91,17 +123,29 @@ class Explanation:
             folded = {text for line in own if OTHERS in (text := plain([line]))}
             lines += [line for line in own if plain([line]) not in said]
             said |= folded
+        lines += self._page_lines()
         lines += note_lines(layer.selection for layer in self.layers)
         return lines + warning_lines(self.all_warnings)
 
+    def _page_lines(self) -> list[Line]:
+        """Say how long blocks are where attention and states share one pool, and what that wastes."""
+        page = state_page([layer.selection for layer in self.layers])
+        if page is None:
+            return []
+        wasted = f"{byte_text(page.wasted_bytes)} ({page.wasted_bytes / page.page_bytes * 100:.1f} %) of it empty"
+        text = f"blocks of {page.block_size} tokens, a state in a page of {byte_text(page.page_bytes)}, {wasted}"
+        return [[], [("One pool   ", "dim"), HANG, (f"as in vLLM: {text}", "")]]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document; ``docs/json.md`` documents it."""
+        page = state_page([layer.selection for layer in self.layers])
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
             "device": self.device.to_dict(),
             "environment": environment_dict(self.situation),
             "warnings": self.all_warnings,
+            "state_page": None if page is None else page.to_dict(),
             "layers": [
                 {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
             ],
@@ -165,7 +209,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:
         raise click.UsageError(
-            "which layer? Give --model, or --num-heads with --head-size (or --mla)",
+            "which layer? Give --model, or --num-heads with --head-size (or --mla, or --recurrence)",
             click.get_current_context(silent=True),
         )
     warnings: list[str] = []

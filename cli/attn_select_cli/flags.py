@@ -56,7 +56,7 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
     if options["model"] is None:
         raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
     table = engine_table(engine)
-    explanation = build_explanation(options)
+    explanation = build_explanation(options).without_states
     if options["backend"]:  # an explicit choice is taken or refused, never replaced
         for layer in explanation.layers:
             layer.selection.require()

@@ -11,6 +11,7 @@ import click
 from attn_select.layer.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig
 from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES, canonical
 from attn_select.layer.features import FEATURES, Feature
+from attn_select.layer.state import RECURRENCES, StateConfig
 from attn_select_cli import complete
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,6 +57,20 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
         "--mla",
         is_flag=True,
         help="Multi-head latent attention, with DeepSeek-V3's dims where the next four are not given.",
+    ),
+    click.option(
+        "--recurrence",
+        type=complete.choices(*RECURRENCES),
+        metavar="NAME",
+        help=f"A layer that keeps a state, without --model: {', '.join(RECURRENCES)}.",
+    ),
+    click.option("--num-v-heads", type=int, help="State layers: value heads [default: --num-heads]."),
+    click.option("--conv-kernel-size", type=int, help="State layers: tokens that the convolution sees; 0: none."),
+    click.option(
+        "--state-dtype",
+        type=complete.choices(*DTYPES),
+        metavar="DTYPE",
+        help="State layers: stored dtype of the state [default: the model's, else float32].",
     ),
     click.option("--kv-lora-rank", type=int, help="MLA: width of the compressed KV."),
     click.option("--qk-nope-head-dim", type=int, help="MLA: query head width without position."),
@@ -239,8 +254,9 @@ def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``AttentionConfig`` fields that the options set."""
-    overrides = {field: options[field] for field in AttentionConfig.model_fields if options.get(field) is not None}
+    """Return the fields of ``AttentionConfig`` and ``StateConfig`` that the options set."""
+    fields = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields))
+    overrides = {field: options[field] for field in fields if options.get(field) is not None}
     if overrides.get("dtype") == "auto":
         del overrides["dtype"]
     if options.get("mla"):

@@ -66,7 +66,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
             served.append((one, serve(one.selection, workload, advance)))
     ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
     warnings = explanation.all_warnings
-    if any(one.selection.config.decode_context_parallel_size > 1 for one in chosen):
+    if any(getattr(one.selection.config, "decode_context_parallel_size", 1) > 1 for one in chosen):
         warnings.append("one process runs here, with the whole cache: --dcp decides which backends are valid, no more")
     if as_json:
         document = {**explanation.to_dict(), "warnings": warnings}
@@ -136,7 +136,8 @@ def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> l
     if isinstance(served, str):
         return [*lines, [("  not run          ", "warning"), (served, "")]]
     if served.cache_shape is not None:
-        size = f"{served.num_blocks} blocks, {byte_text(served.cache_bytes)} for one layer"
+        unit = "slots" if one.selection.config.sort == "state" else "blocks"
+        size = f"{served.num_blocks} {unit}, {byte_text(served.cache_bytes)} for one layer"
         lines.append([("  allocated        ", "dim"), (size, "")])
     prompts, steps = served.prompts, workload.decode_steps if one.selection.config.has_cache else 0
     lengths = f"{min(prompts)} to {max(prompts)}" if min(prompts) < max(prompts) else str(max(prompts))

@@ -19,13 +19,16 @@ from torch import Tensor
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.layouts import FP8_DS_MLA
+from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import ErrorBound, RelativeError, error_bound, relative_error
 from attn_select.reference.oracle import AttentionOptions, attention_options, attention_reference
 from attn_select.reference.oracle_indexer import index_scores_reference, topk_reference, wrong_choice
 from attn_select.reference.oracle_mla import absorb_query, mla_absorbed_reference, mla_reference, project_output
 from attn_select.reference.oracle_quant import decode, encode, pack_fp8_ds_mla, quantize_query, unpack_fp8_ds_mla
 from attn_select.reference.problems import FP8_SCALE, alibi_slopes, softmax_scale
+from attn_select.reference.state_serving import StateServing, state_bound
 from attn_select.runtime import (
     Attention,
     BlockPool,
@@ -131,7 +134,7 @@ class Served:
     Attributes:
         kinds: per kind of step.
         bound: what the errors may be.
-        num_blocks: blocks that the pool had.
+        num_blocks: blocks that the pool had, or slots of states.
         cache_shape, cache_bytes: of the cache; None and 0 without one.
         prompts: the prompts' lengths in tokens.
     """
@@ -153,12 +156,13 @@ class Served:
         return kind.error.norm <= self.bound.norm and kind.error.row <= self.bound.row
 
 
-def unserved(config: AttentionConfig) -> str | None:
+def unserved(config: LayerConfig) -> str | None:
     """Return why the workload has no inputs for a layer; None where it has."""
-    return "cross-attention needs an encoder's tokens" if config.attn_type == "encoder_decoder" else None
+    across = isinstance(config, AttentionConfig) and config.attn_type == "encoder_decoder"
+    return "cross-attention needs an encoder's tokens" if across else None
 
 
-def serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None = None) -> Served:
+def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None = None) -> Served:
     """Serve the workload twice through one layer: once checked, then once timed.
 
     Args:
@@ -172,6 +176,8 @@ def serve(selection: Selection, workload: Workload, progress: Callable[[int], No
     if (reason := unserved(selection.config)) is not None:
         raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["attn_type"])
     try:
+        if isinstance(selection.config, StateConfig):
+            return _serve_states(selection, workload, progress)
         return _serve(selection, workload, progress)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "DefaultCPUAllocator" not in str(error):
@@ -209,6 +215,37 @@ def _serve(selection: Selection, workload: Workload, progress: Callable[[int], N
         None if cache is None else tuple(cache.shape),
         0 if cache is None else cache.nbytes,
         workload.prompts(),
+    )
+
+
+def _serve_states(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None) -> Served:
+    """Serve the workload through one layer that keeps a state: a slot per request, all of them NaN at the start."""
+    kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
+    prompts = workload.prompts()
+    for checked in (True, False):
+        slots = len(prompts) * selection.config.max_decode_query_len
+        serving = StateServing(selection, slots, workload.seed)
+        for request in range(len(prompts)):
+            serving.add(request)
+        for batch in workload.steps(has_cache=True):
+            lens = {request: tokens for request, _, tokens in batch}
+            kind = kinds[_kind(batch, prompts)]
+            if checked:
+                kind.error = RelativeError(*map(max, kind.error, serving.step(lens)))
+                if progress is not None:
+                    progress(sum(lens.values()))
+                continue
+            serving.run(lens)
+            kind.steps, kind.tokens = kind.steps + 1, kind.tokens + sum(lens.values())
+            kind.seconds += serving.seconds
+    state, conv = serving.cache.state, serving.cache.conv
+    return Served(
+        [kind for kind in kinds.values() if kind.steps],
+        state_bound(selection.config),
+        slots,
+        tuple(state.shape),
+        state.nbytes + (0 if conv is None else conv.nbytes),
+        prompts,
     )
 
 

@@ -49,7 +49,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     from attn_select_cli.table import Table
 
     bounds = tuple(options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"))
-    explanation = build_explanation({**options, "gpu": "auto"})
+    explanation = build_explanation({**options, "gpu": "auto"}).without_states
     chosen = chosen_layers(explanation.layers, layer)
     for one in chosen:
         one.selection.require()

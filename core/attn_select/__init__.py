@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attn_select.errors import ConfigError as ConfigError
     from attn_select.layer.config import AttentionConfig as AttentionConfig
     from attn_select.layer.models import configs_from_model as configs_from_model
+    from attn_select.layer.state import StateConfig as StateConfig
     from attn_select.machine.device import Device as Device
     from attn_select.machine.environment import Environment as Environment
 
@@ -29,6 +30,7 @@ _EXPORTS = {
     "Environment": "machine.environment",
     "NoBackendError": "decide.selection",
     "Selection": "decide.selection",
+    "StateConfig": "layer.state",
     "clear_cache": "decide.selector",
     "configs_from_model": "layer.models",
     "hookimpl": "backends.hookspecs",

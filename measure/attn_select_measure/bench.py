@@ -107,7 +107,7 @@ def command(
     if plot is not None:
         _check_plot(plot)
     wanted, asked = parse_workload(workload), tuple(options["backend"])
-    explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
+    explanation = build_explanation({**options, "backend": (), "gpu": "auto"}).without_states
     for name in asked:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)
@@ -273,7 +273,8 @@ class Outcome:
         return [*lines, *warning_lines(self.explanation.all_warnings)]
 
     def _layer_lines(self, each: LayerBench) -> list[Block]:
-        from attn_select.decide.text import HANG, config_text
+        from attn_select.decide.config_text import config_text
+        from attn_select.decide.text import HANG
         from attn_select_cli.table import Table
 
         layer = each.layer

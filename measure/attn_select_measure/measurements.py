@@ -341,7 +341,7 @@ def _by_kernel(rows: Iterable[StoredMeasurement]) -> dict[tuple[Any, ...], list[
 
 def _fitted(key: tuple[Any, ...], rows: Sequence[Measurement]) -> dict[str, Any]:
     """Return how well the model of one kernel and layer does where batches are left out."""
-    from attn_select.decide.text import config_text
+    from attn_select.decide.config_text import config_text
     from attn_select.machine.device import Device, find_gpu
     from attn_select.times.batch_shape import parse_batch_shape
     from attn_select_measure.fitting.fit import left_out_errors
@@ -383,7 +383,7 @@ def _layers(options: dict[str, Any], device: Device) -> set[TimedLayer]:
         raise click.UsageError("which layers? Give --model, or --num-heads with --head-size, or --all")
     source = load(options["model"]) if options["model"] is not None else None
     kinds = known_layers(source, options, device, overrides)
-    return {timed_layer(kind.config) for kind in kinds.kinds}
+    return {timed_layer(config) for config in kinds.attention_configs}
 
 
 def _thinned(found: Sequence[Measurement], wanted: set[TimedLayer] | None, points: int) -> list[Measurement]:

@@ -103,8 +103,8 @@ def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus:
 
 def _page_of_measurements(options: dict[str, Any]) -> Page:
     """Return the page of the layers and GPUs that the files of ``--measurements`` hold."""
+    from attn_select.decide.config_text import config_text
     from attn_select.decide.selector import environment_for, select, situation_for
-    from attn_select.decide.text import config_text
     from attn_select.errors import MeasurementError
     from attn_select.machine.environment import parse_pins
     from attn_select_cli.explanation import Explanation, LayerExplanation

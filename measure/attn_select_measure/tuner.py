@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from attn_select.decide.config_text import config_text
 from attn_select.decide.selector import select
-from attn_select.decide.text import HANG, Line, config_text
+from attn_select.decide.text import HANG, Line
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.device import Device

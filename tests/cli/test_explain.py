@@ -22,13 +22,13 @@ DECISIONS = [
     ("deepseek-v3", "cpu", [], [("TORCH_MLA", "TORCH_MLA")]),
     ("deepseek-v3.2", "h100", ["--kv-cache-dtype", "fp8"], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
     ("deepseek-v3.2", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
-    ("glm-5.3-flash", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
+    ("glm-5.3-flash", "h100", [], [("FLA", "FLA"), ("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
     ("deepseek-v3.2", "a100", [], [("TRITON_MLA_SPARSE", "TRITON_MLA_SPARSE")]),
     ("glm-5", "h100", [], [("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
     ("glm-5", "b200", [], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
-    ("glm-5.3-flash", "b200", [], [("TRITON_MLA_SPARSE", "TRITON_MLA_SPARSE")]),
-    ("kimi-k3", "h100", [], [("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
-    ("kimi-k3", "b200", [], [("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
+    ("glm-5.3-flash", "b200", [], [("FLA", "FLA"), ("TRITON_MLA_SPARSE", "TRITON_MLA_SPARSE")]),
+    ("kimi-k3", "h100", [], [("FLA", "FLA"), ("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
+    ("kimi-k3", "b200", [], [("FLA", "FLA"), ("FLASH_ATTN_MLA", "FLASHINFER_MLA")]),
     ("llama-4-scout", "h100", [], [("FLASH_ATTN", "FLASH_ATTN")] * 2),
     ("llama-4-scout", "b200", [], [("FLASHINFER", "FLASHINFER")] * 2),
     ("gemma-4", "b200", [], [("FLASHINFER", "FLASHINFER")] * 2),
@@ -79,7 +79,7 @@ def test_minimax_m3_has_a_backend_and_its_sparse_layers_lack_a_kernel(
     sparse = explained(layer_types=["minimax_m3_sparse"] * 60)
     assert sparse.code != 0
     assert (
-        "no backend has a kernel for its attention layers (60 minimax_m3_sparse, which attend to blocks of keys"
+        "no backend has a kernel for its layers (60 minimax_m3_sparse, which attend to blocks of keys"
         in sparse.json["error"]["message"]
     )
 

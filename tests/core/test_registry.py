@@ -533,9 +533,12 @@ def test_a_rules_hook_that_returns_no_file(site: Site, returned: str) -> None:
 def test_every_backend_names_a_runtime_that_is_there(name: str) -> None:
     pytest.importorskip("torch")
     from attn_select.runtime.backend import AttentionBackend
+    from attn_select.runtime.states import StateBackend
 
-    module, _, attribute = load_plugins().specs[name].load.partition(":")
-    assert issubclass(getattr(importlib.import_module(module), attribute), AttentionBackend)
+    spec = load_plugins().specs[name]
+    module, _, attribute = spec.load.partition(":")
+    base = StateBackend if spec.of_states else AttentionBackend
+    assert issubclass(getattr(importlib.import_module(module), attribute), base)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from drawn_decisions import drawn_fields
 
 from attn_select import AttentionConfig, ConfigError, select
+from attn_select.decide.outcome import Candidate
+from attn_select.layer.state import RECURRENCES, StateConfig
 from attn_select.rules.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +37,21 @@ def wording() -> dict[str, str]:
         except ConfigError:
             continue
         drawn += 1
-        for candidate in select(config, GPUS[drawn % len(GPUS)]).candidates:
-            for verdict in candidate.phases.values():
-                if (plan := verdict.plan) is not None:
-                    kernels[candidate.backend][f"{plan.kernel_name}: {plan.path}"].add(plan.because)
-                    notes[candidate.backend].update(plan.notes)
+        _add(select(config, GPUS[drawn % len(GPUS)]).candidates, kernels, notes)
+    for recurrence in RECURRENCES:
+        layer = StateConfig(recurrence=recurrence, num_heads=4, head_size=128)
+        for gpu in ("cpu", *GPUS):
+            _add(select(layer, gpu).candidates, kernels, notes)
     return {name: _text({**dict(sorted(paths.items())), "notes": notes[name]}) for name, paths in kernels.items()}
+
+
+def _add(candidates: Iterable[Candidate], kernels: dict[str, dict[str, set[str]]], notes: dict[str, set[str]]) -> None:
+    """Add the words of the plans among the candidates."""
+    for candidate in candidates:
+        for verdict in candidate.phases.values():
+            if (plan := verdict.plan) is not None:
+                kernels[candidate.backend][f"{plan.kernel_name}: {plan.path}"].add(plan.because)
+                notes[candidate.backend].update(plan.notes)
 
 
 def kept_in(name: str) -> Path:

@@ -45,17 +45,24 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
             {"layer_types": ["full_attention"] * 31 + ["fuzzy"]},
             "layer_types[31] = 'fuzzy': expected one of full_attention",
         ),
-        ({"layer_types": ["linear_attention"] * 32}, "no attention layer that an attention config can describe"),
+        ({"layer_types": ["linear_attention"] * 32}, "32 linear_attention, which are a recurrence that is not known"),
         (
             {"layer_types": ["minimax_m3_sparse"] * 32},
-            "no backend has a kernel for its attention layers (32 minimax_m3_sparse, which attend to blocks of keys",
+            "no backend has a kernel for its layers (32 minimax_m3_sparse, which attend to blocks of keys",
         ),
         ({"kv_lora_rank": 512}, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim missing beside kv_lora_rank = 512"),
         ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 32 layers"),
         ({"num_key_value_heads_per_layer": [0] * 32}, "num_key_value_heads_per_layer[0] = 0: expected an integer"),
         ({"model_type": "mamba"}, "model type 'mamba' has no attention layers"),
         ({"model_type": "deberta-v2"}, "model type 'deberta-v2' uses disentangled attention"),
-        ({"model_type": "bamba"}, "no attention layer that an attention config can describe (32 linear_attention)"),
+        (
+            {"model_type": "jamba", "attn_layer_offset": 9},
+            "no backend has a kernel for its layers (32 linear_attention",
+        ),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "E-"},
+            "no layer has attention or a state (1 moe, 1 mlp)",
+        ),
         ({"model_type": "bamba", "attn_layer_indices": "all"}, "attn_layer_indices = 'all': expected a list"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern = 'M?'"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M" * 10_001}, "hybrid_override_pattern = 'MMM"),
@@ -165,8 +172,8 @@ def test_unknown_model_type_with_mla_and_layer_types(kinds: Kinds) -> None:
     assert [(kind.kind, kind.count) for kind in found.kinds] == [("mla_sliding", 1), ("mla", 2)]
     found = kinds({**GENERIC, "model_type": "brandnew", "layer_types": [*types[2:], "conv", "indexed_attention"]})
     assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 1)]
-    assert "2 of 4 layers are left out, not being plain attention: 1 linear_attention, 1 conv" in found.warnings[1]
-    assert "1 of 4 layers are left out, since no backend has a kernel for them: 1 indexed" in found.warnings[2]
+    assert "3 of 4 layers are left out, since no backend has a kernel for them: 1 linear_attention" in found.warnings[1]
+    assert "1 indexed_attention" in found.warnings[1]
 
 
 def test_class_defaults_that_stand_in_are_said(kinds: Kinds) -> None:

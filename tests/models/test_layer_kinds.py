@@ -176,7 +176,7 @@ def test_flags_that_not_every_kind_takes() -> None:
 def test_flags_without_any_effect_are_said() -> None:
     found = load("bert-base").layer_kinds(overrides={"kv_cache_dtype": "fp8", "block_size": 16})
     assert summary(found, "kv_cache_dtype", "block_size") == [("encoder_only", 12, "auto", None)]
-    assert found.warnings[-1] == "kv_cache_dtype, block_size: no effect, no layer of bert-base has a KV cache"
+    assert found.warnings[-1] == "kv_cache_dtype, block_size: no effect, no layer of bert-base has them"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from attn_select import AttentionConfig
 from attn_select.layer.models import load, presets
+from attn_select.layer.state import StateConfig
 
 WANTED = {
     *("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b", "llama-4-scout", "mistral-7b", "mixtral-8x7b"),
@@ -82,6 +84,9 @@ def test_every_preset(name: str) -> None:
     assert not [warning for warning in found.warnings if "not known" in warning or "class defaults" in warning]
     for kind in found.kinds:  # the description says what a reader of the list needs
         shape = kind.config
+        if isinstance(shape, StateConfig):
+            assert f"{shape.num_heads}:{shape.num_v_heads} of {shape.head_size}" in preset.description
+            continue
         size = f"{shape.kv_lora_rank} + {shape.qk_rope_head_dim}" if shape.mla else f"size {shape.head_size}"
         said = (size, f"{shape.num_heads}:{shape.num_kv_heads}", "encoder only")
         assert any(text in preset.description for text in said)
@@ -89,7 +94,7 @@ def test_every_preset(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), GROUND_TRUTH.items())
 def test_presets_beside_the_tests_of_vllm(name: str, expected: tuple[int, int, int, int]) -> None:
-    kinds = load(name).layer_kinds().kinds
+    kinds = [kind for kind in load(name).layer_kinds().kinds if isinstance(kind.config, AttentionConfig)]
     assert sum(kind.count for kind in kinds) == expected[0]
     shapes = {(kind.config.num_heads, kind.config.num_kv_heads, kind.config.head_size) for kind in kinds}
     assert shapes == {expected[1:]}

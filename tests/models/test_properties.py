@@ -130,15 +130,17 @@ def test_layers_add_up(model_type: str, count: int, heads: int, ranks: int) -> N
     raw = {"model_type": model_type, "num_hidden_layers": count, "num_attention_heads": heads}
     raw |= {"num_key_value_heads": 8, "hidden_size": heads * 64, "dtype": "bfloat16"}
     found = check_read(raw)
-    if found is None or model_type in ("nemotron_h", "longcat_flash"):  # a list of its own; two blocks in each layer
+    # A list of its own; two blocks in each layer; attention and a state in one layer.
+    if found is None or model_type in ("nemotron_h", "longcat_flash", "falcon_h1", "zamba", "zamba2"):
         return
     total = sum(kind.count for kind in found.kinds)
-    left_out = [warning for warning in found.warnings if "layers are left out" in warning]
+    left_out = [warning for warning in found.warnings if "layers are left out" in warning or "have neither" in warning]
     assert total + sum(int(warning.split(" of ")[0]) for warning in left_out) == count
     shared = check_read(raw, tensor_parallel_size=ranks)
     assert shared is not None
     assert [(kind.kind, kind.count) for kind in shared.kinds] == [(kind.kind, kind.count) for kind in found.kinds]
-    assert [kind.config.num_heads * ranks for kind in shared.kinds] == [kind.config.num_heads for kind in found.kinds]
+    whole = [config.num_heads for config in found.attention_configs]
+    assert [config.num_heads * ranks for config in shared.attention_configs] == whole
 
 
 def test_values_too_deep_to_print() -> None:

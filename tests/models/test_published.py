@@ -14,6 +14,7 @@ GEMMA3 = {"num_heads": 32, "num_kv_heads": 16, "head_size": 128, "mm_prefix": Tr
 SCOUT = {"num_heads": 40, "num_kv_heads": 8, "head_size": 128, "sliding_window": None}
 SCOUT_CHUNKS = {**SCOUT, "attention_chunk_size": 8192}
 MODERN = {"num_heads": 12, "num_kv_heads": 12, "head_size": 64, "attn_type": "encoder_only", "dtype": "float16"}
+GDN = {"num_heads": 16, "num_v_heads": 32, "head_size": 128, "v_head_size": 128, "conv_kernel_size": 4}
 EXAONE = {"num_heads": 40, "num_kv_heads": 8, "head_size": 128}
 
 
@@ -75,8 +76,8 @@ EXPECTED: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "qwen2.5-7b-instruct": [("full_attention", 28, heads(28, 4, 128, sliding_window=None))],
     "qwen2.5-vl-7b": [("full_attention", 28, heads(28, 4, 128, sliding_window=None))],
     "qwen3-32b": [("full_attention", 64, heads(64, 8, 128, sliding_window=None))],
-    "qwen3-next-80b-a3b-thinking": [("full_attention", 12, heads(16, 2, 256))],
-    "qwen3.5-35b-a3b": [("full_attention", 10, heads(16, 2, 256))],
+    "qwen3-next-80b-a3b-thinking": [("gated_delta_net", 36, GDN), ("full_attention", 12, heads(16, 2, 256))],
+    "qwen3.5-35b-a3b": [("gated_delta_net", 30, GDN), ("full_attention", 10, heads(16, 2, 256))],
     "t5-small": pair(8, 64, 6, "bfloat16"),
     "whisper-large-v3": pair(20, 64, 32, "float16"),
 }
@@ -87,8 +88,7 @@ SAID = {
     "llama-4-scout-17b-16e": ["vision_config"],
     "llava-v1.5-7b": ["mm_vision_tower"],
     "qwen2.5-vl-7b": ["vision_config"],
-    "qwen3-next-80b-a3b-thinking": ["36 of 48 layers are left out"],
-    "qwen3.5-35b-a3b": ["vision_config", "30 of 40 layers are left out"],
+    "qwen3.5-35b-a3b": ["vision_config"],
     "t5-small": ["relative position biases", "float32 weights"],
     "bart-large-cnn": ["float32 weights"],
     "bert-base-uncased": ["float32 weights"],

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from attn_select import AttentionConfig
 from attn_select.errors import ModelError
 from attn_select.layer.models import configs_from_model, load
 from attn_select.layer.models.data_files import defaults, family
 from attn_select.layer.models.fields import Fields
+from attn_select.layer.models.layer_kind import Layer, StateLayer
 from attn_select.layer.models.layer_types import layer_types
 from attn_select.layer.models.readers import read
 from attn_select.layer.models.variants import sliding_window
@@ -44,6 +46,12 @@ FIELDS = (
     *("new_decoder_architecture", "encoder_layers", "decoder_layers", "encoder_attention_heads"),
     *("decoder_attention_heads", "attn_layer_period", "attn_layer_offset", "local_attention", "block_types"),
     *("global_attn_every_n_layers", "sliding_window_pattern", "no_rope_layer_interval"),
+)
+# What it may hold of a class whose layers keep a state, by the name that the reader asks for.
+STATE_FIELDS = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim"),
+    *("mamba_groups", "mamba_state_size", "mamba_conv_kernel", "mamba_expand", "mamba_chunk_size", "mamba_d_ssm"),
 )
 # Of MLA the width of the rotary part and the heads before compression, neither of them what the names say.
 MLA_TRAPS = ("head_dim", "num_key_value_heads")
@@ -81,10 +89,14 @@ def test_every_default_is_the_classes_own(model_type: str) -> None:
     row = TABLE["types"][model_type]
     elsewhere = {"mpt": {"alibi": True}, "dbrx": {"num_key_value_heads": 1}}.get(model_type, {})
     found = {}
-    for field in FIELDS:
-        skipped = MLA_TRAPS if "kv_lora_rank" in row["defaults"] else ()
+    of_states = {"minimax": ("block_size",)}.get(model_type, STATE_FIELDS) if "state" in row else ()
+    for field in (*FIELDS, *of_states):
+        skipped = ("linear_num_heads",) if model_type == "bailing_hybrid" else ()  # overwritten
+        skipped += MLA_TRAPS if "kv_lora_rank" in row["defaults"] else ()
         skipped += PAIR_TRAPS if row.get("reader") == "encoder_decoder" else ()
         value = class_default(model_type, field)
+        if value == "auto" or (field == "mamba_expand" and "mamba_head_dim" in found):  # the one follows from the other
+            continue
         if field not in skipped and value is not None and (value is not False or field == "use_sliding_window"):
             found[field] = value
     assert row["defaults"] == found | elsewhere
@@ -152,9 +164,42 @@ ODD = {
     "glm4_moe": "hidden_size = 4096 by num_attention_heads = 96",  # no published config has it
     "glm4v_moe_text": "hidden_size = 4096 by num_attention_heads = 96",
     "qwen3_omni_moe_text": "hidden_size = 2048 by num_attention_heads = 28",
-    "qwen4_exp_text": "no backend has a kernel for its attention layers",  # sparse attention without MLA
 }
 """Types whose class defaults are no attention layers."""
+
+
+def state_of_the_class(model_type: str, config: Any) -> tuple[Any, ...]:
+    """Return key heads, value heads, their sizes and the width of the convolution as the class resolves them."""
+    kind = TABLE["types"][model_type]["state"]
+    if kind == "gated_delta_net":
+        heads = config.linear_num_key_heads, config.linear_num_value_heads
+        return *heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    if kind == "kda":
+        heads, size = config.linear_num_heads, config.linear_head_dim
+        return heads, heads, size, size, config.linear_conv_kernel_dim
+    if kind == "lightning":
+        heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        return heads, heads, size, size, 0
+
+    def first(*names: str) -> Any:
+        return next(getattr(config, name) for name in names if getattr(config, name, None) is not None)
+
+    return (
+        first("mamba_ngroups", "mamba_n_groups", "n_groups"),
+        first("n_mamba_heads", "mamba_n_heads", "mamba_num_heads", "num_heads"),
+        first("ssm_state_size", "mamba_d_state", "state_size"),
+        first("mamba_headdim", "mamba_d_head", "mamba_head_dim", "head_dim"),
+        first("mamba_d_conv", "conv_kernel"),
+    )
+
+
+@pytest.mark.parametrize("model_type", [name for name in TYPES if "state" in TABLE["types"][name]])
+def test_sizes_of_states_are_the_classes_own(model_type: str) -> None:
+    """What a config asks for that leaves everything out."""
+    reading = read(Fields({}, family(model_type), "a config"), mm_prefix=False)
+    (state,) = {layer for layer, _ in reading.layers if isinstance(layer, StateLayer)}
+    found = (state.num_heads, state.num_v_heads, state.head_size, state.v_head_size, state.conv_kernel_size)
+    assert found == state_of_the_class(model_type, build(model_type))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -168,8 +213,8 @@ def test_sizes_are_the_classes_own(model_type: str) -> None:
         return
     if model_type in ("bamba", "granitemoehybrid"):  # without attention by default
         fields = Fields({"layer_types": ["full_attention"], "num_hidden_layers": 1}, family(model_type), "a config")
-    layers = [layer for layer, _ in read(fields, mm_prefix=False).layers]
-    assert layers
+    layers = [layer for layer, _ in read(fields, mm_prefix=False).layers if isinstance(layer, Layer)]
+    assert layers or model_type in ("mamba2", "qwen4_exp_text")  # the latter: sparse attention without MLA
     if family(model_type).reader == "encoder_decoder":
         sides = [config.encoder_attention_heads if hasattr(config, "encoder_attention_heads") else config.num_heads]
         sides += [getattr(config, "decoder_attention_heads", config.num_attention_heads)] * 2
@@ -254,8 +299,9 @@ def test_published_config_as_transformers_reads_it(published: Path) -> None:
         warnings.simplefilter("ignore")
         config = config_class(model_type).from_dict(raw | {"model_type": model_type})
         text = config.get_text_config()
-    found = load(str(published)).layer_kinds().kinds
-    assert configs_from_model(config).kinds == found
+    kinds = load(str(published)).layer_kinds().kinds
+    assert configs_from_model(config).kinds == kinds
+    found = [kind for kind in kinds if isinstance(kind.config, AttentionConfig)]
     if text.is_encoder_decoder:
         layers = [config.num_hidden_layers, *[resolved(config, "decoder_layers") or config.num_decoder_layers] * 2]
         assert [kind.count for kind in found] == layers
@@ -270,8 +316,10 @@ def test_published_config_as_transformers_reads_it(published: Path) -> None:
     assert len(types) == text.num_hidden_layers
     names = {"mla": "full_attention", "sparse_mla": "indexed_attention", "encoder_only": "full_attention"}
     names["encoder_only_sliding"] = "sliding_attention"
-    counted = {names.get(kind.kind, kind.kind): kind.count for kind in found}
-    assert counted == {kind: types.count(kind) for kind in types if kind != "linear_attention"}
+    counted = {
+        names.get(kind.kind, "linear_attention" if kind not in found else kind.kind): kind.count for kind in kinds
+    }
+    assert counted == {kind: types.count(kind) for kind in types}
     for kind in found:
         assert kind.config.num_heads == text.num_attention_heads
         if kind.config.sliding_window is not None:

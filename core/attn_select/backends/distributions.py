@@ -15,15 +15,31 @@ NEEDS_GPU = "needs a GPU machine"
 """What is said of the install command of a kernel library that is of no use without a GPU."""
 
 
+_OF_STATES = "distributions_of_states"
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, list[str]]]:
+    """Return the tables of distributions in the packaged rules. The rules below them are not parsed here."""
+    text = (Path(__file__).parent.parent / "selector_rules.toml").read_text(encoding="utf-8")
+    found = tomllib.loads(text.partition("\n[[")[0])
+    return {name: found[name] for name in ("distributions", _OF_STATES)}
+
+
 @functools.cache
 def known_backends() -> dict[str, str]:
-    """Return the backends that are known by name, also where their plugin is not installed, with its distribution.
+    """Return the backends that are known by name, also where their plugin is not installed, with its distribution."""
+    return {
+        backend: distribution
+        for table in _tables().values()
+        for distribution, backends in table.items()
+        for backend in backends
+    }
 
-    They stand in the table ``[distributions]`` of the packaged rules, above the rules, which are not parsed here.
-    """
-    text = (Path(__file__).parent.parent / "selector_rules.toml").read_text(encoding="utf-8")
-    table: dict[str, list[str]] = tomllib.loads(text.partition("\n[[")[0])["distributions"]
-    return {backend: distribution for distribution, backends in table.items() for backend in backends}
+
+def is_of_states(backend: str) -> bool:
+    """Whether a backend that is known by name is for layers that keep a state, and not for attention."""
+    return any(backend in backends for backends in _tables()[_OF_STATES].values())
 
 
 def install_command(distribution: str) -> str:

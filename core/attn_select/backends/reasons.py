@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attn_select.backends.spec import BackendSpec, Library, Reason
+from attn_select.backends.spec import BackendSpec, ComputeCapabilities, Library, Reason
+from attn_select.machine.device import Device
 from attn_select.machine.environment import BROKEN, WRONG_VERSION, Environment
 
 
@@ -20,6 +21,14 @@ def block_size_reason(size: int, kernel_sizes: Sequence[int]) -> Reason:
     least = min(-(-size // kernel) * kernel for kernel in kernel_sizes)
     supported = "multiples of " + " or ".join(str(k) for k in kernel_sizes)
     return unsupported("block-size", "block size", size, supported, f"--block-size {least}")
+
+
+def device_reasons(accepted: ComputeCapabilities, device: Device) -> list[Reason]:
+    """Return the reason against a device whose compute capability is not accepted, if there is one."""
+    if accepted.accepts(device.compute_capability):
+        return []
+    what = "device" if device.compute_capability is None else "compute capability"
+    return [unsupported("compute-capability", what, device.capability_text, str(accepted))]
 
 
 def library_reasons(spec: BackendSpec, environment: Environment) -> list[Reason]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, final
+from typing import Any, ClassVar, Generic, Literal, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict
 
 from attn_select.errors import RuntimeMissingError
-from attn_select.layer.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.layer.config import CudaGraphLevel, Phase, Sort
 from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.machine.environment import Library as Library  # plugins find all that a spec is made of here
@@ -172,9 +173,31 @@ class Capabilities:
     draft_tree: Fact[bool] = Fact(False, "default")
     """Whether queries of up to that length are masked by the batch's ``tree_mask``."""
 
-    def serves_kind_of(self, config: AttentionConfig) -> bool:
-        """Whether these speak of the layer's kind of attention: MLA or not, sparse or not."""
-        return self.mla is config.mla and self.sparse is config.sparse
+    @property
+    def sort(self) -> str:
+        """The sort of layers that these speak of, as ``AttentionConfig.sort``; ``sparse``, of which there are none."""
+        if self.sparse:
+            return "sparse_mla" if self.mla else "sparse"
+        return "mla" if self.mla else "attention"
+
+
+@dataclass(slots=True, eq=False)
+class StateCapabilities:
+    """What a backend accepts of layers that keep a state, one sourced fact per question.
+
+    The numbers of heads and the width of the convolution are free: the convolution is the runtime's.
+    """
+
+    compute_capabilities: Fact[ComputeCapabilities]
+    recurrences: Fact[tuple[str, ...]]
+    dtypes: Fact[tuple[str, ...]]
+    state_dtypes: Fact[tuple[str, ...]]
+    head_sizes: Fact[HeadSizes]
+    """Widths of query and key heads."""
+    v_head_sizes: Fact[HeadSizes]
+    speculative_tokens: Fact[int] = Fact(0, "default")
+    """The most draft tokens per request: the state behind each of them is kept."""
+    sort: ClassVar[Sort] = "state"
 
 
 @final
@@ -251,12 +274,12 @@ class BackendOptions(BaseModel):
 
 
 PlanFunction = Callable[
-    [AttentionConfig, Device, Environment, Any, Phase],
+    [Any, Device, Environment, Any, Phase],
     "BackendPlan | list[Reason]",
 ]
 
 
-def _no_compile_key(config: AttentionConfig) -> object:
+def _no_compile_key(config: LayerConfig) -> object:
     return None
 
 
@@ -284,18 +307,29 @@ class BackendSpec:
 
     name: str
     summary: str
-    capabilities: Mapping[Phase, Capabilities]
+    capabilities: Mapping[Phase, Capabilities | StateCapabilities]
     plan: PlanFunction
     load: str
     rank: tuple[Literal["before", "after"], str] | None = None
     libraries: Sequence[Sequence[Library]] = ()
     options: type[BackendOptions] = BackendOptions
     variables: tuple[str, ...] = ()
-    compile_key: Callable[[AttentionConfig], object] = field(default=_no_compile_key)
+    compile_key: Callable[[Any], object] = field(default=_no_compile_key)
 
-    def serves_kind_of(self, config: AttentionConfig) -> bool:
-        """Whether it serves the layer's kind of attention, MLA or not and sparse or not, in any phase."""
-        return any(capabilities.serves_kind_of(config) for capabilities in self.capabilities.values())
+    @property
+    def of_states(self) -> bool:
+        """Whether it is for layers that keep a state, and not for attention."""
+        return any(capabilities.sort == "state" for capabilities in self.capabilities.values())
+
+    def of_attention(self, phase: Phase) -> Capabilities:
+        """Return the capabilities in a phase of a backend for attention."""
+        found = self.capabilities[phase]
+        assert isinstance(found, Capabilities)
+        return found
+
+    def serves_sort_of(self, config: LayerConfig) -> bool:
+        """Whether it serves layers of this sort (attention, MLA, sparse MLA, state) in any phase."""
+        return any(capabilities.sort == config.sort for capabilities in self.capabilities.values())
 
     def get_class(self) -> Any:
         """Import the runtime that ``load`` names and make it ready; return its class.

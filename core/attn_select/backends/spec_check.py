@@ -15,10 +15,12 @@ from attn_select.backends.spec import (
     Fact,
     HeadSizes,
     Library,
+    StateCapabilities,
 )
 from attn_select.errors import shorten, show
 from attn_select.layer import dtypes
 from attn_select.layer.config import ATTENTION_TYPES, PHASES
+from attn_select.layer.state import RECURRENCES
 
 _VERSIONS = r"(?:\s*(?:~=|===?|!=|<=?|>=?)\s*[A-Za-z0-9.!+*_-]+\s*(?:,(?!$)|$))*"
 
@@ -42,8 +44,8 @@ def _spec_problems(spec: BackendSpec) -> Iterator[str]:
         for phase, capabilities in spec.capabilities.items():
             if phase not in PHASES:
                 yield f"phase {show(phase)} (accepted: {', '.join(PHASES)})"
-            elif not isinstance(capabilities, Capabilities):
-                yield f"capabilities[{phase!r}] = {show(capabilities)} (accepted: Capabilities)"
+            elif not isinstance(capabilities, (Capabilities, StateCapabilities)):
+                yield f"capabilities[{phase!r}] = {show(capabilities)} (accepted: Capabilities, StateCapabilities)"
             else:
                 yield from (f"capabilities[{phase!r}].{problem}" for problem in _fact_problems(capabilities))
     if not isinstance(spec.load, str) or not re.fullmatch(r"\w+(\.\w+)*:\w+", spec.load):
@@ -88,6 +90,9 @@ def _is_count(value: object, least: int = 0) -> bool:
 _FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "compute_capabilities": (lambda value: isinstance(value, ComputeCapabilities), "ComputeCapabilities"),
     "head_sizes": (lambda value: isinstance(value, HeadSizes), "HeadSizes"),
+    "v_head_sizes": (lambda value: isinstance(value, HeadSizes), "HeadSizes"),
+    "recurrences": (_names(RECURRENCES, 1), f"a tuple of {', '.join(RECURRENCES)}"),
+    "state_dtypes": (_names(dtypes.DTYPES, 1), f"a tuple of {', '.join(dtypes.DTYPES)}"),
     "dtypes": (_names(dtypes.DTYPES, 1), f"a tuple of {', '.join(dtypes.DTYPES)}"),
     "kv_cache_dtypes": (_names(dtypes.KV_CACHE_DTYPES), f"a tuple of {', '.join(dtypes.KV_CACHE_DTYPES)}"),
     "quantized_kv_cache_on": (lambda value: isinstance(value, ComputeCapabilities), "ComputeCapabilities"),
@@ -104,7 +109,7 @@ _FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _fact_problems(capabilities: Capabilities) -> Iterator[str]:
+def _fact_problems(capabilities: Capabilities | StateCapabilities) -> Iterator[str]:
     for item in fields(capabilities):
         fact = getattr(capabilities, item.name)
         if item.name in ("mla", "sparse", "reads_cache"):
@@ -118,12 +123,12 @@ def _fact_problems(capabilities: Capabilities) -> Iterator[str]:
             yield f"{item.name} has no source (accepted: the paper, file or machine that says so)"
         elif not accepts(fact.value):
             yield f"{item.name} = {show(fact.value)} (accepted: {accepted})"
-        elif item.name == "block_sizes" and capabilities.reads_cache and not fact.value:
+        elif item.name == "block_sizes" and getattr(capabilities, "reads_cache", True) and not fact.value:
             yield "block_sizes = () (accepted: at least one, unless reads_cache is False)"
-        elif item.name in ("compute_capabilities", "quantized_kv_cache_on", "head_sizes"):
+        elif item.name in ("compute_capabilities", "quantized_kv_cache_on", "head_sizes", "v_head_sizes"):
             try:  # ranges and sizes of the wrong shape show when they are asked
                 str(fact.value)
-                fact.value.accepts(128 if item.name == "head_sizes" else (9, 0))
+                fact.value.accepts(128 if item.name.endswith("head_sizes") else (9, 0))
             except (TypeError, ValueError, ZeroDivisionError) as error:
                 yield f"{item.name} = {show(fact.value)}: {shorten(error)}"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product
 from typing import TYPE_CHECKING
 
+from attn_select.backends import distributions
 from attn_select.backends.spec import BackendPlan, BackendSpec, Reason
 from attn_select.decide import gate
 from attn_select.decide.explicit import NOTHING_ASKED, Choice
@@ -18,6 +19,8 @@ from attn_select.decide.selection import Selection
 from attn_select.decide.shared_cache import Cache, shared_cache
 from attn_select.decide.situation import Situation
 from attn_select.layer.config import PHASES, AttentionConfig, Phase
+from attn_select.layer.layer_config import ConfigT, LayerConfig
+from attn_select.layer.state import StateConfig
 from attn_select.rules.ranking import Ranking
 from attn_select.rules.rule import Rule
 
@@ -36,12 +39,12 @@ Chosen = Mapping[Phase, str | None]
 
 def decide(
     situation: Situation,
-    config: AttentionConfig,
+    config: ConfigT,
     choice: Choice = NOTHING_ASKED,
     kv_layout: str | None = None,
     workload: Workload | None = None,
     evidence: Evidence | None = None,
-) -> Selection:
+) -> Selection[ConfigT]:
     """Decide for one layer.
 
     Args:
@@ -54,9 +57,9 @@ def decide(
     """
     phases = config.phases
     explicit = choice.for_layer(phases, situation.specs)
-    rankings = situation.ranker.rank(config, phases, situation.of_kind(config), _batches(config, workload))
+    rankings = situation.ranker.rank(config, phases, situation.of_sort(config), _batches(config, workload))
 
-    answers = asked(situation, config)
+    answers = asked(situation, config, explicit.values())
     answers = in_layout(answers, kv_layout)
     answers = not_denied(answers, rankings, explicit, situation.specs)
     plans = plans_in(answers, phases)
@@ -65,7 +68,7 @@ def decide(
     orders = {phase: in_order(rankings[phase], plans[phase], explicit.get(phase)) for phase in phases}
     chosen, cache = first_choice(config, rankings, orders, plans, explicit, kv_layout)
     by_times: ByTimes | None = None
-    if workload is not None and evidence is not None:
+    if workload is not None and evidence is not None and isinstance(config, AttentionConfig):
         from attn_select.times.choice import order_by_times  # most ask for no workload
 
         given = {p: phase_order(rankings[p], orders[p], plans[p], chosen[p], explicit.get(p)) for p in phases}
@@ -101,8 +104,8 @@ def decide(
     )
 
 
-def _batches(config: AttentionConfig, workload: Workload | None) -> dict[Phase, list[object]] | None:
-    if workload is None:
+def _batches(config: LayerConfig, workload: Workload | None) -> dict[Phase, list[object]] | None:
+    if workload is None or isinstance(config, StateConfig):
         return None
     return {phase: [shape.batch for shape in workload.of_phase(phase, config)] for phase in config.phases}
 
@@ -110,14 +113,17 @@ def _batches(config: AttentionConfig, workload: Workload | None) -> dict[Phase, 
 # The gate.
 
 
-def asked(situation: Situation, config: AttentionConfig) -> Answers:
-    """Put every known backend through the gate."""
+def asked(situation: Situation, config: LayerConfig, named: Iterable[str]) -> Answers:
+    """Put every known backend for attention, or for states, through the gate, and those that are asked for by name."""
     place = situation.device, situation.environment
     answers: dict[str, dict[Phase, BackendPlan | list[Reason]]] = {
         name: {phase: gate.check(spec, config, *place, situation.options[name], phase) for phase in config.phases}
-        for name, spec in situation.specs.items()
+        for name, spec in situation.candidates(config, named).items()
     }
-    return answers | {name: {phase: [why] for phase in config.phases} for name, why in situation.absent.items()}
+    absent = {
+        n: why for n, why in situation.absent.items() if distributions.is_of_states(n) is (config.sort == "state")
+    }
+    return answers | {name: {phase: [why] for phase in config.phases} for name, why in absent.items()}
 
 
 def in_layout(answers: Answers, kv_layout: str | None) -> Answers:
@@ -177,7 +183,7 @@ def in_order(ranking: Ranking, plans: Mapping[str, BackendPlan], explicit: str |
 
 
 def first_choice(
-    config: AttentionConfig,
+    config: LayerConfig,
     rankings: Mapping[Phase, Ranking],
     orders: Mapping[Phase, Sequence[str]],
     plans: Plans,
@@ -205,7 +211,7 @@ def first_choice(
     return {"prefill": None, "decode": None}, (None, None)
 
 
-def _cache_of(config: AttentionConfig, chosen: Chosen, plans: Plans, kv_layout: str | None) -> Cache | None:
+def _cache_of(config: LayerConfig, chosen: Chosen, plans: Plans, kv_layout: str | None) -> Cache | None:
     """Return the KV layout and block size of the chosen backends; the preferences of decode come first."""
     found = [plans[phase][name] for phase in reversed(PHASES) if (name := chosen.get(phase)) is not None]
     return shared_cache(found, config.block_size, kv_layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from attn_select.backends.registry import Plugin
@@ -25,6 +25,11 @@ class Choice:
     def for_phase(self, phase: Phase) -> str | None:
         """Return the backend named for exactly this phase, or None."""
         return self.prefill if phase == "prefill" else self.decode
+
+    def among(self, names: Collection[str]) -> Choice:
+        """Return the choice of backends with these names alone."""
+        kept = [name if name in names else None for name in (self.default, self.prefill, self.decode)]
+        return Choice(*kept)
 
     def for_layer(self, phases: Sequence[Phase], specs: Mapping[str, BackendSpec]) -> dict[Phase, str]:
         """Return the backend that is asked for in each phase of a layer; phases without one are left out.

@@ -10,13 +10,24 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from attn_select.backends.reasons import block_size_reason, library_reasons, unsupported
-from attn_select.backends.spec import UNVERIFIED, BackendOptions, BackendPlan, BackendSpec, Capabilities, Reason
+from attn_select.backends.reasons import block_size_reason, device_reasons, library_reasons, unsupported
+from attn_select.backends.spec import (
+    UNVERIFIED,
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    Capabilities,
+    Reason,
+    StateCapabilities,
+)
+from attn_select.decide.state_gate import state_reasons
 from attn_select.errors import shorten, show
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
 from attn_select.layer.dtypes import KV_CACHE_DTYPES, is_quantized
 from attn_select.layer.features import FEATURES, Feature
-from attn_select.layer.layouts import LAYOUTS
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.layer.layouts import LAYOUTS, STATE_LAYOUTS
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 
@@ -28,11 +39,13 @@ _PLACE = ("compute-capability", "library-missing", "library-version")
 _MLA_ONLY = Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA")
 _MLA_UNSUPPORTED = Reason("mla-unsupported", "serves no MLA layers", "MLA", "MHA, GQA, MQA")
 _SPARSE_ONLY = Reason("sparse-only", "serves sparse MLA only", "dense MLA", "sparse MLA (sparse_top_k)")
+_STATE_ONLY = Reason("state-only", "serves layers that keep a state only", "attention", "a recurrence")
+_STATE_UNSUPPORTED = Reason("state-unsupported", "serves no layers that keep a state", "a recurrence", "attention")
 
 
 def check(
     spec: BackendSpec,
-    config: AttentionConfig,
+    config: LayerConfig,
     device: Device,
     environment: Environment,
     options: BackendOptions,
@@ -46,8 +59,16 @@ def check(
     if capabilities is None:
         served = list(spec.capabilities)
         return [Reason("phase-not-served", f"serves {', '.join(served)} only", phase, served)]
-    against = capability_reasons(capabilities, config, device, library_reasons(spec, environment))
-    if not capabilities.serves_kind_of(config):
+    missing = library_reasons(spec, environment)
+    if isinstance(config, StateConfig):
+        if not isinstance(capabilities, StateCapabilities):
+            return [_STATE_UNSUPPORTED]
+        against = state_reasons(capabilities, config, device, missing)
+    else:
+        if isinstance(capabilities, StateCapabilities):
+            return [_STATE_ONLY]
+        against = capability_reasons(capabilities, config, device, missing)
+    if capabilities.sort != config.sort:
         return against
     plan = _planned(spec, config, device, environment, options, phase)
     if isinstance(plan, list):
@@ -81,9 +102,9 @@ def capability_reasons(
 ) -> list[Reason]:
     """Return what capabilities and missing libraries say against a layer; what its kind of attention says is first."""
     return [
-        *(_against_head_size(capabilities, config) if capabilities.serves_kind_of(config) else ()),
+        *(_against_head_size(capabilities, config) if capabilities.sort == config.sort else ()),
         *_against_kind(capabilities, config),
-        *_against_device(capabilities, device),
+        *device_reasons(capabilities.compute_capabilities.value, device),
         *missing,
         *_against_types(capabilities, config, device),
         *_against_sizes(capabilities, config),
@@ -107,14 +128,6 @@ def _against_kind(capabilities: Capabilities, config: AttentionConfig) -> list[R
     if capabilities.sparse:
         return [_SPARSE_ONLY]
     return [Reason("sparse-unsupported", "serves no sparse MLA", f"sparse_top_k {config.sparse_top_k}", "dense MLA")]
-
-
-def _against_device(capabilities: Capabilities, device: Device) -> list[Reason]:
-    accepted = capabilities.compute_capabilities.value
-    if accepted.accepts(device.compute_capability):
-        return []
-    what = "device" if device.compute_capability is None else "compute capability"
-    return [unsupported("compute-capability", what, device.capability_text, str(accepted))]
 
 
 def _against_types(capabilities: Capabilities, config: AttentionConfig, device: Device) -> list[Reason]:
@@ -224,8 +237,14 @@ def _beyond_ranks(config: AttentionConfig) -> list[Reason]:
     return found
 
 
-def _unverified(capabilities: Capabilities, config: AttentionConfig) -> list[str]:
+def _unverified(capabilities: Capabilities | StateCapabilities, config: LayerConfig) -> list[str]:
     """Return a clause for everything that the layer uses and that no source proves, or that never ran anywhere."""
+    if isinstance(config, StateConfig) or isinstance(capabilities, StateCapabilities):
+        return [
+            f"no source proves the capability {field.name}"
+            for field in fields(capabilities)
+            if getattr(capabilities, field.name).source == UNVERIFIED
+        ]
     asked = _asked_for(config)
     used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types", *[feature.fact for feature, _ in asked]}
     if config.v_head_size not in (None, config.head_size):
@@ -248,7 +267,7 @@ def _unverified(capabilities: Capabilities, config: AttentionConfig) -> list[str
 
 def _planned(
     spec: BackendSpec,
-    config: AttentionConfig,
+    config: LayerConfig,
     device: Device,
     environment: Environment,
     options: BackendOptions,
@@ -260,7 +279,7 @@ def _planned(
     except Exception as error:  # a plugin's bug must not take the other candidates down; it is shown, not hidden
         return [_plugin_error(spec, f"plan() raised {type(error).__name__}: {shorten(error)}")]
     if type(outcome) is BackendPlan:
-        if outcome.masks_chunks or config.attention_chunk_size is None:
+        if outcome.masks_chunks or isinstance(config, StateConfig) or config.attention_chunk_size is None:
             return outcome
         return _in_virtual_batches(outcome, config, config.attention_chunk_size)
     if type(outcome) is list and set(map(type, outcome)) == {Reason}:
@@ -279,14 +298,14 @@ def _in_virtual_batches(plan: BackendPlan, config: AttentionConfig, chunk: int) 
     return replace(plan, kernel_block_sizes=sizes, cuda_graph=level, notes=(*plan.notes, _CHUNKS_APART))
 
 
-def _captures(plan: BackendPlan, config: AttentionConfig, phase: Phase) -> bool:
+def _captures(plan: BackendPlan, config: LayerConfig, phase: Phase) -> bool:
     """Whether the plan captures what the layer asks for: the uniform levels speak of decodes alone."""
     if phase == "prefill" and config.cuda_graph != "ALWAYS":
         return True
     return _LEVEL_RANK.get(plan.cuda_graph, 0) >= _LEVEL_RANK[config.cuda_graph]
 
 
-def _graph_reason(plan: BackendPlan, config: AttentionConfig) -> Reason:
+def _graph_reason(plan: BackendPlan, config: LayerConfig) -> Reason:
     message = f"CUDA graphs up to {plan.cuda_graph} with {plan.path} (asked for {config.cuda_graph})"
     remedy = f"--cuda-graph {plan.cuda_graph}"
     return Reason("cuda-graph-level", message, config.cuda_graph, plan.cuda_graph, remedy)
@@ -299,6 +318,8 @@ def _plan_problem(plan: BackendPlan) -> str | None:
         return f"plan().unverified = {show(marks)} (accepted: a tuple of strings)"
     if plan.cuda_graph not in _LEVEL_RANK:
         return f"plan().cuda_graph = {show(plan.cuda_graph)} (accepted: {', '.join(_LEVEL_RANK)})"
+    if plan.kv_layouts and set(plan.kv_layouts) <= set(STATE_LAYOUTS):
+        return None if not sizes else f"plan().kernel_block_sizes = {show(sizes)} (accepted: (), states have no blocks)"
     if unknown := [name for name in plan.kv_layouts if name not in LAYOUTS]:
         return f"plan().kv_layouts names {show(unknown[0])} (accepted: {', '.join(LAYOUTS)})"
     if not all(type(size) is int and size > 0 for size in sizes) or (plan.kv_layouts and not sizes):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 from attn_select.decide.shared_cache import kernel_block_sizes
 from attn_select.layer import layouts
 from attn_select.layer.cache_format import CacheFormat
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import ConfigT
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules.rule import Rule
@@ -59,7 +61,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Outcome:
+class Outcome(Generic[ConfigT]):
     """The decision for one attention layer: what runs, how, and why nothing else does.
 
     Treat as immutable: it is cached.
@@ -80,7 +82,7 @@ class Outcome:
         evidence: what was taken from measured times; None without a workload.
     """
 
-    config: AttentionConfig
+    config: ConfigT
     device: Device
     environment: Environment
     backends: Mapping[Phase, BackendSpec | None]
@@ -144,10 +146,11 @@ class Outcome:
         Raises:
             ConfigError: the kernels of the two phases share no block size.
         """
-        if self.kv_layout is None or self.block_size is None:
+        config = self.config
+        if self.kv_layout is None or self.block_size is None or isinstance(config, StateConfig):
             return None
         sizes = kernel_block_sizes(self.plans_by_backend(), self.block_size, self.kv_layout)
-        return CacheFormat(self.config, self.kv_layout, self.block_size, max(sizes.values(), default=self.block_size))
+        return CacheFormat(config, self.kv_layout, self.block_size, max(sizes.values(), default=self.block_size))
 
     @property
     def cache_fingerprint(self) -> str | None:
@@ -156,33 +159,52 @@ class Outcome:
 
     @property
     def cache_shape(self) -> list[int | str] | None:
-        """Shape in elements of one layer's cache, with ``"num_blocks"`` open; None without a cache."""
-        if self.kv_layout is None or self.block_size is None:
+        """Shape in elements of one layer's cache, with ``"num_blocks"`` open, or of its states, with ``"num_slots"``
+        open; None without a cache."""
+        config = self.config
+        if self.kv_layout is None:
             return None
-        return layouts.cache_shape(self.kv_layout, self.config, self.block_size)
+        if isinstance(config, StateConfig):
+            return layouts.state_shape(self.kv_layout, config)
+        return None if self.block_size is None else layouts.cache_shape(self.kv_layout, config, self.block_size)
 
     @property
     def stored_dtype(self) -> str | None:
-        """What the cache holds: ``fp8_ds_mla`` in that layout, else the KV-cache dtype; None without a cache."""
+        """What the cache holds: ``fp8_ds_mla`` in that layout, else the dtype of the KV cache or of the states; None
+        without a cache."""
+        config = self.config
         if self.kv_layout is None:
             return None
-        return "fp8_ds_mla" if self.kv_layout == layouts.FP8_DS_MLA else self.config.cache_dtype
+        if isinstance(config, StateConfig):
+            return config.state_dtype
+        return "fp8_ds_mla" if self.kv_layout == layouts.FP8_DS_MLA else config.cache_dtype
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Bytes that one token of one layer takes in the cache; None without a cache."""
-        return None if self.kv_layout is None else layouts.bytes_per_token(self.kv_layout, self.config)
+        """Bytes that one token of one layer takes in the cache; None without a cache, and of states."""
+        config = self.config
+        if self.kv_layout is None or isinstance(config, StateConfig):
+            return None
+        return layouts.bytes_per_token(self.kv_layout, config)
+
+    @property
+    def bytes_per_request(self) -> int | None:
+        """Bytes that one request of one layer takes, whatever its length: its states, one more for each draft, and what
+        the convolution sees. None of layers that keep keys and values."""
+        config = self.config
+        return layouts.bytes_per_request(config) if isinstance(config, StateConfig) else None
 
     @property
     def rank_costs(self) -> RankCosts | None:
         """What context parallelism costs and saves; None for layers of one rank, or without a cache."""
-        if self.config.decode_context_parallel_size == 1:
+        config = self.config
+        if isinstance(config, StateConfig) or config.decode_context_parallel_size == 1:
             return None
         from attn_select.times.ranks import rank_costs  # few layers have ranks
 
-        return rank_costs(self.config, self.device, self.bytes_per_token, self.workload)
+        return rank_costs(config, self.device, self.bytes_per_token, self.workload)
 
     @property
     def indexer_bytes_per_token(self) -> int:
         """Bytes that one token of one layer takes in the cache of its indexer, in FP8; 0 where there is none."""
-        return layouts.INDEXER_BYTES if self.config.sparse and self.kv_layout is not None else 0
+        return layouts.INDEXER_BYTES if self.config.sort == "sparse_mla" and self.kv_layout is not None else 0

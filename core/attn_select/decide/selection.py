@@ -8,6 +8,7 @@ from attn_select.backends.spec import BackendPlan
 from attn_select.decide.outcome import Candidate, Outcome
 from attn_select.errors import AttnSelectError
 from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import ConfigT
 
 
 class NoBackendError(AttnSelectError):
@@ -19,12 +20,12 @@ class NoBackendError(AttnSelectError):
 
     code = "no-valid-backend"
 
-    def __init__(self, message: str, selection: Selection, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, selection: Selection[Any], *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.selection = selection
 
 
-class Selection(Outcome):
+class Selection(Outcome[ConfigT]):
     """The decision for one attention layer: what runs, how, and why nothing else does.
 
     Treat as immutable: it is cached. The attributes are those of ``attn_select.decide.outcome.Outcome``.
@@ -104,6 +105,7 @@ class Selection(Outcome):
             "cache_shape": self.cache_shape,
             "cache_dtype": self.stored_dtype,
             "bytes_per_token": self.bytes_per_token,
+            "bytes_per_request": self.bytes_per_request,
             "indexer_bytes_per_token": self.indexer_bytes_per_token,
             "ranks": self._rank_dict(),
         }

@@ -15,6 +15,8 @@ from attn_select.decide.shared_pool import agree_on_pool
 from attn_select.decide.situation import Situation, situation_of
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import ConfigT
+from attn_select.layer.state import StateConfig
 from attn_select.machine import detection
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment
@@ -35,7 +37,7 @@ _recent: dict[int, tuple[Any, ...]] = {}
 
 
 def select(
-    config: AttentionConfig,
+    config: ConfigT,
     device: Device | str | None = None,
     rules: RulesArgument = None,
     backend: BackendArgument = None,
@@ -43,14 +45,14 @@ def select(
     environment: Environment | None = None,
     workload: WorkloadArgument | None = None,
     measurements: MeasurementsArgument = (),
-) -> Selection:
+) -> Selection[ConfigT]:
     """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
 
     Cached: the same arguments again, the same objects, cost under a microsecond. Rules files, plugins and the
     environment are read once per process; ``clear_cache()`` reads them again.
 
     Args:
-        config: what the layer asks for.
+        config: what the layer asks for: an ``AttentionConfig``, or a ``StateConfig`` of a layer that keeps a state.
         device: a ``Device``, a name (``h100``, ``sm90``, ``9.0``, ``cpu``) or None for this machine's own.
         rules: one more rules file or several, above all other layers; or a ``RuleSet`` that replaces them all.
         backend: an explicit choice, ``"FLASHMLA"``, ``"decode=FLASHMLA"``, ``{"decode": "FLASHMLA"}`` or a list of the
@@ -82,10 +84,11 @@ def select(
         and recent[5] is workload
         and recent[6] is measurements
     ):
-        found: Selection = recent[7]
+        found: Selection[ConfigT] = recent[7]
         return found
-    if not isinstance(config, AttentionConfig):
-        raise ConfigError(f"config = {show(config)}: expected an AttentionConfig", fields=["config"])
+    if not isinstance(config, (AttentionConfig, StateConfig)):
+        text = f"config = {show(config)}: expected an AttentionConfig or a StateConfig"
+        raise ConfigError(text, fields=["config"])
     situation = situation_for(device, rules, environment)
     choice = parse_choice(backend, situation.names, situation.registry.failed)
     batches, evidence = _asked(workload, measurements, situation)
@@ -99,7 +102,7 @@ def select(
 
 
 def select_model(
-    configs: Sequence[AttentionConfig],
+    configs: Sequence[ConfigT],
     device: Device | str | None = None,
     rules: RulesArgument = None,
     backend: BackendArgument = None,
@@ -107,10 +110,12 @@ def select_model(
     environment: Environment | None = None,
     workload: WorkloadArgument | None = None,
     measurements: MeasurementsArgument = (),
-) -> tuple[Selection, ...]:
+) -> tuple[Selection[ConfigT], ...]:
     """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
 
-    Kinds without a cache, and MLA beside other attention, are decided by themselves. Where the kinds' best backends
+    Kinds without a cache, kinds that keep a state, and MLA beside other attention are decided by themselves. A backend
+    that is asked for by name counts for layers that keep keys and values, or for those that keep a state, whichever it
+    is for. Where the kinds' best backends
     want different layouts or block sizes, the combination with the least time wins where times of all are known, else
     that with the least sum of ranks; where none fits all, each keeps its own and a warning says so. A block size that a
     config names is the pool's: a kind that cannot run with it has no backend, and its candidates say why. Arguments and
@@ -123,8 +128,11 @@ def select_model(
     choice = parse_choice(backend, situation.names, situation.registry.failed)
     batches, evidence = _asked(workload, measurements, situation)
 
-    def decide_one(config: AttentionConfig, kv_layout: str | None = None) -> Selection:
-        return decide(situation, config, choice, kv_layout, batches, evidence)
+    both = len({config.sort == "state" for config in configs}) == 2
+
+    def decide_one(config: Any, kv_layout: str | None = None) -> Selection[Any]:
+        asked = choice.among(situation.candidates(config)) if both else choice
+        return decide(situation, config, asked, kv_layout, batches, evidence)
 
     return agree_on_pool(configs, decide_one)
 

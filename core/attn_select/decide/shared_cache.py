@@ -30,6 +30,8 @@ def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout
     common = [name for name in wanted if all(name in plan.kv_layouts for plan in readers)]
     if not common:
         return None
+    if not readers[0].kernel_block_sizes:  # states have one slot per request
+        return common[0], None
     for size in readers[0].kernel_block_sizes if block_size is None else (block_size,):
         if all(any(size % kernel == 0 for kernel in plan.kernel_block_sizes) for plan in readers):
             return common[0], size

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import ConfigT
 
 _UNRANKED = 1000
 """More than there are backends."""
@@ -18,13 +18,13 @@ _UNRANKED = 1000
 class Decide(Protocol):
     """How one layer is decided; with ``kv_layout`` only plans that read it count."""
 
-    def __call__(self, config: AttentionConfig, kv_layout: str | None = None) -> Selection: ...
+    def __call__(self, config: Any, kv_layout: str | None = None) -> Selection[Any]: ...
 
 
-def agree_on_pool(configs: Iterable[AttentionConfig], decide: Decide) -> tuple[Selection, ...]:
+def agree_on_pool(configs: Iterable[ConfigT], decide: Decide) -> tuple[Selection[ConfigT], ...]:
     """Decide for layer kinds, and again where kinds of one pool want different layouts or block sizes.
 
-    Layer kinds share a pool when they have a cache and are of one sort (MLA, sparse MLA, other). The combination of
+    Layer kinds share a pool when they have a KV cache and are of one sort (MLA, sparse MLA, other). The combination of
     layout and block size with the least time wins, of one layer of each kind, where times of all are known. Among those
     within 2 % of it, or among all, the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a
     tie.
@@ -34,15 +34,15 @@ def agree_on_pool(configs: Iterable[AttentionConfig], decide: Decide) -> tuple[S
         ConfigError: two configs of one pool name different block sizes.
     """
     result = list(map(decide, configs))
-    for sort in {(s.config.mla, s.config.sparse) for s in result}:
-        members = [i for i, s in enumerate(result) if s.kv_layout and (s.config.mla, s.config.sparse) == sort]
+    for sort in {s.config.sort for s in result} - {"state"}:  # every kind of states has a pool of its own
+        members = [i for i, s in enumerate(result) if s.kv_layout and s.config.sort == sort]
         wishes = {(result[i].kv_layout, result[i].block_size) for i in members}
         if len(wishes) > 1:
             _agree(result, members, decide)
     return tuple(result)
 
 
-def _agree(selections: list[Selection], members: list[int], decide: Decide) -> None:
+def _agree(selections: list[Any], members: list[int], decide: Decide) -> None:
     wanted = [selections[i] for i in members]
     layouts = dict.fromkeys(layout for s in wanted for plan in s.plans.values() for layout in plan.kv_layouts)
     named = dict.fromkeys(s.config.block_size for s in wanted if s.config.block_size is not None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from attn_select.backends import distributions
 from attn_select.backends.rank import by_rank
 from attn_select.backends.registry import Registry
 from attn_select.backends.spec import BackendOptions, BackendSpec, Reason
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet
@@ -52,9 +52,17 @@ class Situation:
         """The registered backends by name."""
         return self.registry.specs
 
-    def of_kind(self, config: AttentionConfig) -> list[str]:
-        """Return the registered backends for the layer's kind of attention (MLA or not, sparse or not), in order."""
-        return [name for name in self.order if self.specs[name].serves_kind_of(config)]
+    def of_sort(self, config: LayerConfig) -> list[str]:
+        """Return the registered backends for layers of this sort (attention, MLA, sparse MLA, state), in order."""
+        return [name for name in self.order if self.specs[name].serves_sort_of(config)]
+
+    def candidates(self, config: LayerConfig, named: Iterable[str] = ()) -> dict[str, BackendSpec]:
+        """Return the backends that are put through the gate for a layer, and those that are asked for by name.
+
+        For a layer that keeps a state they are the backends of states, else those of attention.
+        """
+        of_states, also = config.sort == "state", set(named)
+        return {name: spec for name, spec in self.specs.items() if spec.of_states is of_states or name in also}
 
 
 def situation_of(registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> Situation:

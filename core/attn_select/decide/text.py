@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attn_select.backends import distributions
 from attn_select.backends.spec import BackendPlan, Reason
+from attn_select.decide.config_text import condition_text, config_text
 from attn_select.decide.outcome import Candidate, Outcome, Verdict
 from attn_select.errors import printable
-from attn_select.layer.config import AttentionConfig, Phase
-from attn_select.layer.features import FEATURES
+from attn_select.layer.config import Phase
 from attn_select.machine.device import Device
 from attn_select.rules.layers import FILE_NAME
 from attn_select.rules.rule import PACKAGED, Rule
@@ -57,13 +57,13 @@ def plain(lines: Iterable[Line]) -> str:
     return "\n".join(printable("".join(text for text, _ in line).rstrip()) for line in lines)
 
 
-def selection_text(selection: Outcome) -> str:
+def selection_text(selection: Outcome[Any]) -> str:
     """Return ``Selection.explain()``."""
     lines = [*device_lines(selection), [], *layer_lines(selection), *note_lines([selection])]
     return plain([*lines, *warning_lines(selection.warnings)])
 
 
-def device_lines(selection: Outcome) -> list[Line]:
+def device_lines(selection: Outcome[Any]) -> list[Line]:
     """Say which device, which libraries and which workload the decision is for."""
     device, environment = selection.device, selection.environment
     facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
@@ -98,36 +98,13 @@ def workload_text(workload: Workload) -> str:
     return shapes if workload.name == shapes else f"{workload.name} ({shapes})"
 
 
-def config_text(config: AttentionConfig) -> str:
-    """Return one line that says what the layer asks for."""
-    if config.mla:
-        parts = [
-            f"{config.num_heads} query heads, MLA latent {config.kv_lora_rank} + {config.qk_rope_head_dim}",
-            f"prefill QK {config.qk_nope_head_dim} + {config.qk_rope_head_dim}, V {config.v_head_dim}",
-        ]
-    else:
-        kv_heads = f"{config.num_kv_heads} KV head{'' if config.num_kv_heads == 1 else 's'}"
-        parts = [f"{config.num_heads} query heads, {kv_heads}, head size {config.head_size}"]
-        if config.v_head_size is not None:
-            parts.append(f"V head size {config.v_head_size}")
-    parts.append(config.dtype)
-    if config.has_cache:
-        parts.append(f"KV cache {config.kv_cache_dtype}")
-    if config.attn_type != "decoder":
-        parts.append(config.attn_type)
-    if config.block_size is not None:
-        parts.append(f"block size {config.block_size}")
-    if config.sparse_top_k is not None:
-        parts.append(f"sparse top-k {config.sparse_top_k}")
-    asked = [(feature, getattr(config, feature.field)) for feature in FEATURES]
-    parts += [feature.says.format(value) for feature, value in asked if value != feature.off]
-    if config.cuda_graph != "NEVER":
-        parts.append(f"CUDA graphs {config.cuda_graph}")
-    return ", ".join(parts)
-
-
 def layer_lines(
-    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True, remedies: bool = True
+    selection: Outcome[Any],
+    kind: str | None = None,
+    count: int | None = None,
+    *,
+    runs: bool = True,
+    remedies: bool = True,
 ) -> list[Line]:
     """Render one layer kind: the plan, every candidate, the rules, the nearest remedies.
 
@@ -146,7 +123,7 @@ def layer_lines(
     return lines
 
 
-def brief_lines(selection: Outcome, kind: str | None = None, count: int | None = None) -> list[Line]:
+def brief_lines(selection: Outcome[Any], kind: str | None = None, count: int | None = None) -> list[Line]:
     """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules."""
     lines: dict[str, Line] = {}
     folded: dict[str, list[str]] = {}
@@ -185,10 +162,11 @@ def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, devic
 
 
 def plan_lines(
-    selection: Outcome, kind: str | None = None, count: int | None = None, *, runs: bool = True
+    selection: Outcome[Any], kind: str | None = None, count: int | None = None, *, runs: bool = True
 ) -> list[Line]:
     """Render what one layer kind asks for and the plan of each phase; ``runs`` as in ``layer_lines``."""
-    title = "Layer" if kind is None else f"{kind} × {count}" if count is not None else kind
+    name = kind or getattr(selection.config, "recurrence", "Layer")
+    title = name if count is None else f"{name} × {count}"
     lines: list[Line] = [[(f"{title}  ", "title"), HANG, (config_text(selection.config), "")]]
     for phase, name, plan in _merged_plans(selection):
         if name is None or plan is None:
@@ -199,11 +177,10 @@ def plan_lines(
         lines.append([(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
         if not runs:
             continue
-        facts = [
-            f"query {plan.query_dtype}",
-            "returns LSE" if plan.returns_lse else "no LSE",
-            f"CUDA graphs {plan.cuda_graph}",
-        ]
+        facts = [f"query {plan.query_dtype}"]
+        if selection.config.sort != "state":
+            facts.append("returns LSE" if plan.returns_lse else "no LSE")
+        facts.append(f"CUDA graphs {plan.cuda_graph}")
         if plan.workspace_bytes:
             facts.append(f"workspace {byte_text(plan.workspace_bytes)}")
         if plan.block_table_width_multiple > 1:
@@ -215,6 +192,13 @@ def plan_lines(
         if not plan.nan_tail_safe:
             lines.append([(" " * _MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
         lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
+    if runs and selection.cache_shape is not None and selection.bytes_per_request is not None:
+        shape = ", ".join(map(str, selection.cache_shape))
+        text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, "
+        text += f"{byte_text(selection.bytes_per_request)} per request and layer, whatever its length"
+        if count is not None and count > 1:
+            text += f", {byte_text(selection.bytes_per_request * count)} per request for all {count}"
+        lines.append([("  State".ljust(_MARGIN), ""), HANG, (text, "")])
     if runs and selection.cache_shape is not None and selection.bytes_per_token is not None:
         shape = ", ".join(map(str, selection.cache_shape))
         text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
@@ -231,7 +215,7 @@ def plan_lines(
     return lines
 
 
-def _rank_lines(selection: Outcome) -> list[tuple[str, str]]:
+def _rank_lines(selection: Outcome[Any]) -> list[tuple[str, str]]:
     """Say what context parallelism saves and adds, in lines of a label and a text; none for layers of one rank."""
     costs = selection.rank_costs
     if costs is None:
@@ -252,7 +236,7 @@ def _rank_lines(selection: Outcome) -> list[tuple[str, str]]:
     return lines
 
 
-def _time_text(selection: Outcome, used: EvidenceUsed) -> str:
+def _time_text(selection: Outcome[Any], used: EvidenceUsed) -> str:
     """Say how long the chosen backends take for the workload's steps, or that nobody knows."""
     parts: list[str] = []
     rests: dict[str, None] = {}
@@ -269,7 +253,7 @@ def _time_text(selection: Outcome, used: EvidenceUsed) -> str:
     return f"{mean}{', '.join(parts)}, one layer; {', '.join(rests)}"
 
 
-def _time_lines(selection: Outcome) -> list[Line]:
+def _time_lines(selection: Outcome[Any]) -> list[Line]:
     """Render the time of every candidate, how far it is behind the chosen one, and where the time comes from."""
     lines: list[Line] = []
     for phase, used in selection.evidence.phases.items() if selection.evidence is not None else ():
@@ -340,11 +324,11 @@ def us_text(time_us: float) -> str:
     return f"{time_us:.{digits}f} us"
 
 
-def _verdict(selection: Outcome, backend: str, phase: Phase) -> Verdict:
+def _verdict(selection: Outcome[Any], backend: str, phase: Phase) -> Verdict:
     return next(c.phases[phase] for c in selection.candidates if c.backend == backend)
 
 
-def _why_none(selection: Outcome, phase: str) -> str:
+def _why_none(selection: Outcome[Any], phase: str) -> str:
     """Say why a phase has no backend; ``phase`` may be the title of both."""
     names = dict.fromkeys(name for p, name in selection.explicit.items() if p in phase)
     if names:
@@ -354,7 +338,7 @@ def _why_none(selection: Outcome, phase: str) -> str:
     return "no backend can run this"
 
 
-def _merged_plans(selection: Outcome) -> list[tuple[str, str | None, BackendPlan | None]]:
+def _merged_plans(selection: Outcome[Any]) -> list[tuple[str, str | None, BackendPlan | None]]:
     selected, plans = selection.selected, selection.plans
     rows: list[tuple[str, str | None, BackendPlan | None]] = [(p, selected[p], plans.get(p)) for p in selected]
     if len(rows) == 2 and rows[0][1:] == rows[1][1:]:
@@ -362,7 +346,7 @@ def _merged_plans(selection: Outcome) -> list[tuple[str, str | None, BackendPlan
     return rows
 
 
-def _candidate_lines(selection: Outcome, remedies: bool) -> list[Line]:
+def _candidate_lines(selection: Outcome[Any], remedies: bool) -> list[Line]:
     lines: list[Line] = []
     phases = list(selection.backends)
     same = len(phases) == 2 and all(_same(c.phases["prefill"], c.phases["decode"]) for c in selection.candidates)
@@ -383,7 +367,7 @@ def _others_line(folded: tuple[str, list[str]]) -> Line:
     return [("     -  ", ""), HANG, (f"{len(names)} others {why}: {', '.join(names)}", "")]
 
 
-def _other_kinds(selection: Outcome) -> dict[str, list[str]]:
+def _other_kinds(selection: Outcome[Any]) -> dict[str, list[str]]:
     """Return the backends that serve other kinds of layers, by why; where two or more share it."""
     found: dict[str, list[str]] = {}
     for candidate in selection.candidates:
@@ -395,7 +379,7 @@ def _other_kinds(selection: Outcome) -> dict[str, list[str]]:
     return {why: names for why, names in found.items() if len(names) > 1}
 
 
-def _folded(selection: Outcome, phase: Phase, remedies: bool, elsewhere: Collection[str]) -> dict[str, list[str]]:
+def _folded(selection: Outcome[Any], phase: Phase, remedies: bool, elsewhere: Collection[str]) -> dict[str, list[str]]:
     """Return the backends that can never serve this layer, by why; only where two or more share it.
 
     Without ``remedies`` those whose plugin is not installed are among them; those named ``elsewhere`` are not.
@@ -462,7 +446,7 @@ def _remedy(reason: Reason, device: Device) -> Line:
     return [(remedy, "remedy"), (f" ({distributions.NEEDS_GPU})" if elsewhere else "", "dim")]
 
 
-def _rule_lines(selection: Outcome, rules: Sequence[Rule]) -> list[Line]:
+def _rule_lines(selection: Outcome[Any], rules: Sequence[Rule]) -> list[Line]:
     rules = [rule for rule in rules if _has_effect(rule, selection)]
     if not rules:
         return []
@@ -476,7 +460,7 @@ def _rule_lines(selection: Outcome, rules: Sequence[Rule]) -> list[Line]:
     return lines
 
 
-def _has_effect(rule: Rule, selection: Outcome) -> bool:
+def _has_effect(rule: Rule, selection: Outcome[Any]) -> bool:
     """Whether a rule moved or denied a backend that could run otherwise; one that orders all of them always counts."""
     if rule.effect not in ("prefer", "avoid", "deny"):
         return True
@@ -497,7 +481,7 @@ def _origin(rule: Rule) -> str:
     return f"packaged {FILE_NAME}:{rule.line}" if rule.layer == PACKAGED else rule.origin
 
 
-def _remedy_lines(selection: Outcome, most: int = 3) -> list[Line]:
+def _remedy_lines(selection: Outcome[Any], most: int = 3) -> list[Line]:
     """Name the near misses: backends above the chosen one (or any, where none is) that a single remedy would admit."""
     admitted: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
     for phase in selection.backends:
@@ -522,15 +506,15 @@ def _remedy_lines(selection: Outcome, most: int = 3) -> list[Line]:
     return [[], [("  Nearest misses", "title")], *lines] if lines else []
 
 
-def _unranked_lines(selection: Outcome) -> list[Line]:
+def _unranked_lines(selection: Outcome[Any]) -> list[Line]:
     """Say how to choose a backend that no rule ranks, where a phase has no other: by name, or by a rule."""
     phases = [phase for phase, spec in selection.backends.items() if spec is None and phase not in selection.explicit]
     for candidate in selection.candidates:
         able = [p for p in phases if (v := candidate.phases[p]).verdict == "valid" and v.rank is None]
         if not able:
             continue
-        name, config = candidate.backend, selection.config
-        kind = "mla = true, sparse = true" if config.sparse else f"mla = {'true' if config.mla else 'false'}"
+        name = candidate.backend
+        kind = condition_text(selection.config)
         rule = [
             "[[rules]]",
             f'name = "rank-{name.lower().replace("_", "-")}"',
@@ -549,7 +533,7 @@ def _unranked_lines(selection: Outcome) -> list[Line]:
     return []
 
 
-def note_lines(selections: Iterable[Outcome]) -> list[Line]:
+def note_lines(selections: Iterable[Outcome[Any]]) -> list[Line]:
     """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
     reasons = (r for s in selections for c in s.candidates for v in c.phases.values() for r in v.reasons)
     missing = {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}

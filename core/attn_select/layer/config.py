@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from attn_select.errors import ConfigError, UnknownNameError, show
+from attn_select.errors import ConfigError
 from attn_select.layer import dtypes
+from attn_select.layer.checked import MAX, DType, HeadSize, KVCacheDType, Positive, checked_model, checked_values
 from attn_select.layer.features import FEATURES, MOST_SPECULATIVE_TOKENS
 
 Phase = Literal["prefill", "decode"]
@@ -20,20 +21,10 @@ AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
 ATTENTION_TYPES: tuple[AttentionType, ...] = get_args(AttentionType)
 CudaGraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
 CUDA_GRAPH_LEVELS: tuple[CudaGraphLevel, ...] = get_args(CudaGraphLevel)
+Sort = Literal["attention", "mla", "sparse_mla", "state"]
+"""What a backend is made for: keys and values per head, MLA, sparse MLA, or a state (``attn_select.layer.state``)."""
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """The fields that make a layer multi-head latent attention; set together."""
-
-
-def _canonical(value: object) -> object:
-    value = dtypes.spelled(value)
-    return dtypes.canonical(value) if isinstance(value, str) else value
-
-
-_MAX = 2**31 - 1
-Positive = Annotated[int, Field(ge=1, le=_MAX)]
-HeadSize = Annotated[int, Field(ge=1, le=8192)]
-DType = Annotated[dtypes.DTypeName, BeforeValidator(_canonical)]
-KVCacheDType = Annotated[dtypes.KVCacheDTypeName, BeforeValidator(_canonical)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +74,7 @@ class AttentionConfig:
     kv_lora_rank: Positive | None = None
     """Width of MLA's compressed KV (arXiv 2405.04434); set together with the next three."""
     qk_nope_head_dim: Positive | None = None
-    qk_rope_head_dim: Annotated[int, Field(ge=0, le=_MAX)] | None = None
+    qk_rope_head_dim: Annotated[int, Field(ge=0, le=MAX)] | None = None
     """0: no rotary part, keys are the latent alone (NoPE)."""
     v_head_dim: Positive | None = None
     sparse_top_k: Positive | None = None
@@ -112,6 +103,8 @@ class AttentionConfig:
     """Whether this is multi-head latent attention."""
     sparse: bool = field(init=False, repr=False, compare=False)
     """Whether this is sparse MLA."""
+    sort: Sort = field(init=False, repr=False, compare=False)
+    """``attention``, ``mla`` or ``sparse_mla``."""
     has_cache: bool = field(init=False, repr=False, compare=False)
     """Whether keys and values are kept in a paged cache (not so for encoders)."""
     phases: tuple[Phase, ...] = field(init=False, repr=False, compare=False)
@@ -126,15 +119,12 @@ class AttentionConfig:
     if not TYPE_CHECKING:
 
         def __init__(self, **data: Any) -> None:
-            try:
-                values = _Checked(**_filled_in(data)).__dict__
-            except ValidationError as error:
-                raise _config_error(error, list(self.model_fields)) from None
             put = partial(object.__setattr__, self)
-            for name, value in values.items():
+            for name, value in checked_values(_Checked, _filled_in(data)).items():
                 put(name, value)
             put("mla", self.kv_lora_rank is not None)
             put("sparse", self.sparse_top_k is not None)
+            put("sort", "sparse_mla" if self.sparse else "mla" if self.mla else "attention")
             put("has_cache", self.attn_type in ("decoder", "encoder_decoder"))
             put("phases", PHASES if self.has_cache else ("prefill",))
             put("cache_dtype", self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
@@ -156,27 +146,16 @@ class AttentionConfig:
         return {name: value for name, value in values.items() if value != self.model_fields[name].default}
 
 
-def _checked() -> type[BaseModel]:
-    """Return the pydantic model of the fields that ``AttentionConfig`` is made of."""
-    hints = get_type_hints(AttentionConfig, include_extras=True)
-    given: dict[str, Any] = {
-        each.name: (hints[each.name], ... if each.default is MISSING else each.default)
-        for each in fields(AttentionConfig)
-        if each.init
-    }
-    return create_model("AttentionConfig", __config__=ConfigDict(extra="forbid", strict=True), **given)
-
-
 # An instance of a pydantic model looks each field up in several places, because its class has a __getattr__: the slots
 # of a dataclass are read several times as fast, and a decision reads them some two hundred times.
-_Checked = _checked()
+_Checked = checked_model(AttentionConfig)
 AttentionConfig.model_fields = _Checked.model_fields
 
 
 def _filled_in(data: dict[str, Any]) -> dict[str, Any]:
     """Add the head counts and sizes that follow from others, where those are sound."""
     heads, rank, rope = data.get("num_heads"), data.get("kv_lora_rank"), data.get("qk_rope_head_dim")
-    if "num_kv_heads" not in data and isinstance(heads, int) and 1 <= heads <= _MAX:
+    if "num_kv_heads" not in data and isinstance(heads, int) and 1 <= heads <= MAX:
         data["num_kv_heads"] = int(heads) if rank is None else 1
     if "head_size" not in data and isinstance(rank, int) and isinstance(rope, int) and 1 <= rank + rope <= 8192:
         data["head_size"] = rank + rope
@@ -262,22 +241,3 @@ def _encoder_contradictions(c: AttentionConfig) -> Iterator[tuple[tuple[str, ...
         if feature.not_in_encoders and (value := getattr(c, feature.field)) != feature.off:
             text = f"{feature.field} = {value} {where}: {feature.not_in_encoders} (accepted: {feature.off})"
             yield (feature.field, "attn_type"), text
-
-
-def _config_error(error: ValidationError, fields: list[str]) -> ConfigError:
-    """Turn pydantic's errors into one ``ConfigError`` that names field, value and what is accepted."""
-    parts: list[str] = []
-    named: list[str] = []
-    hint = None
-    for item in error.errors(include_url=False):
-        field = str(item["loc"][0])
-        if item["type"] == "extra_forbidden":
-            unknown = UnknownNameError("field", field, fields)
-            parts.append(unknown.message)
-            hint = unknown.hint
-        elif item["type"] == "missing":
-            parts.append(f"{field} is required (an integer from 1)")
-        else:
-            parts.append(f"{field} = {show(item['input'])}: {item['msg'][:1].lower()}{item['msg'][1:]}")
-        named.append(field)
-    return ConfigError("; ".join(parts), fields=dict.fromkeys(named), hint=hint)

@@ -1,4 +1,4 @@
-"""KV-cache layouts by name: shapes and sizes, without tensors.
+"""Layouts of KV caches and of states by name: shapes and sizes, without tensors.
 
 Names and shapes follow vLLM (v1/attention/backends/flash_attn.py, flashinfer.py, mla/, csrc/cache_kernels.cu)
 and FlashMLA's FP8 token format (deepseek-ai/FlashMLA README: 512 e4m3 + 4 float32 scales + 64 bfloat16 = 656 bytes).
@@ -10,6 +10,7 @@ import math
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.dtypes import BITS
+from attn_select.layer.state import StateConfig
 
 FLASH_ATTN_NHD = "FLASH_ATTN_NHD"
 """``(2, num_blocks, block_size, num_kv_heads, head_size)``"""
@@ -25,7 +26,14 @@ PAGED_ATTENTION = "PAGED_ATTENTION"
 """K ``(num_blocks, num_kv_heads, head_size/x, block_size, x)`` with ``x`` = 16 bytes / element size,
 V ``(num_blocks, num_kv_heads, head_size, block_size)``"""
 
+STATE_KV = "STATE_KV"
+"""``(num_slots, num_v_heads, head_size, v_head_size)``, as fla-core and transformers keep a state"""
+STATE_VK = "STATE_VK"
+"""``(num_slots, num_v_heads, v_head_size, head_size)``, as FlashInfer and Mamba's kernels keep it"""
+
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND, MLA, FP8_DS_MLA, PAGED_ATTENTION)
+STATE_LAYOUTS = (STATE_KV, STATE_VK)
+"""Layouts of states: one slot per request, no blocks."""
 SPLIT_IN_PLACE = (FLASH_ATTN_NHD, MLA, FP8_DS_MLA)
 """Layouts in which a block's tokens, and then the next block's, lie one behind the other: any block size is a view."""
 FP8_DS_MLA_BYTES = 656
@@ -69,3 +77,22 @@ def bytes_per_token(layout: str, config: AttentionConfig) -> int:
     dtype = "fp8_e4m3" if config.cache_dtype == "fp8_ds_mla" else config.cache_dtype
     elements = math.prod(extent for extent in cache_shape(layout, config, 1) if isinstance(extent, int))
     return elements * BITS[dtype] // 8 + (elements // 16 if dtype == "nvfp4" else 0)
+
+
+def state_shape(layout: str, config: StateConfig) -> list[int | str]:
+    """Return the shape in elements of one layer's states, with ``"num_slots"`` where the pool's size goes."""
+    sizes = {STATE_KV: [config.head_size, config.v_head_size], STATE_VK: [config.v_head_size, config.head_size]}
+    if layout not in sizes:
+        raise ValueError(f"unknown layout of states {layout!r}; known: {', '.join(STATE_LAYOUTS)}")
+    return ["num_slots", config.num_v_heads, *sizes[layout]]
+
+
+def bytes_per_request(config: StateConfig) -> int:
+    """Return the bytes that a running request of one layer takes, whatever its length.
+
+    It has the slot of its state and one more for each draft token, to go back to the accepted one. A slot holds the
+    state and, in the compute dtype, the tokens before the next one that the convolution sees.
+    """
+    state = config.num_v_heads * config.head_size * config.v_head_size * BITS[config.state_dtype] // 8
+    slot = state + max(0, config.conv_kernel_size - 1) * config.conv_dim * BITS[config.dtype] // 8
+    return slot * config.max_decode_query_len

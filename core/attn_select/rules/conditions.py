@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attn_select.errors import UnknownNameError, show
-from attn_select.layer import config, dtypes
+from attn_select.layer import config, dtypes, state
 from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.rules import predicates
 from attn_select.rules.predicates import ConditionError, Predicate
@@ -24,7 +24,11 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "attn_type": config.ATTENTION_TYPES,
     "output_quantization": dtypes.OUTPUT_QUANTIZATIONS,
     "cuda_graph": config.CUDA_GRAPH_LEVELS,
+    "recurrence": state.RECURRENCES,
+    "state_dtype": dtypes.DTYPES,
 }
+OF_NAMES = tuple(_NAMES)
+"""Fields that take names."""
 _CONFIG = config.AttentionConfig.model_fields
 _BOOLEANS = ("mla", "sparse", *(name for name, item in _CONFIG.items() if item.annotation is bool))
 _FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps", "effective_batch")
@@ -40,7 +44,11 @@ OF_BATCH = {
 UNSET = "none"
 """What is written for a number that a layer does not have."""
 _MAY_BE_UNSET = ("sliding_window", "attention_chunk_size", "logits_soft_cap", "v_head_size")
-_OF_CONFIG = tuple(name for name in _CONFIG if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
+_STATE = state.StateConfig.model_fields
+ONLY_OF_STATES = tuple(name for name in _STATE if name not in _CONFIG)
+ONLY_OF_ATTENTION = ("mla", "sparse", *(name for name in _CONFIG if name not in _STATE))
+_FIELDS_OF_LAYERS = (*_CONFIG, *ONLY_OF_STATES)
+_OF_CONFIG = tuple(name for name in _FIELDS_OF_LAYERS if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
 _INTEGERS = (*_OF_CONFIG, *(name for name in OF_BATCH if name not in _FLOATS), "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps")
 
@@ -51,6 +59,8 @@ _LIMITS = {
     "head_size": (1, 8192),
     "v_head_size": (1, 8192),
     "qk_rope_head_dim": (0, 2**31 - 1),
+    "conv_kernel_size": (0, 64),
+    "chunk_size": (1, 4096),
     "num_speculative_tokens": (0, MOST_SPECULATIVE_TOKENS),
     "kv_tokens": (1, 2**62),
     "pairs": (1, 2**62),

@@ -24,7 +24,7 @@ MAX_DOTS = 100
 """Dots in one line: tomllib's time for a dotted key grows with the square of its parts, 5 s for 16,000."""
 MAX_DEPTH = 8
 MOST_PROBLEMS = 100
-_KEYS = ("version", "distributions", "rules", "backends")
+_KEYS = ("version", "distributions", "distributions_of_states", "rules", "backends")
 
 Problem = tuple[str, int | None, str]
 """File, line from 1 (None where it concerns the file as a whole), message."""

@@ -11,7 +11,15 @@ from attn_select.errors import UnknownNameError, show
 from attn_select.layer.config import MLA_DIMS, PHASES
 from attn_select.layer.features import FEATURES
 from attn_select.machine.device import CPU, find_gpu
-from attn_select.rules.conditions import UNSET, Condition, compile_when, is_number, limits
+from attn_select.rules.conditions import (
+    ONLY_OF_ATTENTION,
+    ONLY_OF_STATES,
+    UNSET,
+    Condition,
+    compile_when,
+    is_number,
+    limits,
+)
 from attn_select.rules.document import MOST_PROBLEMS, Problem
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import unknown_libraries, versions_not_here
@@ -113,6 +121,10 @@ _FOLLOWS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 def _contradiction(when: Sequence[Condition]) -> str | None:
     """Return which two conditions no layer can meet together, None where none are known to contradict."""
+    of_states = next((condition for condition in when if condition.field in ONLY_OF_STATES), None)
+    of_attention = next((condition for condition in when if condition.field in ONLY_OF_ATTENTION), None)
+    if of_states is not None and of_attention is not None:
+        return f"a layer with {of_states} keeps a state, and the rule asks for {of_attention}, which is of attention"
     known = {condition.field: condition for condition in when}
     for needs, follows in _FOLLOWS:  # ordered so that what follows from one row is known to the rows below
         triggers, _ = compile_when(needs)

@@ -9,10 +9,11 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment, canonical_distribution
-from attn_select.rules.conditions import OF_BATCH, Condition
+from attn_select.rules.conditions import OF_BATCH, OF_NAMES, Condition
 from attn_select.rules.libraries import PREFIX
 from attn_select.rules.rule import PACKAGED, Rule
 
@@ -111,7 +112,7 @@ class Ranker:
 
     def rank(
         self,
-        config: AttentionConfig,
+        config: LayerConfig,
         phases: Sequence[Phase],
         registered: Sequence[str] | None = None,
         batches: Mapping[Phase, Sequence[object]] | None = None,
@@ -129,7 +130,7 @@ class Ranker:
         return {phase: self._rank(config, phase, base, None if batches is None else batches[phase]) for phase in phases}
 
     def _rank(
-        self, config: AttentionConfig, phase: Phase, base: Sequence[str], batches: Sequence[object] | None
+        self, config: LayerConfig, phase: Phase, base: Sequence[str], batches: Sequence[object] | None
     ) -> Ranking:
         def holds(rule: Rule) -> bool:
             return rule.phase in (None, phase) and _holds_for_layer(rule, config, batches)
@@ -157,7 +158,7 @@ class Ranker:
         return ranking
 
 
-def _holds_for_layer(rule: Rule, config: AttentionConfig, batches: Sequence[object] | None) -> bool:
+def _holds_for_layer(rule: Rule, config: LayerConfig, batches: Sequence[object] | None) -> bool:
     for condition in rule.when:
         if condition.scope == "config":
             if not holds_for_config(condition, config):
@@ -169,30 +170,35 @@ def _holds_for_layer(rule: Rule, config: AttentionConfig, batches: Sequence[obje
     return True
 
 
-def holds_for_config(condition: Condition, config: AttentionConfig) -> bool:
-    """Whether a condition on the config holds; an unset field matches ``none`` alone."""
+def holds_for_config(condition: Condition, config: LayerConfig) -> bool:
+    """Whether a condition on the config holds; an unset field matches ``none`` alone.
+
+    No condition on what the other sort of layers has holds: ``mla = false`` speaks of attention.
+    """
+    if not hasattr(config, condition.field):
+        return False
     value = _VALUES.get(condition.field, attrgetter(condition.field))(config)
     return condition.unset if value is None else condition.matches(value)
 
 
-def _kv_cache_names(config: AttentionConfig) -> tuple[str, ...]:
+def _kv_cache_names(config: Any) -> tuple[str, ...]:
     """``auto`` and the dtype that it stands for are the same cache, so a rule may name either."""
     return ("auto", config.dtype) if config.kv_cache_dtype in ("auto", config.dtype) else (config.kv_cache_dtype,)
 
 
-def _as_names(field: str) -> Callable[[AttentionConfig], tuple[str, ...]]:
+def _as_names(field: str) -> Callable[[Any], tuple[str, ...]]:
     get = attrgetter(field)
     return lambda config: (get(config),)
 
 
-_VALUES: dict[str, Callable[[AttentionConfig], Any]] = {
+_VALUES: dict[str, Callable[[Any], Any]] = {
     "kv_cache_dtype": _kv_cache_names,
-    **{field: _as_names(field) for field in ("dtype", "attn_type", "output_quantization", "cuda_graph")},
+    **{field: _as_names(field) for field in OF_NAMES if field != "kv_cache_dtype"},
 }
 """How to read the fields that a rule matches by names."""
 
 
-def holds_for(condition: Condition, config: AttentionConfig, device: Device) -> bool:
+def holds_for(condition: Condition, config: LayerConfig, device: Device) -> bool:
     """Whether a condition on the config or the device holds; an unset field matches ``none`` alone."""
     if condition.scope != "device":
         return holds_for_config(condition, config)

@@ -65,15 +65,20 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {
             "version": {"const": VERSION},
-            "distributions": {
-                "type": "object",
-                "additionalProperties": {"type": "array", "items": {"type": "string"}},
-                "description": "which distribution brings each backend; has an effect in the packaged rules only",
-            },
+            "distributions": _distributions("for attention"),
+            "distributions_of_states": _distributions("for layers that keep a state"),
             "rules": {"type": "array", "items": rule},
             "backends": {"type": "object", "properties": options, "propertyNames": {"enum": known}},
         },
         "$defs": definitions,
+    }
+
+
+def _distributions(what: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "additionalProperties": {"type": "array", "items": {"type": "string"}},
+        "description": f"which distribution brings each backend {what}; has an effect in the packaged rules only",
     }
 
 

@@ -71,7 +71,7 @@ def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
     """Draw configuration ``index`` of a seed; two of five are from outside, where anything is not declared."""
     rng = random.Random(f"{spec.name} {seed} {index}")
     phase: Phase = rng.choice(list(spec.capabilities))
-    capabilities = spec.capabilities[phase]
+    capabilities = spec.of_attention(phase)
     config = inside_config(rng, capabilities, heads, phase)
     if index % 5 in (1, 3):
         changes: dict[tuple[str, str], list[AttentionConfig]] = {}

@@ -27,7 +27,7 @@ Ask = Callable[[AttentionConfig, Device], str]
 
 def undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[str]:
     """Return the codes of the reasons that the declared capabilities give against a configuration, on any device."""
-    reasons = gate.capability_reasons(spec.capabilities[phase], config, Device("any", (0, 0)), ())
+    reasons = gate.capability_reasons(spec.of_attention(phase), config, Device("any", (0, 0)), ())
     return codes(reasons) - {"compute-capability"}
 
 
@@ -36,7 +36,7 @@ def refused_values(spec: BackendSpec, phase: Phase, seed: int, heads: Heads, ask
 
     What no valid configuration has together with other declared values is left out.
     """
-    capabilities, rng = spec.capabilities[phase], random.Random(f"{spec.name} {seed} {phase} facts")
+    capabilities, rng = spec.of_attention(phase), random.Random(f"{spec.name} {seed} {phase} facts")
     known = {gpu.compute_capability: gpu for gpu in (*known_gpus().values(), CPU)}
     devices = [
         device

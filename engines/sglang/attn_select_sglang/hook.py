@@ -77,13 +77,15 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
     if not adapter.sees(found, capability, "a GPU of CUDA" if get_platform().is_cuda else "another device than CUDA's"):
         return {}
     try:
-        kinds = layer_kinds(view, model_config, device).kinds
+        read = layer_kinds(view, model_config, device)
     except (ConfigError, ModelError) as error:
         logger.info("attn-select %s leaves attention to SGLang: %s", __version__, error.message)
         return {}
     # SGLang brings kernels of its own: what is installed beside it does not count.
     environment = replace(environment_for(device), assume_installed=True)
-    configs = [kind.config for kind in kinds]
+    # SGLang has one choice of kernels for attention, and others for layers that keep a state.
+    kinds = [kind for kind in read.kinds if kind.config.sort != "state"]
+    configs = read.attention_configs
     rules = rules_in_an_engine()
     selections = select_model(configs, device, rules, environment=environment, workload=workload_in_an_engine())
     choice = choose(selections, bool(get_platform().has_flashinfer))

@@ -98,7 +98,12 @@ def explain_model(model: nn.Module) -> ModelExplanation:
     require_served(type(model))
     kinds = configs_from_model(model.config, overrides={"dtype": parameter.dtype})
     device = "cpu" if parameter.device.type == "cpu" else None
-    layers = [LayerChoice([], kind.count, select(kind.config, device, rules_in_an_engine())) for kind in kinds.kinds]
+    rules = rules_in_an_engine()
+    layers = [
+        LayerChoice([], kind.count, select(kind.config, device, rules))
+        for kind in kinds.kinds
+        if isinstance(kind.config, AttentionConfig)  # transformers runs layers that keep a state by itself
+    ]
     return ModelExplanation(layers, ran=False, warnings=kinds.warnings)
 
 

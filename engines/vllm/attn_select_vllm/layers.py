@@ -68,7 +68,7 @@ def _as_read(asked: Any, text: Any) -> AttentionConfig:
     Raises:
         ModelError: the config does not describe attention layers.
     """
-    kinds = configs_from_model(text).configs
+    kinds = configs_from_model(text).attention_configs
     same = [config for config in kinds if config.attn_type == _attn_type(asked) and config.mla == asked.use_mla]
     if not same:
         seen = ", ".join(dict.fromkeys(f"{'MLA ' if c.mla else ''}{c.attn_type}" for c in kinds))

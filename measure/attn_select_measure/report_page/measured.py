@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import geometric_mean
 
+from attn_select.decide.config_text import config_text
 from attn_select.decide.selector import environment_for, select
-from attn_select.decide.text import config_text
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import Device, find_gpu

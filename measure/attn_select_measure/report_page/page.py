@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from attn_select import __version__
 from attn_select.backends.distributions import known_backends
-from attn_select.decide.text import NAN_TAIL_WARNING, config_text, us_text
+from attn_select.decide.config_text import config_text
+from attn_select.decide.text import NAN_TAIL_WARNING, us_text
 from attn_select.layer.config import AttentionConfig
 from attn_select_measure.charts import COLOURS
 from attn_select_measure.report_page.measured import ChartGroup, RegretGroup

@@ -15,6 +15,7 @@ from attn_select.layer.models.presets import Preset, find_preset, presets
 
 if TYPE_CHECKING:
     from attn_select.layer.config import AttentionConfig
+    from attn_select.layer.layer_config import LayerConfig
     from attn_select.layer.models.fields import Fields
     from attn_select.layer.models.layer_kind import Reading
     from attn_select.machine.device import Device
@@ -40,25 +41,36 @@ _ESSENTIAL = (
     "decoder_attention_heads",
     "num_key_value_heads",
     "sliding_window",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_heads",
+    "linear_head_dim",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "mamba_groups",
+    "mamba_state_size",
 )
-"""Fields that decide which attention a layer asks for: worth a word where a class default had to stand in."""
+"""Fields that decide what a layer asks for: worth a word where a class default had to stand in."""
 
 
 @dataclass(slots=True)
 class LayerKind:
-    """Layers of a model that ask for the same attention.
+    """Layers of a model that ask for the same.
 
     Attributes:
-        kind: ``full_attention``, ``sliding_attention``, ``chunked_attention``, ``mla``, ``sparse_mla``, ``encoder``,
-            ``encoder_only``, ``encoder_only_sliding`` or ``cross_attention``. The decoder's own layers in an
-            encoder-decoder model are ``full_attention``.
+        kind: of attention ``full_attention``, ``sliding_attention``, ``chunked_attention``, ``mla``, ``sparse_mla``,
+            ``encoder``, ``encoder_only``, ``encoder_only_sliding`` or ``cross_attention``. The decoder's own layers in
+            an encoder-decoder model are ``full_attention``. Of layers that keep a state the name of the recurrence. A
+            layer that has both is counted in two kinds.
         count: layers of this kind.
         config: what each of them asks for, per tensor-parallel rank.
     """
 
     kind: str
     count: int
-    config: AttentionConfig
+    config: LayerConfig
 
 
 @dataclass(slots=True)
@@ -76,9 +88,16 @@ class LayerKinds:
     type_known: bool = True
 
     @property
-    def configs(self) -> list[AttentionConfig]:
+    def configs(self) -> list[LayerConfig]:
         """What each kind asks for, in the order of ``kinds``: the argument of ``select_model``."""
         return [kind.config for kind in self.kinds]
+
+    @property
+    def attention_configs(self) -> list[AttentionConfig]:
+        """What each kind of attention asks for, in the order of ``kinds``; kinds that keep a state are left out."""
+        from attn_select.layer.config import AttentionConfig
+
+        return [kind.config for kind in self.kinds if isinstance(kind.config, AttentionConfig)]
 
 
 @dataclass(slots=True)
@@ -129,7 +148,9 @@ def configs_from_model(
     device: Device | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> LayerKinds:
-    """Return the distinct attention layers of a model, each with what it asks for per tensor-parallel rank.
+    """Return the distinct layers of a model, each with what it asks for per tensor-parallel rank.
+
+    Layers of attention ask for an ``AttentionConfig``, those that keep a state for a ``StateConfig``.
 
     Nothing is downloaded, nothing in a config is executed, and neither torch nor transformers is imported::
 
@@ -206,9 +227,10 @@ def layer_kinds(
 
     As ``ModelSource.layer_kinds``.
     """
+    from attn_select.layer.config import AttentionConfig
     from attn_select.layer.models import dtype
     from attn_select.layer.models.build import build
-    from attn_select.layer.models.layer_kind import Layer, Reading
+    from attn_select.layer.models.layer_kind import Layer, Reading, StateLayer
 
     if type(tensor_parallel_size) is not int or not 1 <= tensor_parallel_size <= 4096:
         text = f"tensor_parallel_size = {show(tensor_parallel_size)}: expected an integer from 1 to 4096"
@@ -218,18 +240,20 @@ def layer_kinds(
     notes: list[str] = []
     type_known = True
     if source is None:
-        reading = Reading([(Layer(), 1)], [])
+        reading = Reading([(Layer() if given.get("recurrence") is None else StateLayer(), 1)], [])
         compute = given.get("dtype", dtype.preferred(device))
     else:
         where = shorten(source.name, 200)
         fields, reading = _read(source.raw, where)
         type_known = fields.family.known
-        pooling = all(layer.attn_type == "encoder_only" for layer, _ in reading.layers)
+        pooling = all(isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers)
         compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
     rows, more = build(
         reading.layers, where=where, tensor_parallel_size=tensor_parallel_size, dtype=compute, overrides=given
     )
-    if "mm_prefix" not in given and any(config.mm_prefix for _, _, config in rows):
+    if "mm_prefix" not in given and any(
+        isinstance(config, AttentionConfig) and config.mm_prefix for _, _, config in rows
+    ):
         notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
     return LayerKinds(tuple(LayerKind(*row) for row in rows), (*reading.notes, *notes, *more), type_known)
 

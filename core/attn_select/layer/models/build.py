@@ -9,7 +9,10 @@ from typing import Any
 from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.features import FEATURES
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer
+from attn_select.layer.models.build_state import state_config
+from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, StateLayer
+from attn_select.layer.models.shares import divides
+from attn_select.layer.state import StateConfig
 
 _CACHE_FIELDS = (
     "kv_cache_dtype",
@@ -32,39 +35,51 @@ _FLAGS = {
 
 
 def build(
-    layers: Sequence[tuple[Layer, int]],
+    layers: Sequence[tuple[Layer | StateLayer, int]],
     *,
     where: str | None,
     tensor_parallel_size: int,
     dtype: Any,
     overrides: Mapping[str, Any],
-) -> tuple[list[tuple[str, int, AttentionConfig]], list[str]]:
+) -> tuple[list[tuple[str, int, AttentionConfig | StateConfig]], list[str]]:
     """Return ``(kind, count, config)`` of every distinct layer, and what should be said about the flags.
 
     ``where`` names the model in errors; None where flags alone describe the layer. Overrides are ``AttentionConfig``
-    fields; head counts in them are totals, which tensor parallelism then divides.
+    fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
+    them are totals, which tensor parallelism then divides.
 
     Raises:
         ConfigError: flags contradict each other or the model, or the heads do not divide.
         ModelError: the model lacks something that no flag gives.
         UnknownNameError: no such field.
     """
+    known = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields))
     for field in overrides:
-        if field not in AttentionConfig.model_fields:
-            raise UnknownNameError("field", str(field), list(AttentionConfig.model_fields))
-    rows: Counter[tuple[str, AttentionConfig]] = Counter()
+        if field not in known:
+            raise UnknownNameError("field", str(field), list(known))
+    rows: Counter[tuple[str, AttentionConfig | StateConfig]] = Counter()
     used: set[str] = set()
+    of_attention = {field: value for field, value in overrides.items() if field in AttentionConfig.model_fields}
     for layer, count in layers:
+        if isinstance(layer, StateLayer):
+            of_a_state, names = state_config(layer, where, tensor_parallel_size, dtype, overrides)
+            used |= names
+            rows[of_a_state.recurrence, of_a_state] += count
+            continue
         values = _values(layer)
         values["dtype"] = dtype
-        used |= _override(values, overrides, of_a_model=where is not None)
+        used |= _override(values, of_attention, of_a_model=where is not None)
         if where is not None:
-            _check_complete(values, where, overrides)
+            _check_complete(values, where, of_attention)
         _divide(values, tensor_parallel_size)
         config = AttentionConfig(**values)
         rows[kind_of(config), config] += count
     unused = [field for field in overrides if field not in used and field != "dtype"]
-    notes = [f"{', '.join(unused)}: no effect, no layer of {where} has a KV cache"] if unused else []
+    notes = (
+        [f"{', '.join(unused)}: no effect, no layer of {where} has {'it' if len(unused) == 1 else 'them'}"]
+        if unused
+        else []
+    )
     return [(kind, count, config) for (kind, config), count in rows.items()], notes
 
 
@@ -148,8 +163,8 @@ def _divide(values: dict[str, Any], ranks: int) -> None:
         return
     if "kv_lora_rank" in values:
         kv_heads = None  # the latent is the same on all ranks
-    if not _divides(ranks, heads, kv_heads):
-        valid = [n for n in range(1, min(heads, 4096) + 1) if _divides(n, heads, kv_heads)]
+    if not divides(ranks, heads, kv_heads):
+        valid = [n for n in range(1, min(heads, 4096) + 1) if divides(n, heads, kv_heads)]
         at_fault = "num_heads" if heads % ranks else "num_kv_heads"
         problem = "does not divide" if heads % ranks else "neither divides nor is a multiple of"
         raise ConfigError(
@@ -160,9 +175,3 @@ def _divide(values: dict[str, Any], ranks: int) -> None:
     values["num_heads"] = heads // ranks
     if kv_heads is not None:
         values["num_kv_heads"] = max(1, kv_heads // ranks)
-
-
-def _divides(ranks: int, heads: int, kv_heads: int | None) -> bool:
-    if heads % ranks:
-        return False
-    return kv_heads is None or kv_heads % ranks == 0 or ranks % kv_heads == 0

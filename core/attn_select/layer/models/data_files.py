@@ -27,6 +27,7 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
         variant: the function of ``attn_select.layer.models.variants`` that gives kinds of layers their own sizes.
         alibi: ALiBi without a field that says so.
         sinks: a learned sink logit in every layer.
+        state: the recurrence of its layers that keep a state.
         note: what the layer configs cannot say, for the warnings.
     """
 
@@ -40,6 +41,7 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
     variant: str | None = None
     alibi: bool = False
     sinks: bool = False
+    state: str | None = None
     note: str | None = None
 
 

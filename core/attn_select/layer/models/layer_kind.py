@@ -30,8 +30,24 @@ class Layer(NamedTuple):  # a dataclass takes a millisecond to make
     sparse_top_k: int | None = None
 
 
+class StateLayer(NamedTuple):
+    """Layers that keep a state. Fields have the names and units of ``StateConfig``, counts are totals.
+
+    None: its default, or what flags say.
+    """
+
+    recurrence: str | None = None
+    num_heads: int | None = None
+    num_v_heads: int | None = None
+    head_size: int | None = None
+    v_head_size: int | None = None
+    conv_kernel_size: int | None = None
+    chunk_size: int | None = None
+    state_dtype: str | None = None
+
+
 class Reading(NamedTuple):
     """The distinct layers of a model with their counts, in order of appearance, and what should be said about them."""
 
-    layers: list[tuple[Layer, int]]
+    layers: list[tuple[Layer | StateLayer, int]]
     notes: list[str]

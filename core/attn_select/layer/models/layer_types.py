@@ -13,7 +13,10 @@ from attn_select.errors import ModelError
 from attn_select.layer.models.fields import MAX_LAYERS, Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-INDEXED, HYBRID, LINEAR, CROSS = "indexed_attention", "hybrid", "linear_attention", "cross_attention"
+INDEXED, CROSS = "indexed_attention", "cross_attention"
+LINEAR, CONV = "linear_attention", "conv"
+HYBRID = "hybrid"
+"""Attention and a state in one layer."""
 
 _SPELLINGS = {
     "attention": FULL,
@@ -26,7 +29,9 @@ _SPELLINGS = {
     "hybrid_sliding": SLIDING,
 }
 ATTENTION = (FULL, SLIDING, CHUNKED, INDEXED, HYBRID, CROSS)
-NOT_ATTENTION = (LINEAR, "conv", "moe", "mlp")
+NO_ATTENTION = ("moe", "mlp", "none")
+"""Layers of neither attention nor a state; ``none``: attention that was taken out of a model (Nemotron-NAS)."""
+NOT_ATTENTION = (LINEAR, CONV, *NO_ATTENTION)
 UNSUPPORTED = {
     "window_attention": "windows of an image",
     "compressed_sparse_attention": "keys of 4 tokens each, which an indexer chooses, beside a window",
@@ -158,8 +163,8 @@ def _indices(fields: Fields, field: str) -> list[str]:
     listed = fields.list_of(int, field, "layer numbers")
     if listed is None:
         return [FULL if field == "full_attn_idxs" else LINEAR] * _count(fields)
-    attention = set(listed)
-    return [FULL if i in attention else LINEAR for i in range(_count(fields))]
+    attention, rest = set(listed), CONV if field == "full_attn_idxs" else LINEAR
+    return [FULL if i in attention else rest for i in range(_count(fields))]
 
 
 def _flags(fields: Fields, one: str, zero: str) -> list[str] | None:
@@ -200,7 +205,8 @@ def _nemotron_h(fields: Fields) -> list[str]:
         return [LINEAR, "moe", FULL, "mlp"]
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*E-") or len(pattern) > MAX_LAYERS:
         raise fields.wrong("hybrid_override_pattern", pattern, "a string of M (Mamba), * (attention), E and - (MLP)")
-    return [FULL if letter == "*" else LINEAR for letter in pattern]
+    kinds = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}
+    return [kinds[letter] for letter in pattern]
 
 
 def _block_types(fields: Fields) -> list[str]:
@@ -282,7 +288,7 @@ def attention_block(fields: Fields, block: Any) -> dict[str, Any]:
 
 
 def _nemotron_nas(fields: Fields) -> list[str]:
-    return [LINEAR if attention_block(fields, block).get("no_op") else FULL for block in blocks(fields)]
+    return ["none" if attention_block(fields, block).get("no_op") else FULL for block in blocks(fields)]
 
 
 _RULES: dict[str, Callable[..., list[str]]] = {

@@ -10,7 +10,9 @@ from attn_select.errors import ModelError
 from attn_select.layer.models import layer_types as types
 from attn_select.layer.models import variants
 from attn_select.layer.models.fields import Fields
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading
+from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, StateLayer
+from attn_select.layer.models.sizes import head_size
+from attn_select.layer.models.state_layers import state_layer
 from attn_select.layer.models.text import first_architecture
 
 
@@ -48,6 +50,14 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
     left_out: Counter[str] = Counter()
     reading = Reading([], [])
     for (kind, own_heads, own_kv_heads), count in rows.items():
+        if kind in (types.LINEAR, types.CONV, types.HYBRID):
+            state = state_layer(fields)
+            if isinstance(state, StateLayer):
+                reading.layers.append((state, count))
+            else:
+                left_out[f"{types.LINEAR if kind == types.HYBRID else kind}, which are {state}"] += count
+        if kind in (types.LINEAR, types.CONV):
+            continue
         if kind not in types.ATTENTION or (kind == types.INDEXED and not base.mla):
             left_out[kind] += count
             continue
@@ -74,25 +84,26 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
 
 
 def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[str], total: int) -> None:
-    other = Counter({kind: count for kind, count in left_out.items() if kind in types.NOT_ATTENTION})
-    lacking = left_out - other
-    named = ", ".join(f"{count} {kind}{_attends_to(kind)}" for kind, count in left_out.items())
+    """Name the layers that no config describes, and those that have neither attention nor a state."""
+    without = Counter({kind: count for kind, count in left_out.items() if kind in types.NO_ATTENTION})
+    lacking = left_out - without
+    named = ", ".join(f"{count} {_what_it_is(kind)}" for kind, count in left_out.items())
     if not reading.layers and lacking:
-        raise ModelError(f"{fields.where}: no backend has a kernel for its attention layers ({named})")
+        raise ModelError(f"{fields.where}: no backend has a kernel for its layers ({named})")
     if not reading.layers:
-        raise ModelError(f"{fields.where}: no attention layer that an attention config can describe ({named})")
-    if other:
-        named = ", ".join(f"{count} {kind}" for kind, count in other.items())
-        reading.notes.append(f"{other.total()} of {total} layers are left out, not being plain attention: {named}")
+        raise ModelError(f"{fields.where}: no layer has attention or a state ({named})")
+    if without:
+        named = ", ".join(f"{count} {kind}" for kind, count in without.items())
+        reading.notes.append(f"{without.total()} of {total} layers have neither attention nor a state: {named}")
     if lacking:
-        named = ", ".join(f"{count} {kind}{_attends_to(kind)}" for kind, count in lacking.items())
+        named = ", ".join(f"{count} {_what_it_is(kind)}" for kind, count in lacking.items())
         text = f"{lacking.total()} of {total} layers are left out, since no backend has a kernel for them: {named}"
         reading.notes.append(text)
 
 
-def _attends_to(kind: str) -> str:
+def _what_it_is(kind: str) -> str:
     what = types.UNSUPPORTED.get(kind)
-    return f", which attend to {what}" if what else ""
+    return f"{kind}, which attend to {what}" if what else kind
 
 
 def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
@@ -112,23 +123,6 @@ def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
         mm_prefix=mm_prefix,
         mla=mla,
     )
-
-
-def head_size(fields: Fields, heads: int | None) -> int | None:
-    """Return the width of a head: the config's own, else hidden size by heads; None where neither is there."""
-    if fields.integer("head_dim", 0, 8192) == 0:
-        raise fields.wrong("head_dim", 0, "an integer from 1 to 8192, or null")
-    if (size := fields.size("head_dim")) is not None or heads is None:
-        return size
-    hidden = fields.integer("hidden_size")
-    if hidden is None or fields.family.variant == "zamba":
-        return None
-    if hidden % heads or hidden // heads > 8192:
-        raise ModelError(
-            f"{fields.where}: hidden_size = {hidden} by num_attention_heads = {heads} is no head size "
-            "(an integer from 1 to 8192), and there is no head_dim"
-        )
-    return hidden // heads
 
 
 def _mla(fields: Fields, heads: int | None) -> tuple[int, int, int, int] | None:

@@ -19,7 +19,7 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         layers: its ``RadixAttention`` layers.
     """
     try:
-        read = configs_from_model(model_runner.model_config.hf_config).configs
+        read = configs_from_model(model_runner.model_config.hf_config).attention_configs
     except ModelError as error:
         return [f"the model's config does not describe its layers: {error.message}"]
     pool = type(model_runner.token_to_kv_pool).__name__

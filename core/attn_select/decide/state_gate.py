@@ -1,0 +1,40 @@
+"""What the capabilities of a backend say against a layer that keeps a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attn_select.backends.reasons import device_reasons, unsupported
+from attn_select.backends.spec import Reason, StateCapabilities
+from attn_select.layer.state import StateConfig
+from attn_select.machine.device import Device
+
+
+def state_reasons(
+    capabilities: StateCapabilities, config: StateConfig, device: Device, missing: Sequence[Reason]
+) -> list[Reason]:
+    """Return every reason of the capabilities against a layer, and those of missing libraries."""
+    found: list[Reason] = []
+    recurrences, dtypes, stored = capabilities.recurrences, capabilities.dtypes, capabilities.state_dtypes
+    if config.recurrence not in recurrences.value:
+        found.append(unsupported("recurrence", "recurrence", config.recurrence, list(recurrences.value)))
+    found += [*device_reasons(capabilities.compute_capabilities.value, device), *missing]
+    if config.dtype not in dtypes.value:
+        names = list(dtypes.value)
+        found.append(unsupported("dtype", "dtype", config.dtype, names, f"--dtype {names[0]}"))
+    if config.state_dtype not in stored.value:
+        names = list(stored.value)
+        found.append(unsupported("state-dtype", "state dtype", config.state_dtype, names, f"--state-dtype {names[0]}"))
+    for code, what, size, accepted in (
+        ("head-size", "head size", config.head_size, capabilities.head_sizes.value),
+        ("v-head-size", "V head size", config.v_head_size, capabilities.v_head_sizes.value),
+    ):
+        if not accepted.accepts(size):
+            found.append(unsupported(code, what, size, str(accepted)))
+    drafts, most = config.num_speculative_tokens, capabilities.speculative_tokens.value
+    if drafts > most:
+        supported = f"at most {most}" if most else 0
+        found.append(
+            unsupported("speculative-tokens", "speculative tokens", drafts, supported, f"--speculative-tokens {most}")
+        )
+    return found

@@ -1,0 +1,125 @@
+"""The layers of a model that keep a state instead of keys and values: which recurrence, and its sizes.
+
+Fields are those of transformers' config classes (5.23.0), each with the module that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attn_select.errors import ModelError
+from attn_select.layer.models.fields import Fields
+from attn_select.layer.models.layer_kind import StateLayer
+from attn_select.layer.models.sizes import head_size
+
+NO_RECURRENCE = {
+    "jamba": "Mamba-1, whose state decays by another number in every place",
+    "zamba": "Mamba-1, whose state decays by another number in every place",
+    "recurrent_gemma": "RG-LRU, whose state is one number per channel",
+    "lfm2": "short convolutions without a recurrence",
+    "lfm2_moe": "short convolutions without a recurrence",
+}
+"""By model type: what its layers without attention are, where no ``StateConfig`` describes them."""
+
+
+def state_layer(fields: Fields) -> StateLayer | str:
+    """Return what the state layers of a model ask for, or why no ``StateConfig`` describes them.
+
+    Raises:
+        ModelError: a field has a wrong value, or is missing.
+    """
+    if (what := NO_RECURRENCE.get(fields.family.model_type)) is not None:
+        return what
+    read = _READERS.get(fields.family.state or "")
+    return "a recurrence that is not known" if read is None else read(fields)
+
+
+def _needed(fields: Fields, name: str) -> int:
+    if (value := fields.heads(name)) is None:
+        raise ModelError(f"{fields.where}: {name} is missing, which its state layers need")
+    return value
+
+
+def _state_dtype(fields: Fields) -> str:
+    """Return the dtype of states: Qwen3.5 and Nemotron-H name it; float32 is what transformers keeps them in."""
+    for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
+        if isinstance(found := fields.get(name), str):
+            return found
+    return "float32"
+
+
+def _gated_delta_net(fields: Fields) -> StateLayer:
+    """Qwen3-Next, Qwen3.5, OLMo Hybrid (``Qwen3NextGatedDeltaNet``, ``OlmoHybridConfig.__post_init__``)."""
+    heads = fields.heads("linear_num_key_heads") or _needed(fields, "num_attention_heads")
+    v_heads = fields.heads("linear_num_value_heads") or _needed(fields, "num_attention_heads")
+    size = fields.size("linear_key_head_dim") or int(0.75 * _needed(fields, "hidden_size") / heads)
+    return StateLayer(
+        recurrence="gated_delta_net",
+        num_heads=heads,
+        num_v_heads=v_heads,
+        head_size=size,
+        v_head_size=fields.size("linear_value_head_dim") or 2 * size,
+        conv_kernel_size=_needed(fields, "linear_conv_kernel_dim"),
+        state_dtype=_state_dtype(fields),
+    )
+
+
+def _kda(fields: Fields) -> StateLayer:
+    """Kimi Linear, GLM-5.3-Flash, Ling 2.5 (``KimiLinearDeltaAttention``, ``Glm5NextTextConfig``)."""
+    heads = fields.heads("linear_num_heads") or _needed(fields, "num_attention_heads")
+    size = fields.size("linear_head_dim") or head_size(fields, heads)
+    if size is None:
+        raise ModelError(f"{fields.where}: linear_head_dim is missing, which its state layers need")
+    return StateLayer(
+        recurrence="kda",
+        num_heads=heads,
+        num_v_heads=heads,
+        head_size=size,
+        v_head_size=size,
+        conv_kernel_size=_needed(fields, "linear_conv_kernel_dim"),
+        state_dtype=_state_dtype(fields),
+    )
+
+
+def _mamba2(fields: Fields) -> StateLayer:
+    """Nemotron-H, Bamba, Granite 4, Falcon-H1, Zamba2 (their ``Mamba2Mixer`` and ``__post_init__``)."""
+    v_heads = _needed(fields, "mamba_num_heads")
+    width = fields.integer("mamba_head_dim") if fields.get("mamba_head_dim") != "auto" else None
+    if width is None:  # FalconH1Config: mamba_d_ssm is the width of all heads together
+        every = fields.integer("mamba_d_ssm") or _needed(fields, "mamba_expand") * _needed(fields, "hidden_size")
+        width = every // v_heads
+    return StateLayer(
+        recurrence="mamba2",
+        num_heads=_needed(fields, "mamba_groups"),
+        num_v_heads=v_heads,
+        head_size=_needed(fields, "mamba_state_size"),
+        v_head_size=width,
+        conv_kernel_size=_needed(fields, "mamba_conv_kernel"),
+        chunk_size=_needed(fields, "mamba_chunk_size"),
+        state_dtype=_state_dtype(fields),
+    )
+
+
+def _lightning(fields: Fields) -> StateLayer:
+    """MiniMax (``MiniMaxLightningAttention``): it has no convolution, and blocks for chunks."""
+    heads = _needed(fields, "num_attention_heads")
+    size = head_size(fields, heads)
+    if size is None:
+        raise ModelError(f"{fields.where}: head_dim (or hidden_size) is missing, which its state layers need")
+    return StateLayer(
+        recurrence="lightning",
+        num_heads=heads,
+        num_v_heads=heads,
+        head_size=size,
+        v_head_size=size,
+        conv_kernel_size=0,
+        chunk_size=_needed(fields, "block_size"),
+    )
+
+
+_READERS: dict[str, Callable[[Fields], StateLayer]] = {
+    "gated_delta_net": _gated_delta_net,
+    "kda": _kda,
+    "mamba2": _mamba2,
+    "lightning": _lightning,
+}
