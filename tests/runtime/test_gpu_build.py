@@ -28,7 +28,11 @@ pytestmark = pytest.mark.gpu
 HEADS = AttentionConfig(num_heads=8, num_kv_heads=2, head_size=128)
 LATENT = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 SPECS = load_plugins().specs
-DENSE = [name for name, spec in SPECS.items() if not any(c.sparse for c in spec.capabilities.values())]
+DENSE = [
+    name
+    for name, spec in SPECS.items()
+    if not any(c.sort in ("sparse_mla", "state") for c in spec.capabilities.values())
+]
 HEADED = [name for name in DENSE if not any(c.mla for c in SPECS[name].capabilities.values())]
 STEPS, REQUESTS, MOST_TOKENS = 50, 8, 1024
 SLEEP_CYCLES = 4_000_000_000

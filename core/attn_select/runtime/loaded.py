@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -177,7 +178,7 @@ def workspace_line(reserved: Mapping[str, int]) -> str:
     return f"{'workspace':<10} {byte_text(sum(reserved.values()))} ({each})"
 
 
-def device_of(selection: Selection, device: torch.device | str | None) -> torch.device:
+def device_of(selection: Selection[Any], device: torch.device | str | None) -> torch.device:
     """Return where the layers run, a CUDA device with its index.
 
     Raises:

@@ -79,7 +79,8 @@ class DraftTreeGroup(LayerGroup):
                 fields=["dispatch"],
             )
         fields = {"draft_tree": False, "output_quantization": "none"}
-        part = replace(selection, config=selection.config.model_copy(update=fields))
+        whole: Selection[Any] = selection
+        part = replace(whole, config=whole.config.model_copy(update=fields))
         made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
         self.plain = AttentionGroup(part, device, capacity, **made)
         self.context = AttentionGroup(part, device, capacity, **made)

@@ -26,6 +26,7 @@ from attn_select.decide.selection import Selection
 from attn_select.decide.shared_cache import shared_cache
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
 from attn_select.layer.dtypes import is_quantized
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.layouts import LAYOUTS, MLA
 from attn_select.machine.device import CPU, Device, lookup
 from attn_select.machine.environment import (
@@ -201,7 +202,7 @@ def codes_of(spec: BackendSpec, config: AttentionConfig, *args: Any, **kwargs: A
 
 
 def outcomes(
-    spec: BackendSpec, config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions
+    spec: BackendSpec, config: LayerConfig, device: Device, environment: Environment, options: BackendOptions
 ) -> Outcomes:
     """Ask the gate about every phase."""
     served = [phase for phase in config.phases if phase in spec.capabilities]
@@ -224,14 +225,14 @@ def shared_layouts(plans: Mapping[Phase, BackendPlan]) -> list[str]:
     return [name for name in readers[0] if all(name in layouts for layouts in readers)] if readers else []
 
 
-class EmulatedSelection(Selection):
+class EmulatedSelection(Selection[Any]):
     """A selection whose layers run on any device, whichever it was made for: its kernels are emulated there."""
 
     __slots__ = ()
     runs_anywhere = True
 
     @classmethod
-    def of(cls, selection: Selection) -> EmulatedSelection:
+    def of(cls, selection: Selection[Any]) -> EmulatedSelection:
         """Return a selection as one whose kernels are emulated."""
         return cls(**{field.name: getattr(selection, field.name) for field in dataclasses.fields(selection)})
 
@@ -239,12 +240,12 @@ class EmulatedSelection(Selection):
 def selection_for(
     spec: BackendSpec,
     plans: Mapping[Phase, BackendPlan],
-    config: AttentionConfig,
+    config: LayerConfig,
     device: Device,
     environment: Environment,
     options: BackendOptions,
     layout_choice: int = 0,
-) -> Selection | None:
+) -> Selection[Any] | None:
     """Return what ``select`` would return if ``spec`` were the only backend; None: the phases share no cache.
 
     Args:
@@ -278,7 +279,7 @@ def selection_for(
 
 def selection_of(
     spec: BackendSpec,
-    config: AttentionConfig,
+    config: LayerConfig,
     where: Where = "h100",
     *,
     layout: str | None = None,
@@ -286,7 +287,7 @@ def selection_of(
     environment: Environment | None = None,
     options: Mapping[str, Any] | None = None,
     **stated: Any,
-) -> Selection:
+) -> Selection[Any]:
     """Return what ``select`` would return if ``spec`` were the only backend; arguments as in ``ask``, and:
 
     Args:

@@ -19,6 +19,7 @@ from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TRITON
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.facts.torch_mla_sparse import TORCH_MLA_SPARSE
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
+from attn_select_torch.facts.torch_state import TORCH_STATE
 from attn_select_torch.plugin import attn_select_register_backends
 
 SPECS = (TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE)
@@ -267,7 +268,7 @@ def test_every_fact_has_a_source(spec: BackendSpec) -> None:
 
 
 def test_registers_all_backends() -> None:
-    assert tuple(attn_select_register_backends()) == SPECS
+    assert tuple(attn_select_register_backends()) == (*SPECS, TORCH_STATE)
 
 
 def test_registration_imports_no_torch() -> None:

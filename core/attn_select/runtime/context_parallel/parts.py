@@ -43,7 +43,7 @@ def check_selection(selection: Selection, context_parallel: ContextParallel, dis
         raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
 
 
-def part_of(selection: Selection, num_heads: int, **changes: Any) -> Selection:
+def part_of(selection: Selection[Any], num_heads: int, **changes: Any) -> Selection:
     """Return the selection for one rank's kernels: plain layers of ``num_heads`` query heads.
 
     Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so. An

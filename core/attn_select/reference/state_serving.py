@@ -1,0 +1,214 @@
+"""Requests served through one layer that keeps a state, each token compared with the float64 recurrence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_select.decide.selection import Selection
+from attn_select.layer.state import StateConfig
+from attn_select.reference.comparison import ErrorBound, RelativeError
+from attn_select.reference.oracle_state import conv_reference, state_reference
+from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime.metadata import decodes_first
+from attn_select.runtime.states import LinearAttention, StateGroup, StatePool
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+
+STATE_BOUNDS = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
+"""Relative errors of an output's norm that are accepted, by the coarser of compute and state dtype: the inputs of the
+recurrence are rounded once behind the convolution, its state after each step."""
+
+
+def state_bound(config: StateConfig) -> ErrorBound:
+    """Return the errors of a layer's outputs that are accepted, as ``state_error`` has them."""
+    coarser = max(config.dtype, config.state_dtype, key=lambda name: STATE_BOUNDS[name])
+    norm = STATE_BOUNDS[coarser]
+    return ErrorBound(norm, 5 * norm, 0.0, f"{coarser}, rounded behind the convolution and in the state")
+
+
+def state_error(actual: Tensor, reference: Tensor, usual: Tensor) -> RelativeError:
+    """Return the errors of outputs ``(T, num_v_heads, v_head_size)``, of all and of the worst row.
+
+    Args:
+        usual: ``(T, num_v_heads)``, the norm that a row has where the query's direction is any. A row counts as no
+            smaller: where a query and what the state holds are nearly orthogonal, the output is near 0, and its error
+            is not.
+    """
+    if not actual.isfinite().all():
+        return RelativeError(torch.inf, torch.inf)
+    rows = torch.linalg.vector_norm(reference, dim=-1).maximum(usual)
+    difference = torch.linalg.vector_norm(actual.double() - reference, dim=-1)
+    return RelativeError(float(difference.norm() / rows.norm()), float((difference / rows).max()))
+
+
+@dataclass(slots=True)
+class Tokens:
+    """The inputs of one request's tokens in a step, in float32 but for the channels."""
+
+    channels: Tensor
+    log_decay: Tensor
+    write_strength: Tensor | None
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the reference knows of a request: its state and window, and those behind each token of its last step."""
+
+    state: Tensor | None = None
+    window: Tensor | None = None
+    states: list[Tensor] = field(default_factory=list)
+    windows: list[Tensor | None] = field(default_factory=list)
+
+
+class StateServing:
+    """Serves requests through one layer. All slots hold NaN at the start and when a request gives them back.
+
+    Args:
+        selection: of the layer, for this machine.
+        num_slots: slots of the pool.
+        seed: of the weights and inputs.
+        device: where tensors live; None: the selection's.
+
+    Attributes:
+        config, group, pool, cache: what it serves with.
+        seconds: of the last step: slots, metadata and the layer, host time with the device idle at the end.
+    """
+
+    def __init__(
+        self, selection: Selection[StateConfig], num_slots: int, seed: int, device: torch.device | str | None = None
+    ) -> None:
+        self.config = selection.config
+        self.group = StateGroup(selection, device)
+        self.pool = StatePool(num_slots, self.config.num_speculative_tokens)
+        self.cache = self.group.allocate(num_slots)
+        self._draw = torch.Generator().manual_seed(seed)
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._dtype = PLAIN_DTYPES[self.config.dtype]
+        if self.config.conv_kernel_size:
+            self._weight = (self._normal(self.config.conv_dim, self.config.conv_kernel_size) * 0.5).to(self._dtype)
+            self._bias = (self._normal(self.config.conv_dim) * 0.1).to(self._dtype)
+        self.layer = LinearAttention(self.group, self._on_device(self._weight), self._on_device(self._bias))
+        self._known: dict[object, _Known] = {}
+        self.seconds = 0.0
+        self._poison(list(range(num_slots)))
+
+    def add(self, request: object) -> None:
+        """Add a request, whose state is zero."""
+        self.pool.add(request)
+        self._known[request] = _Known()
+
+    def fork(self, source: object, target: object) -> None:
+        """Add ``target`` with the state of ``source``."""
+        self.pool.fork(source, target)
+        known = self._known[source]
+        self._known[target] = _Known(known.state, known.window)
+
+    def free(self, request: object) -> None:
+        """Give back a request's slots, which hold NaN then unless another request holds them too."""
+        slots = self.pool.slots_of(request)
+        self.pool.free(request)
+        del self._known[request]
+        held = {slot for other in self._known for slot in self.pool.slots_of(other)}
+        self._poison([slot for slot in slots if slot not in held])
+
+    def accept(self, request: object, num_tokens: int) -> None:
+        """Keep the first tokens of the request's last step, a decode with drafts."""
+        self.pool.accept(request, num_tokens)
+        known = self._known[request]
+        known.state, known.window = known.states[num_tokens - 1], known.windows[num_tokens - 1]
+
+    def drafts_of(self, request: object) -> int:
+        """Return how many states the request's last step wrote: ``accept`` takes from 1 to as many."""
+        return self.pool.written_of(request)
+
+    def step(self, num_tokens: Mapping[Any, int]) -> RelativeError:
+        """Run a step of random inputs; return the error of all its outputs against the reference."""
+        found, drawn = self.run(num_tokens)
+        expected, usual = zip(*[self._reference(name, tokens) for name, tokens in drawn.items()], strict=True)
+        return state_error(found.cpu(), torch.cat(expected), torch.cat(usual))
+
+    def run(self, num_tokens: Mapping[Any, int]) -> tuple[Tensor, dict[Any, Tokens]]:
+        """Run a step of random inputs; return its output, decodes first, and the inputs. The reference lags behind."""
+        names = list(num_tokens)
+        order = decodes_first([num_tokens[name] for name in names], self.config.max_decode_query_len)
+        lens = {names[i]: num_tokens[names[i]] for i in order}
+        drawn = {name: self._drawn(count) for name, count in lens.items()}
+        strengths = [each.write_strength for each in drawn.values() if each.write_strength is not None]
+        device, counts = self.group.device, list(lens.values())
+        channels = torch.cat([each.channels for each in drawn.values()]).to(device)
+        log_decay = torch.cat([each.log_decay for each in drawn.values()]).to(device)
+        strength = torch.cat(strengths).to(device) if strengths else None
+        began = time.perf_counter()
+        metadata = self.group.build(prepare_batch(counts, counts, device=device), self.pool.step(lens))
+        found = self.layer(channels, log_decay, strength, self.cache, metadata)
+        if found.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - began
+        return found, drawn
+
+    def _reference(self, request: object, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the norms that they have for queries of any direction."""
+        config, known = self.config, self._known[request]
+        inputs = tokens.channels.double()
+        mixed = inputs
+        if self._weight is not None:
+            mixed = conv_reference(inputs, self._weight, self._bias, known.window)
+            width = config.conv_kernel_size - 1
+            before = torch.zeros(width, config.conv_dim).double() if known.window is None else known.window
+            rows = torch.cat([before, inputs])
+            known.windows = [rows[i + 1 : i + 1 + width] for i in range(len(inputs))]
+        else:
+            known.windows = [None] * len(inputs)
+        keys, values = (config.num_heads, config.head_size), (config.num_v_heads, config.v_head_size)
+        shapes = [values if name == "value" else keys for name in config.rule.channels]
+        split = torch.split(mixed, [heads * size for heads, size in shapes], dim=-1)
+        named = {
+            name: each.reshape(-1, *shape)
+            for name, each, shape in zip(config.rule.channels, split, shapes, strict=True)
+        }
+        output, states = state_reference(
+            config,
+            named["query"],
+            named["key"],
+            named["value"],
+            tokens.log_decay,
+            tokens.write_strength,
+            known.state,
+        )
+        known.states = list(states)
+        known.state, known.window = known.states[-1], known.windows[-1]
+        length = torch.linalg.vector_norm(named["query"], dim=-1).repeat_interleave(values[0] // keys[0], dim=1)
+        if config.rule.normalized:
+            length = torch.ones_like(length)
+        scale = 1.0 if not config.rule.scaled else config.head_size**-0.5
+        return output, scale * length * torch.linalg.matrix_norm(states) / config.head_size**0.5
+
+    def _drawn(self, count: int) -> Tokens:
+        config = self.config
+        width = 2 * config.num_heads * config.head_size + config.num_v_heads * config.v_head_size
+        channels = self._normal(count, width)
+        if not config.rule.normalized:  # a sum of many products: keep it near 1
+            channels = channels * config.head_size**-0.25
+        heads: tuple[int, ...] = (count, config.num_v_heads)
+        decays = (*heads, config.head_size) if config.rule.decay == "channel" else heads
+        # From a memory of thousands of tokens to none: a chunk's decays multiply to less than a float32 holds.
+        log_decay = -torch.exp(self._normal(*decays) * 2.5 - 1.0).clamp(max=60.0)
+        strength = torch.sigmoid(self._normal(*heads)) if config.rule.writes else None
+        return Tokens(channels.to(self._dtype), log_decay, strength)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._draw)
+
+    def _on_device(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.group.device)
+
+    def _poison(self, slots: list[int]) -> None:
+        self.cache.state[slots] = torch.nan
+        if self.cache.conv is not None:
+            self.cache.conv[slots] = torch.nan

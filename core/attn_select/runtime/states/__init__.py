@@ -1,0 +1,29 @@
+"""Layers that keep a state of fixed size per request instead of keys and values (``attn_select.layer.state``).
+
+An engine's path: ``StateGroup(select(config))``, ``group.allocate(num_slots)`` per layer, per step ``StatePool.step``
+and ``group.build``, per layer ``LinearAttention``.
+"""
+
+from attn_select.runtime.states.gathered import GatheredStateImpl, gathered_states
+from attn_select.runtime.states.linear_attention import LinearAttention
+from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
+from attn_select.runtime.states.state_batch import StateMetadata, StatePart
+from attn_select.runtime.states.state_cache import StateCache
+from attn_select.runtime.states.state_group import StateGroup
+from attn_select.runtime.states.state_pool import OutOfSlotsError, StatePool, StateSlots
+
+__all__ = [
+    "GatheredStateImpl",
+    "LinearAttention",
+    "OutOfSlotsError",
+    "StateBackend",
+    "StateCache",
+    "StateContext",
+    "StateGroup",
+    "StateImpl",
+    "StateMetadata",
+    "StatePart",
+    "StatePool",
+    "StateSlots",
+    "gathered_states",
+]

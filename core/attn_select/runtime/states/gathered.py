@@ -1,0 +1,104 @@
+"""``GatheredStateImpl``: for kernels that take the states of a batch in one tensor, and return them in another."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from attn_select.layer.config import Phase
+from attn_select.runtime.states.state_backend import StateImpl
+from attn_select.runtime.states.state_batch import StatePart
+
+
+def gathered_states(states: Tensor, part: StatePart) -> Tensor:
+    """Return the states that the requests of a part read, float32 ``(B, …)`` in the layout of ``states``, as a copy."""
+    # Filled, not multiplied: a free slot may hold NaN.
+    starts = (part.read_slots < 0).view(-1, *[1] * (states.ndim - 1))
+    return states[part.read_slots.clamp(min=0)].float().masked_fill(starts, 0.0)
+
+
+class GatheredStateImpl(StateImpl):
+    """Gathers the states that a part of a step reads, runs the kernel, and writes what it returns.
+
+    Decodes run token by token, so that the state behind each draft can be kept.
+    """
+
+    @abstractmethod
+    def one_token(
+        self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of one token of B requests and their states behind it.
+
+        Args:
+            query, key: ``(B, num_heads, head_size)``.
+            value: ``(B, num_v_heads, v_head_size)``; ``log_decay`` and ``strength`` likewise, as in ``forward``.
+            state: float32 ``(B, num_v_heads, …)`` in the layout of the context; may be written to.
+        """
+
+    @abstractmethod
+    def varlen(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        strength: Tensor | None,
+        state: Tensor,
+        part: StatePart,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of T tokens of B requests and their states behind the last ones; as ``one_token``."""
+
+    def forward(
+        self,
+        phase: Phase,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        write_strength: Tensor | None,
+        states: Tensor,
+        part: StatePart,
+        output: Tensor,
+    ) -> None:
+        """Run a part of a step, as ``StateImpl.forward`` documents it."""
+        state = gathered_states(states, part)
+        if phase == "prefill":
+            found, last = self.varlen(query, key, value, log_decay, write_strength, state, part)
+            output.copy_(found)
+            states[part.write_slots] = last.to(states.dtype)
+            return
+        tokens = (query, key, value, log_decay, write_strength)
+        if part.max_query_len == 1:
+            found, last = self.one_token(*tokens, state)
+            output.copy_(found)
+            states[part.write_slots] = last.to(states.dtype)
+            return
+        self._drafts(tokens, state, states, part, output)
+
+    def _drafts(
+        self,
+        tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+        state: Tensor,
+        states: Tensor,
+        part: StatePart,
+        output: Tensor,
+    ) -> None:
+        """Run token i of all requests that have as many, one after the other."""
+        bounds = part.query_start_loc_cpu.long()
+        lens = bounds.diff()
+        for i in range(part.max_query_len):
+            running = (lens > i).nonzero().flatten().to(output.device)
+            at = (bounds[:-1][lens > i] + i).to(output.device)
+            query, key, value, log_decay, strength = (None if each is None else each[at] for each in tokens)
+            assert query is not None
+            assert key is not None
+            assert value is not None
+            assert log_decay is not None
+            found, behind = self.one_token(query, key, value, log_decay, strength, state[running])
+            state[running] = behind
+            output[at] = found.to(output.dtype)
+            if part.token_slots is not None:
+                slots = part.token_slots[running, i]
+                states[slots[slots >= 0]] = behind[slots >= 0].to(states.dtype)
+        states[part.write_slots] = state.to(states.dtype)

@@ -1,0 +1,155 @@
+"""``LinearAttention``: one layer that keeps a state, from the projected inputs to the output of the recurrence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attn_select.errors import ConfigError
+from attn_select.layer.config import Phase
+from attn_select.runtime.metadata import BatchError
+from attn_select.runtime.states.state_backend import StateImpl
+from attn_select.runtime.states.state_batch import StateMetadata, StatePart
+from attn_select.runtime.states.state_cache import StateCache
+from attn_select.runtime.states.state_conv import causal_conv
+from attn_select.runtime.states.state_group import StateGroup
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+
+
+class LinearAttention(nn.Module):
+    """One layer of a group that keeps a state, for inference: no gradient flows through it.
+
+    Args:
+        group: the group of layers that it belongs to.
+        conv_weight: ``(conv_dim, conv_kernel_size)``, oldest token first; required with a convolution.
+        conv_bias: ``(conv_dim,)``, or None.
+        skip: ``(num_v_heads,)``, factors by which values are added to the output (D of Mamba-2), or None.
+
+    Raises:
+        ConfigError: the weights of the convolution are missing or unwanted, or a tensor has the wrong shape.
+    """
+
+    def __init__(
+        self,
+        group: StateGroup,
+        conv_weight: Tensor | None = None,
+        conv_bias: Tensor | None = None,
+        *,
+        skip: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, config = group, group.config
+        wanted = (config.conv_dim, config.conv_kernel_size)
+        if (conv_weight is None) is (config.conv_kernel_size > 0):
+            text = "is missing" if conv_weight is None else "is given"
+            raise ConfigError(
+                f"conv_weight {text} with conv_kernel_size = {config.conv_kernel_size} (accepted: "
+                f"{f'a tensor {wanted}' if config.conv_kernel_size else 'None'})",
+                fields=["conv_weight"],
+            )
+        for name, tensor, shape in (
+            ("conv_weight", conv_weight, wanted),
+            ("conv_bias", conv_bias, wanted[:1]),
+            ("skip", skip, (config.num_v_heads,)),
+        ):
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)} (accepted: {shape})", fields=[name])
+        self._conv_weight, self._conv_bias, self._skip = conv_weight, conv_bias, skip
+        made: dict[type[object], StateImpl] = {}
+        self.impls: dict[Phase, StateImpl] = {}
+        for phase, (backend, context) in group.served.items():
+            if backend not in made:
+                made[backend] = backend.impl_cls(context)
+            self.impls[phase] = made[backend]
+        keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
+        self._widths = {"query": keys, "key": keys, "value": values}
+        self._order = config.rule.channels
+
+    def forward(
+        self,
+        channels: Tensor,
+        log_decay: Tensor,
+        write_strength: Tensor | None,
+        cache: StateCache,
+        metadata: StateMetadata,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step: the convolution, then the recurrence. The states that the metadata names are written.
+
+        Args:
+            channels: ``dtype`` ``(T, width)``, queries, keys and values side by side, all heads of one behind those of
+                another, in the order of ``config.rule.channels``; T may be larger than the step's tokens.
+            log_decay: float32 ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``: at most 0.
+            write_strength: float32 ``(T, num_v_heads)``; None for lightning attention, which has none.
+            cache: the layer's states.
+            metadata: of the step.
+            output: ``dtype`` ``(T, num_v_heads, v_head_size)``; None: a new tensor.
+
+        Returns:
+            The output. Its rows behind the step's tokens are left alone.
+
+        Raises:
+            BatchError: a tensor has the wrong shape or dtype; it is named, with what is accepted.
+        """
+        config, tokens = self.group.config, metadata.num_actual_tokens
+        self._check(channels, log_decay, write_strength, metadata, output)
+        if output is None:
+            shape = (channels.shape[0], config.num_v_heads, config.v_head_size)
+            output = torch.empty(shape, dtype=channels.dtype, device=channels.device)
+        mixed = channels[:tokens]
+        if self._conv_weight is not None:
+            assert cache.conv is not None
+            assert metadata.conv is not None
+            mixed = causal_conv(mixed, self._conv_weight, self._conv_bias, cache.conv, metadata.conv)
+        widths = [self._widths[name] for name in self._order]
+        by_name = dict(zip(self._order, torch.split(mixed, widths, dim=-1), strict=True))
+        query = by_name["query"].reshape(tokens, config.num_heads, config.head_size)
+        key = by_name["key"].reshape(tokens, config.num_heads, config.head_size)
+        value = by_name["value"].reshape(tokens, config.num_v_heads, config.v_head_size)
+        parts: dict[Phase, StatePart | None] = {"decode": metadata.decode, "prefill": metadata.prefill}
+        for phase, part in parts.items():
+            if part is None:
+                continue
+            own = slice(part.first_token, part.first_token + part.num_tokens)
+            self.impls[phase].forward(
+                phase,
+                query[own],
+                key[own],
+                value[own],
+                log_decay[own],
+                None if write_strength is None else write_strength[own],
+                cache.state,
+                part,
+                output[own],
+            )
+        if self._skip is not None:
+            output[:tokens] += (self._skip[:, None] * value).to(output.dtype)
+        return output
+
+    def _check(
+        self,
+        channels: Tensor,
+        log_decay: Tensor,
+        write_strength: Tensor | None,
+        metadata: StateMetadata,
+        output: Tensor | None,
+    ) -> None:
+        config = self.group.config
+        dtype, rows = PLAIN_DTYPES[config.dtype], channels.shape[0]
+        heads: tuple[int, ...] = (rows, config.num_v_heads)
+        decays = (*heads, config.head_size) if config.rule.decay == "channel" else heads
+        for name, tensor, shape, wanted in (
+            ("channels", channels, (rows, sum(self._widths.values())), dtype),
+            ("log_decay", log_decay, decays, torch.float32),
+            ("write_strength", write_strength, heads, torch.float32),
+            ("output", output, (*heads, config.v_head_size), dtype),
+        ):
+            if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype is not wanted):
+                seen = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise BatchError(f"{name} is {seen}: accepted is {wanted} {shape}")
+        if rows < metadata.num_actual_tokens:
+            raise BatchError(f"channels has {rows} rows, and the step has {metadata.num_actual_tokens} tokens")
+        if (write_strength is None) is config.rule.writes:
+            accepted = f"float32 {heads}" if config.rule.writes else "None"
+            seen = "None" if write_strength is None else "a tensor"
+            raise BatchError(f"write_strength is {seen} with recurrence {config.recurrence} (accepted: {accepted})")

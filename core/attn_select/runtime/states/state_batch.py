@@ -1,0 +1,182 @@
+"""One step of layers that keep a state: its decodes and prefills, the slots they read and write, their convolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attn_select.layer.state import StateConfig
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.states.state_pool import FROM_ZERO, StateSlots
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StatePart:
+    """The decodes of a step or its prefills: B requests and T tokens.
+
+    Attributes:
+        first_token: where its tokens begin in the step.
+        num_tokens: T.
+        query_start_loc: int32 ``(B + 1,)`` on the device, prefix sums of the query lengths, from 0.
+        query_start_loc_cpu: the same on the host.
+        max_query_len: the longest query.
+        read_slots: int64 ``(B,)`` on the device, the slot of each request's state before the step; -1: it is zero.
+        write_slots: int64 ``(B,)`` on the device, where the state behind a request's last token goes.
+        token_slots: int64 ``(B, 1 + num_speculative_tokens)`` on the device, where the state behind each token goes; -1
+            for nowhere. None where no request keeps more than the last one.
+    """
+
+    first_token: int
+    num_tokens: int
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    max_query_len: int
+    read_slots: Tensor
+    write_slots: Tensor
+    token_slots: Tensor | None
+
+    @property
+    def num_reqs(self) -> int:
+        """B."""
+        return self.read_slots.shape[0]
+
+
+@dataclass(slots=True)
+class ConvIndices:
+    """What the convolution of a step gathers, as rows of the requests' windows with the step's inputs behind them.
+
+    Attributes:
+        read_slots: int64 ``(B,)`` on the device, as in ``StatePart``, of all requests.
+        taps: int64 ``(T, conv_kernel_size)`` on the device, the rows that each token sees, oldest first.
+        write_slots: int64 ``(W,)`` on the device, the slots that get a new window.
+        windows: int64 ``(W, conv_kernel_size - 1)`` on the device, the rows of each.
+    """
+
+    read_slots: Tensor
+    taps: Tensor
+    write_slots: Tensor
+    windows: Tensor
+
+
+@dataclass(slots=True)
+class StateMetadata:
+    """One step, the same for all layers of a kind. Treat as immutable.
+
+    Attributes:
+        num_actual_tokens: tokens of the step; what lies behind is neither read nor written.
+        decode: the requests whose query is no longer than a decode's; None where there are none.
+        prefill: the others; None where there are none.
+        conv: what convolutions gather; None for layers without one.
+    """
+
+    num_actual_tokens: int
+    decode: StatePart | None
+    prefill: StatePart | None
+    conv: ConvIndices | None
+
+
+def build_states(
+    config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int | None, device: torch.device
+) -> StateMetadata:
+    """Return the metadata of a step. It reads host copies only.
+
+    Raises:
+        BatchError: the slots are of another number of requests, lie outside the pool, are written twice, or a decode
+            stands behind a prefill.
+    """
+    _check_slots(config, common, slots, num_slots)
+    split = split_decodes_and_prefills(common, config.max_decode_query_len)
+    bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
+    decodes = split.num_decodes
+
+    def part(first: int, last: int) -> StatePart | None:
+        if first == last:
+            return None
+        own = common.requests(first, last)
+        each = slots.write[first:last]
+        table = None
+        if any(len(writes) > 1 for writes in each):
+            host = np.full((last - first, config.max_decode_query_len), FROM_ZERO, dtype=np.int64)
+            for row, writes in enumerate(each):
+                # One slot is that of the last token, whichever that is.
+                end = int(bounds[first + row + 1] - bounds[first + row])
+                host[row, end - len(writes) : end] = writes
+            table = to_device(torch.from_numpy(host), device)
+        return StatePart(
+            int(bounds[first]),
+            own.num_actual_tokens,
+            own.query_start_loc,
+            own.query_start_loc_cpu,
+            own.max_query_len,
+            to_device(torch.tensor(slots.read[first:last], dtype=torch.int64), device),
+            to_device(torch.tensor([writes[-1] for writes in each], dtype=torch.int64), device),
+            table,
+        )
+
+    conv = _conv_indices(config.conv_kernel_size, bounds, slots, device) if config.conv_kernel_size else None
+    return StateMetadata(common.num_actual_tokens, part(0, decodes), part(decodes, common.num_reqs), conv)
+
+
+def _check_slots(
+    config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int | None
+) -> None:
+    count = common.num_reqs
+    if not len(slots.read) == len(slots.write) == count:
+        text = f"slots of {len(slots.read)} requests that read and {len(slots.write)} that write"
+        raise BatchError(f"{text}, of a batch of {count}: accepted is one entry per request", hint="StatePool.step")
+    lens = common.query_lens_cpu.tolist()
+    for request, (writes, tokens) in enumerate(zip(slots.write, lens, strict=True)):
+        if len(writes) not in (1, tokens) or len(writes) > config.max_decode_query_len:
+            text = f"request {request} of {tokens} tokens writes {len(writes)} states"
+            raise BatchError(f"{text}: accepted is 1, or in a decode with drafts one per token")
+    written = [slot for writes in slots.write for slot in writes]
+    if len(set(written)) < len(written):
+        twice = next(slot for slot in written if written.count(slot) > 1)
+        raise BatchError(f"slot {twice} is written twice in one step: accepted is a slot of its own for each state")
+    most = num_slots if num_slots is not None else 2**31
+    for name, least, found in (("read", FROM_ZERO, slots.read), ("write", 0, written)):
+        wrong = next((slot for slot in found if not least <= slot < most), None)
+        if wrong is not None:
+            raise BatchError(f"slot {wrong} to {name}: accepted are {least} to {most - 1}")
+    others = {slot: request for request, writes in enumerate(slots.write) for slot in writes}
+    for request, slot in enumerate(slots.read):
+        if others.get(slot, request) != request:
+            raise BatchError(
+                f"request {request} reads slot {slot}, which request {others[slot]} writes in the same step"
+            )
+
+
+def _conv_indices(width: int, bounds: Indices, slots: StateSlots, device: torch.device) -> ConvIndices:
+    """Return the rows that a convolution gathers: request r's window is rows ``r * (width - 1)`` on."""
+    count, before = len(slots.read), width - 1
+    lens = np.diff(bounds)
+    request = np.repeat(np.arange(count), lens)
+    offset = np.arange(bounds[-1]) - bounds[request]
+
+    def rows(request: Indices, last: Indices, taps: int) -> Indices:
+        """Return the rows of the ``taps`` inputs that end with input ``last`` of each request."""
+        place = last[:, None] - (taps - 1) + np.arange(taps)
+        in_window = request[:, None] * before + before + place
+        in_step = count * before + bounds[request][:, None] + place
+        return np.where(place < 0, in_window, in_step)
+
+    owners = np.repeat(np.arange(count), [len(writes) for writes in slots.write])
+    last = np.concatenate([np.arange(n - len(writes), n) for n, writes in zip(lens, slots.write, strict=True)])
+    written = [slot for writes in slots.write for slot in writes]
+
+    def on_device(values: Indices) -> Tensor:
+        return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
+
+    return ConvIndices(
+        on_device(np.array(slots.read, dtype=np.int64)),
+        on_device(rows(request, offset, width)),
+        on_device(np.array(written, dtype=np.int64)),
+        on_device(rows(owners, last, before)),
+    )

@@ -1,0 +1,29 @@
+"""The causal convolution before a recurrence: one filter per channel, then SiLU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attn_select.runtime.states.state_batch import ConvIndices
+
+
+def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, where: ConvIndices) -> Tensor:
+    """Return the convolution of a step's inputs, and write the windows of its states.
+
+    Computed in float32, since every token is rounded once then, whatever the chunks of its request.
+
+    Args:
+        inputs: ``(T, conv_dim)``.
+        weight: ``(conv_dim, conv_kernel_size)``, oldest first, as in ``torch.nn.Conv1d``.
+        bias: ``(conv_dim,)`` or None.
+        windows: ``(num_slots, conv_kernel_size - 1, conv_dim)``.
+        where: what is gathered.
+    """
+    starts = where.read_slots < 0
+    before = windows[where.read_slots.clamp(min=0)].masked_fill(starts[:, None, None], 0.0)
+    rows = torch.cat([before.flatten(0, 1).to(inputs.dtype), inputs])
+    windows[where.write_slots] = rows[where.windows].to(windows.dtype)
+    found = torch.einsum("twc,cw->tc", rows[where.taps].float(), weight.float())
+    return functional.silu(found if bias is None else found + bias.float()).to(inputs.dtype)

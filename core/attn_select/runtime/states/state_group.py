@@ -1,0 +1,89 @@
+"""``StateGroup``: the layers of one kind that keep a state, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.selection import Selection
+from attn_select.errors import ConfigError, show
+from attn_select.layer.config import Phase
+from attn_select.layer.state import StateConfig
+from attn_select.runtime.loaded import device_of
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.states.state_backend import StateBackend, StateContext
+from attn_select.runtime.states.state_batch import StateMetadata, build_states
+from attn_select.runtime.states.state_cache import StateCache, allocate_states
+from attn_select.runtime.states.state_pool import StateSlots
+
+
+class StateGroup:
+    """Loads the backends of a selection, allocates states and builds the metadata that its layers share.
+
+    Args:
+        selection: of a ``StateConfig``.
+        device: where the layers run; None: the device of the selection.
+
+    Attributes:
+        selection, config, device: as given.
+        served: the backend and its context per phase.
+
+    Raises:
+        ConfigError: ``selection`` is none of a ``StateConfig``, or it is for another device.
+        NoBackendError: a phase has no backend.
+        RuntimeMissingError, ImportError: a backend cannot be loaded.
+    """
+
+    def __init__(self, selection: Selection[StateConfig], device: torch.device | str | None = None) -> None:
+        if not isinstance(selection, Selection) or not isinstance(selection.config, StateConfig):
+            text = f"selection = {show(selection)}: accepted is what attn_select.select returns for a StateConfig"
+            raise ConfigError(text, fields=["selection"])
+        selection.require()
+        assert selection.kv_layout is not None
+        self.selection, self.config = selection, selection.config
+        self.device = device_of(selection, device)
+        self._layout = selection.kv_layout
+        self._num_slots: int | None = None
+        specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
+        self.served: dict[Phase, tuple[type[StateBackend], StateContext]] = {}
+        for name, plans in selection.plans_by_backend().items():
+            made = self._serve(specs[name], plans)
+            self.served.update(dict.fromkeys(plans, made))
+
+    def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan]) -> tuple[type[StateBackend], StateContext]:
+        backend: type[StateBackend] = spec.get_class()
+        context = StateContext(
+            config=self.config,
+            plans=plans,
+            device=self.device,
+            options=self.selection.options[spec.name],
+            state_layout=self._layout,
+        )
+        return backend, context
+
+    def allocate(self, num_slots: int) -> StateCache:
+        """Return uninitialised states of one layer, in the selection's layout. All layers have as many slots.
+
+        Raises:
+            ConfigError: ``num_slots`` is out of range, or another number than before.
+        """
+        if self._num_slots not in (None, num_slots):
+            text = f"num_slots = {show(num_slots)}: the group's other layers have {self._num_slots}"
+            raise ConfigError(text, fields=["num_slots"])
+        made = allocate_states(self.config, self._layout, num_slots, self.device)
+        self._num_slots = num_slots
+        return made
+
+    def build(self, common: CommonAttentionMetadata, slots: StateSlots) -> StateMetadata:
+        """Return the metadata of a step; no device is asked.
+
+        Args:
+            common: the batch, decodes first: queries of up to ``config.max_decode_query_len`` tokens.
+            slots: what ``StatePool.step`` returned for its requests, in the same order.
+
+        Raises:
+            BatchError: the slots do not fit the batch, or a decode stands behind a prefill.
+        """
+        return build_states(self.config, common, slots, self._num_slots, self.device)

@@ -1,0 +1,69 @@
+"""The recurrence of ``attn_select.layer.state`` in float32: one token of many requests, or a chunk of one request.
+
+A chunk of C tokens with the state ``S`` before it, and ``G`` the running sum of its log-decays. With ``u`` what each
+token writes, the state behind token i is ``exp(G_i) S + sum_{j <= i} exp(G_i - G_j) k_j u_j^T``. By the delta rule
+``u_i = beta_i (v_i - exp(G_i) k_i S - sum_{j < i} (k_i . exp(G_i - G_j) k_j) u_j)``: a triangular system for all
+tokens of the chunk. The differences of ``G`` are taken before the exponential, so that nothing overflows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHANNEL_CHUNK = 16
+"""Tokens of a chunk where every channel has a decay of its own: each pair of tokens takes ``head_size`` numbers."""
+
+
+def one_token(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, delta_rule: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the output of one token of B requests, and their states behind it.
+
+    Args:
+        query, key: ``(B, H, K)`` for H value heads, scaled and normalised.
+        value: ``(B, H, V)``.
+        log_decay: ``(B, H, K)``, or ``(B, H, 1)`` where all channels decay alike.
+        strength: ``(B, H)``.
+        state: ``(B, H, K, V)``.
+        delta_rule: whether what the key gives already is not written again.
+    """
+    state = state * log_decay.exp()[..., None]
+    if delta_rule:
+        value = value - torch.einsum("bhkv,bhk->bhv", state, key)
+    state = state + key[..., None] * (strength[..., None] * value)[..., None, :]
+    return torch.einsum("bhkv,bhk->bhv", state, query), state
+
+
+def one_chunk(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, delta_rule: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of C tokens of one request, and the state behind them.
+
+    Args:
+        query, key: ``(H, C, K)`` for H value heads, scaled and normalised.
+        value: ``(H, C, V)``.
+        log_decay: ``(H, C, K)``, or ``(H, C, 1)`` where all channels decay alike.
+        strength: ``(H, C)``.
+        state: ``(H, K, V)``.
+        delta_rule: whether what the key gives already is not written again.
+    """
+    total = log_decay.cumsum(1)
+    since_start = total.exp()
+    to_end = (total[:, -1:] - total).exp()
+    writes = strength[..., None] * value
+    if delta_rule:
+        known = strength[..., None] * ((key * since_start) @ state)
+        system = strength[..., None] * _decayed_products(key, key, total).tril(-1)
+        writes = torch.linalg.solve_triangular(system, writes - known, upper=False, unitriangular=True)
+    output = (query * since_start) @ state + _decayed_products(query, key, total).tril() @ writes
+    return output, state * since_start[:, -1, :, None] + (key * to_end).mT @ writes
+
+
+def _decayed_products(rows: Tensor, columns: Tensor, total: Tensor) -> Tensor:
+    """Return ``rows_i . exp(total_i - total_j) columns_j`` of all tokens, ``(H, C, C)``; above the diagonal anything
+    finite."""
+    between = (total[:, :, None] - total[:, None, :]).clamp(max=0.0).exp()
+    if total.shape[-1] == 1:
+        return (rows @ columns.mT) * between[..., 0]
+    return torch.einsum("hik,hjk,hijk->hij", rows, columns, between)

@@ -1,0 +1,149 @@
+"""Groups and layers of states refuse what they cannot run, before anything is written."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attn_select import AttentionConfig, ConfigError, select  # noqa: E402
+from attn_select.layer.state import StateConfig  # noqa: E402
+from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
+from attn_select.runtime.states import LinearAttention, StateGroup, StatePool, StateSlots  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = StateConfig(
+    recurrence="gated_delta_net", num_heads=2, num_v_heads=4, head_size=8, v_head_size=16, dtype="float32"
+)
+WIDTH = 2 * 2 * 8 + 4 * 16
+
+
+def group(**changes: Any) -> StateGroup:
+    return StateGroup(select(CONFIG.model_copy(update=changes), "cpu"))
+
+
+def inputs(tokens: int) -> tuple[Any, Any, Any]:
+    return torch.randn(tokens, WIDTH), -torch.rand(tokens, 4), torch.rand(tokens, 4)
+
+
+def test_padding_is_neither_read_nor_written() -> None:
+    made = group()
+    layer, cache = LinearAttention(made), made.allocate(1)
+    pool = StatePool(1)
+    pool.add("a")
+    metadata = made.build(prepare_batch([3], [3]), pool.step({"a": 3}))
+    channels, decay, strength = (torch.cat([each, torch.full_like(each[:2], torch.nan)]) for each in inputs(3))
+    output = torch.full((5, 4, 16), 7.0)
+    assert layer(channels, decay, strength, cache, metadata, output) is output
+    assert output[:3].isfinite().all()
+    assert (output[3:] == 7).all()
+    assert cache.state.isfinite().all()
+
+
+def test_values_are_added_to_the_output() -> None:
+    made = group()
+    skip = torch.tensor([0.0, 1.0, -2.0, 0.5])
+    plain, skipping, cache = LinearAttention(made), LinearAttention(made, skip=skip), made.allocate(1)
+    pool = StatePool(1)
+    pool.add("a")
+    metadata = made.build(prepare_batch([3], [3]), pool.step({"a": 3}))
+    channels, decay, strength = inputs(3)
+    values = channels[:, 2 * 2 * 8 :].view(3, 4, 16)
+    expected = plain(channels, decay, strength, cache, metadata) + skip[:, None] * values
+    torch.testing.assert_close(skipping(channels, decay, strength, cache, metadata), expected)
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "text"),
+    [
+        (0, torch.zeros(3, WIDTH + 1), f"channels is torch.float32 (3, {WIDTH + 1}): accepted is"),
+        (0, torch.zeros(3, WIDTH, dtype=torch.bfloat16), "channels is torch.bfloat16"),
+        (0, torch.zeros(2, WIDTH), "accepted is torch.float32 (2, 4)"),
+        (1, torch.zeros(3, 4, 8), "log_decay is torch.float32 (3, 4, 8): accepted is torch.float32 (3, 4)"),
+        (1, torch.zeros(3, 4, dtype=torch.float64), "log_decay is torch.float64"),
+        (2, torch.zeros(3, 2), "write_strength is torch.float32 (3, 2)"),
+        (2, None, "write_strength is None with recurrence gated_delta_net"),
+    ],
+)
+def test_wrong_tensors_are_named(position: int, wrong: Any, text: str) -> None:
+    made = group()
+    layer, cache = LinearAttention(made), made.allocate(1)
+    cache.state.fill_(5.0)
+    pool = StatePool(1)
+    pool.add("a")
+    metadata = made.build(prepare_batch([3], [3]), pool.step({"a": 3}))
+    given: list[Any] = list(inputs(3))
+    given[position] = wrong
+    with pytest.raises(BatchError) as caught:
+        layer(*given, cache, metadata)
+    assert text in caught.value.message
+    assert (cache.state == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("slots", "text"),
+    [
+        (StateSlots([-1], [[0]]), "of a batch of 2: accepted is one entry per request"),
+        (StateSlots([-1, -1], [[0], [0]]), "slot 0 is written twice in one step"),
+        (StateSlots([-1, 4], [[0], [1]]), "slot 4 to read: accepted are -1 to 2"),
+        (StateSlots([-1, -1], [[0], [3]]), "slot 3 to write: accepted are 0 to 2"),
+        (StateSlots([1, 2], [[0], [1]]), "request 0 reads slot 1, which request 1 writes"),
+        (StateSlots([-1, -1], [[0, 2], [1]]), "request 0 of 1 tokens writes 2 states"),
+    ],
+)
+def test_wrong_slots_are_named(slots: StateSlots, text: str) -> None:
+    made = group()
+    made.allocate(3)
+    with pytest.raises(BatchError) as caught:
+        made.build(prepare_batch([1, 4], [1, 4]), slots)
+    assert text in caught.value.message
+
+
+def test_the_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("state_layer", ROOT / "examples" / "state_layer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    program.main()
+    shown = (ROOT / "docs" / "states.md").read_text("utf-8")
+    assert f"$ python examples/state_layer.py\n{capsys.readouterr().out}```" in shown
+
+
+def test_decodes_come_first() -> None:
+    made = group()
+    with pytest.raises(BatchError, match="decodes of up to 1 tokens must come first"):
+        made.build(prepare_batch([4, 1], [4, 1]), StateSlots([-1, -1], [[0], [1]]))
+
+
+def test_the_weights_of_the_convolution_are_checked() -> None:
+    with_conv, without = group(conv_kernel_size=4), group()
+    with pytest.raises(ConfigError, match="conv_weight is missing with conv_kernel_size = 4"):
+        LinearAttention(with_conv)
+    with pytest.raises(ConfigError, match=r"conv_weight is given with conv_kernel_size = 0 \(accepted: None\)"):
+        LinearAttention(without, torch.zeros(WIDTH, 4))
+    with pytest.raises(ConfigError, match=rf"conv_weight has shape \(4, {WIDTH}\)"):
+        LinearAttention(with_conv, torch.zeros(4, WIDTH))
+    with pytest.raises(ConfigError, match="conv_bias has shape"):
+        LinearAttention(with_conv, torch.zeros(WIDTH, 4), torch.zeros(4))
+    with pytest.raises(ConfigError, match="skip has shape"):
+        LinearAttention(without, skip=torch.zeros(2))
+
+
+def test_groups_are_of_states() -> None:
+    attention: Any = select(AttentionConfig(num_heads=2, head_size=8), "cpu")
+    with pytest.raises(ConfigError, match=r"what attn_select\.select returns for a StateConfig"):
+        StateGroup(attention)
+
+
+def test_all_layers_have_as_many_slots() -> None:
+    made = group()
+    made.allocate(3)
+    with pytest.raises(ConfigError, match="num_slots = 4: the group's other layers have 3"):
+        made.allocate(4)
+    with pytest.raises(ConfigError, match="num_slots = 0: accepted are integers from 1"):
+        group().allocate(0)
