@@ -1,9 +1,10 @@
-"""The entry point: registers the four backends, imports neither torch nor FlashInfer."""
+"""The entry point: registers the backends, imports neither torch nor FlashInfer."""
 
 from __future__ import annotations
 
 from attn_select.backends.hookspecs import hookimpl
 from attn_select.backends.spec import BackendSpec
+from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
 from attn_select_flashinfer.facts.mha import FLASHINFER
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
@@ -12,5 +13,5 @@ from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 @hookimpl
 def attn_select_register_backends() -> list[BackendSpec]:
-    """Return the specs of ``FLASHINFER`` and of the three backends of MLA layers."""
-    return [FLASHINFER, FLASHINFER_MLA, FLASHINFER_MLA_CUTE_DSL, FLASHINFER_MLA_SPARSE]
+    """Return the specs of ``FLASHINFER``, of the backends of MLA layers, and of ``FLASHINFER_GDN``."""
+    return [FLASHINFER, FLASHINFER_MLA, FLASHINFER_MLA_CUTE_DSL, FLASHINFER_MLA_SPARSE, FLASHINFER_GDN]

@@ -34,6 +34,7 @@ ENTRIES = {
     "mla": ("BatchMLAPagedAttentionWrapper", "MLAPlanMetadata", "trtllm_batch_decode_with_kv_cache_mla"),
     "utils": ("FP4Tensor",),
     "cascade": ("merge_state_in_place",),
+    "gdn_prefill": ("chunk_gated_delta_rule",),
 }
 """By FlashInfer's module or package, the entries; one that a release does not have is left out."""
 METHODS = ("__init__", "plan", "run", "reset_workspace_buffer", "csr")

@@ -33,7 +33,8 @@ reasons_of = GATE.reasons_of
 
 
 def test_registers_its_backends() -> None:
-    assert list(SPECS) == ["FLASHINFER", "FLASHINFER_MLA", "FLASHINFER_MLA_CUTE_DSL", "FLASHINFER_MLA_SPARSE"]
+    of_mla = ["FLASHINFER_MLA", "FLASHINFER_MLA_CUTE_DSL", "FLASHINFER_MLA_SPARSE"]
+    assert list(SPECS) == ["FLASHINFER", *of_mla, "FLASHINFER_GDN"]
     assert [problem for spec in SPECS.values() for problem in problems_of(spec)] == []
 
 

@@ -96,6 +96,17 @@ def test_a_usual_layer_compiles(tmp_path: Path) -> None:
         assert line["spilled"] <= SPILLED, line
 
 
+@pytest.mark.parametrize("target", [pytest.param(each, marks=[] if each == 90 else [slow]) for each in SHARED_MEMORY])
+def test_the_decode_of_states_compiles(target: int, tmp_path: Path) -> None:
+    """A state's tile and what is computed from it stay in registers."""
+    lines = [json.loads(line) for line in run("compile_states", target, tmp_path).splitlines()]
+    assert len(lines) == 5
+    for line in lines:
+        assert line["kernel"] == "state_decode_kernel"
+        assert line["spilled"] == 0, line
+        assert line["shared"] <= 4096, line
+
+
 @slow
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:

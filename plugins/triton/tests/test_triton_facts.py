@@ -403,7 +403,7 @@ def test_load_begins_to_hash_triton_for_a_gpu(
 
 def test_registers_its_backends() -> None:
     names = [spec.name for spec in attn_select_register_backends()]
-    assert names == ["TRITON_ATTN", "TRITON_MLA", "TRITON_MLA_SPARSE", "PAGED_ATTENTION"]
+    assert names == ["TRITON_ATTN", "TRITON_MLA", "TRITON_MLA_SPARSE", "PAGED_ATTENTION", "TRITON_STATE"]
 
 
 def test_registration_imports_no_kernel_library() -> None:

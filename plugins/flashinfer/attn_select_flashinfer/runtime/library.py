@@ -38,6 +38,9 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "run": "q paged_kv_cache q_scale v_scale out lse return_lse",
     },
     "merge_state_in_place": {"": "v s v_other s_other"},
+    "chunk_gated_delta_rule": {
+        "": "q k v g beta scale initial_state output_final_state cu_seqlens output_state",
+    },
     "FP4Tensor": {"__init__": "data scale scale_start_index original_shape"},
     "BatchPrefillWithRaggedKVCacheWrapper": {
         "__init__": "float_workspace_buffer kv_layout backend",
@@ -89,6 +92,7 @@ MODULES = {
     "BatchMLAPagedAttentionWrapper": "flashinfer.mla",
     METADATA: "flashinfer.mla",
     "FP4Tensor": "flashinfer.utils",
+    "chunk_gated_delta_rule": "flashinfer.gdn_prefill",
 }
 """Where an entry is imported from, ``flashinfer`` unless it stands here."""
 

@@ -1,0 +1,1 @@
+"""What is true of the backend without running it. Imports no torch."""

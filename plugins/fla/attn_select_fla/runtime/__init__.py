@@ -1,0 +1,1 @@
+"""The backend at run time. Imports torch."""

@@ -1,0 +1,60 @@
+"""``FLASHINFER_GDN`` runs what its spec promises: by emulated entries of two releases, on a GPU by FlashInfer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flashinfer_emulated as fi
+import pytest
+
+from attn_select import select
+from attn_select.layer.state import StateConfig
+from attn_select.machine.device import lookup
+from attn_select.testing.state_conformance import StateConformance
+from attn_select.testing.toolkit import environment_of
+from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
+
+QWEN3_NEXT = StateConfig(recurrence="gated_delta_net", num_heads=16, num_v_heads=32, head_size=128, conv_kernel_size=4)
+
+
+class Emulated(StateConformance):
+    """Few and short, since the reference goes token by token over states of 128 times 128."""
+
+    spec = FLASHINFER_GDN
+    gate_device = lookup("h100")
+    environment = environment_of()
+    num_configs = 6
+    steps = 4
+    longest = 30
+    release = "0.6.14"
+
+    @pytest.fixture(autouse=True)
+    def _emulated(self, emulate: Callable[..., Any]) -> None:
+        emulate((9, 0), release=self.release)
+
+
+class TestOlder(Emulated):
+    pass
+
+
+class TestNewest(Emulated):
+    release = fi.RELEASES[1]
+
+
+@pytest.mark.gpu
+class TestGdnOnGpu(StateConformance):
+    spec = FLASHINFER_GDN
+    device = "cuda"
+    num_configs = 60
+
+
+def test_it_prefills_on_hopper_beside_a_decode_in_its_layout() -> None:
+    selection = select(QWEN3_NEXT, "h100")
+    assert selection.selected == {"prefill": "FLASHINFER_GDN", "decode": "FLA"}
+    assert selection.kv_layout == "STATE_VK"
+    assert selection.cache_shape == ["num_slots", 32, 128, 128]
+
+
+def test_elsewhere_it_stands_behind_what_was_compared() -> None:
+    assert select(QWEN3_NEXT, "b200").selected == {"prefill": "FLA", "decode": "FLA"}

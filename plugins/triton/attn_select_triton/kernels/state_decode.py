@@ -1,0 +1,135 @@
+"""Decode of layers that keep a state: every state is read once and written once, for one token or for several.
+
+A program holds ``BLOCK_V`` columns of one request's state of one value head in registers, ``(BLOCK_K, BLOCK_V)`` in
+float32, and runs the request's tokens over them one after the other. Sources of the recurrence: gated delta net, arXiv
+2412.06464; Kimi delta attention, arXiv 2510.26692; Mamba-2, arXiv 2405.21060.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_select_triton.limits import power_of_two
+
+EPSILON = tl.constexpr(1e-6)
+"""Under the root where queries and keys are normalised (fla-core 0.6.0 fla/ops/gated_delta_rule/fused_recurrent.py)."""
+TILE = 4096
+"""Numbers of a program's tile at most: 32 registers of each of 128 threads."""
+
+
+@triton.jit
+def load_vector(ptr, inside, NORMALIZED: tl.constexpr):
+    """Return a query or key in float32, of length 1 where it is normalised. Memory traffic: the vector once."""
+    found = tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+    if NORMALIZED:
+        found = found / tl.sqrt(tl.sum(found * found) + EPSILON)
+    return found
+
+
+@triton.jit
+def state_decode_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, states_ptr,
+    query_start_loc_ptr, read_slots_ptr, write_slots_ptr, token_slots_ptr,
+    scale, stride_q, stride_k, stride_v, stride_out, stride_slot, columns,
+    HEADS: tl.constexpr, V_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZED: tl.constexpr,
+    HAS_BETA: tl.constexpr, KEEPS_EACH: tl.constexpr, V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of values, request and value head.
+
+    Memory traffic: the tile of the state twice, and once more for each token whose state is kept; every token's query
+    and key once per tile.
+    """
+    request, v_head = tl.program_id(1) // V_HEADS, tl.program_id(1) % V_HEADS
+    head = v_head // (V_HEADS // HEADS)
+    start, end = tl.load(query_start_loc_ptr + request), tl.load(query_start_loc_ptr + request + 1)
+    if end == start:  # padding of a captured batch
+        return
+    keys, values = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k, in_v = keys < K, values < V
+    inside = in_k[:, None] & in_v[None, :]
+    place = v_head * K * V + (values[None, :] * K + keys[:, None] if V_FIRST else keys[:, None] * V + values[None, :])
+    slot = tl.load(read_slots_ptr + request)
+    state = tl.load(states_ptr + slot * stride_slot + place, mask=inside & (slot >= 0), other=0.0).to(tl.float32)
+    first = start.to(tl.int64)
+    for token in range(0, end - start):
+        row = first + token
+        q = load_vector(q_ptr + row * stride_q + head * K + keys, in_k, NORMALIZED) * scale
+        k = load_vector(k_ptr + row * stride_k + head * K + keys, in_k, NORMALIZED)
+        v = tl.load(v_ptr + row * stride_v + v_head * V + values, mask=in_v, other=0.0).to(tl.float32)
+        if BY_CHANNEL:
+            decay = tl.exp(tl.load(g_ptr + (row * V_HEADS + v_head) * K + keys, mask=in_k, other=0.0))
+            state *= decay[:, None]
+        else:
+            state *= tl.exp(tl.load(g_ptr + row * V_HEADS + v_head))
+        if DELTA_RULE:
+            v -= tl.sum(state * k[:, None], 0)
+        if HAS_BETA:
+            v *= tl.load(beta_ptr + row * V_HEADS + v_head)
+        state += k[:, None] * v[None, :]
+        out = tl.sum(state * q[:, None], 0)
+        tl.store(out_ptr + row * stride_out + v_head * V + values, out.to(out_ptr.dtype.element_ty), mask=in_v)
+        if KEEPS_EACH:
+            kept = tl.load(token_slots_ptr + request * columns + token)
+            behind = states_ptr + kept * stride_slot + place
+            tl.store(behind, state.to(states_ptr.dtype.element_ty), mask=inside & (kept >= 0))
+    last = states_ptr + tl.load(write_slots_ptr + request) * stride_slot + place
+    tl.store(last, state.to(states_ptr.dtype.element_ty), mask=inside)
+
+
+def decode_states(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    write_strength: Tensor | None,
+    states: Tensor,
+    query_start_loc: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    token_slots: Tensor | None,
+    output: Tensor,
+    *,
+    scale: float,
+    delta_rule: bool,
+    normalized: bool,
+    v_first: bool,
+) -> None:
+    """Run the tokens of B requests over their states, in one launch.
+
+    Args:
+        query, key: ``(T, num_heads, head_size)``, the heads of a token one behind the other.
+        value, output: ``(T, num_v_heads, v_head_size)``, likewise.
+        log_decay: float32 ``(T, num_v_heads)`` or ``(T, num_v_heads, head_size)``.
+        write_strength: float32 ``(T, num_v_heads)``, or None.
+        states: ``(num_slots, num_v_heads, head_size, v_head_size)``, contiguous.
+        query_start_loc: int32 ``(B + 1,)``.
+        read_slots, write_slots: int64 ``(B,)``.
+        token_slots: int64 ``(B, columns)``, or None.
+        scale: factor on the query.
+        delta_rule, normalized: of the recurrence.
+        v_first: whether the last two extents of ``states`` stand the other way round.
+    """
+    (heads, size), (v_heads, v_size) = query.shape[1:], value.shape[1:]
+    block_k = power_of_two(size)
+    block_v = min(power_of_two(v_size), max(8, TILE // block_k))
+    state_decode_kernel[(triton.cdiv(v_size, block_v), read_slots.shape[0] * v_heads)](
+        query, key, value, log_decay.contiguous(), None if write_strength is None else write_strength.contiguous(),
+        output, states, query_start_loc, read_slots, write_slots, token_slots,
+        scale, query.stride(0), key.stride(0), value.stride(0), output.stride(0), states.stride(0),
+        0 if token_slots is None else token_slots.shape[1],
+        HEADS=heads, V_HEADS=v_heads, K=size, V=v_size, BLOCK_K=block_k, BLOCK_V=block_v,
+        DELTA_RULE=delta_rule, BY_CHANNEL=log_decay.ndim == 3, NORMALIZED=normalized,
+        HAS_BETA=write_strength is not None, KEEPS_EACH=token_slots is not None, V_FIRST=v_first,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """Return a tensor whose heads and numbers of a token lie one behind the other: itself where they do."""
+    return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
