@@ -59,7 +59,7 @@ site: venv ## Build the documentation's site into build/site
 test-browser: $(TEST_ENV)/.browser site ## Test the report and the site in a headless Chromium
 	$(TEST_ENV)/bin/python -m pytest tests/browser $(ARGS)
 
-test-engines: venv ## Test the adapters of engines in other releases of these, each in an environment of its own (ARGS as above)
+test-engines: venv ## Test the adapters of engines in other releases, and FLA with fla-core, each in an environment of its own (ARGS as above)
 	$(TEST_ENV)/bin/python tests/engines/run.py $(ARGS)
 
 mutate: venv ## Plant 300 faults in core and list those that no test notices (ARGS="--seed 2"; an hour on two cores)

@@ -1,4 +1,4 @@
-"""The tests of the adapters for engines, in other releases of the engines than the development environment's.
+"""The tests of what the development environment does not hold: engines in other releases, and fla-core.
 
 Each environment is a virtual one of its own in ``.venv-engines``, made on first use and again when its requirements
 change. It holds the engine; everything else comes from the environment that runs this program. One release stands for
@@ -86,6 +86,13 @@ ENVIRONMENTS = (
             FLAG_PARSERS,
         ),
         alone=True,  # it asks for kernels of several GB
+    ),
+    # Apart, since transformers runs its kernels wherever it finds them, and they need a GPU.
+    Environment(
+        "fla-core-0.6.0",
+        ("fla-core==0.6.0", "einops==0.8.2"),
+        ("plugins/fla/tests/test_fla_signatures.py",),
+        alone=True,
     ),
     # `make test` runs 5.23.0, which keeps the pages of all layers in one tensor as all do from 5.19 on.
     Environment("transformers-5.17.0", ("transformers==5.17.0",), ("engines/transformers/tests",)),

@@ -25,5 +25,7 @@ def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None, windows: Te
     before = windows[where.read_slots.clamp(min=0)].masked_fill(starts[:, None, None], 0.0)
     rows = torch.cat([before.flatten(0, 1).to(inputs.dtype), inputs])
     windows[where.write_slots] = rows[where.windows].to(windows.dtype)
-    found = torch.einsum("twc,cw->tc", rows[where.taps].float(), weight.float())
-    return functional.silu(found if bias is None else found + bias.float()).to(inputs.dtype)
+    found = torch.zeros(inputs.shape, device=inputs.device) if bias is None else bias.float().expand(inputs.shape)
+    for tap in range(weight.shape[1]):  # one after the other: side by side they take as many times the memory
+        found = torch.addcmul(found, rows[where.taps[:, tap]].float(), weight[:, tap].float())
+    return functional.silu(found).to(inputs.dtype)
