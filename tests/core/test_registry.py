@@ -537,7 +537,7 @@ def test_every_backend_names_a_runtime_that_is_there(name: str) -> None:
 
     spec = load_plugins().specs[name]
     module, _, attribute = spec.load.partition(":")
-    base = StateBackend if spec.of_states else AttentionBackend
+    base = StateBackend if any(each.sort == "state" for each in spec.capabilities.values()) else AttentionBackend
     assert issubclass(getattr(importlib.import_module(module), attribute), base)
 
 

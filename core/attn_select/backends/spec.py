@@ -316,20 +316,11 @@ class BackendSpec:
     variables: tuple[str, ...] = ()
     compile_key: Callable[[Any], object] = field(default=_no_compile_key)
 
-    @property
-    def of_states(self) -> bool:
-        """Whether it is for layers that keep a state, and not for attention."""
-        return any(capabilities.sort == "state" for capabilities in self.capabilities.values())
-
     def of_attention(self, phase: Phase) -> Capabilities:
         """Return the capabilities in a phase of a backend for attention."""
         found = self.capabilities[phase]
         assert isinstance(found, Capabilities)
         return found
-
-    def serves_sort_of(self, config: LayerConfig) -> bool:
-        """Whether it serves layers of this sort (attention, MLA, sparse MLA, state) in any phase."""
-        return any(capabilities.sort == config.sort for capabilities in self.capabilities.values())
 
     def get_class(self) -> Any:
         """Import the runtime that ``load`` names and make it ready; return its class.

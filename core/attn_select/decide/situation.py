@@ -29,6 +29,7 @@ class Situation:
         device: the device that is decided for.
         environment: its libraries and variables.
         ranker: the rules that hold on the device.
+        sorts: of every registered backend the sorts of layers that it serves in any phase (``AttentionConfig.sort``).
         order: the registered backends in the order that counts where no rule says otherwise.
         absent: why each backend that is known by name and not registered cannot be asked.
         names: every known backend: registered, doubly registered, and known but not installed.
@@ -41,6 +42,7 @@ class Situation:
     device: Device
     environment: Environment
     ranker: Ranker
+    sorts: Mapping[str, frozenset[str]]
     order: list[str]
     absent: Mapping[str, Reason]
     names: list[str]
@@ -54,7 +56,7 @@ class Situation:
 
     def of_sort(self, config: LayerConfig) -> list[str]:
         """Return the registered backends for layers of this sort (attention, MLA, sparse MLA, state), in order."""
-        return [name for name in self.order if self.specs[name].serves_sort_of(config)]
+        return [name for name in self.order if config.sort in self.sorts[name]]
 
     def candidates(self, config: LayerConfig, named: Iterable[str] = ()) -> dict[str, BackendSpec]:
         """Return the backends that are put through the gate for a layer, and those that are asked for by name.
@@ -62,7 +64,7 @@ class Situation:
         For a layer that keeps a state they are the backends of states, else those of attention.
         """
         of_states, also = config.sort == "state", set(named)
-        return {name: spec for name, spec in self.specs.items() if spec.of_states is of_states or name in also}
+        return {n: spec for n, spec in self.specs.items() if ("state" in self.sorts[n]) is of_states or n in also}
 
 
 def situation_of(registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> Situation:
@@ -80,6 +82,7 @@ def situation_of(registry: Registry, rules: RuleSet, device: Device, environment
         device=device,
         environment=environment,
         ranker=Ranker(rules.rules, device, environment, order, modules),
+        sorts={name: frozenset(each.sort for each in spec.capabilities.values()) for name, spec in specs.items()},
         order=order,
         absent=absent_backends(registry),
         names=names,

@@ -170,14 +170,19 @@ def _holds_for_layer(rule: Rule, config: LayerConfig, batches: Sequence[object] 
     return True
 
 
+_ABSENT = object()
+
+
 def holds_for_config(condition: Condition, config: LayerConfig) -> bool:
     """Whether a condition on the config holds; an unset field matches ``none`` alone.
 
     No condition on what the other sort of layers has holds: ``mla = false`` speaks of attention.
     """
-    if not hasattr(config, condition.field):
+    value = getattr(config, condition.field, _ABSENT)
+    if value is _ABSENT:
         return False
-    value = _VALUES.get(condition.field, attrgetter(condition.field))(config)
+    if condition.field in _VALUES:
+        value = _VALUES[condition.field](config)
     return condition.unset if value is None else condition.matches(value)
 
 
