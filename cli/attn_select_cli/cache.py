@@ -38,6 +38,7 @@ Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong i
 def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json: bool, **options: Any) -> int:
     """Show how a model's KV cache lies in memory. With a second --gpu or --to: whether a prefill side and a decode
     side can exchange blocks, and which option removes each difference."""
+    from attn_select.decide.text import warning_lines
     from attn_select_cli.cache_sides import compare
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines
@@ -54,15 +55,15 @@ def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json
         explained = build_explanation(prefill)
         shown: list[Block] = [*explained.head_lines(), [], *_table(explained)]
         data: dict[str, Any] = {"sides": [_side(explained)]}
-        fits = explained.ok
+        fits, left_out = explained.ok, explained.left_out
     else:
         compared = compare(prefill, {**options, "gpu": gpu[-1] if gpu else "auto", **named})
         shown, data = _comparison_lines(compared), _comparison_data(compared)
-        fits = data["fits"]
+        fits, left_out = data["fits"], compared.sides[0].left_out
     if as_json:
-        print_json({"schema_version": 1, **data})
+        print_json({"schema_version": 1, **data, "warnings": left_out})
     else:
-        print_lines(shown)
+        print_lines([*shown, *warning_lines(left_out)])
     return 0 if fits else 1
 
 

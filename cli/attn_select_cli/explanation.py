@@ -76,14 +76,17 @@ class Explanation:
         Raises:
             ConfigError: no layer has attention.
         """
-        states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
-        if not states:
+        if not self.left_out:
             return self
-        named = f"{', '.join(states)} layers"
         if not self.attention:
-            raise ConfigError(f"{named}: this command is for layers with attention", fields=["recurrence"])
-        text = f"{named} are left out, since this command is for attention"
-        return replace(self, layers=self.attention, warnings=[*self.warnings, text])
+            raise ConfigError(self.left_out[0], fields=["recurrence"], hint="name a model that has attention")
+        return replace(self, layers=self.attention, warnings=[*self.warnings, *self.left_out])
+
+    @property
+    def left_out(self) -> list[str]:
+        """What a command for layers with attention says of those that keep a state; empty where there are none."""
+        states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
+        return [f"{', '.join(states)} layers are left out: this command is for attention"] if states else []
 
     @property
     def ok(self) -> bool:

@@ -62,6 +62,17 @@ def test_every_cell_opens_its_explanation(run: Any) -> None:
     assert "± " in text
 
 
+def test_layers_that_keep_a_state_are_shown(run: Any) -> None:
+    page = written(run, "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--workload", "chat")
+    text = opened(page)["qwen3-next-80b-a3b h200"]
+    assert "gated_delta_net × 36" in page
+    assert "TRITON_STATE" in text
+    assert "<dt>State</dt>" in text
+    assert "STATE_VK (num_slots, 32, 128, 128) float32" in text
+    assert "bytes per request and layer" in text
+    assert "None" not in text
+
+
 def test_the_page_is_one_file_that_asks_for_nothing(run: Any) -> None:
     page = written(run, *PAIR)
     assert len(page.encode()) < 3e6

@@ -21,6 +21,14 @@ def test_one_side_shows_its_cache(run: Any) -> None:
     assert cells[4:] == ["bfloat16", "8 × 128", "4096", "FLASH_ATTN"]
 
 
+def test_layers_that_keep_a_state_are_named(run: Any) -> None:
+    said = "36 gated_delta_net layers are left out: this command is for attention"
+    for gpus in (("h200",), ("h200", "h200")):
+        asked = ("cache", "--model", "qwen3-next-80b-a3b", *(each for gpu in gpus for each in ("--gpu", gpu)))
+        assert said in run(*asked).out
+        assert run(*asked, "--json").json["warnings"] == [said]
+
+
 def test_sides_of_one_layout_fit(run: Any) -> None:
     result = run("cache", *MODEL, "--gpu", "h100", "--gpu", "a100")
     assert result.code == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from typing_extensions import TypeVar
 
 from attn_select.layer.config import AttentionConfig
@@ -10,3 +13,12 @@ from attn_select.layer.state import StateConfig
 LayerConfig = AttentionConfig | StateConfig
 ConfigT = TypeVar("ConfigT", bound=LayerConfig, default=AttentionConfig)
 """One of the two."""
+
+
+def layer_of(fields: Mapping[str, Any]) -> LayerConfig:
+    """Return the config that has these fields: a ``StateConfig`` where a recurrence is among them.
+
+    Raises:
+        ConfigError: the fields make no layer.
+    """
+    return StateConfig(**fields) if "recurrence" in fields else AttentionConfig(**fields)

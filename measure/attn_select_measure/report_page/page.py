@@ -18,7 +18,7 @@ from attn_select import __version__
 from attn_select.backends.distributions import known_backends
 from attn_select.decide.config_text import config_text
 from attn_select.decide.text import NAN_TAIL_WARNING, us_text
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import layer_of
 from attn_select_measure.charts import COLOURS
 from attn_select_measure.report_page.measured import ChartGroup, RegretGroup
 
@@ -167,7 +167,7 @@ def _templates() -> Environment:
         cut=_CUT,
         us=us_text,
         nan_tail_warning=NAN_TAIL_WARNING,
-        asked=lambda layer: config_text(AttentionConfig(**layer["config"])),
+        asked=lambda layer: config_text(layer_of(layer["config"])),
         ranked=_ranked,
         origin=_origin,
     )
