@@ -167,6 +167,11 @@ def test_a_flag_that_no_layer_has_is_named() -> None:
     assert any(warning.startswith("state_dtype: no effect") for warning in found.warnings)
 
 
+def test_a_wide_model_is_read() -> None:
+    ((_, config),) = states(read("bamba", attn_layer_indices=[1], hidden_size=16384, num_attention_heads=128))
+    assert config.v_head_size == 2 * 16384 // 128
+
+
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ModelError, match="mamba_num_heads is missing, which its state layers need"):
         read("nemotron_h", hybrid_override_pattern="MM*-", mamba_num_heads=None)

@@ -123,6 +123,11 @@ class StateConfig:
             put("conv_dim", width if self.conv_kernel_size else 0)
 
     @property
+    def scale(self) -> float:
+        """The factor on the query."""
+        return self.head_size**-0.5 if self.rule.scaled else 1.0
+
+    @property
     def rule(self) -> Recurrence:
         """How the recurrence computes."""
         return OF_RECURRENCE[self.recurrence]

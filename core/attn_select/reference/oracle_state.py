@@ -52,7 +52,6 @@ def state_reference(
     if rule.normalized:
         query, key = (each / (each.square().sum(-1, keepdim=True) + EPSILON).sqrt() for each in (query, key))
     query, key = query.repeat_interleave(group, dim=1), key.repeat_interleave(group, dim=1)
-    scale = config.head_size**-0.5 if rule.scaled else 1.0
     decay = log_decay.exp() if rule.decay == "channel" else log_decay.exp()[..., None]
     strength = torch.ones_like(value[..., 0]) if write_strength is None else write_strength.double()
     size = (config.num_v_heads, config.head_size, config.v_head_size)
@@ -63,7 +62,7 @@ def state_reference(
         known = torch.einsum("hkv,hk->hv", now, key[token]) if rule.delta_rule else 0.0
         written = strength[token][:, None] * (value[token] - known)
         now = now + key[token][:, :, None] * written[:, None, :]
-        outputs[token] = scale * torch.einsum("hkv,hk->hv", now, query[token])
+        outputs[token] = config.scale * torch.einsum("hkv,hk->hv", now, query[token])
         states[token] = now
     return outputs, states
 

@@ -186,8 +186,7 @@ class StateServing:
         length = torch.linalg.vector_norm(named["query"], dim=-1).repeat_interleave(values[0] // keys[0], dim=1)
         if config.rule.normalized:
             length = torch.ones_like(length)
-        scale = 1.0 if not config.rule.scaled else config.head_size**-0.5
-        return output, scale * length * torch.linalg.matrix_norm(states) / config.head_size**0.5
+        return output, config.scale * length * torch.linalg.matrix_norm(states) / config.head_size**0.5
 
     def _drawn(self, count: int) -> Tokens:
         config = self.config

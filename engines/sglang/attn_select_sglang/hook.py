@@ -86,6 +86,9 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
     # SGLang has one choice of kernels for attention, and others for layers that keep a state.
     kinds = [kind for kind in read.kinds if kind.config.sort != "state"]
     configs = read.attention_configs
+    if not configs:
+        logger.info("attn-select %s leaves the model to SGLang: all its layers keep a state", __version__)
+        return {}
     rules = rules_in_an_engine()
     selections = select_model(configs, device, rules, environment=environment, workload=workload_in_an_engine())
     choice = choose(selections, bool(get_platform().has_flashinfer))

@@ -35,7 +35,7 @@ def state_layer(fields: Fields) -> StateLayer | str:
 
 
 def _needed(fields: Fields, name: str) -> int:
-    if (value := fields.heads(name)) is None:
+    if (value := fields.integer(name)) is None:
         raise ModelError(f"{fields.where}: {name} is missing, which its state layers need")
     return value
 

@@ -77,8 +77,8 @@ class LinearAttention(nn.Module):
         """Run one step: the convolution, then the recurrence. The states that the metadata names are written.
 
         Args:
-            channels: ``dtype`` ``(T, width)``, queries, keys and values side by side, all heads of one behind those of
-                another, in the order of ``config.rule.channels``; T may be larger than the step's tokens.
+            channels: ``dtype`` ``(T, width)``, the queries of all heads, the keys and the values side by side, in the
+                order of ``config.rule.channels``; T may be larger than the step's tokens.
             log_decay: float32 ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``: at most 0.
             write_strength: float32 ``(T, num_v_heads)``; None for lightning attention, which has none.
             cache: the layer's states.

@@ -60,9 +60,8 @@ class FlaImpl(GatheredStateImpl):
     def _arguments(self, query: Any, key: Any, value: Any, log_decay: Any, strength: Any) -> dict[str, Any]:
         """Return the arguments that all operations take alike."""
         config, rule = self.context.config, self.context.config.rule
-        scale = config.head_size**-0.5 if rule.scaled else 1.0
         v_first = self.context.state_layout == STATE_VK
-        given = {"g": log_decay, "scale": scale, "output_final_state": True, "state_v_first": v_first}
+        given = {"g": log_decay, "scale": config.scale, "output_final_state": True, "state_v_first": v_first}
         if rule.delta_rule:
             return {
                 **given,

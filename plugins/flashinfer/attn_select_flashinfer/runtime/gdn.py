@@ -45,7 +45,7 @@ class FlashInferGdnImpl(StateImpl):
             v=value.contiguous(),
             g=log_decay.exp().contiguous(),
             beta=write_strength,
-            scale=self.context.config.head_size**-0.5,
+            scale=self.context.config.scale,
             initial_state=state,
             output_final_state=True,
             cu_seqlens=part.query_start_loc.long(),

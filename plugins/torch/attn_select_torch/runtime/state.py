@@ -64,8 +64,7 @@ class TorchStateImpl(GatheredStateImpl):
         query, key, value = query.float(), key.float(), value.float()
         if rule.normalized:
             query, key = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (query, key))
-        if rule.scaled:
-            query = query * config.head_size**-0.5
+        query = query * config.scale
         group = config.num_v_heads // config.num_heads
         query, key = query.repeat_interleave(group, dim=1), key.repeat_interleave(group, dim=1)
         decay = log_decay if rule.decay == "channel" else log_decay[..., None]

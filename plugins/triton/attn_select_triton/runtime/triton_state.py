@@ -45,7 +45,7 @@ class TritonStateImpl(StateImpl):
             part.write_slots,
             part.token_slots,
             output,
-            scale=self.context.config.head_size**-0.5 if rule.scaled else 1.0,
+            scale=self.context.config.scale,
             delta_rule=rule.delta_rule,
             normalized=rule.normalized,
             v_first=self.context.state_layout == STATE_VK,
