@@ -53,6 +53,7 @@ def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json
     prefill = {**options, "gpu": gpu[0] if gpu else "auto"}
     if len(gpu) < 2 and not named:
         explained = build_explanation(prefill)
+        explained.require_attention()
         shown: list[Block] = [*explained.head_lines(), [], *_table(explained)]
         data: dict[str, Any] = {"sides": [_side(explained)]}
         fits, left_out = explained.ok, explained.left_out

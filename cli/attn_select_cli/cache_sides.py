@@ -80,6 +80,7 @@ def compare(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Comparison
     """
     options = [dict(prefill), dict(decode)]
     before = build_explanation(options[0]), build_explanation(options[1])
+    before[0].require_attention()
     sides = [*before]
     found: dict[str, tuple[str, str]] = {}
     for fact in (*_FLAGS, "scales", "layout"):

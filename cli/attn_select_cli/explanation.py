@@ -78,9 +78,17 @@ class Explanation:
         """
         if not self.left_out:
             return self
+        self.require_attention()
+        return replace(self, layers=self.attention, warnings=[*self.warnings, *self.left_out])
+
+    def require_attention(self) -> None:
+        """Make sure that a layer has attention, for the commands that are for attention alone.
+
+        Raises:
+            ConfigError: none has.
+        """
         if not self.attention:
             raise ConfigError(self.left_out[0], fields=["recurrence"], hint="name a model that has attention")
-        return replace(self, layers=self.attention, warnings=[*self.warnings, *self.left_out])
 
     @property
     def left_out(self) -> list[str]:

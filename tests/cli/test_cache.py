@@ -29,6 +29,13 @@ def test_layers_that_keep_a_state_are_named(run: Any) -> None:
         assert run(*asked, "--json").json["warnings"] == [said]
 
 
+def test_a_layer_that_keeps_a_state_has_no_kv_cache(run: Any) -> None:
+    for gpus in (("--gpu", "h200"), ("--gpu", "h200", "--gpu", "b200")):
+        result = run("cache", "--recurrence", "kda", "--num-heads", "4", "--head-size", "64", *gpus)
+        assert result.code == 2
+        assert "1 kda layers are left out: this command is for attention" in result.err
+
+
 def test_sides_of_one_layout_fit(run: Any) -> None:
     result = run("cache", *MODEL, "--gpu", "h100", "--gpu", "a100")
     assert result.code == 0
