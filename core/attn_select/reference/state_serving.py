@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from attn_select.decide.selection import Selection
+from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import ErrorBound, RelativeError
 from attn_select.reference.oracle_state import conv_reference, state_reference
 from attn_select.runtime.batch import prepare_batch
+from attn_select.runtime.cuda_graph import Commons, CudaGraphRunner, Function, Slots
 from attn_select.runtime.metadata import decodes_first
-from attn_select.runtime.states import LinearAttention, StateGroup, StatePool
+from attn_select.runtime.states import LinearAttention, StateGroup, StatePool, StaticStates
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
+GRAPH_SIZES = (2, 5, 16)
+"""Requests that decodes are captured for: most batches are padded."""
 STATE_BOUNDS = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
 """Relative errors of an output's norm that are accepted, by the coarser of compute and state dtype: the inputs of the
 recurrence are rounded once behind the convolution, its state after each step."""
@@ -65,6 +69,24 @@ class _Known:
     windows: list[Tensor | None] = field(default_factory=list)
 
 
+class _Unrecorded:
+    """Runs decodes on the memory that graphs of them would read, without a graph."""
+
+    def __init__(self, function: Function, static: StaticStates) -> None:
+        self._function, self._static = function, static
+
+    def __call__(self, inputs: Mapping[str, Tensor], commons: Commons, slots: Slots) -> Tensor:
+        group, static = self._static.group, self._static
+        common = commons[group]
+        size = next(size for size in GRAPH_SIZES if size >= common.num_reqs)
+        static.load(common, slots[group], size)
+        padded = {}
+        for name, tensor in inputs.items():
+            padded[name] = tensor.new_zeros(static.padded_tokens(size), *tensor.shape[1:])
+            padded[name][: common.num_actual_tokens] = tensor
+        return self._function(padded, {group: static.metadata(size)})[: common.num_actual_tokens]
+
+
 class StateServing:
     """Serves requests through one layer. All slots hold NaN at the start and when a request gives them back.
 
@@ -73,17 +95,26 @@ class StateServing:
         num_slots: slots of the pool.
         seed: of the weights and inputs.
         device: where tensors live; None: the selection's.
+        cuda_graphs: whether decodes of one length run as replays of CUDA graphs, as far as the backend allows. On a
+            CPU they run on the memory that graphs would read.
 
     Attributes:
         config, group, pool, cache: what it serves with.
+        replays: steps that were replays.
         seconds: of the last step: slots, metadata and the layer, host time with the device idle at the end.
     """
 
     def __init__(
-        self, selection: Selection[StateConfig], num_slots: int, seed: int, device: torch.device | str | None = None
+        self,
+        selection: Selection[StateConfig],
+        num_slots: int,
+        seed: int,
+        device: torch.device | str | None = None,
+        *,
+        cuda_graphs: bool = False,
     ) -> None:
         self.config = selection.config
-        self.group = StateGroup(selection, device)
+        self.group = StateGroup(selection, device, cuda_graphs=cuda_graphs)
         self.pool = StatePool(num_slots, self.config.num_speculative_tokens)
         self.cache = self.group.allocate(num_slots)
         self._draw = torch.Generator().manual_seed(seed)
@@ -95,8 +126,9 @@ class StateServing:
             self._bias = (self._normal(self.config.conv_dim) * 0.1).to(self._dtype)
         self.layer = LinearAttention(self.group, self._on_device(self._weight), self._on_device(self._bias))
         self._known: dict[object, _Known] = {}
-        self.seconds = 0.0
-        self._poison(list(range(num_slots)))
+        self.seconds, self.replays = 0.0, 0
+        self._poison(list(range(len(self.cache.state))))
+        self._graphs: dict[int, CudaGraphRunner[StateGroup] | _Unrecorded] = {}
 
     def add(self, request: object) -> None:
         """Add a request, whose state is zero."""
@@ -145,12 +177,49 @@ class StateServing:
         log_decay = torch.cat([each.log_decay for each in drawn.values()]).to(device)
         strength = torch.cat(strengths).to(device) if strengths else None
         began = time.perf_counter()
-        metadata = self.group.build(prepare_batch(counts, counts, device=device), self.pool.step(lens))
-        found = self.layer(channels, log_decay, strength, self.cache, metadata)
+        common, slots = prepare_batch(counts, counts, device=device), self.pool.step(lens)
+        if (graphs := self._graphs_of(counts)) is None:
+            found = self.layer(channels, log_decay, strength, self.cache, self.group.build(common, slots))
+        else:
+            inputs = {"channels": channels, "log_decay": log_decay}
+            inputs |= {} if strength is None else {"strength": strength}
+            found = graphs(inputs, {self.group: common}, {self.group: slots})
+            self.replays += 1
         if found.is_cuda:
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - began
         return found, drawn
+
+    def _graphs_of(self, counts: Sequence[int]) -> CudaGraphRunner[StateGroup] | _Unrecorded | None:
+        """Return what replays a step of requests with these numbers of tokens; None where it runs eagerly."""
+        each = counts[0]
+        level: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE" if each == 1 else "UNIFORM_BATCH"
+        reached = CUDA_GRAPH_LEVELS.index(self.group.cudagraph_support) >= CUDA_GRAPH_LEVELS.index(level)
+        uniform = set(counts) == {each} and each <= self.config.max_decode_query_len and len(counts) <= GRAPH_SIZES[-1]
+        if not (self.group.cuda_graphs and reached and uniform):
+            return None
+        if each not in self._graphs:
+            if self.group.device.type == "cuda":
+                rows = self._drawn(1)
+                inputs = {"channels": rows.channels, "log_decay": rows.log_decay}
+                inputs |= {} if rows.write_strength is None else {"strength": rows.write_strength}
+                runner = CudaGraphRunner(
+                    self._layer_of,
+                    [self.group],
+                    {name: tensor.to(self.group.device) for name, tensor in inputs.items()},
+                    GRAPH_SIZES,
+                    query_len=each,
+                )
+                runner.capture()
+                self._graphs[each] = runner
+            else:
+                self._graphs[each] = _Unrecorded(self._layer_of, StaticStates(self.group, each, GRAPH_SIZES[-1]))
+        return self._graphs[each]
+
+    def _layer_of(self, inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:
+        strength = inputs.get("strength")
+        found: Tensor = self.layer(inputs["channels"], inputs["log_decay"], strength, self.cache, metadata[self.group])
+        return found
 
     def _reference(self, request: object, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the outputs, and the norms that they have for queries of any direction."""

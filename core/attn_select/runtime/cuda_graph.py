@@ -3,8 +3,8 @@
 A captured kernel reads the addresses it was captured with, so every step's batch is copied into buffers that stay where
 they are (``StaticBatch``) and padded to a captured size. A uniform batch (decode) is padded with requests of the same
 query length and no keys, a mixed one with tokens that belong to no request. Builders have buffers of their own, which
-stay where they are too (``BackendContext.cuda_graphs``). A backend's CUDA-graph level says for which batches its
-builder can do that; the runner refuses all others.
+stay where they are too (``BackendContext.cuda_graphs``). Layers that keep a state have ``StaticStates`` instead. A
+backend's CUDA-graph level says for which batches its builder can do that; the runner refuses all others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees, check_uniform
+from attn_select.runtime.states import StateGroup, StateSlots, StaticStates
 
-G = TypeVar("G", bound=LayerGroup)
+G = TypeVar("G", bound=LayerGroup | StateGroup)
 Commons = Mapping[Any, CommonAttentionMetadata]
 """The step's batch per group: groups with caches of their own have tables and slots of their own."""
+Slots = Mapping[Any, StateSlots]
+"""The slots of the step's requests per group of layers that keep a state."""
 Function = Callable[[Mapping[str, Tensor], Mapping[Any, Any]], Tensor]
 WARM_UPS = 2
 """Eager runs before a capture: libraries allocate and compile in the first, the second runs as it will stay."""
@@ -58,6 +61,21 @@ class StaticBatch:
     def padded_tokens(self, size: int) -> int:
         """Return how many tokens a batch of a captured size has."""
         return size if self.query_len is None else size * self.query_len
+
+    def check_size(self, size: int) -> None:
+        """Compare a size to capture with the group's capacity.
+
+        Raises:
+            ConfigError: it is beyond it.
+        """
+        capacity, requests, tokens = self.group.capacity, self.padded_requests(size), self.padded_tokens(size)
+        if requests > capacity.max_num_seqs or tokens > capacity.max_num_batched_tokens:
+            raise ConfigError(
+                f"size {size} is {requests} requests and {tokens} tokens: a group was made for max_num_seqs = "
+                f"{capacity.max_num_seqs} and max_num_batched_tokens = {capacity.max_num_batched_tokens}",
+                fields=["sizes"],
+                hint="leave that size out, or make the group with a larger Capacity",
+            )
 
     def load(self, common: CommonAttentionMetadata, size: int) -> CommonAttentionMetadata:
         """Copy a batch into the buffers and return it padded to a captured size. Does not synchronise.
@@ -95,6 +113,10 @@ class StaticBatch:
         same = common.max_seq_len, common.causal, common.block_size
         return self._common(bounds_cpu, seq_lens_cpu, requests, tokens, *same)
 
+    def metadata(self, size: int) -> Any:
+        """Return what a batch of a captured size is captured with, built anew."""
+        return self.group.build_for_cudagraph_capture(self.dummy(size))
+
     def dummy(self, size: int) -> CommonAttentionMetadata:
         """Return a batch to capture with: short requests in block 0 that write nothing, and the largest bounds."""
         requests, tokens = self.padded_requests(size), self.padded_tokens(size)
@@ -117,13 +139,7 @@ class StaticBatch:
             bounds = torch.full((requests + 1,), common.num_actual_tokens, dtype=torch.int32)
             bounds[: common.num_reqs + 1] = common.query_start_loc_cpu
             return bounds
-        lens = common.query_lens_cpu
-        if bool((lens != each).any()):
-            request = int((lens != each).int().argmax())
-            raise BatchError(
-                f"request {request} has a query of {int(lens[request])} tokens: these graphs were captured for uniform "
-                f"batches of {each}"
-            )
+        check_uniform(common, each)
         return torch.arange(requests + 1, dtype=torch.int32) * each
 
     def _common(
@@ -192,10 +208,14 @@ class CudaGraphRunner(Generic[G]):
                 raise ConfigError(
                     "a group was made without cuda_graphs=True, so its tensors change their addresses",
                     fields=["cuda_graphs"],
-                    hint="attention_group(selection, cuda_graphs=True)",
+                    hint="attention_group(selection, cuda_graphs=True), or StateGroup(selection, cuda_graphs=True)",
                 )
-        self.batches = {group: StaticBatch(group, self.query_len) for group in self.groups}
-        self._check_sizes()
+        if not self.sizes or self.sizes[0] < 1:
+            raise ConfigError(f"sizes = {self.sizes}: accepted are integers from 1", fields=["sizes"])
+        self.batches = {group: static_batch(group, self.query_len, self.sizes[-1]) for group in self.groups}
+        for batch in self.batches.values():
+            if isinstance(batch, StaticBatch):
+                batch.check_size(self.sizes[-1])
         if any(group.device.type != "cuda" for group in self.groups):
             raise ConfigError(f"device = {self.groups[0].device}: CUDA graphs need a CUDA device", fields=["device"])
         most = next(iter(self.batches.values())).padded_tokens(self.sizes[-1])
@@ -235,15 +255,16 @@ class CudaGraphRunner(Generic[G]):
         text = f"a batch of {wanted} {unit}: graphs were captured for {', '.join(map(str, self.sizes))}"
         raise BatchError(text, hint="run it eagerly, or capture a larger size")
 
-    def __call__(self, inputs: Mapping[str, Tensor], commons: Commons) -> Tensor:
+    def __call__(self, inputs: Mapping[str, Tensor], commons: Commons, slots: Slots | None = None) -> Tensor:
         """Replay a step; return its output rows, ``(num_actual_tokens, …)``, valid until the next replay.
 
         Args:
             inputs: per name at least ``num_actual_tokens`` rows.
             commons: the batch per group.
+            slots: per ``StateGroup`` what ``StatePool.step`` returned; None: there is no such group.
 
         Raises:
-            BatchError: nothing was captured, the batch fits no size, or it is not uniform.
+            BatchError: nothing was captured, the batch fits no size, it is not uniform, or its slots are missing.
         """
         first = commons[self.groups[0]]
         size = self.size_for(first)
@@ -253,7 +274,12 @@ class CudaGraphRunner(Generic[G]):
         for name, static in self.inputs.items():
             static[:tokens].copy_(inputs[name][:tokens], non_blocking=True)
         for group, batch in self.batches.items():
-            group.build(batch.load(commons[group], size))
+            if isinstance(batch, StaticStates):
+                if slots is None or group not in slots:
+                    raise BatchError("slots are missing of a group of layers that keep a state", hint="StatePool.step")
+                batch.load(commons[group], slots[group], size)
+            else:
+                batch.group.build(batch.load(commons[group], size))
         graph, output = self._graphs[size]
         graph.replay()
         return output[:tokens]
@@ -263,24 +289,18 @@ class CudaGraphRunner(Generic[G]):
         return {name: tensor[:tokens] for name, tensor in self.inputs.items()}
 
     def _capture_metadata(self, size: int) -> dict[Any, Any]:
-        return {group: group.build_for_cudagraph_capture(batch.dummy(size)) for group, batch in self.batches.items()}
-
-    def _check_sizes(self) -> None:
-        if not self.sizes or self.sizes[0] < 1:
-            raise ConfigError(f"sizes = {self.sizes}: accepted are integers from 1", fields=["sizes"])
-        for group, batch in self.batches.items():
-            capacity, largest = group.capacity, self.sizes[-1]
-            requests, tokens = batch.padded_requests(largest), batch.padded_tokens(largest)
-            if requests > capacity.max_num_seqs or tokens > capacity.max_num_batched_tokens:
-                raise ConfigError(
-                    f"size {largest} is {requests} requests and {tokens} tokens: a group was made for max_num_seqs = "
-                    f"{capacity.max_num_seqs} and max_num_batched_tokens = {capacity.max_num_batched_tokens}",
-                    fields=["sizes"],
-                    hint="leave that size out, or make the group with a larger Capacity",
-                )
+        return {group: batch.metadata(size) for group, batch in self.batches.items()}
 
 
-def check_level(group: LayerGroup, query_len: int = 1, mixed: bool = False) -> None:
+def static_batch(group: LayerGroup | StateGroup, query_len: int | None, largest: int) -> StaticBatch | StaticStates:
+    """Return a group's batch at fixed addresses, for up to ``largest`` requests (tokens where batches are mixed)."""
+    if not isinstance(group, StateGroup):
+        return StaticBatch(group, query_len)
+    assert query_len is not None  # no such group is at level ALWAYS
+    return StaticStates(group, query_len, largest)
+
+
+def check_level(group: LayerGroup | StateGroup, query_len: int = 1, mixed: bool = False) -> None:
     """Compare what a group's builders can capture with what is wanted.
 
     Raises:

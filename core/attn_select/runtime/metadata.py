@@ -169,6 +169,21 @@ class Split:
     num_prefill_tokens: int
 
 
+def check_uniform(common: CommonAttentionMetadata, query_len: int) -> None:
+    """Make sure that a batch fits graphs of uniform batches.
+
+    Raises:
+        BatchError: names the first request with a query of another length.
+    """
+    lens = common.query_lens_cpu
+    if bool((lens != query_len).any()):
+        request = int((lens != query_len).int().argmax())
+        raise BatchError(
+            f"request {request} has a query of {int(lens[request])} tokens: these graphs were captured for uniform "
+            f"batches of {query_len}"
+        )
+
+
 FEW_REQUESTS = 32
 """Up to as many, a loop over a list takes less time than operations on tensors."""
 

@@ -5,7 +5,8 @@
 
 It draws layers from the declared capabilities, and from just outside them. It serves requests through the layers that
 the gate accepts: chunks of prompts, mixed steps, decodes, drafts of which some are rejected, forks, slots that are
-reused. Free slots hold NaN. Every output is compared with the float64 recurrence.
+reused. Decodes of one length are replays of CUDA graphs where the backend allows it. Free slots hold NaN. Every output
+is compared with the float64 recurrence.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class StateConformance:
         rng = random.Random(f"{self.spec.name} {self.seed} {state_config} steps")
         selection = self._selected(config, rng)
         drafts = config.num_speculative_tokens
-        serving = StateServing(selection, 10 * (1 + drafts), state_config, self.device)
+        graphs = any(plan.cuda_graph != "NEVER" for plan in selection.plans.values() if plan is not None)
+        serving = StateServing(selection, 10 * (1 + drafts), state_config, self.device, cuda_graphs=graphs)
         live: list[int] = []
         for number in range(self.steps):
             if len(live) < 3:
@@ -107,7 +109,8 @@ class StateConformance:
             # A backend of one phase gets decodes alone, new requests among them, or prefills alone.
             short = [1, 1, 1 + drafts] if "decode" in self.spec.capabilities else []
             long = [rng.randint(2 + drafts, self.longest)] if "prefill" in self.spec.capabilities else []
-            lens = {name: rng.choice([*short, *long]) for name in chosen}
+            same = rng.choice([*short, *long])
+            lens = {name: same if graphs else rng.choice([*short, *long]) for name in chosen}
             error = serving.step(lens)
             where = f"configuration {state_config} of seed {self.seed}, step {number} of {lens}: {config}"
             bound = state_bound(config)

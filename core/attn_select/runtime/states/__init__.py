@@ -11,6 +11,7 @@ from attn_select.runtime.states.state_batch import StateMetadata, StatePart
 from attn_select.runtime.states.state_cache import StateCache
 from attn_select.runtime.states.state_group import StateGroup
 from attn_select.runtime.states.state_pool import OutOfSlotsError, StatePool, StateSlots
+from attn_select.runtime.states.static_states import StaticStates
 
 __all__ = [
     "GatheredStateImpl",
@@ -25,5 +26,6 @@ __all__ = [
     "StatePart",
     "StatePool",
     "StateSlots",
+    "StaticStates",
     "gathered_states",
 ]

@@ -57,10 +57,10 @@ class LinearAttention(nn.Module):
         self._conv_weight, self._conv_bias, self._skip = conv_weight, conv_bias, skip
         made: dict[type[object], StateImpl] = {}
         self.impls: dict[Phase, StateImpl] = {}
-        for phase, (backend, context) in group.served.items():
-            if backend not in made:
-                made[backend] = backend.impl_cls(context)
-            self.impls[phase] = made[backend]
+        for phase, served in group.served.items():
+            if served.backend not in made:
+                made[served.backend] = served.backend.impl_cls(served.context)
+            self.impls[phase] = made[served.backend]
         keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
         self._widths = {"query": keys, "key": keys, "value": values}
         self._order = config.rule.channels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,9 @@ from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, sp
 from attn_select.runtime.states.state_pool import FROM_ZERO, StateSlots
 
 Indices = npt.NDArray[np.int64]
+NOWHERE = -1
+"""The slot of a state that is not kept. Where it stands as an index, it is the last slot of ``StateGroup.allocate``,
+which no request has."""
 
 
 @dataclass(slots=True)
@@ -28,9 +32,10 @@ class StatePart:
         query_start_loc_cpu: the same on the host.
         max_query_len: the longest query.
         read_slots: int64 ``(B,)`` on the device, the slot of each request's state before the step; -1: it is zero.
-        write_slots: int64 ``(B,)`` on the device, where the state behind a request's last token goes.
-        token_slots: int64 ``(B, 1 + num_speculative_tokens)`` on the device, where the state behind each token goes; -1
-            for nowhere. None where no request keeps more than the last one.
+        write_slots: int64 ``(B,)`` on the device, where the state behind a request's last token goes; ``NOWHERE`` for
+            the padding of captured steps alone.
+        token_slots: int64 ``(B, tokens)`` on the device, where the state behind each token goes, or ``NOWHERE``. None
+            where no request keeps more than the last one.
     """
 
     first_token: int
@@ -91,7 +96,7 @@ def build_states(
         BatchError: the slots are of another number of requests, lie outside the pool, are written twice, or a decode
             stands behind a prefill.
     """
-    _check_slots(config, common, slots, num_slots)
+    check_slots(config, common, slots, num_slots)
     split = split_decodes_and_prefills(common, config.max_decode_query_len)
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
     decodes = split.num_decodes
@@ -103,7 +108,7 @@ def build_states(
         each = slots.write[first:last]
         table = None
         if any(len(writes) > 1 for writes in each):
-            host = np.full((last - first, config.max_decode_query_len), FROM_ZERO, dtype=np.int64)
+            host = np.full((last - first, config.max_decode_query_len), NOWHERE, dtype=np.int64)
             for row, writes in enumerate(each):
                 # One slot is that of the last token, whichever that is.
                 end = int(bounds[first + row + 1] - bounds[first + row])
@@ -124,9 +129,12 @@ def build_states(
     return StateMetadata(common.num_actual_tokens, part(0, decodes), part(decodes, common.num_reqs), conv)
 
 
-def _check_slots(
-    config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int | None
-) -> None:
+def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int | None) -> None:
+    """Compare the slots of a step with its batch.
+
+    Raises:
+        BatchError: as ``build_states``.
+    """
     count = common.num_reqs
     if not len(slots.read) == len(slots.write) == count:
         text = f"slots of {len(slots.read)} requests that read and {len(slots.write)} that write"
@@ -154,29 +162,35 @@ def _check_slots(
 
 
 def _conv_indices(width: int, bounds: Indices, slots: StateSlots, device: torch.device) -> ConvIndices:
-    """Return the rows that a convolution gathers: request r's window is rows ``r * (width - 1)`` on."""
-    count, before = len(slots.read), width - 1
+    """Return what a convolution of ``width`` tokens gathers in a step."""
+    taps, windows = conv_rows(width, bounds, [len(writes) for writes in slots.write])
+    written = torch.tensor([slot for writes in slots.write for slot in writes], dtype=torch.int64)
+    read = torch.tensor(slots.read, dtype=torch.int64)
+    return ConvIndices(*(to_device(each, device) for each in (read, taps, written, windows)))
+
+
+def conv_rows(width: int, bounds: Indices, written: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return ``ConvIndices.taps`` and ``ConvIndices.windows``, on the host.
+
+    The rows are those of all requests' windows, ``width - 1`` each, and the step's inputs behind them.
+
+    Args:
+        width: tokens that the convolution sees.
+        bounds: prefix sums of the query lengths, from 0.
+        written: how many states each request keeps, those behind its last tokens.
+    """
+    count, before = len(bounds) - 1, width - 1
     lens = np.diff(bounds)
     request = np.repeat(np.arange(count), lens)
     offset = np.arange(bounds[-1]) - bounds[request]
 
-    def rows(request: Indices, last: Indices, taps: int) -> Indices:
+    def rows(request: Indices, last: Indices, taps: int) -> Tensor:
         """Return the rows of the ``taps`` inputs that end with input ``last`` of each request."""
         place = last[:, None] - (taps - 1) + np.arange(taps)
         in_window = request[:, None] * before + before + place
         in_step = count * before + bounds[request][:, None] + place
-        return np.where(place < 0, in_window, in_step)
+        return torch.from_numpy(np.where(place < 0, in_window, in_step))
 
-    owners = np.repeat(np.arange(count), [len(writes) for writes in slots.write])
-    last = np.concatenate([np.arange(n - len(writes), n) for n, writes in zip(lens, slots.write, strict=True)])
-    written = [slot for writes in slots.write for slot in writes]
-
-    def on_device(values: Indices) -> Tensor:
-        return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
-
-    return ConvIndices(
-        on_device(np.array(slots.read, dtype=np.int64)),
-        on_device(rows(request, offset, width)),
-        on_device(np.array(written, dtype=np.int64)),
-        on_device(rows(owners, last, before)),
-    )
+    owners = np.repeat(np.arange(count), written)
+    last = np.concatenate([np.arange(n - kept, n) for n, kept in zip(lens, written, strict=True)])
+    return rows(request, offset, width), rows(owners, last, before)

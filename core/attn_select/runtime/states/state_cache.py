@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_select.errors import ConfigError, show
 from attn_select.layer.layouts import state_shape
 from attn_select.layer.state import StateConfig
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
@@ -18,7 +17,7 @@ class StateCache:
     """The states of one layer.
 
     Attributes:
-        state: ``state_dtype``, the shape of the selection's layout with ``num_slots`` filled in.
+        state: ``state_dtype``, the shape of the selection's layout with the number of slots filled in.
         conv: ``dtype`` ``(num_slots, conv_kernel_size - 1, conv_dim)``, the last inputs of the convolution, oldest
             first; None without one.
     """
@@ -28,13 +27,7 @@ class StateCache:
 
 
 def allocate_states(config: StateConfig, layout: str, num_slots: int, device: torch.device) -> StateCache:
-    """Return uninitialised states of one layer: a request that is new reads none.
-
-    Raises:
-        ConfigError: ``num_slots`` is out of range.
-    """
-    if type(num_slots) is not int or num_slots < 1:
-        raise ConfigError(f"num_slots = {show(num_slots)}: accepted are integers from 1", fields=["num_slots"])
+    """Return uninitialised states of one layer: a request that is new reads none."""
     shape = [num_slots if extent == "num_slots" else int(extent) for extent in state_shape(layout, config)]
     state = torch.empty(shape, dtype=PLAIN_DTYPES[config.state_dtype], device=device)
     if not config.conv_kernel_size:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, show
-from attn_select.layer.config import Phase
+from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.state import StateConfig
 from attn_select.runtime.loaded import device_of
 from attn_select.runtime.metadata import CommonAttentionMetadata
@@ -19,16 +20,27 @@ from attn_select.runtime.states.state_cache import StateCache, allocate_states
 from attn_select.runtime.states.state_pool import StateSlots
 
 
+@dataclass(frozen=True, slots=True)
+class ServedStates:
+    """A backend that runs one or more phases of a group, and what it was made for."""
+
+    spec: BackendSpec
+    backend: type[StateBackend]
+    context: StateContext
+
+
 class StateGroup:
     """Loads the backends of a selection, allocates states and builds the metadata that its layers share.
 
     Args:
         selection: of a ``StateConfig``.
         device: where the layers run; None: the device of the selection.
+        cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
 
     Attributes:
-        selection, config, device: as given.
-        served: the backend and its context per phase.
+        selection, config, device, cuda_graphs: as given.
+        served: what runs each phase.
+        num_slots: slots of each layer's states; None before the first ``allocate``.
 
     Raises:
         ConfigError: ``selection`` is none of a ``StateConfig``, or it is for another device.
@@ -36,23 +48,29 @@ class StateGroup:
         RuntimeMissingError, ImportError: a backend cannot be loaded.
     """
 
-    def __init__(self, selection: Selection[StateConfig], device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        selection: Selection[StateConfig],
+        device: torch.device | str | None = None,
+        *,
+        cuda_graphs: bool = False,
+    ) -> None:
         if not isinstance(selection, Selection) or not isinstance(selection.config, StateConfig):
             text = f"selection = {show(selection)}: accepted is what attn_select.select returns for a StateConfig"
             raise ConfigError(text, fields=["selection"])
         selection.require()
         assert selection.kv_layout is not None
         self.selection, self.config = selection, selection.config
-        self.device = device_of(selection, device)
+        self.device, self.cuda_graphs = device_of(selection, device), cuda_graphs
         self._layout = selection.kv_layout
-        self._num_slots: int | None = None
+        self.num_slots: int | None = None
         specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
-        self.served: dict[Phase, tuple[type[StateBackend], StateContext]] = {}
+        self.served: dict[Phase, ServedStates] = {}
         for name, plans in selection.plans_by_backend().items():
             made = self._serve(specs[name], plans)
             self.served.update(dict.fromkeys(plans, made))
 
-    def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan]) -> tuple[type[StateBackend], StateContext]:
+    def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan]) -> ServedStates:
         backend: type[StateBackend] = spec.get_class()
         context = StateContext(
             config=self.config,
@@ -61,19 +79,30 @@ class StateGroup:
             options=self.selection.options[spec.name],
             state_layout=self._layout,
         )
-        return backend, context
+        return ServedStates(spec, backend, context)
+
+    @property
+    def cudagraph_support(self) -> CudaGraphLevel:
+        """Which batches can be captured: decodes at most."""
+        served = self.served.get("decode")
+        level = "NEVER" if served is None else served.context.plans["decode"].cuda_graph
+        return "UNIFORM_BATCH" if level == "ALWAYS" else level
 
     def allocate(self, num_slots: int) -> StateCache:
         """Return uninitialised states of one layer, in the selection's layout. All layers have as many slots.
 
+        With ``cuda_graphs`` there is one slot more, to which the padding of captured steps writes.
+
         Raises:
             ConfigError: ``num_slots`` is out of range, or another number than before.
         """
-        if self._num_slots not in (None, num_slots):
-            text = f"num_slots = {show(num_slots)}: the group's other layers have {self._num_slots}"
+        if type(num_slots) is not int or num_slots < 1:
+            raise ConfigError(f"num_slots = {show(num_slots)}: accepted are integers from 1", fields=["num_slots"])
+        if self.num_slots not in (None, num_slots):
+            text = f"num_slots = {show(num_slots)}: the group's other layers have {self.num_slots}"
             raise ConfigError(text, fields=["num_slots"])
-        made = allocate_states(self.config, self._layout, num_slots, self.device)
-        self._num_slots = num_slots
+        made = allocate_states(self.config, self._layout, num_slots + self.cuda_graphs, self.device)
+        self.num_slots = num_slots
         return made
 
     def build(self, common: CommonAttentionMetadata, slots: StateSlots) -> StateMetadata:
@@ -86,4 +115,4 @@ class StateGroup:
         Raises:
             BatchError: the slots do not fit the batch, or a decode stands behind a prefill.
         """
-        return build_states(self.config, common, slots, self._num_slots, self.device)
+        return build_states(self.config, common, slots, self.num_slots, self.device)

@@ -103,7 +103,7 @@ def plan(
         returns_lse=False,
         kv_layouts=(STATE_KV, STATE_VK),
         kernel_block_sizes=(),
-        cuda_graph="NEVER",
+        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if phase == "decode" else "NEVER",
         notes=(_COPIES,),
         unverified=(_NEVER_RUN,),
     )

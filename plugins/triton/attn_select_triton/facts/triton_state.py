@@ -66,7 +66,7 @@ def plan(
         returns_lse=False,
         kv_layouts=(STATE_KV, STATE_VK),
         kernel_block_sizes=(),
-        cuda_graph="NEVER",
+        cuda_graph="UNIFORM_BATCH",
         unverified=(_NEVER_RUN,),
     )
 

@@ -48,8 +48,6 @@ def state_decode_kernel(
     request, v_head = tl.program_id(1) // V_HEADS, tl.program_id(1) % V_HEADS
     head = v_head // (V_HEADS // HEADS)
     start, end = tl.load(query_start_loc_ptr + request), tl.load(query_start_loc_ptr + request + 1)
-    if end == start:  # padding of a captured batch
-        return
     keys, values = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = keys < K, values < V
     inside = in_k[:, None] & in_v[None, :]
@@ -78,8 +76,8 @@ def state_decode_kernel(
             kept = tl.load(token_slots_ptr + request * columns + token)
             behind = states_ptr + kept * stride_slot + place
             tl.store(behind, state.to(states_ptr.dtype.element_ty), mask=inside & (kept >= 0))
-    last = states_ptr + tl.load(write_slots_ptr + request) * stride_slot + place
-    tl.store(last, state.to(states_ptr.dtype.element_ty), mask=inside)
+    slot = tl.load(write_slots_ptr + request)
+    tl.store(states_ptr + slot * stride_slot + place, state.to(states_ptr.dtype.element_ty), mask=inside & (slot >= 0))
 
 
 def decode_states(
@@ -109,8 +107,8 @@ def decode_states(
         write_strength: float32 ``(T, num_v_heads)``, or None.
         states: ``(num_slots, num_v_heads, head_size, v_head_size)``, contiguous.
         query_start_loc: int32 ``(B + 1,)``.
-        read_slots, write_slots: int64 ``(B,)``.
-        token_slots: int64 ``(B, columns)``, or None.
+        read_slots, write_slots: int64 ``(B,)``; -1: a state of zero, and a state that is not kept.
+        token_slots: int64 ``(B, columns)``, likewise, or None.
         scale: factor on the query.
         delta_rule, normalized: of the recurrence.
         v_first: whether the last two extents of ``states`` stand the other way round.

@@ -1,0 +1,80 @@
+"""``StaticStates``: the slots of captured decodes at fixed addresses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.metadata import CommonAttentionMetadata, check_uniform
+from attn_select.runtime.states.state_batch import (
+    NOWHERE,
+    ConvIndices,
+    StateMetadata,
+    StatePart,
+    check_slots,
+    conv_rows,
+)
+from attn_select.runtime.states.state_group import StateGroup
+from attn_select.runtime.states.state_pool import FROM_ZERO, StateSlots
+
+
+class StaticStates:
+    """Decodes of one length, padded with requests that read no slot and write nowhere.
+
+    Args:
+        group: made with ``cuda_graphs=True``.
+        query_len: tokens per request.
+        largest: requests of the largest batch.
+    """
+
+    def __init__(self, group: StateGroup, query_len: int, largest: int) -> None:
+        self.group, self.query_len = group, query_len
+        self._read = torch.full((largest,), FROM_ZERO, device=group.device)
+        self._write = torch.full((largest,), NOWHERE, device=group.device)
+        self._tokens: Tensor | None = None
+        if query_len > 1:
+            self._tokens = torch.full((largest, query_len), NOWHERE, device=group.device)
+        self._made: dict[int, StateMetadata] = {}
+
+    def padded_tokens(self, size: int) -> int:
+        """Return how many tokens a batch of ``size`` requests has."""
+        return size * self.query_len
+
+    def metadata(self, size: int) -> StateMetadata:
+        """Return the metadata of all batches of ``size`` requests: always the same tensors, since graphs read them."""
+        if size not in self._made:
+            self._made[size] = self._metadata(size)
+        return self._made[size]
+
+    def load(self, common: CommonAttentionMetadata, slots: StateSlots, size: int) -> None:
+        """Copy a batch's slots into the buffers, padded to ``size`` requests. Does not synchronise.
+
+        Raises:
+            BatchError: the slots do not fit the batch, or a query has another length.
+        """
+        check_uniform(common, self.query_len)
+        check_slots(self.group.config, common, slots, self.group.num_slots)
+        rest = size - common.num_reqs
+        device = self.group.device
+        read = torch.tensor(slots.read + [FROM_ZERO] * rest)
+        write = torch.tensor([writes[-1] for writes in slots.write] + [NOWHERE] * rest)
+        self._read[:size].copy_(to_device(read, device))
+        self._write[:size].copy_(to_device(write, device))
+        if self._tokens is not None:
+            rows = [[NOWHERE] * (self.query_len - len(writes)) + writes for writes in slots.write]
+            tokens = torch.tensor(rows + [[NOWHERE] * self.query_len] * rest)
+            self._tokens[:size].copy_(to_device(tokens, device))
+
+    def _metadata(self, size: int) -> StateMetadata:
+        device, each = self.group.device, self.query_len
+        bounds = torch.arange(size + 1, dtype=torch.int32) * each
+        read, write = self._read[:size], self._write[:size]
+        tokens = None if self._tokens is None else self._tokens[:size]
+        part = StatePart(0, size * each, bounds.to(device), bounds, each, read, write, tokens)
+        conv = None
+        if width := self.group.config.conv_kernel_size:
+            taps, windows = conv_rows(width, bounds.long().numpy(), [each] * size)
+            written = write if tokens is None else tokens.view(-1)
+            conv = ConvIndices(read, taps.to(device), written, windows.to(device))
+        return StateMetadata(size * each, part, None, conv)

@@ -1,0 +1,124 @@
+"""Decodes of layers that keep a state are captured once and replayed with other slots."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("attn_select_torch")
+
+from attn_select import ConfigError  # noqa: E402
+from attn_select.backends.spec import BackendPlan  # noqa: E402
+from attn_select.layer.state import StateConfig  # noqa: E402
+from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
+from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
+from attn_select.runtime.cuda_graph import CudaGraphRunner, check_level  # noqa: E402
+from attn_select.runtime.states import LinearAttention, StateGroup, StateSlots, StaticStates  # noqa: E402
+from attn_select.testing.toolkit import selection_of  # noqa: E402
+from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
+
+CONFIG = StateConfig(
+    recurrence="gated_delta_net",
+    num_heads=2,
+    num_v_heads=4,
+    head_size=8,
+    v_head_size=16,
+    dtype="float32",
+    conv_kernel_size=4,
+    num_speculative_tokens=2,
+)
+
+
+def capturable(level: str) -> Any:
+    """TORCH_STATE, as if its decodes could be captured."""
+
+    def plan(*given: Any) -> Any:
+        made = TORCH_STATE.plan(*given)
+        assert isinstance(made, BackendPlan)
+        return replace(made, cuda_graph=level)
+
+    return selection_of(replace(TORCH_STATE, plan=plan), CONFIG, "cpu")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replays_give_what_the_recurrence_gives(seed: int) -> None:
+    rng, bound = random.Random(seed), state_bound(CONFIG)
+    serving = StateServing(capturable("UNIFORM_BATCH"), 30, seed, cuda_graphs=True)
+    for name in range(4):
+        serving.add(name)
+    serving.step({0: 5, 1: 20, 2: 7})  # request 3 has no state yet: it decodes from zero
+    for _ in range(8):
+        chosen = rng.sample(range(4), rng.randint(1, 4))
+        error = serving.step(dict.fromkeys(chosen, rng.choice((1, 3))))
+        assert error.norm <= bound.norm
+        assert error.row <= bound.row
+        for name in chosen:
+            if (kept := serving.drafts_of(name)) > 1:
+                serving.accept(name, rng.randint(1, kept))
+    assert serving.replays == 8
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_padding_changes_no_slot(each: int) -> None:
+    group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
+    layer, cache = LinearAttention(group, torch.randn(group.config.conv_dim, 4)), group.allocate(6)
+    assert cache.conv is not None
+    cache.state.fill_(7.0)
+    cache.conv.fill_(7.0)
+    static = StaticStates(group, each, 4)
+    writes = [[2], [4]] if each == 1 else [[2, 0, 3], [4]]  # the second request is new: it keeps its last state alone
+    static.load(prepare_batch([each, each], [9, each]), StateSlots([1, -1], writes), 4)
+    rows = 4 * each
+    channels = torch.randn(rows, group.config.conv_dim)
+    found = layer(channels, -torch.rand(rows, 4), torch.rand(rows, 4), cache, static.metadata(4))
+    assert found[: 2 * each].isfinite().all()
+    written = {slot for each in writes for slot in each}
+    for slot in range(6):
+        for states in (cache.state, cache.conv):
+            assert bool((states[slot] == 7.0).all()) is (slot not in written)
+
+
+def test_a_step_leaves_nothing_of_a_larger_one() -> None:
+    group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
+    group.allocate(6)
+    static = StaticStates(group, 1, 4)
+    part = static.metadata(4).decode
+    assert part is not None
+    static.load(prepare_batch([1, 1, 1], [3, 3, 3]), StateSlots([0, 1, 2], [[0], [1], [2]]), 4)
+    static.load(prepare_batch([1], [4]), StateSlots([2], [[5]]), 4)
+    assert static.metadata(4).decode is part
+    assert part.read_slots.tolist() == [2, -1, -1, -1]
+    assert part.write_slots.tolist() == [5, -1, -1, -1]
+
+
+def test_what_static_states_refuse() -> None:
+    group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
+    group.allocate(6)
+    static = StaticStates(group, 1, 4)
+    with pytest.raises(BatchError, match="request 1 has a query of 3 tokens: these graphs were captured for uniform"):
+        static.load(prepare_batch([1, 3], [3, 3]), StateSlots([0, 1], [[0], [1]]), 4)
+    with pytest.raises(BatchError, match="slot 6 to write: accepted are 0 to 5"):  # the padding's own
+        static.load(prepare_batch([1], [3]), StateSlots([0], [[6]]), 4)
+
+
+def test_levels_are_those_of_the_decode_backend() -> None:
+    single = StateGroup(capturable("UNIFORM_SINGLE_TOKEN_DECODE"), cuda_graphs=True)
+    check_level(single)
+    with pytest.raises(ConfigError, match="query length 3 need level UNIFORM_BATCH: TORCH_STATE is at UNIFORM_SINGLE"):
+        check_level(single, 3)
+    always = StateGroup(capturable("ALWAYS"), cuda_graphs=True)
+    with pytest.raises(ConfigError, match="mixed batches need level ALWAYS: TORCH_STATE is at UNIFORM_BATCH"):
+        check_level(always, mixed=True)
+
+
+def test_a_runner_takes_groups_that_keep_a_state() -> None:
+    group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
+    with pytest.raises(ConfigError, match="device = cpu: CUDA graphs need a CUDA device"):
+        CudaGraphRunner(lambda inputs, metadata: inputs["x"], [group], {"x": torch.empty(1, 1)}, [4])
+    plain = StateGroup(capturable("UNIFORM_BATCH"))
+    with pytest.raises(ConfigError, match=r"StateGroup\(selection, cuda_graphs=True\)"):
+        CudaGraphRunner(lambda inputs, metadata: inputs["x"], [plain], {"x": torch.empty(1, 1)}, [4])
