@@ -25,6 +25,7 @@ Examples:
   attn-select bench --model llama-3-8b
   attn-select bench --model deepseek-v3 --tensor-parallel 8 --workload 64q1s4k
   attn-select bench --model gpt-oss-120b --workload long-context --backend TRITON_ATTN --backend FLASH_ATTN
+  attn-select bench --model qwen3-next-80b-a3b --layer gated_delta_net --workload 64q1s1k,4q2k
   attn-select bench --num-heads 32 --num-kv-heads 8 --head-size 128 --workload '64q1s4k*0.8,1q2k*0.2' --json
   attn-select bench --model llama-3-8b --output h100.jsonl --plot h100.svg
   torchrun --nproc-per-node 2 --no-python attn-select bench --model llama-3-8b --dcp 2 --workload 1q1s128k
@@ -107,7 +108,7 @@ def command(
     if plot is not None:
         _check_plot(plot)
     wanted, asked = parse_workload(workload), tuple(options["backend"])
-    explanation = build_explanation({**options, "backend": (), "gpu": "auto"}).without_states
+    explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     for name in asked:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)

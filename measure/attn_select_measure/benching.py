@@ -27,12 +27,16 @@ from attn_select.decide.selection import Selection
 from attn_select.decide.selector import RulesArgument, select
 from attn_select.decide.text import byte_text
 from attn_select.errors import AttnSelectError, ConfigError, shorten
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.layer.state import StateConfig
 from attn_select.machine.detection import detect_device
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.reference.comparison import error_bound
 from attn_select.reference.layer_step import CacheMemory, LayerStep
+from attn_select.reference.state_serving import state_bound
+from attn_select.reference.state_step import StateMemory, StateStep
 from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.timer import FLUSH_BYTES, WARM_UP_ROUNDS, Call, captured, medians, timed_rounds
@@ -43,6 +47,7 @@ from attn_select.times.timed_layer import timed_layer
 from attn_select_cli.serving import unserved
 from attn_select_measure import host_memory
 
+Step = LayerStep | StateStep
 LEAST_US = 1000.0
 """A graph runs at least this long by the roofline, so that its launch does not count."""
 MOST_US = 20000.0
@@ -91,7 +96,7 @@ class Candidate:
     """
 
     name: str
-    selection: Selection | None = None
+    selection: Selection[Any] | None = None
     phases: tuple[Phase, ...] | None = None
     failure: str | None = None
     dispatch: str | None = None
@@ -177,7 +182,7 @@ class Ready:
         run: runs them all, or replays their graph.
     """
 
-    def __init__(self, timed: Timed, step: LayerStep) -> None:
+    def __init__(self, timed: Timed, step: Step) -> None:
         self.timed, self.step = timed, step
         self.layers: list[Call] = []
         self.run: Call = self._eagerly
@@ -240,7 +245,7 @@ class Bench:
         found = medians(timed_rounds(calls, self.torch_device), 10 if self.on_gpu else 3)
         return Rates(2 * num_bytes / found["copy"] * 1e6, 2 * size**3 / found["matmul"] * 1e6)
 
-    def candidates(self, config: AttentionConfig, batch: BatchShape, backends: Sequence[str] = ()) -> list[Candidate]:
+    def candidates(self, config: LayerConfig, batch: BatchShape, backends: Sequence[str] = ()) -> list[Candidate]:
         """Return every backend that is valid for all phases of a batch, or why one that was asked for is not."""
         longest = config.max_decode_query_len
         kinds = {"decode" if g.query_len <= longest and config.has_cache else "prefill" for g in batch.groups}
@@ -270,7 +275,7 @@ class Bench:
 
     def measure(
         self,
-        config: AttentionConfig,
+        config: LayerConfig,
         batch: BatchShape,
         candidates: Sequence[Candidate],
         seconds: float = 60.0,
@@ -306,19 +311,26 @@ class Bench:
         result.timed.sort(key=lambda timed: timed.time_us if timed.failure is None else float("inf"))
         return result
 
-    def _step(self, candidate: Candidate, selection: Selection, batch: BatchShape, timed: Timed) -> LayerStep:
+    def _step(self, candidate: Candidate, selection: Selection[Any], batch: BatchShape, timed: Timed) -> Step:
         requests = [(g.query_len, g.seq_len) for g in batch.groups for _ in range(g.count)]
-        step = LayerStep(selection, requests, candidate.phases, self.torch_device, candidate.dispatch, self.ranks)
+        if isinstance(selection.config, StateConfig):
+            step: Step = StateStep(selection, requests, candidate.phases, self.torch_device)
+        else:
+            step = LayerStep(selection, requests, candidate.phases, self.torch_device, candidate.dispatch, self.ranks)
         longest = step.config.max_decode_query_len
         decodes = {query <= longest and step.config.has_cache for query, _ in requests}
         served = dict(step.group.served)
         if candidate.dispatch is not None:
+            assert isinstance(step, LayerStep)
             by_name = {each.spec.name: each for each in step.group.backends}
             ran = {part.phase: by_name[part.backend] for part in step.group.build(step.common).parts}
             served = {phase: ran.get(phase) or next(iter(ran.values())) for phase in served}
         plans = {phase: each.context.plans[phase] for phase, each in served.items() if (phase == "decode") in decodes}
         timed.kernel = {phase: plan.kernel_name or "unnamed" for phase, plan in plans.items()}
-        timed.block_size, timed.bound = step.group.block_size, error_bound(step.config, plans).norm
+        if isinstance(step, StateStep):
+            timed.bound = state_bound(step.config).norm
+        else:
+            timed.block_size, timed.bound = step.group.block_size, error_bound(step.config, plans).norm
         return step
 
     def _run(
@@ -390,13 +402,12 @@ class Bench:
             if number >= self.rounds or (number >= LEAST_ROUNDS and found.seconds > seconds):
                 return
 
-    def _memory(self, steps: Sequence[LayerStep], floor: float | None) -> tuple[CacheMemory | None, int]:
+    def _memory(self, steps: Sequence[Step], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
         """Return the caches' memory and how many layers a round runs, a multiple of the number of caches.
 
         Raises:
             MemoryError: one cache does not fit.
         """
-        config = steps[0].config
         largest, weights = max(step.cache_bytes for step in steps), max(step.weight_bytes for step in steps)
         free, spare = self._free_bytes(), SPARE_BYTES if self.on_gpu else SPARE_HOST_BYTES
         if self.ranks is not None:
@@ -411,20 +422,28 @@ class Bench:
                 f"and {byte_text(spare)} of it stay spare: take fewer or shorter requests"
             )
         if not self.on_gpu:
-            return (CacheMemory(config, largest, 1, self.torch_device) if config.has_cache else None), 1
+            return self._caches(steps, 1), 1
         l2 = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
         wanted = -(-3 * l2 // max(1, largest + weights)) + 1
         floor = floor or LEAST_US
         count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))
         layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
-        memory = CacheMemory(config, largest, count, self.torch_device) if config.has_cache else None
-        return memory, -(-layers // count) * count
+        return self._caches(steps, count), -(-layers // count) * count
 
-    def _prepare(self, each: Ready, memory: CacheMemory | None, layers: int) -> None:
+    def _caches(self, steps: Sequence[Step], count: int) -> CacheMemory | StateMemory | None:
+        """Return memory for ``count`` caches of any of the steps; None for layers without a cache."""
+        first = steps[0]
+        if isinstance(first, StateStep):
+            return first.memory(count)
+        largest = max(step.cache_bytes for step in steps)
+        return CacheMemory(first.config, largest, count, self.torch_device) if first.config.has_cache else None
+
+    def _prepare(self, each: Ready, memory: Any, layers: int) -> None:
         """Make the layers, run each once, and capture them."""
         step, timed = each.step, each.timed
         with torch.inference_mode():
-            step.make_layers([None] if memory is None else memory.caches(step))
+            caches: list[Any] = [None] if memory is None else memory.caches(step)
+            step.make_layers(caches)
             step.output.fill_(torch.nan)
             began = time.perf_counter()
             calls = step.calls()
@@ -439,7 +458,7 @@ class Bench:
             if not self.on_gpu:
                 timed.method = "eager"
                 return
-            decode = step.group.served.get("decode")
+            decode: Any = step.group.served.get("decode")
             if "decode" in timed.kernel and decode.context.plans["decode"].cuda_graph == "NEVER":
                 timed.method, timed.why_eager = "eager", "its plan supports no CUDA graphs"
                 return
@@ -490,7 +509,7 @@ class Bench:
         if self.on_gpu:
             torch.cuda.synchronize(self.torch_device)
 
-    def measurements(self, config: AttentionConfig, found: TimedBatch) -> list[Measurement]:
+    def measurements(self, config: LayerConfig, found: TimedBatch) -> list[Measurement]:
         """Return what was timed as lines of a measurements file."""
         made = []
         for timed in (each for each in found.timed if each.failure is None):
@@ -515,7 +534,7 @@ class Bench:
             )
         return made
 
-    def libraries(self, backend: str, config: AttentionConfig) -> dict[str, str]:
+    def libraries(self, backend: str, config: LayerConfig) -> dict[str, str]:
         """Return the versions of torch, the plugin, and every installed library that the backend may run from."""
         registry = load_plugins()
         environment = select(config, self.device, self.rules, environment=self.environment).environment
@@ -547,8 +566,10 @@ def joined_ranks() -> Iterator[ContextParallel | None]:
         dist.destroy_process_group()
 
 
-def untimed(config: AttentionConfig, ranks: ContextParallel | None = None) -> str | None:
+def untimed(config: LayerConfig, ranks: ContextParallel | None = None) -> str | None:
     """Return why the steps of a layer cannot be made up; None where they can."""
+    if isinstance(config, StateConfig):
+        return None if ranks is None else "no ranks share a state: leave --dcp out"
     size, here = config.decode_context_parallel_size, 1 if ranks is None else ranks.size
     if size != here:
         started = f"{here} process{'es were' if here > 1 else ' was'} started"
@@ -556,7 +577,7 @@ def untimed(config: AttentionConfig, ranks: ContextParallel | None = None) -> st
     return "sparse MLA needs an indexer's choice of tokens" if config.sparse else unserved(config)
 
 
-def check_runnable(config: AttentionConfig, batch: BatchShape, ranks: ContextParallel | None = None) -> None:
+def check_runnable(config: LayerConfig, batch: BatchShape, ranks: ContextParallel | None = None) -> None:
     """Make sure that a batch can be made for a layer.
 
     Raises:

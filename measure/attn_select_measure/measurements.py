@@ -383,7 +383,7 @@ def _layers(options: dict[str, Any], device: Device) -> set[TimedLayer]:
         raise click.UsageError("which layers? Give --model, or --num-heads with --head-size, or --all")
     source = load(options["model"]) if options["model"] is not None else None
     kinds = known_layers(source, options, device, overrides)
-    return {timed_layer(config) for config in kinds.attention_configs}
+    return {timed_layer(config) for config in kinds.configs}
 
 
 def _thinned(found: Sequence[Measurement], wanted: set[TimedLayer] | None, points: int) -> list[Measurement]:

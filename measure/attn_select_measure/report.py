@@ -154,7 +154,7 @@ def _page(
         titles = titles_of(
             (model, layer.kind, layer.selection.config, explanation.device)
             for (model, _), explanation in explained
-            for layer in explanation.attention  # no times of states are kept
+            for layer in explanation.attention
         )
         stored = read_times(options["measurements"], alone=False)
         notes = [str(problem) for problem in stored.problems]

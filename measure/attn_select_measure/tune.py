@@ -105,7 +105,7 @@ def command(
     check_output(output)
     wanted = None if workload is None else parse_workload(workload)
     asked = tuple(options["backend"])
-    explanation = build_explanation({**options, "backend": (), "gpu": "auto"}).without_states
+    explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     for name in asked:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attn_select.layer.config import MLA_DIMS, AttentionConfig, Phase
+from attn_select.layer.config import MLA_DIMS, Phase
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.rules.conditions import UNSET
 from attn_select.times.timed_layer import timed_layer
@@ -16,13 +18,19 @@ from attn_select_measure.regions import FIELDS, Region
 _LONGEST_NAME = 80
 
 
-def rule_prefix(config: AttentionConfig, device: Device) -> str:
+def rule_prefix(config: LayerConfig, device: Device) -> str:
     """Return how tuned rules call a layer on a device."""
     fields = timed_layer(config).to_dict()
-    shown = ["num_heads", *MLA_DIMS] if config.mla else ["num_heads", "num_kv_heads", "head_size"]
+    shown = ["num_heads", "num_kv_heads", "head_size"]
+    kind = ""
+    if isinstance(config, StateConfig):
+        kind, shown = config.recurrence, ["num_heads", "num_v_heads", "head_size", "v_head_size"]
+    elif config.mla:
+        kind, shown = "mla", ["num_heads", *MLA_DIMS]
     sizes = "x".join(str(getattr(config, name)) for name in shown)
-    rest = [f"{name}-{value}" if value is not True else name for name, value in fields.items() if name not in shown]
-    text = " ".join(["tuned", device.name, "mla" if config.mla else "", sizes, *rest])
+    others = {name: value for name, value in fields.items() if name not in (*shown, "recurrence")}
+    rest = [f"{name}-{value}" if value is not True else name for name, value in others.items()]
+    text = " ".join(["tuned", device.name, kind, sizes, *rest])
     name = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
     if len(name) > _LONGEST_NAME:
         import hashlib
@@ -32,7 +40,7 @@ def rule_prefix(config: AttentionConfig, device: Device) -> str:
 
 
 def rule_tables(
-    config: AttentionConfig,
+    config: LayerConfig,
     device: Device,
     phase: Phase,
     regions: Sequence[Region],
@@ -70,7 +78,7 @@ def rule_tables(
 
 
 def tuned_before(
-    rules: Iterable[Mapping[str, Any]], config: AttentionConfig, device: Device, phase: Phase
+    rules: Iterable[Mapping[str, Any]], config: LayerConfig, device: Device, phase: Phase
 ) -> list[Mapping[str, Any]]:
     """Return the rules of a file that an earlier tune of this layer and phase wrote, by the key ``tuned``."""
     return [rule for rule in rules if rule.get("tuned") == f"{rule_prefix(config, device)}-{phase}"]
@@ -78,7 +86,7 @@ def tuned_before(
 
 def regions_of(
     rules: Sequence[Mapping[str, Any]],
-    config: AttentionConfig,
+    config: LayerConfig,
     device: Device,
     libraries: Mapping[str, Mapping[str, str]],
 ) -> list[Region]:
@@ -110,7 +118,7 @@ def _bound(written: object) -> tuple[float | None, float | None] | None:
 
 
 def _when(
-    config: AttentionConfig, device: Device, region: Region, libraries: Mapping[str, Mapping[str, str]]
+    config: LayerConfig, device: Device, region: Region, libraries: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Any]:
     versions = {name: v for each in region.order for name, v in libraries.get(each, {}).items()}
     when: dict[str, Any] = {"gpu": device.name, **region.conditions(), **_layer_conditions(config)}
@@ -119,9 +127,11 @@ def _when(
     return when
 
 
-def _layer_conditions(config: AttentionConfig) -> dict[str, Any]:
+def _layer_conditions(config: LayerConfig) -> dict[str, Any]:
     """Return the conditions that tell a layer from those whose times are others."""
     fields = timed_layer(config).to_dict()
+    if isinstance(config, StateConfig):
+        return {**fields, "dtype": config.dtype, "state_dtype": config.state_dtype, "chunk_size": config.chunk_size}
     conditions: dict[str, Any] = {"mla": config.mla}
     if config.mla:
         conditions["sparse"] = config.sparse

@@ -14,7 +14,9 @@ from attn_select.decide.config_text import config_text
 from attn_select.decide.selector import select
 from attn_select.decide.text import HANG, Line
 from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.measurement import MEASURED, Measurement
@@ -58,6 +60,8 @@ _BATCH: Span = (1, 256)
 _PREFILL_BATCH: Span = (1, 16)
 _QUERY_LEN: Span = (64, 16384)
 _SEQ_LEN: Span = (128, 131072)
+_STATE_SEQ_LEN: Span = (1024, 1024)
+"""Of decodes that read a state, whose times do not depend on it."""
 
 
 @dataclass(slots=True)
@@ -165,7 +169,7 @@ class Tuner:
     def add(
         self,
         kind: str,
-        config: AttentionConfig,
+        config: LayerConfig,
         phase: Phase,
         spans: Mapping[str, Span | None],
         workload: Workload | None,
@@ -196,8 +200,11 @@ class Tuner:
             longest = config.max_decode_query_len
             found["query_len"] = (longest, longest)
         seq_len = found["seq_len"] if config.has_cache else None
+        uneven = phase == "decode"
+        if isinstance(config, StateConfig):
+            seq_len, uneven = _STATE_SEQ_LEN if phase == "decode" else None, False
         fits = self._fits(config, usual=workload is None and not any(spans.values()))
-        domain = Domain(found["batch"], found["query_len"], seq_len, fits, uneven=phase == "decode")
+        domain = Domain(found["batch"], found["query_len"], seq_len, fits, uneven=uneven)
         cells = domain.cells(1)
         if not cells:
             text = ", ".join(f"{name} {low} to {high}" for name, (low, high) in domain.axes.items())
@@ -217,7 +224,7 @@ class Tuner:
         plans = {each.backend: each.phases[phase].plan for each in ranked.candidates if phase in each.phases}
         added.kernels = {name: (plan and plan.kernel_name) or "unnamed" for name, plan in plans.items()}
         added.libraries = {name: self.bench.libraries(name, config) for name in tuning.backends}
-        if phase == "prefill" and not config.mla:  # MLA computes the two phases one behind the other
+        if phase == "prefill" and config.sort == "attention":  # others compute the phases one behind the other
             added.mixed = self._mixed(added, spans.get("batch") or _BATCH, workload)
         self._read(added)
         self.layers.append(added)
@@ -229,7 +236,7 @@ class Tuner:
             return layer.tuning.domain.mixed(decodes, config.max_decode_query_len)
         return [shape.batch for shape in workload.shapes if len(phases_of(shape.batch, config)) > 1]
 
-    def _fits(self, config: AttentionConfig, usual: bool) -> Callable[[BatchShape], bool]:
+    def _fits(self, config: LayerConfig, usual: bool) -> Callable[[BatchShape], bool]:
         most_bytes = _MEMORY_SHARE * (self.bench.device.memory_gib or 8) * 2**30
 
         def fits(batch: BatchShape) -> bool:
@@ -372,7 +379,7 @@ class Tuner:
                 layer.wrong[name] = f"it failed at each of {_FAILURES} batches: {why}"
 
 
-def _spans(workload: Workload, config: AttentionConfig, phase: Phase) -> dict[str, Span] | None:
+def _spans(workload: Workload, config: LayerConfig, phase: Phase) -> dict[str, Span] | None:
     """Return what a workload's requests of a phase span; None where it has none."""
     parts = []
     for shape in workload.shapes:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.model import LEAST_POINTS, TimeModel
@@ -160,7 +161,7 @@ class Tuning:
             of what was known before (``hold_out_known``).
     """
 
-    config: AttentionConfig
+    config: LayerConfig
     phase: Phase
     device: Device
     domain: Domain

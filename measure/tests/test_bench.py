@@ -17,13 +17,14 @@ pytest.importorskip("torch", reason="timing a layer needs torch")
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times import store
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.store import MeasurementFile, read_measurements
 from attn_select.times.timed_layer import timed_layer
 from attn_select_measure import benching, host_memory
-from attn_select_torch.runtime import sdpa
+from attn_select_torch.runtime import recurrence, sdpa, state
 
 pytestmark = [
     pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
@@ -415,3 +416,40 @@ def test_seconds_are_a_number(run: Any, command: str) -> None:
     result = run(command, *LAYER, "--seconds", "nan")
     assert result.code == 2
     assert "Invalid value for '--seconds': 'nan' is not a number" in result.err
+
+
+STATES = ("--recurrence", "gated_delta_net", "--num-heads", "2", "--num-v-heads", "4", "--head-size", "16")
+
+
+@pytest.mark.parametrize("more", [(), ("--conv-kernel-size", "4"), ("--speculative-tokens", "2")], ids=str)
+def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, folder: Path, more: tuple[str, ...]) -> None:
+    batches = "3q1s40,2q3s9,q300_2q1s9,2q20s90"
+    result = run("bench", *STATES, *more, "--workload", batches, "--rounds", "3", "--json")
+    assert result.code == 0
+    assert result.json["ok"]
+    (layer,) = result.json["layers"]
+    found = {batch["batch"]: batch["backends"][0] for batch in layer["batches"]}
+    assert {each["backend"] for each in found.values()} == {"TORCH_STATE"}
+    assert all(each["error"] <= each["error_bound"] for each in found.values())
+    assert all(each["block_size"] is None for each in found.values())
+    (file,) = folder.rglob("*.jsonl")
+    kept = read_measurements([MeasurementFile("user", file)]).measurements
+    assert {row.measurement.config["recurrence"] for row in kept} == {"gated_delta_net"}
+
+
+def test_a_wrong_state_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*given: Any) -> Any:
+        output, behind = recurrence.one_token(*given)
+        return output * 1.5, behind
+
+    monkeypatch.setattr(state, "one_token", wrong)
+    result = run("bench", *STATES, "--workload", "3q1s40", "--rounds", "3", "--no-save")
+    assert result.code == 1
+    assert "ABOVE" in result.out
+
+
+def test_no_ranks_share_a_state() -> None:
+    config = StateConfig(recurrence="mamba2", num_heads=2, head_size=16)
+    assert benching.untimed(config) is None
+    said = benching.untimed(config, SimpleNamespace(size=2))  # type: ignore[arg-type]
+    assert said == "no ranks share a state: leave --dcp out"

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.model import LEAST_POINTS, TimeModel
@@ -410,3 +411,19 @@ def test_farthest_first_takes_what_is_near_too_and_nothing_twice() -> None:
     assert {*farthest_first(near, 3)} == {*near}
     assert farthest_first(near[:1], 2) == near[:1]
     assert len(farthest_first([*near, *near], 6)) == 3
+
+
+def test_states_are_predicted_by_requests_and_new_tokens() -> None:
+    config = StateConfig(recurrence="gated_delta_net", num_heads=16, num_v_heads=32, head_size=128, conv_kernel_size=4)
+    time_us = kernel(config, 6, 3000, 200)
+    decodes = [parse_batch_shape(f"{n}q1s100") for n in (1, 4, 16, 64, 256)]
+    prefills = [parse_batch_shape(f"{n}q{s}") for n in (1, 4, 16) for s in (128, 512, 2048)]
+    model = fit(
+        measured(time_us, [*decodes, *prefills, *map(parse_batch_shape, ("8q1s9", "2q1s9"))], 0.0, 1),
+        timed_layer(config),
+        H100,
+    )
+    again = TimeModel.from_dict(json.loads(json.dumps(model.to_dict())))
+    unseen = [parse_batch_shape(text) for text in ("32q1s5k", "100q1s7", "3q1s80", "2q1k", "8q300s900")]
+    assert errors(model, time_us, unseen)[-1] < 0.06
+    assert errors(again, time_us, unseen) == errors(model, time_us, unseen)

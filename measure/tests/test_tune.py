@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -549,3 +550,25 @@ def test_one_backend_is_nothing_to_tune(run: Any, rules_file: Path) -> None:
     assert result.code == 1
     assert "only TORCH_SDPA is valid" in result.out
     assert not rules_file.exists()
+
+
+def test_layers_that_keep_a_state_are_tuned_by_requests_and_new_tokens(
+    run: Any, rules_file: Path, timer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = benching.Bench.candidates
+
+    def candidates(self: Any, config: Any, batch: BatchShape, backends: Any = ()) -> list[benching.Candidate]:
+        (found,) = [each for each in one(self, config, batch) if each.failure is None]
+        return [found, benching.Candidate("FLA", found.selection)]
+
+    monkeypatch.setattr(benching.Bench, "candidates", candidates)
+    monkeypatch.setattr(sys.modules[__name__], "known_time", lambda name, batch: 100.0 if name == "FLA" else 200.0)
+    layer = ("--recurrence", "mamba2", "--num-heads", "2", "--head-size", "16")
+    result = run("tune", *layer, "--seconds", "30", "--batch", "1-8", "--query-len", "64-128", "--yes")
+    assert result.code == 0, result.err
+    lengths = {group.seq_len for text in timer for group in parse_batch_shape(text).groups if group.query_len == 1}
+    assert lengths == {1024}
+    assert all(len(parse_batch_shape(text).groups) == 1 for text in timer)
+    rules = tomllib.loads(rules_file.read_text())["rules"]
+    assert {rule["phase"] for rule in rules} == {"prefill", "decode"}
+    assert all(rule["when"]["recurrence"] == "mamba2" and rule["prefer"][0] == "FLA" for rule in rules)

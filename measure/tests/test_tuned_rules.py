@@ -9,6 +9,7 @@ import pytest
 
 from attn_select.decide.contradicted import contradicted
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.machine.environment import Environment
 from attn_select.rules.ranking import Ranker
@@ -194,3 +195,32 @@ def test_newer_measurements_contradict() -> None:
 )
 def test_what_does_not_contradict(times: dict[str, float], changes: dict[str, Any]) -> None:
     assert list(contradicted(rules()[1:], measured(times, **changes))) == []
+
+
+STATES = StateConfig(recurrence="gated_delta_net", num_heads=16, num_v_heads=32, head_size=128, conv_kernel_size=4)
+
+
+def test_rules_of_layers_that_keep_a_state() -> None:
+    regions = [Region(["TRITON_STATE", "FLA"]), Region(["FLA", "TRITON_STATE"], {"batch": (64, None)})]
+    made = rule_tables(STATES, H100, "decode", regions, {}, WHEN)
+    assert [table["name"] for table in made] == [
+        "tuned-h100-gated-delta-net-16x32x128x128-conv-kernel-size-4-decode",
+        "tuned-h100-gated-delta-net-16x32x128x128-conv-kernel-size-4-decode-2",
+    ]
+    assert regions_of(made, STATES, H100, {}) == regions
+    ranker = Ranker(
+        [parse_rule(table, file="tuned.toml", line=n, layer=1) for n, table in enumerate(made, 1)],
+        H100,
+        Environment(assume_installed=True),
+        [],
+    )
+
+    def first(config: StateConfig, workload: str) -> str | None:
+        shapes = parse_workload(workload).of_phase("decode", config)
+        found = ranker.rank(config, ["decode"], batches={"decode": [shape.batch for shape in shapes]})
+        return next(iter(found["decode"].order), None)
+
+    assert first(STATES, "8q1s1k") == "TRITON_STATE"
+    assert first(STATES, "64q1s1k") == "FLA"
+    for change in ({"state_dtype": "bfloat16"}, {"conv_kernel_size": 0}, {"num_v_heads": 16}, {"recurrence": "mamba2"}):
+        assert first(STATES.model_copy(update=change), "8q1s1k") is None

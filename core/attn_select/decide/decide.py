@@ -18,9 +18,8 @@ from attn_select.decide.outcome import Candidate, Verdict
 from attn_select.decide.selection import Selection
 from attn_select.decide.shared_cache import Cache, shared_cache
 from attn_select.decide.situation import Situation
-from attn_select.layer.config import PHASES, AttentionConfig, Phase
+from attn_select.layer.config import PHASES, Phase
 from attn_select.layer.layer_config import ConfigT, LayerConfig
-from attn_select.layer.state import StateConfig
 from attn_select.rules.ranking import Ranking
 from attn_select.rules.rule import Rule
 
@@ -68,7 +67,7 @@ def decide(
     orders = {phase: in_order(rankings[phase], plans[phase], explicit.get(phase)) for phase in phases}
     chosen, cache = first_choice(config, rankings, orders, plans, explicit, kv_layout)
     by_times: ByTimes | None = None
-    if workload is not None and evidence is not None and isinstance(config, AttentionConfig):
+    if workload is not None and evidence is not None:
         from attn_select.times.choice import order_by_times  # most ask for no workload
 
         given = {p: phase_order(rankings[p], orders[p], plans[p], chosen[p], explicit.get(p)) for p in phases}
@@ -105,7 +104,7 @@ def decide(
 
 
 def _batches(config: LayerConfig, workload: Workload | None) -> dict[Phase, list[object]] | None:
-    if workload is None or isinstance(config, StateConfig):
+    if workload is None:
         return None
     return {phase: [shape.batch for shape in workload.of_phase(phase, config)] for phase in config.phases}
 

@@ -90,9 +90,12 @@ def state_shape(layout: str, config: StateConfig) -> list[int | str]:
 def bytes_per_request(config: StateConfig) -> int:
     """Return the bytes that a running request of one layer takes, whatever its length.
 
-    It has the slot of its state and one more for each draft token, to go back to the accepted one. A slot holds the
-    state and, in the compute dtype, the tokens before the next one that the convolution sees.
+    It has the slot of its state and one more for each draft token, to go back to the accepted one.
     """
+    return bytes_per_slot(config) * config.max_decode_query_len
+
+
+def bytes_per_slot(config: StateConfig) -> int:
+    """Return the bytes of one state of one layer, and of the tokens that the convolution sees before the next one."""
     state = config.num_v_heads * config.head_size * config.v_head_size * BITS[config.state_dtype] // 8
-    slot = state + max(0, config.conv_kernel_size - 1) * config.conv_dim * BITS[config.dtype] // 8
-    return slot * config.max_decode_query_len
+    return state + max(0, config.conv_kernel_size - 1) * config.conv_dim * BITS[config.dtype] // 8

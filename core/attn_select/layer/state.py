@@ -119,8 +119,12 @@ class StateConfig:
                 named = dict.fromkeys(field for fields, _ in found for field in fields)
                 raise ConfigError("; ".join(text for _, text in found), fields=named)
             put("max_decode_query_len", 1 + self.num_speculative_tokens)
-            width = 2 * self.num_heads * self.head_size + self.num_v_heads * self.v_head_size
-            put("conv_dim", width if self.conv_kernel_size else 0)
+            put("conv_dim", self.width if self.conv_kernel_size else 0)
+
+    @property
+    def width(self) -> int:
+        """Queries, keys and values of one token, of all heads, side by side."""
+        return 2 * self.num_heads * self.head_size + self.num_v_heads * self.v_head_size
 
     @property
     def scale(self) -> float:

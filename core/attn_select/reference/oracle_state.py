@@ -56,7 +56,7 @@ def state_reference(
     strength = torch.ones_like(value[..., 0]) if write_strength is None else write_strength.double()
     size = (config.num_v_heads, config.head_size, config.v_head_size)
     now = torch.zeros(size, dtype=torch.float64, device=value.device) if state is None else state.double()
-    outputs, states = torch.empty_like(value), torch.empty((value.shape[0], *size), dtype=torch.float64)
+    outputs, states = torch.empty_like(value), value.new_empty(value.shape[0], *size)
     for token in range(value.shape[0]):
         now = decay[token][..., None] * now
         known = torch.einsum("hkv,hk->hv", now, key[token]) if rule.delta_rule else 0.0

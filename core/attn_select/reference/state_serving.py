@@ -14,7 +14,7 @@ from attn_select.decide.selection import Selection
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import ErrorBound, RelativeError
-from attn_select.reference.oracle_state import conv_reference, state_reference
+from attn_select.reference.state_problems import Tokens, drawn_tokens, layer_reference
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import Commons, CudaGraphRunner, Function, Slots
 from attn_select.runtime.metadata import decodes_first
@@ -48,15 +48,6 @@ def state_error(actual: Tensor, reference: Tensor, usual: Tensor) -> RelativeErr
     rows = torch.linalg.vector_norm(reference, dim=-1).maximum(usual)
     difference = torch.linalg.vector_norm(actual.double() - reference, dim=-1)
     return RelativeError(float(difference.norm() / rows.norm()), float((difference / rows).max()))
-
-
-@dataclass(slots=True)
-class Tokens:
-    """The inputs of one request's tokens in a step, in float32 but for the channels."""
-
-    channels: Tensor
-    log_decay: Tensor
-    write_strength: Tensor | None
 
 
 @dataclass(slots=True)
@@ -170,7 +161,7 @@ class StateServing:
         names = list(num_tokens)
         order = decodes_first([num_tokens[name] for name in names], self.config.max_decode_query_len)
         lens = {names[i]: num_tokens[names[i]] for i in order}
-        drawn = {name: self._drawn(count) for name, count in lens.items()}
+        drawn = {name: drawn_tokens(self.config, count, self._draw) for name, count in lens.items()}
         strengths = [each.write_strength for each in drawn.values() if each.write_strength is not None]
         device, counts = self.group.device, list(lens.values())
         channels = torch.cat([each.channels for each in drawn.values()]).to(device)
@@ -200,7 +191,7 @@ class StateServing:
             return None
         if each not in self._graphs:
             if self.group.device.type == "cuda":
-                rows = self._drawn(1)
+                rows = drawn_tokens(self.config, 1, self._draw)
                 inputs = {"channels": rows.channels, "log_decay": rows.log_decay}
                 inputs |= {} if rows.write_strength is None else {"strength": rows.write_strength}
                 runner = CudaGraphRunner(
@@ -223,52 +214,11 @@ class StateServing:
 
     def _reference(self, request: object, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the outputs, and the norms that they have for queries of any direction."""
-        config, known = self.config, self._known[request]
-        inputs = tokens.channels.double()
-        mixed = inputs
-        if self._weight is not None:
-            mixed = conv_reference(inputs, self._weight, self._bias, known.window)
-            width = config.conv_kernel_size - 1
-            before = torch.zeros(width, config.conv_dim).double() if known.window is None else known.window
-            rows = torch.cat([before, inputs])
-            known.windows = [rows[i + 1 : i + 1 + width] for i in range(len(inputs))]
-        else:
-            known.windows = [None] * len(inputs)
-        keys, values = (config.num_heads, config.head_size), (config.num_v_heads, config.v_head_size)
-        shapes = [values if name == "value" else keys for name in config.rule.channels]
-        split = torch.split(mixed, [heads * size for heads, size in shapes], dim=-1)
-        named = {
-            name: each.reshape(-1, *shape)
-            for name, each, shape in zip(config.rule.channels, split, shapes, strict=True)
-        }
-        output, states = state_reference(
-            config,
-            named["query"],
-            named["key"],
-            named["value"],
-            tokens.log_decay,
-            tokens.write_strength,
-            known.state,
-        )
-        known.states = list(states)
+        known = self._known[request]
+        found = layer_reference(self.config, tokens, self._weight, self._bias, known.state, known.window)
+        known.states, known.windows = list(found.states), found.windows
         known.state, known.window = known.states[-1], known.windows[-1]
-        length = torch.linalg.vector_norm(named["query"], dim=-1).repeat_interleave(values[0] // keys[0], dim=1)
-        if config.rule.normalized:
-            length = torch.ones_like(length)
-        return output, config.scale * length * torch.linalg.matrix_norm(states) / config.head_size**0.5
-
-    def _drawn(self, count: int) -> Tokens:
-        config = self.config
-        width = 2 * config.num_heads * config.head_size + config.num_v_heads * config.v_head_size
-        channels = self._normal(count, width)
-        if not config.rule.normalized:  # a sum of many products: keep it near 1
-            channels = channels * config.head_size**-0.25
-        heads: tuple[int, ...] = (count, config.num_v_heads)
-        decays = (*heads, config.head_size) if config.rule.decay == "channel" else heads
-        # From a memory of thousands of tokens to none: a chunk's decays multiply to less than a float32 holds.
-        log_decay = -torch.exp(self._normal(*decays) * 2.5 - 1.0).clamp(max=60.0)
-        strength = torch.sigmoid(self._normal(*heads)) if config.rule.writes else None
-        return Tokens(channels.to(self._dtype), log_decay, strength)
+        return found.output, found.usual
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._draw)

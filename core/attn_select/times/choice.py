@@ -14,7 +14,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.times.evidence import Evidence, digest_of
 from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first, yields
 from attn_select.times.workload import Workload
@@ -140,7 +141,7 @@ class ByTimes:
 
 
 def order_by_times(
-    config: AttentionConfig,
+    config: LayerConfig,
     workload: Workload,
     evidence: Evidence,
     specs: Mapping[str, BackendSpec],
@@ -206,7 +207,7 @@ def order_by_times(
 
 
 def _times_of(
-    config: AttentionConfig,
+    config: LayerConfig,
     workload: Workload,
     evidence: Evidence,
     by_rules: PhaseOrder,

@@ -18,7 +18,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device, find_gpu
 from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
@@ -92,7 +93,7 @@ class Evidence:
 
     def timings(
         self,
-        config: AttentionConfig,
+        config: LayerConfig,
         backend: str,
         kernels: Mapping[Phase, str | None],
         phase: Phase,
@@ -123,7 +124,7 @@ class Evidence:
         return found or self._roofline(config, weights, share)
 
     def model(
-        self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None], timing: Timing
+        self, config: LayerConfig, backend: str, kernels: Mapping[Phase, str | None], timing: Timing
     ) -> TimeModel | None:
         """Return the model that predicts further batches of one of ``timings``; None where none was fitted.
 
@@ -132,9 +133,7 @@ class Evidence:
         groups = self.known(config, backend, kernels)[timing.series]
         return next(group.model for group in groups if group.digest == timing.digest)
 
-    def _roofline(
-        self, config: AttentionConfig, weights: Sequence[tuple[BatchShape, float]], share: float
-    ) -> list[Timing]:
+    def _roofline(self, config: LayerConfig, weights: Sequence[tuple[BatchShape, float]], share: float) -> list[Timing]:
         total = 0.0
         for batch, weight in weights:
             least = roofline_us(config, batch, self._device)
@@ -157,7 +156,7 @@ class Evidence:
         ]
 
     def known(
-        self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None]
+        self, config: LayerConfig, backend: str, kernels: Mapping[Phase, str | None]
     ) -> dict[Series, list[KnownTimes]]:
         """Return all known times of a candidate by series; times with this environment's versions come first."""
         layer = timed_layer(config)
@@ -197,7 +196,7 @@ class Evidence:
         return self._device if _is_of(self._device, gpu) else (find_gpu(gpu) or self._device)
 
     def _fits_for(
-        self, config: AttentionConfig, backend: str, kernels: Mapping[Phase, str | None]
+        self, config: LayerConfig, backend: str, kernels: Mapping[Phase, str | None]
     ) -> Iterator[tuple[PackagedFit, dict[str, str]]]:
         """Yield the packaged models of a candidate, each with the kernels that are the candidate's; with drafts also
         those of the layer without them, for prefills."""
@@ -212,7 +211,7 @@ class Evidence:
                 if own and fit.backend == backend and _counts_on(self._device, fit.gpu):
                     yield fit, own
 
-    def _rows_for(self, config: AttentionConfig, backend: str) -> list[tuple[BatchShape, StoredMeasurement]]:
+    def _rows_for(self, config: LayerConfig, backend: str) -> list[tuple[BatchShape, StoredMeasurement]]:
         """Return a backend's measurements of a layer; with drafts also the prefills of the layer without them."""
         rows = list(self._rows_of(timed_layer(config)).get(backend, ()))
         if config.num_speculative_tokens:
@@ -302,7 +301,7 @@ def digest_of(timings: Iterable[Timing]) -> str | None:
 
 def _other_dtype(layer: TimedLayer, content: bytes) -> str:
     """Return what a file says that has times of this layer in another dtype alone; empty where it has none."""
-    fields, default = layer.to_dict(), AttentionConfig.model_fields
+    fields, default = layer.to_dict(), layer.config.model_fields
     for written in dict.fromkeys(CONFIG.findall(content)):
         try:
             found = json.loads(written)

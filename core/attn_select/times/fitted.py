@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PACKAGED_FOLDER = Path(__file__).parent / "fits"
 """One file for each GPU, a model in each line; ``measure/bench/package_fits.py`` writes them."""
-_CODE = ("model.py", "terms.py", "roofline.py")
+_CODE = ("model.py", "terms.py", "state_terms.py", "roofline.py", "state_work.py")
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,14 @@ from itertools import repeat
 from operator import mul
 from typing import Any
 
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.layer.state import StateConfig
 from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.state_terms import StatePhaseWork
 from attn_select.times.terms import TERMS, Coordinates, PhaseWork, Schedule, phase_work
 from attn_select.times.timed_layer import TimedLayer, layer_from_dict
 
+Work = PhaseWork | StatePhaseWork
 LEAST_POINTS = 6
 """Batches of a phase that a curve needs."""
 NEAR = 0.1
@@ -83,7 +86,7 @@ class Curve:
         spread: 95 % of errors, in logarithms, are below this times the root of the distance.
     """
 
-    work: PhaseWork
+    work: Work
     power: float
     rates: tuple[float, ...]
     l2_bytes: float
@@ -185,8 +188,8 @@ class TimeModel:
             layer,
             sm_count,
             longest_decode_of(config),
-            decode=_curve_from_dict(data["decode"], phase_work(config, True, sm_count)),
-            prefill=_curve_from_dict(data["prefill"], phase_work(config, False, sm_count)),
+            decode=_curve_from_dict(data["decode"], work_of(config, True, sm_count)),
+            prefill=_curve_from_dict(data["prefill"], work_of(config, False, sm_count)),
             overlap=data["overlap"],
             shared_us=data["shared_us"],
             mixed=None if data["mixed"] is None else _deviations_from_dict(data["mixed"]),
@@ -195,7 +198,14 @@ class TimeModel:
         )
 
 
-def longest_decode_of(config: AttentionConfig) -> int:
+def work_of(config: LayerConfig, decode: bool, sm_count: int) -> Work:
+    """Return what makes the features of one phase's batches."""
+    if isinstance(config, StateConfig):
+        return StatePhaseWork(config, decode, sm_count)
+    return phase_work(config, decode, sm_count)
+
+
+def longest_decode_of(config: LayerConfig) -> int:
     """Return the new tokens up to which a request is a decode; 0 where a layer has none."""
     return config.max_decode_query_len if config.has_cache else 0
 
@@ -241,7 +251,7 @@ def _curve_to_dict(curve: Curve | None) -> dict[str, Any] | None:
     }
 
 
-def _curve_from_dict(data: Mapping[str, Any] | None, work: PhaseWork) -> Curve | None:
+def _curve_from_dict(data: Mapping[str, Any] | None, work: Work) -> Curve | None:
     if data is None:
         return None
     return Curve(

@@ -1,8 +1,9 @@
-"""Bytes and FLOPs of one attention layer's step, and the least time that a device needs for them.
+"""Bytes and FLOPs of one layer's step, and the least time that a device needs for them.
 
 A step reads the queries and the keys and values that they see, multiplies, and writes the outputs. It also writes its
 new keys and values into the cache, and an MLA layer multiplies by ``W_UK`` and ``W_UV`` (arXiv 2405.04434): decodes
-absorb both into the query and the output, prefills decompress keys and values. Bytes count each tensor once, as if no
+absorb both into the query and the output, prefills decompress keys and values. A layer that keeps a state reads and
+writes it (``attn_select.times.state_work``). Bytes count each tensor once, as if no
 cache were warm and nothing were read twice. FLOPs count a multiplication and an addition as two, and only visible keys.
 """
 
@@ -14,8 +15,11 @@ from typing import TYPE_CHECKING
 
 from attn_select.layer import dtypes
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.layouts import FP8_DS_MLA, MLA, bytes_per_token
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
+from attn_select.times.state_work import request_states
 
 if TYPE_CHECKING:
     from attn_select.times.batch_shape import BatchShape
@@ -26,11 +30,12 @@ class StepWork:
     """What one layer's step reads, writes and multiplies.
 
     Attributes:
-        kv_bytes: keys and values (MLA: latents) that attention reads.
+        kv_bytes: keys and values (MLA: latents) that attention reads, or states.
         query_bytes: queries read and outputs written.
-        cache_write_bytes: new keys and values, read and written into the cache; 0 for layers without a cache.
+        cache_write_bytes: new keys and values, read and written into the cache, or states written; 0 for layers without
+            a cache.
         projection_bytes: what MLA's products with ``W_UK`` and ``W_UV`` read and write beyond that; else 0.
-        attention_flops: scores and weighted sums over visible keys.
+        attention_flops: scores and weighted sums over visible keys, or the recurrence.
         projection_flops: MLA's products with ``W_UK`` and ``W_UV``; else 0.
     """
 
@@ -152,13 +157,16 @@ def _mla_rates(config: AttentionConfig, width: float, ranks: int, absorb: bool) 
     )
 
 
-def is_decode(config: AttentionConfig, query_len: int) -> bool:
+def is_decode(config: LayerConfig, query_len: int) -> bool:
     """Whether a request of ``query_len`` new tokens is a decode; speculative decoding has several."""
     return config.has_cache and query_len <= config.max_decode_query_len
 
 
-def request_work(config: AttentionConfig, query_len: int, seq_len: int) -> StepWork:
+def request_work(config: LayerConfig, query_len: int, seq_len: int) -> StepWork:
     """Return the work of one request, without MLA's weights, which a step reads once for all its requests."""
+    if isinstance(config, StateConfig):
+        states = request_states(config, query_len, seq_len)
+        return StepWork(states.read_bytes, states.token_bytes, states.written_bytes, attention_flops=states.flops)
     rates = work_rates(config, is_decode(config, query_len))
     keys = keys_read(config, query_len, seq_len)
     return StepWork(
@@ -186,16 +194,18 @@ def _mla_dims(config: AttentionConfig) -> tuple[int, int, int, int]:
 
 
 def step_work(
-    config: AttentionConfig, batch: BatchShape, *, cache_write: bool = True, projections: bool = True
+    config: LayerConfig, batch: BatchShape, *, cache_write: bool = True, projections: bool = True
 ) -> StepWork:
     """Return the work of one layer's step over ``batch``.
 
     Args:
-        cache_write: count the write of new keys and values into the cache.
+        cache_write: count the write of new keys and values into the cache. That of states is always counted.
         projections: count MLA's products with ``W_UK`` and ``W_UV``. A kernel timed by itself does not do them.
     """
     parts = [(group.count, request_work(config, group.query_len, group.seq_len)) for group in batch.groups]
     total = {each.name: sum(count * getattr(work, each.name) for count, work in parts) for each in fields(StepWork)}
+    if isinstance(config, StateConfig):
+        return StepWork(**total)
     if not cache_write:
         total["cache_write_bytes"] = 0
     if not projections:
@@ -208,21 +218,21 @@ def step_work(
     return StepWork(**total)
 
 
-def matmul_rate(config: AttentionConfig, device: Device) -> float | None:
+def matmul_rate(config: LayerConfig, device: Device) -> float | None:
     """Return the FLOP/s at which ``device`` could multiply for this layer; None where the data file has no rate.
 
     A quantised cache counts at the FP8 rate where the GPU has one: kernels that quantise queries too multiply in FP8.
     """
     if config.dtype == "float32":
         return None
-    quantized = dtypes.is_quantized(config.kv_cache_dtype) and device.fp8_tflops
-    tflops = device.fp8_tflops if quantized else device.bf16_tflops
+    quantized = isinstance(config, AttentionConfig) and dtypes.is_quantized(config.kv_cache_dtype)
+    tflops = (quantized and device.fp8_tflops) or device.bf16_tflops
     return tflops * 1e12 if tflops else None
 
 
 @lru_cache(maxsize=1024)  # all candidates without times ask the same
 def roofline_us(
-    config: AttentionConfig,
+    config: LayerConfig,
     batch: BatchShape,
     device: Device,
     *,

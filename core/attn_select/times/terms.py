@@ -142,7 +142,6 @@ class PhaseWork:
                 context += count * max(0, keys - query_len)
             longest = max(longest, keys)
             shortest = min(shortest, keys)
-        cold = moved / (1 + (l2_bytes / moved) ** _STEEP) if l2_bytes else 0.0
         serial = longest / max(1.0, self.sm_count / tiles)
         waves = -(-tiles // self.sm_count)
         busiest, parts = self._makespan(groups, tiles, schedule) if schedule is not None else (0.0, 0)
@@ -150,6 +149,7 @@ class PhaseWork:
             parts = 1
         work = float(tiles), float(waves), float(tokens), float(longest)
         last = self._last_round(tiles, longest) if longest == shortest else 0.0
+        cold = cold_bytes(moved, l2_bytes)
         return 1.0, moved, flops, *work, serial, busiest, float(parts), last, float(context), cold
 
     def _last_round(self, tiles: int, keys: int) -> float:
@@ -176,8 +176,8 @@ class PhaseWork:
             lengths = [max(g.query_len, keys_read(config, g.query_len, g.seq_len)) for g in groups]
         else:
             lengths = [group.seq_len for group in groups]
-        place = _place(groups, lengths, cold_share)
-        return (*place[:4], place[4] + _MERGED) if self.merges_context(groups) else place
+        found = place(groups, lengths, cold_share)
+        return (*found[:4], found[4] + _MERGED) if self.merges_context(groups) else found
 
     def _makespan(self, groups: Sequence[RequestGroup], tiles: int, schedule: Schedule) -> tuple[float, int]:
         """Return the keys that the busiest multiprocessor reads, and how many parts the longest request has at most.
@@ -314,10 +314,15 @@ def coordinates(groups: Sequence[RequestGroup], cold_share: float) -> Coordinate
     mean, and the share of cold bytes, which tells apart what fits into the L2 from what does not. Lengths differ by 1
     where they double.
     """
-    return _place(groups, [group.seq_len for group in groups], cold_share)
+    return place(groups, [group.seq_len for group in groups], cold_share)
 
 
-def _place(groups: Sequence[RequestGroup], lengths: Sequence[int], cold_share: float) -> Coordinates:
+def cold_bytes(moved: float, l2_bytes: float) -> float:
+    """Return the bytes of a step that exceed what the L2 keeps from one run to the next; 0 where caches are cold."""
+    return moved / (1 + (l2_bytes / moved) ** _STEEP) if l2_bytes else 0.0
+
+
+def place(groups: Sequence[RequestGroup], lengths: Sequence[int], cold_share: float) -> Coordinates:
     """Return the coordinates of requests of these lengths."""
     counts = [group.count for group in groups]
     count = sum(counts)

@@ -1,4 +1,4 @@
-"""``TimedLayer``: the part of an attention config that moves a kernel's time."""
+"""``TimedLayer``: the part of a layer's config that moves a kernel's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import LayerConfig, layer_of
+from attn_select.layer.state import StateConfig
 
 CONFIG = re.compile(rb'"config"\s*:\s*(\{[^{}]*\})')
 """The layer in a line of a file of measurements, or of fitted models."""
@@ -22,29 +23,31 @@ class TimedLayer:
     """One kind of layer, as far as times are concerned: configs with equal ``TimedLayer`` share measurements.
 
     Attributes:
-        fields: ``(name, value)`` of the ``AttentionConfig`` in its field order, those at their default left out.
+        fields: ``(name, value)`` of the config in its field order, those at their default left out.
     """
 
     fields: tuple[tuple[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for a file: ``AttentionConfig(**layer.to_dict())`` is ``layer.config``."""
+        """Return the fields for a file: ``layer_of(layer.to_dict())`` is ``layer.config``."""
         return dict(self.fields)
 
     @property
-    def config(self) -> AttentionConfig:
+    def config(self) -> LayerConfig:
         """The config with these fields and no others."""
-        return AttentionConfig(**self.to_dict())
+        return layer_of(self.to_dict())
 
 
 @functools.lru_cache(maxsize=4096)
-def timed_layer(config: AttentionConfig) -> TimedLayer:
+def timed_layer(config: LayerConfig) -> TimedLayer:
     """Return the layer that ``config`` is.
 
     Left out are the block size and the wish for CUDA graphs. ``kv_cache_dtype`` equal to ``dtype`` is ``auto``, a
     ``v_head_size`` equal to ``head_size`` is None, and every soft cap is 1.0: its value moves no kernel's time.
     """
     fields = {n: value for n, value in config.model_dump(exclude_defaults=True).items() if n not in _WITHOUT_TIME}
+    if isinstance(config, StateConfig):
+        return TimedLayer(tuple(fields.items()))
     if config.kv_cache_dtype == config.dtype:
         fields.pop("kv_cache_dtype", None)
     if config.v_head_size == config.head_size:
@@ -60,7 +63,7 @@ def layer_from_dict(fields: Mapping[str, Any]) -> TimedLayer:
     Raises:
         ConfigError: a field that is unknown or has a value that no config accepts; it names the field.
     """
-    return timed_layer(AttentionConfig(**fields))
+    return timed_layer(layer_of(fields))
 
 
 def mentions(layer: TimedLayer) -> Callable[[bytes], bool]:

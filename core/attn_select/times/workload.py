@@ -9,7 +9,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from attn_select.errors import ConfigError, UnknownNameError, printable, show
-from attn_select.layer.config import PHASES, AttentionConfig, Phase
+from attn_select.layer.config import PHASES, Phase
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.files import read_bounded
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.roofline import is_decode
@@ -95,7 +96,7 @@ class Workload:
         shapes = [{"batch": str(shape.batch), "share": shape.weight} for shape in self.shapes]
         return {"name": self.name, "shapes": shapes}
 
-    def of_phase(self, phase: Phase, config: AttentionConfig) -> tuple[WeightedShape, ...]:
+    def of_phase(self, phase: Phase, config: LayerConfig) -> tuple[WeightedShape, ...]:
         """Return the shapes that a layer runs in a phase.
 
         A shape is decode where no request has more new tokens than 1 plus the layer's speculative tokens, else prefill:
@@ -104,7 +105,7 @@ class Workload:
         return tuple([shape for shape in self.shapes if phases_of(shape.batch, config)[0] == phase])
 
 
-def phases_of(batch: BatchShape, config: AttentionConfig) -> tuple[Phase, ...]:
+def phases_of(batch: BatchShape, config: LayerConfig) -> tuple[Phase, ...]:
     """Return the phases that a layer's requests of a batch are in, prefill first."""
     decodes = [is_decode(config, group.query_len) for group in batch.groups]
     here = {"prefill": not all(decodes), "decode": any(decodes)}

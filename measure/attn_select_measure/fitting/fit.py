@@ -23,11 +23,13 @@ from attn_select.times.model import (
     Curve,
     Deviations,
     TimeModel,
+    Work,
     by_phase,
     longest_decode_of,
     on_curve,
+    work_of,
 )
-from attn_select.times.terms import TERMS, Coordinates, PhaseWork, Schedule, phase_work
+from attn_select.times.terms import TERMS, Coordinates, Schedule
 from attn_select.times.timed_layer import TimedLayer
 from attn_select_measure.fitting.points import far_places
 
@@ -93,9 +95,7 @@ def fit(points: Iterable[tuple[BatchShape, float]], layer: TimedLayer, device: D
         else:
             mixed.append((batch, median(each)))
     least = min([_LEAST_START_US, *(_LEAST_START * median(each) for each in times.values())])
-    curves = {
-        decode: _fit_curve(phase_work(config, decode, sm_count), known, least) for decode, known in phases.items()
-    }
+    curves = {decode: _fit_curve(work_of(config, decode, sm_count), known, least) for decode, known in phases.items()}
     model = TimeModel(layer, sm_count, longest, decode=curves[True], prefill=curves[False])
     return _with_overlap(model, mixed, _SHARED * min(map(median, times.values()), default=0.0))
 
@@ -117,7 +117,7 @@ def left_out_errors(
     return found
 
 
-def _fit_curve(work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]], least: float) -> Curve | None:
+def _fit_curve(work: Work, known: Sequence[tuple[Sequence[RequestGroup], float]], least: float) -> Curve | None:
     if len(known) < LEAST_POINTS:
         return None
     times = [time_us for _, time_us in known]
@@ -202,7 +202,7 @@ def _interpolated(
 
 
 def _fit_rates(
-    work: PhaseWork, known: Sequence[tuple[Sequence[RequestGroup], float]], times: Sequence[float], least: float
+    work: Work, known: Sequence[tuple[Sequence[RequestGroup], float]], times: Sequence[float], least: float
 ) -> tuple[Fitted, Schedule | None]:
     """Return the rates with the least error: first the power for cold caches, then the schedule, then the size of the
     L2. ``least`` is that of the start, us."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from attn_select.decide.selector import environment_for
 from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device, find_gpu
 from attn_select.times.evidence import Evidence
 from attn_select.times.fitted import keep, kept_file, kept_model
@@ -69,7 +70,7 @@ def fit_file(path: Path) -> None:
         _ = known.model
 
 
-def kernels_of(config: AttentionConfig, measured: Sequence[Measurement]) -> Iterator[dict[Phase, str | None]]:
+def kernels_of(config: LayerConfig, measured: Sequence[Measurement]) -> Iterator[dict[Phase, str | None]]:
     """Yield every set of kernels, one for each phase, that a backend's measurements of a layer may be of."""
     names: dict[Phase, list[str]] = {
         phase: [*dict.fromkeys(one.kernel[phase] for one in measured if phase in one.kernel)] for phase in config.phases

@@ -80,7 +80,9 @@ class TimedOn:
     @cached_property
     def config(self) -> AttentionConfig:
         """The layer."""
-        return self.layer.config
+        config = self.layer.config
+        assert isinstance(config, AttentionConfig)
+        return config
 
     @cached_property
     def device(self) -> Device | None:
@@ -123,6 +125,8 @@ def timed_on(stored: Stored, titles: Mapping[tuple[TimedLayer, str], str] | None
             layer, batch = layer_from_dict(found.config), parse_batch_shape(found.batch)
         except ConfigError:
             continue  # `measurements check` names such lines
+        if layer.config.sort == "state":
+            continue  # charts are over lengths, which do not count there
         device, ranks = find_gpu(found.gpu), 1
         name = device.name if device else ""
         if titles is None or (layer, name) not in titles:
@@ -153,6 +157,7 @@ def timed_on(stored: Stored, titles: Mapping[tuple[TimedLayer, str], str] | None
 def _on_one_rank(layer: TimedLayer) -> tuple[int, TimedLayer]:
     """Return how many ranks share each request's cache, and the layer with the heads of all of them."""
     config = layer.config
+    assert isinstance(config, AttentionConfig)
     ranks = config.decode_context_parallel_size
     if ranks == 1:
         return 1, layer

@@ -139,7 +139,7 @@ class LinearAttention(nn.Module):
         heads: tuple[int, ...] = (rows, config.num_v_heads)
         decays = (*heads, config.head_size) if config.rule.decay == "channel" else heads
         for name, tensor, shape, wanted in (
-            ("channels", channels, (rows, sum(self._widths.values())), dtype),
+            ("channels", channels, (rows, config.width), dtype),
             ("log_decay", log_decay, decays, torch.float32),
             ("write_strength", write_strength, heads, torch.float32),
             ("output", output, (*heads, config.v_head_size), dtype),

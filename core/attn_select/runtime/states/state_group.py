@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,7 @@ class StateGroup:
         selection: of a ``StateConfig``.
         device: where the layers run; None: the device of the selection.
         cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
+        phases: the phases that the group serves; None: all.
 
     Attributes:
         selection, config, device, cuda_graphs: as given.
@@ -54,6 +55,7 @@ class StateGroup:
         device: torch.device | str | None = None,
         *,
         cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
     ) -> None:
         if not isinstance(selection, Selection) or not isinstance(selection.config, StateConfig):
             text = f"selection = {show(selection)}: accepted is what attn_select.select returns for a StateConfig"
@@ -66,7 +68,7 @@ class StateGroup:
         self.num_slots: int | None = None
         specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
         self.served: dict[Phase, ServedStates] = {}
-        for name, plans in selection.plans_by_backend().items():
+        for name, plans in selection.plans_by_backend(phases).items():
             made = self._serve(specs[name], plans)
             self.served.update(dict.fromkeys(plans, made))
 
