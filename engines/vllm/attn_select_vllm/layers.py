@@ -36,7 +36,7 @@ def layer_config(asked: Any, vllm_config: Any, num_heads: int | None) -> Attenti
         ConfigError: the layers want what attn-select knows nothing of, such as a KV-cache dtype of vLLM's own.
         ModelError: the model's config does not describe such layers.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, parallel = _model_of(asked, vllm_config), vllm_config.parallel_config
     fields: dict[str, Any] = {
         "num_heads": num_heads or model.get_num_attention_heads(parallel),
         "block_size": asked.block_size,
@@ -56,6 +56,17 @@ def layer_config(asked: Any, vllm_config: Any, num_heads: int | None) -> Attenti
         if asked.has_sliding_window:
             fields["sliding_window"] = read.sliding_window or vllm_config.cache_config.sliding_window
     return config_of(vllm_config, asked.dtype, asked.use_batch_invariant, **fields)
+
+
+def _model_of(asked: Any, vllm_config: Any) -> Any:
+    """Return the ``ModelConfig`` of the layers: the drafter's where only its heads are as wide.
+
+    A head of EAGLE is made under the engine's config, and nothing in the question says whose layers they are.
+    """
+    model, drafter = vllm_config.model_config, getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if drafter is not None and asked.head_size == drafter.get_head_size() != model.get_head_size():
+        return drafter
+    return model
 
 
 def _attn_type(asked: Any) -> str:

@@ -338,14 +338,18 @@ def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "no_sdpa.toml:2" in block
 
 
-def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = vllm(engine_config(LLAMA))
+def of_release_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backend import AttentionBackend
 
+    monkeypatch.setattr(AttentionBackend, "supported_kv_cache_layouts", lambda: None, raising=False)
+
+
+def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm(engine_config(LLAMA))
     from attn_select_vllm.kernels.limits import limits
     from attn_select_vllm.plugin import register
 
-    monkeypatch.setattr(AttentionBackend, "supported_kv_cache_layouts", lambda: None, raising=False)
+    of_release_0_32(monkeypatch)
     register()
     asked = ASKED._replace(use_kv_connector=True)
     assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
@@ -354,19 +358,45 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
 
 class Speculation:
     num_speculative_tokens = 2
-    method = "eagle"
+    method = "dflash"
 
 
 class ByNGrams(Speculation):
     method = "ngram"
 
 
-def test_drafts_by_n_grams_run_our_kernels(vllm: Any) -> None:
-    engine = vllm(engine_config(LLAMA, speculative_config=ByNGrams))
+class ByEagle(Speculation):
+    method = "eagle"
+
+
+class AllAtOnce(ByEagle):
+    parallel_drafting = True
+
+
+@pytest.mark.parametrize("speculation", [ByNGrams, ByEagle])
+def test_uniform_drafts_run_our_kernels(
+    vllm: Any, speculation: type[Speculation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = vllm(engine_config(LLAMA, speculative_config=speculation))
     from attn_select_vllm.plugin import register
 
+    of_release_0_32(monkeypatch)
     register()
     assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+
+
+def test_a_drafters_layers_are_read_in_its_own_config(vllm: Any) -> None:
+    drafter = engine_config({**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}).model_config
+    vllm(
+        config := engine_config(
+            LLAMA, speculative_config=SimpleNamespace(**vars(Speculation), draft_model_config=drafter)
+        )
+    )
+    from attn_select_vllm.layers import layer_config
+
+    own, drafting = (layer_config(ASKED._replace(head_size=size), config, None) for size in (32, 64))
+    assert (own.num_heads, own.num_kv_heads, own.head_size) == (4, 2, 32)
+    assert (drafting.num_heads, drafting.num_kv_heads, drafting.head_size) == (2, 1, 64)
 
 
 def test_ahead_of_a_gpu_kernels_count_the_keys_on_the_device(vllm: Any) -> None:
@@ -388,7 +418,7 @@ def test_ahead_of_a_gpu_kernels_count_the_keys_on_the_device(vllm: Any) -> None:
         (
             {},
             {"speculative_config": Speculation},
-            "the adapter was run with drafts by ngram and suffix alone, not by eagle",
+            "the adapter was run with drafts by ngram, suffix alone, not by dflash",
         ),
     ],
 )
@@ -401,6 +431,22 @@ def test_what_the_adapter_does_not_do_is_vllms(
     register()
     assert engine.platform.get_attn_backend_cls(None, ASKED._replace(**asked)) == "vllm.CPU_ATTN"
     assert f"ATTN_SELECT_TORCH_SDPA is not taken: {reason}" in engine.log.lines[0]
+
+
+def test_drafts_that_were_not_run_are_vllms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm(config := engine_config(LLAMA, speculative_config=AllAtOnce))
+    from attn_select_vllm.kernels.limits import speculation_limits
+
+    assert speculation_limits(config, "TRITON_ATTN") == [
+        "the adapter was run with drafts by ngram, suffix alone, not by eagle"
+    ]
+    of_release_0_32(monkeypatch)
+    assert speculation_limits(config, "TRITON_ATTN") == [
+        "the adapter was not run with drafts that are made all at once (parallel_drafting)"
+    ]
+    config.speculative_config = Speculation
+    (said,) = speculation_limits(config, "TRITON_ATTN")
+    assert said.endswith("draft_model, eagle, eagle3, mtp alone, not by dflash")
 
 
 def test_layers_that_attn_select_does_not_know_are_vllms(vllm: Any) -> None:

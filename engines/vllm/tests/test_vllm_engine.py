@@ -35,10 +35,12 @@ class Run:
     Attributes:
         tokens: generated, by prompt.
         backends: names of the layers' backends, by worker.
+        drafts: how many tokens were drafted, and how many of them accepted.
     """
 
     tokens: list[list[int]]
     backends: list[set[str]]
+    drafts: list[int]
 
 
 def run(variables: dict[str, str], *engines: tuple[Path, dict[str, Any]]) -> tuple[list[Run], str]:
@@ -51,7 +53,8 @@ def run(variables: dict[str, str], *engines: tuple[Path, dict[str, Any]]) -> tup
     )
     found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(found) == len(engines), done.stdout[-5000:]
-    return [Run(one["tokens"], [set(layers.values()) for layers in one["layers"]]) for one in found], done.stdout
+    runs = [Run(one["tokens"], [set(layers.values()) for layers in one["layers"]], one["drafts"]) for one in found]
+    return runs, done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     import tiny_models
 
     folder = tmp_path_factory.mktemp("models")
-    return {kind: tiny_models.save(kind, folder / kind) for kind in tiny_models.CONFIGS}
+    found = {kind: tiny_models.save(kind, folder / kind) for kind in tiny_models.CONFIGS}
+    found["eagle"] = tiny_models.save_eagle(found["llama of one layer"], folder / "eagle")
+    found["mimo"] = tiny_models.save_mtp(found["qwen2"], folder / "mimo")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +114,51 @@ def test_drafts_by_n_grams_run_our_kernel_and_change_no_token(in_one_process: tu
     runs, _ = in_one_process
     assert runs["llama with drafts"].backends == [{OWN}]
     assert runs["llama with drafts"].tokens == runs["llama by vLLM"].tokens
+
+
+def drafting(**options: Any) -> dict[str, Any]:
+    return {"speculative_config": {"num_speculative_tokens": 2, **options}}
+
+
+def by_vllm(options: dict[str, Any]) -> dict[str, Any]:
+    """The same engine with vLLM's kernel in the model and in what drafts."""
+    own = {"attention_backend": "CPU_ATTN"}
+    return {**own, "speculative_config": options["speculative_config"] | own}
+
+
+@pytest.fixture(scope="module")
+def drafted(models: dict[str, Path]) -> dict[str, Run]:
+    """Models with drafts by layers of their own, on vLLM's kernel and on ours."""
+    eagle = drafting(method="eagle", model=str(models["eagle"]))
+    mtp = drafting(method="mtp", num_speculative_tokens=1)
+    engines = {
+        "eagle by vLLM": (models["llama of one layer"], by_vllm(eagle)),
+        "eagle": (models["llama of one layer"], eagle),
+        "mtp by vLLM": (models["mimo"], by_vllm(mtp)),
+        "mtp": (models["mimo"], mtp),
+        "itself": (models["llama"], drafting(method="draft_model", model=str(models["llama"]))),
+    }
+    runs, _ = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
+    return dict(zip(engines, runs, strict=True))
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_drafts_by_layers_of_their_own_are_vllms(drafted: dict[str, Run], method: str) -> None:
+    wanted, found = drafted[f"{method} by vLLM"], drafted[method]
+    assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
+    assert (found.tokens, found.drafts) == (wanted.tokens, wanted.drafts)
+    assert found.drafts[0] > 100
+    if method == "eagle":  # the head is right at times, and wrong at others
+        assert 0 < found.drafts[1] < found.drafts[0]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(
+    drafted: dict[str, Run], in_one_process: tuple[dict[str, Run], str]
+) -> None:
+    found = drafted["itself"]
+    assert found.backends == [{OWN}]
+    assert found.tokens == in_one_process[0]["llama by vLLM"].tokens
+    assert found.drafts[0] == found.drafts[1] > 50
 
 
 def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tuple[dict[str, Run], str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 SPREAD = 0.15
 """Standard deviation of the weights. Far smaller ones repeat two tokens and prove nothing."""
@@ -34,6 +36,8 @@ CONFIGS = {
         query_pre_attn_scalar=32,
         tie_word_embeddings=False,
     ),
+    "llama of one layer": lambda: LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}),
+    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False),
     # As every Gemma 3 is, and as SGLang reads one.
     "gemma3 tied": lambda: Gemma3TextConfig(
         **_SIZES,
@@ -55,4 +59,42 @@ def save(kind: str, folder: Path) -> Path:
         if "embed" in name and model.config.tie_word_embeddings:
             parameter.data *= 0.05  # else the last token's own embedding makes it the next one
     model.to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def save_eagle(target: Path, folder: Path) -> Path:
+    """Write an EAGLE head for a saved Llama of one layer: that layer, on the embedding alone, so it is often right.
+
+    A head has no norm before its attention, whose weights take over what the target's norm does to an embedding.
+    """
+    weights = load_file(target / "model.safetensors")
+    hidden = _SIZES["hidden_size"]
+    made = {"fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)}
+    made["embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    for name, tensor in weights.items():
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name:
+            scale = SPREAD if any(part in name for part in ("q_proj", "k_proj", "v_proj")) else 1.0
+            made[name.removeprefix("model.")] = tensor / scale
+    return _save(made, target, folder, num_hidden_layers=1)
+
+
+def save_mtp(target: Path, folder: Path) -> Path:
+    """Write a saved Qwen2 as a MiMo, whose layer for the token after next is the target's first one."""
+    torch.manual_seed(1)
+    weights = load_file(target / "model.safetensors")
+    hidden, layer = _SIZES["hidden_size"], "model.mtp_layers.0."
+    made = {name: tensor.clone() for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        if name.startswith("model.layers.0."):
+            made[layer + name.removeprefix("model.layers.0.")] = tensor.clone()
+    made |= {f"{layer}{name}.weight": torch.ones(hidden) for name in ("token_layernorm", "hidden_layernorm")}
+    made[f"{layer}final_layernorm.weight"] = torch.ones(hidden)
+    made[f"{layer}input_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.1
+    return _save(made, target, folder, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+
+
+def _save(weights: dict[str, torch.Tensor], target: Path, folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**json.loads((target / "config.json").read_text()), **changes}))
     return folder

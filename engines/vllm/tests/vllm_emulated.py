@@ -266,6 +266,7 @@ def engine_config(text: dict[str, Any], tensor_parallel: int = 1, **changes: Any
     model = SimpleNamespace(
         hf_text_config=Text(**text),
         get_num_attention_heads=lambda parallel: heads // parallel.tensor_parallel_size,
+        get_head_size=lambda: text["head_dim"],
         get_num_kv_heads=lambda parallel: max(1, kv_heads // parallel.tensor_parallel_size),
         enforce_eager=True,
         dtype=torch.float32,

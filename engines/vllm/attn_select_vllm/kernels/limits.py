@@ -9,8 +9,10 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from attn_select.rules.plugins import load_plugins
 
-SPECULATION = ("ngram", "suffix")
+GUESSED = ("ngram", "suffix")
 """vLLM's methods of speculation that have no layers of their own."""
+MODELLED = ("draft_model", "eagle", "eagle3", "mtp")
+"""Those that have, and that were run, in vLLM 0.32: uniform drafts, one token behind the other."""
 
 
 def standard_caches() -> bool:
@@ -55,8 +57,11 @@ def speculation_limits(vllm_config: Any, backend: str) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return []
-    if speculative.method not in SPECULATION:
-        return [f"the adapter was run with drafts by {' and '.join(SPECULATION)} alone, not by {speculative.method}"]
+    known = (*GUESSED, *MODELLED) if standard_caches() else GUESSED
+    if speculative.method not in known:
+        return [f"the adapter was run with drafts by {', '.join(known)} alone, not by {speculative.method}"]
+    if getattr(speculative, "parallel_drafting", False):
+        return ["the adapter was not run with drafts that are made all at once (parallel_drafting)"]
     # Ahead of a GPU the host knows the lengths with every draft accepted, which are bounds above.
     exact = current_platform.is_cpu()
     if not exact and not load_plugins().specs[backend].get_class().builder_cls.takes_length_bounds:
