@@ -387,11 +387,11 @@ def test_uniform_drafts_run_our_kernels(
 
 def test_a_drafters_layers_are_read_in_its_own_config(vllm: Any) -> None:
     drafter = engine_config({**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}).model_config
-    vllm(
-        config := engine_config(
-            LLAMA, speculative_config=SimpleNamespace(**vars(Speculation), draft_model_config=drafter)
-        )
-    )
+
+    class ByModel(Speculation):
+        draft_model_config = drafter
+
+    vllm(config := engine_config(LLAMA, speculative_config=ByModel))
     from attn_select_vllm.layers import layer_config
 
     own, drafting = (layer_config(ASKED._replace(head_size=size), config, None) for size in (32, 64))
