@@ -22,33 +22,44 @@ def layers(worker: Any) -> dict[str, str]:
 def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run an engine; ``shortest`` of the options leaves out prompts of up to so many tokens.
 
-    The result has ``tokens`` by prompt, ``layers`` by worker, and ``drafts``: how many were made and how many accepted.
+    The result has ``layers`` by worker. It has ``tokens`` by prompt, and ``drafts``: how many were made, and how many
+    accepted; of models that embed prompts it has the ``vectors``.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     shortest = options.pop("shortest", 0)
-    fixed = {"skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
+    fixed = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
+    embeds = options.get("runner") == "pooling"
+    fixed["skip_tokenizer_init"] = not embeds  # to embed, vLLM wants a tokenizer even for tokens
     if "speculative_config" in options:
         fixed["disable_log_stats"] = False
     llm = LLM(folder, seed=0, **fixed, **options)
-    prompts = [prompt for prompt in PROMPTS if len(prompt) > shortest]
-    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-    metrics = llm.get_metrics() if "speculative_config" in options else []
-    counted = {one.name: one.value for one in metrics if hasattr(one, "value")}
-    result = {
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "layers": llm.collective_rpc(layers),
-        "drafts": [counted.get(f"vllm:spec_decode_num_{kind}_tokens", 0) for kind in ("draft", "accepted")],
-    }
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS if len(prompt) > shortest]
+    result = _vectors(llm, prompts) if embeds else _tokens(llm, prompts)
+    result["layers"] = llm.collective_rpc(layers)
     llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()  # a process has one connector, which would go on with this engine's
     del llm
     cleanup_dist_env_and_memory()
     gc.collect()
     return result
+
+
+def _vectors(llm: Any, prompts: list[Any]) -> dict[str, Any]:
+    return {"vectors": [list(one.outputs.embedding) for one in llm.embed(prompts, use_tqdm=False)]}
+
+
+def _tokens(llm: Any, prompts: list[Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    metrics = llm.get_metrics() if llm.llm_engine.vllm_config.speculative_config is not None else []
+    counted = {one.name: one.value for one in metrics if hasattr(one, "value")}
+    drafts = [counted.get(f"vllm:spec_decode_num_{kind}_tokens", 0) for kind in ("draft", "accepted")]
+    return {"tokens": [list(one.outputs[0].token_ids) for one in outputs], "drafts": drafts}
 
 
 if __name__ == "__main__":

@@ -229,8 +229,19 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
     ({"use_kv_connector": True}, "serves no KV connector"),
     ({"use_non_causal": True}, "passes no non-causal batches"),
     ({"use_per_head_quant_scales": True}, "passes no scales per head"),
-    ({"attn_type": "encoder_only"}, "serves decoder layers alone"),
+    ({"attn_type": "encoder_decoder"}, "serves decoder layers alone"),
 ]
+
+
+def test_encoders_run_our_kernels(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm(engine_config({**LLAMA, "model_type": "bert"}))
+    from attn_select_vllm.plugin import register
+
+    register()
+    asked = ASKED._replace(attn_type="encoder_only")
+    assert engine.platform.get_attn_backend_cls(None, asked) == "vllm.CPU_ATTN"
+    of_release_0_32(monkeypatch)
+    assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
 
 
 @pytest.mark.parametrize(("asked", "reason"), LIMITS)

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 HERE = Path(__file__).parent
 OWN = "ATTN_SELECT_TORCH_SDPA"
+ENCODERS = ("bert", "modernbert")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 CHOSEN = "chose for {}: TORCH_SDPA (attn-select's kernel, as ATTN_SELECT_TORCH_SDPA)"
 
@@ -34,11 +36,13 @@ class Run:
 
     Attributes:
         tokens: generated, by prompt.
+        vectors: of the prompts, where a model embeds them.
         backends: names of the layers' backends, by worker.
         drafts: how many tokens were drafted, and how many of them accepted.
     """
 
     tokens: list[list[int]]
+    vectors: list[list[float]]
     backends: list[set[str]]
     drafts: list[int]
 
@@ -53,8 +57,16 @@ def run(variables: dict[str, str], *engines: tuple[Path, dict[str, Any]]) -> tup
     )
     found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(found) == len(engines), done.stdout[-5000:]
-    runs = [Run(one["tokens"], [set(layers.values()) for layers in one["layers"]], one["drafts"]) for one in found]
-    return runs, done.stdout
+    return [_run_of(**one) for one in found], done.stdout
+
+
+def _run_of(
+    layers: list[dict[str, str]],
+    tokens: Sequence[list[int]] = (),
+    vectors: Sequence[list[float]] = (),
+    drafts: Sequence[int] = (),
+) -> Run:
+    return Run([*tokens], [*vectors], [set(worker.values()) for worker in layers], [*drafts])
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +171,30 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert found.backends == [{OWN}]
     assert found.tokens == in_one_process[0]["llama by vLLM"].tokens
     assert found.drafts[0] == found.drafts[1] > 50
+
+
+@pytest.fixture(scope="module")
+def embedded(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
+    """Encoders on vLLM's kernel and on ours."""
+    engines = {
+        name + suffix: (models[name], {"runner": "pooling", **options})
+        for name in ENCODERS
+        for suffix, options in ((" by vLLM", {"attention_backend": "CPU_ATTN"}), ("", {}))
+    }
+    runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
+    return dict(zip(engines, runs, strict=True)), log
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_give_vllms_vectors(embedded: tuple[dict[str, Run], str], name: str) -> None:
+    """A ModernBERT has windows to both sides, which are shorter than its longest prompts."""
+    runs, log = embedded
+    wanted, found = runs[f"{name} by vLLM"], runs[name]
+    assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
+    assert len(found.vectors) == 5
+    for row, expected in zip(found.vectors, wanted.vectors, strict=True):
+        assert row == pytest.approx(expected, abs=2e-6)
+    assert CHOSEN.format("encoder_only") in log
 
 
 def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tuple[dict[str, Run], str]) -> None:

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    ModernBertConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 SPREAD = 0.15
 """Standard deviation of the weights. Far smaller ones repeat two tokens and prove nothing."""
@@ -38,6 +49,25 @@ CONFIGS = {
     ),
     "llama of one layer": lambda: LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False),
+    "bert": lambda: BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+    ),
+    "modernbert": lambda: ModernBertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        local_attention=16,
+        pad_token_id=0,
+        reference_compile=False,
+    ),
     # As every Gemma 3 is, and as SGLang reads one.
     "gemma3 tied": lambda: Gemma3TextConfig(
         **_SIZES,
@@ -48,10 +78,14 @@ CONFIGS = {
 }
 
 
+ENCODERS = ("bert", "modernbert")
+
+
 def save(kind: str, folder: Path) -> Path:
     """Write a model of a kind to a folder; return it."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    config = CONFIGS[kind]()
+    model = (AutoModel if kind in ENCODERS else AutoModelForCausalLM).from_config(config)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02 if "norm" in name else SPREAD)
         if "norm" in name and "gemma" not in kind:
@@ -59,6 +93,9 @@ def save(kind: str, folder: Path) -> Path:
         if "embed" in name and model.config.tie_word_embeddings:
             parameter.data *= 0.05  # else the last token's own embedding makes it the next one
     model.to(torch.float32).save_pretrained(folder)
+    if kind in ENCODERS:
+        words = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
     return folder
 
 

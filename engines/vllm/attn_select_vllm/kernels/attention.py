@@ -22,7 +22,7 @@ from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
-from attn_select_vllm.kernels.limits import standard_caches
+from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
 
@@ -36,7 +36,7 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = layers_of(vllm_config, layer_names)
-        self.block_size: int = kv_cache_spec.block_size
+        self.block_size: int | None = kv_cache_spec.block_size if layers[0].config.has_cache else None
         self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
         self.reorder_batch_threshold = self.builders.reorder_batch_threshold
 
@@ -113,8 +113,8 @@ class OwnImpl(AttentionImpl[Metadata]):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the step's keys and values into the cache."""
-        if (own := self.attn_select).impl is None:
-            return  # a run before the cache was laid out
+        if (own := self.attn_select).impl is None or not own.config.has_cache:
+            return  # a run before the cache was laid out, or an encoder
         own.scales_of(layer)
         own.impl.do_kv_cache_update(own, key, value, self._cache(kv_cache), slot_mapping)
 
@@ -137,8 +137,8 @@ class OwnImpl(AttentionImpl[Metadata]):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         own.scales_of(layer)
-        metadata = attn_metadata[own.part]
-        own.impl.forward(own, query, key, value, self._cache(kv_cache), metadata, output)
+        metadata, cache = attn_metadata[own.part], self._cache(kv_cache) if own.config.has_cache else None
+        own.impl.forward(own, query, key, value, cache, metadata, output)
         return output
 
 
@@ -181,6 +181,10 @@ class OwnBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache; releases until 0.26 ask for it."""
         return own_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return str(getattr(attn_type, "value", attn_type)) in attention_types()
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -10,11 +10,11 @@ from torch import Tensor
 from attn_select.runtime import BatchError, CommonAttentionMetadata
 
 
-def common_of(common: Any, block_size: int) -> CommonAttentionMetadata:
+def common_of(common: Any, block_size: int | None) -> CommonAttentionMetadata:
     """Return attn-select's view of vLLM's ``CommonAttentionMetadata``; tensors are shared.
 
     Args:
-        block_size: tokens per block of the tables.
+        block_size: tokens per block of the tables; None for layers without a cache.
 
     Raises:
         BatchError: the step has a causality per request, or vLLM does not say the lengths on the host.
@@ -30,8 +30,8 @@ def common_of(common: Any, block_size: int) -> CommonAttentionMetadata:
         num_actual_tokens=common.num_actual_tokens,
         max_query_len=common.max_query_len,
         max_seq_len=common.max_seq_len,
-        block_table_tensor=common.block_table_tensor,
-        slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+        block_table_tensor=None if block_size is None else common.block_table_tensor,
+        slot_mapping=None if block_size is None else common.slot_mapping[: common.num_actual_tokens],
         causal=common.causal,
         block_size=block_size,
     )

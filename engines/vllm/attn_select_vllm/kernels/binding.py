@@ -111,13 +111,15 @@ class Builders:
 
     Args:
         layers: all of one backend.
-        block_size: tokens per block of the cache as the layers see it.
+        block_size: tokens per block of the cache as the layers see it; None without a cache.
 
     Attributes:
         builders: one for each distinct config, in order of appearance.
     """
 
-    def __init__(self, layers: Sequence[Layer], block_size: int, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], block_size: int | None, vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         self.builders: list[AttentionMetadataBuilder[Any]] = []
         configs: list[AttentionConfig] = []
         for layer in layers:
@@ -142,16 +144,16 @@ class Builders:
         return [builder.build(0, common, fast_build) for builder in self.builders]
 
 
-def _with_blocks(layer: Layer, block_size: int) -> Selection:
+def _with_blocks(layer: Layer, block_size: int | None) -> Selection:
     return selected(layer.backend, layer.config.model_copy(update={"block_size": block_size}), layer.phases)
 
 
-def _spec(layer: Layer, block_size: int) -> Any:
+def _spec(layer: Layer, block_size: int | None) -> Any:
     return _with_blocks(layer, block_size).backends[layer.phases[0]]
 
 
 def _builder(
-    layer: Layer, block_size: int, vllm_config: VllmConfig, device: torch.device
+    layer: Layer, block_size: int | None, vllm_config: VllmConfig, device: torch.device
 ) -> AttentionMetadataBuilder[Any]:
     selection, scheduler = _with_blocks(layer, block_size), vllm_config.scheduler_config
     mode = vllm_config.compilation_config.cudagraph_mode
@@ -160,7 +162,7 @@ def _builder(
         plans={phase: selection.plans[phase] for phase in layer.phases},
         device=device,
         options=selection.options[layer.backend],
-        kv_layout=layer.layout,
+        kv_layout=layer.layout if layer.config.has_cache else None,
         block_size=block_size,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

@@ -20,6 +20,11 @@ def standard_caches() -> bool:
     return hasattr(AttentionBackend, "supported_kv_cache_layouts")
 
 
+def attention_types() -> tuple[str, ...]:
+    """Return the types of layers that were run."""
+    return ("decoder", "encoder_only") if standard_caches() else ("decoder",)
+
+
 def limits(asked: Any, vllm_config: Any) -> list[str]:
     """Return why attn-select's kernels do not run the layers that a selector asks about; empty if they do.
 
@@ -29,7 +34,7 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     found = {
-        "the adapter serves decoder layers alone": asked.attn_type != "decoder",
+        f"the adapter serves {' and '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
         "the adapter passes no image ranges": asked.use_mm_prefix,
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
