@@ -175,3 +175,9 @@ def test_a_wide_model_is_read() -> None:
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ModelError, match="mamba_num_heads is missing, which its state layers need"):
         read("nemotron_h", hybrid_override_pattern="MM*-", mamba_num_heads=None)
+
+
+@pytest.mark.parametrize(("named", "kept"), [("auto", "float32"), ("bfloat16", "bfloat16")])
+def test_a_model_that_leaves_its_states_dtype_open_keeps_float32(named: str, kept: str) -> None:
+    (config,) = [c for c in read("qwen3_next", mamba_ssm_cache_dtype=named).configs if c.sort == "state"]
+    assert config.model_dump()["state_dtype"] == kept

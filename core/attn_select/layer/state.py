@@ -24,6 +24,8 @@ from attn_select.layer.checked import DType, HeadSize, Positive, checked_model, 
 from attn_select.layer.config import PHASES, CudaGraphLevel, Phase, Sort
 from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 
+NORM_EPSILON = 1e-6
+"""Under the root where queries and keys are normalised (fla-core 0.6.0 fla/ops/gated_delta_rule/fused_recurrent.py)."""
 RecurrenceName = Literal["gated_delta_net", "kda", "mamba2", "lightning"]
 RECURRENCES: tuple[RecurrenceName, ...] = get_args(RecurrenceName)
 
@@ -36,7 +38,7 @@ class Recurrence:
         delta_rule: whether a token writes what its key does not give yet, and not its whole value.
         decay: how many log-decays a value head has per token: ``head``: one; ``channel``: one per key channel.
         writes: whether tokens have a write strength ``beta`` of their own; else it is 1.
-        normalized: whether queries and keys are normalised to length 1 first (``x / sqrt(sum(x^2) + 1e-6)``).
+        normalized: whether queries and keys are normalised to length 1 first (``x / sqrt(sum(x^2) + NORM_EPSILON)``).
         scaled: whether ``scale`` is ``head_size ** -0.5``; else it is 1.
         channels: the order of queries, keys and values side by side, as the convolution of checkpoints has it.
         source: the paper.

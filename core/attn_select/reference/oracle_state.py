@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attn_select.layer.state import StateConfig
-
-EPSILON = 1e-6
-"""Under the root where queries and keys are normalised (fla-core 0.6.0 fla/ops/gated_delta_rule/fused_recurrent.py)."""
+from attn_select.layer.state import NORM_EPSILON, StateConfig
 
 
 def state_reference(
@@ -50,7 +47,7 @@ def state_reference(
     rule, group = config.rule, config.num_v_heads // config.num_heads
     query, key, value, log_decay = (each.double() for each in (query, key, value, log_decay))
     if rule.normalized:
-        query, key = (each / (each.square().sum(-1, keepdim=True) + EPSILON).sqrt() for each in (query, key))
+        query, key = (each / (each.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt() for each in (query, key))
     query, key = query.repeat_interleave(group, dim=1), key.repeat_interleave(group, dim=1)
     decay = log_decay.exp() if rule.decay == "channel" else log_decay.exp()[..., None]
     strength = torch.ones_like(value[..., 0]) if write_strength is None else write_strength.double()

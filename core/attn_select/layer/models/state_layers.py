@@ -41,9 +41,12 @@ def _needed(fields: Fields, name: str) -> int:
 
 
 def _state_dtype(fields: Fields) -> str:
-    """Return the dtype of states: Qwen3.5 and Nemotron-H name it; float32 is what transformers keeps them in."""
+    """Return the dtype of states: Qwen3.5 and Nemotron-H name it; float32 is what transformers keeps them in.
+
+    ``auto`` names none.
+    """
     for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
-        if isinstance(found := fields.get(name), str):
+        if isinstance(found := fields.get(name), str) and found != "auto":
             return found
     return "float32"
 

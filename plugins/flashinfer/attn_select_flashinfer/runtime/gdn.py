@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.config import Phase
+from attn_select.layer.state import NORM_EPSILON
 from attn_select.runtime.states import StateBackend, StateContext, StateImpl, StatePart, gathered_states
 from attn_select_flashinfer.runtime import library
 
 ENTRY = "chunk_gated_delta_rule"
-EPSILON = 1e-6
-"""Under the root where queries and keys are normalised, as FlashInfer's own normalisation has it."""
 
 
 class FlashInferGdnImpl(StateImpl):
@@ -58,7 +57,7 @@ class FlashInferGdnImpl(StateImpl):
 def _normalised(rows: Tensor) -> Tensor:
     """Return queries or keys of length 1 in their own dtype. The entry does it since 0.7; in 0.6.14 it does not."""
     wide = rows.float()
-    return (wide * (wide.square().sum(-1, keepdim=True) + EPSILON).rsqrt()).to(rows.dtype).contiguous()
+    return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()).to(rows.dtype).contiguous()
 
 
 class FlashInferGdnBackend(StateBackend):

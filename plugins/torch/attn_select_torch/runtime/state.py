@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.layouts import STATE_VK
+from attn_select.layer.state import NORM_EPSILON
 from attn_select.runtime.states import GatheredStateImpl, StateBackend, StatePart
 from attn_select_torch.runtime.recurrence import CHANNEL_CHUNK, one_chunk, one_token
-
-EPSILON = 1e-6
-"""Under the root where queries and keys are normalised (fla-core 0.6.0 fla/ops/gated_delta_rule/fused_recurrent.py)."""
 
 
 class TorchStateImpl(GatheredStateImpl):
@@ -63,7 +61,7 @@ class TorchStateImpl(GatheredStateImpl):
         config, rule = self.context.config, self.context.config.rule
         query, key, value = query.float(), key.float(), value.float()
         if rule.normalized:
-            query, key = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (query, key))
+            query, key = (x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt() for x in (query, key))
         query = query * config.scale
         group = config.num_v_heads // config.num_heads
         query, key = query.repeat_interleave(group, dim=1), key.repeat_interleave(group, dim=1)

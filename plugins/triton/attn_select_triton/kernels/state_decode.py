@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_select.layer.state import NORM_EPSILON
 from attn_select_triton.limits import power_of_two
 
-EPSILON = tl.constexpr(1e-6)
-"""Under the root where queries and keys are normalised (fla-core 0.6.0 fla/ops/gated_delta_rule/fused_recurrent.py)."""
+EPSILON = tl.constexpr(NORM_EPSILON)
 TILE = 4096
 """Numbers of a program's tile at most: 32 registers of each of 128 threads."""
 
