@@ -11,6 +11,7 @@ import click
 from attn_select_cli.layer_options import cache_options, options_in
 
 if TYPE_CHECKING:
+    from attn_select.decide.outcome import Outcome
     from attn_select.decide.text import Line
     from attn_select_cli.cache_sides import Comparison, Difference
     from attn_select_cli.explanation import Explanation
@@ -53,26 +54,28 @@ def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json
     prefill = {**options, "gpu": gpu[0] if gpu else "auto"}
     if len(gpu) < 2 and not named:
         explained = build_explanation(prefill)
-        explained.require_attention()
         shown: list[Block] = [*explained.head_lines(), [], *_table(explained)]
         data: dict[str, Any] = {"sides": [_side(explained)]}
-        fits, left_out = explained.ok, explained.left_out
+        fits, sides = explained.ok, [explained]
     else:
         compared = compare(prefill, {**options, "gpu": gpu[-1] if gpu else "auto", **named})
         shown, data = _comparison_lines(compared), _comparison_data(compared)
-        fits, left_out = data["fits"], compared.sides[0].left_out
+        fits, sides = data["fits"], [*compared.sides]
+    warnings = list(dict.fromkeys(text for side in sides for text in side.all_warnings))
     if as_json:
-        print_json({"schema_version": 1, **data, "warnings": left_out})
+        print_json({"schema_version": 1, **data, "warnings": warnings})
     else:
-        print_lines([*shown, *warning_lines(left_out)])
+        print_lines([*shown, *warning_lines(warnings)])
     return 0 if fits else 1
 
 
 def _side(explained: Explanation) -> dict[str, Any]:
     """Return one side as plain data."""
+    from attn_select_cli.cache_sides import format_of
+
     layers = []
-    for layer in explained.attention:
-        form = layer.selection.cache_format
+    for layer in explained.layers:
+        form = format_of(layer.selection)
         layers.append(
             {
                 "kind": layer.kind,
@@ -81,6 +84,7 @@ def _side(explained: Explanation) -> dict[str, Any]:
                 "fingerprint": None if form is None else form.fingerprint,
                 "format": None if form is None else form.facts(),
                 "bytes_per_token": layer.selection.bytes_per_token,
+                "bytes_per_request": layer.selection.bytes_per_request,
             }
         )
     return {"gpu": explained.device.name, "layers": layers}
@@ -98,23 +102,34 @@ def _comparison_data(compared: Comparison) -> dict[str, Any]:
 
 def _table(explained: Explanation) -> list[Block]:
     from attn_select.decide.text import HANG
+    from attn_select_cli.cache_sides import format_of
     from attn_select_cli.matrix import cell_text
     from attn_select_cli.table import Table
 
     rows, missing = [], False
-    for layer in explained.attention:
-        form, chosen = layer.selection.cache_format, cell_text(layer.selection.selected)
+    for layer in explained.layers:
+        form, chosen = format_of(layer.selection), cell_text(layer.selection.selected)
         missing = missing or not layer.selection.ok
         cells = ["no cache"] + ["-"] * 5
         if form is not None:
-            facts = form.facts()
-            heads = f"{facts['num_kv_heads']} × {facts['head_size']}"
-            per_token = str(layer.selection.bytes_per_token)
-            cells = [form.fingerprint, form.layout, str(form.block_size), facts["dtype"], heads, per_token]
+            cells = [form.fingerprint, *_cells(layer.selection)]
         rows.append([f"{layer.kind} × {layer.count}", *cells, chosen])
-    header = ["layers", "cache id", "layout", "block", "dtype", "KV heads", "bytes per token", "backends"]
+    header = ["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"]
     said = "none: no backend is valid there; `attn-select explain` with the same options says why"
     return [Table(header, rows), *([[], [("", ""), HANG, (said, "warning")]] if missing else [])]
+
+
+def _cells(selection: Outcome[Any]) -> list[str]:
+    """Return layout, block size, dtype, heads and bytes of a cache."""
+    if (states := selection.state_format) is not None:
+        facts = states.facts()
+        heads = f"{facts['num_v_heads']} × {facts['head_size']} × {facts['v_head_size']}"
+        return [states.layout, "-", facts["state_dtype"], heads, f"{selection.bytes_per_request} per request"]
+    form = selection.cache_format
+    assert form is not None
+    facts = form.facts()
+    heads = f"{facts['num_kv_heads']} × {facts['head_size']}"
+    return [form.layout, str(form.block_size), facts["dtype"], heads, f"{selection.bytes_per_token} per token"]
 
 
 def _comparison_lines(compared: Comparison) -> list[Block]:
@@ -138,10 +153,10 @@ def _verdict(compared: Comparison) -> Line:
     if not compared.differences:
         if not all(side.ok for side in compared.sides):
             return [("No backend: ", "warning"), HANG, ("`attn-select explain` with the same options says why.", "")]
-        if not any(layer.selection.config.has_cache for layer in compared.sides[0].attention):
+        if not any(layer.selection.config.has_cache for layer in compared.sides[0].layers):
             return [("No cache: ", "selected"), HANG, ("these layers keep none.", "")]
-        return [("Both sides fit: ", "selected"), HANG, ("blocks can be copied byte by byte.", "")]
-    convert = "attn_select.runtime.convert_kv_cache turns one side's blocks into the other's"
+        return [("Both sides fit: ", "selected"), HANG, ("blocks and states can be copied byte by byte.", "")]
+    convert = _conversion(compared)
     able = all(each.converted for each in compared.differences)
     if compared.arguments:
         given = " and ".join(f"the {side} side {' '.join(options)}" for side, options in compared.arguments.items())
@@ -152,6 +167,17 @@ def _verdict(compared: Comparison) -> Line:
         ]
     text = f"{convert}." if able else "They keep other heads or tokens on a rank, which no conversion changes."
     return [("No options make the sides fit. ", "warning"), HANG, (text, "")]
+
+
+def _conversion(compared: Comparison) -> str:
+    """Return what turns one side's caches into the other's."""
+    states = {layer.kind for layer in compared.sides[0].layers if layer.selection.config.sort == "state"}
+    of_states = {each.kind in states for each in compared.differences}
+    turns = {
+        False: "attn_select.runtime.convert_kv_cache turns one side's blocks into the other's",
+        True: "attn_select.runtime.states.convert_states turns one side's states into the other's",
+    }
+    return ", and ".join(text for kind, text in turns.items() if kind in of_states)
 
 
 def _difference_lines(each: Difference, kinds: Sequence[str]) -> list[Line]:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from attn_select.decide.outcome import Outcome
 from attn_select.errors import AttnSelectError
-from attn_select.layer.cache_format import CONVERTED, CacheFormat
+from attn_select.layer.cache_format import CacheFormat, Format
+from attn_select.layer.state_format import StateFormat
 from attn_select_cli.explanation import Explanation, build_explanation
 from attn_select_cli.layer_options import options_in
 
@@ -15,11 +17,14 @@ SIDES = ("prefill", "decode")
 _FLAGS = {
     "dtype": ("--kv-cache-dtype {}", "--dtype {}"),
     "num_kv_heads": ("--tensor-parallel {}",),
+    "num_v_heads": ("--tensor-parallel {}",),
+    "state_dtype": ("--state-dtype {}",),
+    "conv_dtype": ("--dtype {}",),
     "decode_context_parallel_size": ("--dcp {}",),
     "block_size": ("--block-size {}",),
     "kernel_block_size": ("--block-size {}",),
 }
-"""Fact of a ``CacheFormat`` -> the options that may change it, in the order in which they are tried."""
+"""Fact of a format -> the options that may change it, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Difference:
 
     Attributes:
         kind: of the layers.
-        fact: its name in ``CacheFormat.facts``.
+        fact: its name in ``Format.facts``.
         prefill, decode: its values.
         side: which side ``argument`` is for; None where no option removes the difference.
         argument: the option that removes it, with its value.
@@ -43,8 +48,8 @@ class Difference:
 
     @property
     def converted(self) -> bool:
-        """Whether ``convert_kv_cache`` turns one side's blocks into the other's in this."""
-        return self.fact in CONVERTED
+        """Whether one side's cache can be turned into the other's in this."""
+        return self.fact in (*CacheFormat.converted, *StateFormat.converted)
 
 
 @dataclass(slots=True)
@@ -62,9 +67,14 @@ class Comparison:
     arguments: dict[str, list[str]] = field(default_factory=dict)
 
 
-def formats(explanation: Explanation) -> dict[str, CacheFormat | None]:
+def formats(explanation: Explanation) -> dict[str, Format | None]:
     """Return kind of layers -> the format of its cache; None where it keeps none."""
-    return {layer.kind: layer.selection.cache_format for layer in explanation.attention}
+    return {layer.kind: format_of(layer.selection) for layer in explanation.layers}
+
+
+def format_of(selection: Outcome[Any]) -> Format | None:
+    """Return the format of what a layer keeps, blocks or states."""
+    return selection.cache_format or selection.state_format
 
 
 def compare(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Comparison:
@@ -80,15 +90,17 @@ def compare(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Comparison
     """
     options = [dict(prefill), dict(decode)]
     before = build_explanation(options[0]), build_explanation(options[1])
-    before[0].require_attention()
     sides = [*before]
     found: dict[str, tuple[str, str]] = {}
-    for fact in (*_FLAGS, "scales", "layout"):
+    for fact in (*_FLAGS, "scales", "layout", "state_layout"):
         for index in (1, 0):
             if fact not in _differing(*sides):
                 break
             for argument in _proposals(fact, sides[index], sides[1 - index], options[1 - index]):
-                changed = {**options[index], **options_in(argument, "--to")[1]}
+                given = options_in(argument, "--to")[1]
+                if "backend" in given:  # one for attention and one for states may be named
+                    given["backend"] = (*options[index].get("backend", ()), *given["backend"])
+                changed = {**options[index], **given}
                 try:
                     tried = build_explanation(changed)
                 except AttnSelectError:
@@ -127,19 +139,18 @@ def _differing(prefill: Explanation, decode: Explanation) -> set[str]:
 
 def _proposals(fact: str, changed: Explanation, other: Explanation, options: Mapping[str, Any]) -> Iterator[str]:
     """Yield options of one side that may give it the other side's value; ``options`` are the other side's."""
-    wanted = next(form for form in formats(other).values() if form is not None)
-    if fact == "layout":
-        chosen = [name for layer in other.attention for name in layer.selection.selected.values() if name is not None]
+    facts = next(form.facts() for form in formats(other).values() if form is not None and fact in form.facts())
+    if fact in ("layout", "state_layout"):
+        chosen = [name for layer in other.layers for name in layer.selection.selected.values() if name is not None]
         able = [
-            name.backend
-            for layer in changed.attention
-            for name in layer.selection.ranked(layer.selection.config.phases)
+            name.backend for layer in changed.layers for name in layer.selection.ranked(layer.selection.config.phases)
         ]
         for name in dict.fromkeys((*chosen, *able)):
             yield f"--backend {name}"
     elif fact == "scales":
-        yield "--per-head-quant-scales" if wanted.config.per_head_quant_scales else "--no-per-head-quant-scales"
+        yield "--per-head-quant-scales" if facts["scales"] == "per_head" else "--no-per-head-quant-scales"
     else:
-        value = options["tensor_parallel"] if fact == "num_kv_heads" else wanted.facts()[fact.removeprefix("kernel_")]
+        by_ranks = fact in ("num_kv_heads", "num_v_heads")
+        value = options["tensor_parallel"] if by_ranks else facts[fact.removeprefix("kernel_")]
         for flag in _FLAGS[fact]:
             yield flag.format(value)

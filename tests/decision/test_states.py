@@ -44,13 +44,16 @@ def test_the_plan_says_layout_and_bytes() -> None:
     assert plan["cache_dtype"] == "float32"
     assert plan["bytes_per_request"] == 8 * 128 * 128 * 4 + 3 * 3 * 8 * 128 * 2
     assert plan["bytes_per_token"] is None
-    assert (selection.cache_format, selection.cache_fingerprint) == (None, None)
+    assert selection.cache_format is None
+    assert selection.state_format is not None
+    assert selection.cache_fingerprint == selection.state_format.fingerprint
     assert "per request and layer, whatever its length" in selection.explain()
     assert "convolution of 4 tokens" in selection.explain()
 
 
-def test_attention_has_no_bytes_per_request() -> None:
+def test_attention_has_no_state() -> None:
     assert select(GQA, "cpu").bytes_per_request is None
+    assert select(GQA, "cpu").state_format is None
 
 
 def test_rules_name_the_recurrence(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import ConfigT
 from attn_select.layer.state import StateConfig
+from attn_select.layer.state_format import StateFormat
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules.rule import Rule
@@ -141,7 +142,7 @@ class Outcome(Generic[ConfigT]):
 
     @property
     def cache_format(self) -> CacheFormat | None:
-        """What another side must share to exchange cache blocks with this one; None without a cache.
+        """What another side must share to exchange cache blocks with this one; None without keys and values.
 
         Raises:
             ConfigError: the kernels of the two phases share no block size.
@@ -153,9 +154,16 @@ class Outcome(Generic[ConfigT]):
         return CacheFormat(config, self.kv_layout, self.block_size, max(sizes.values(), default=self.block_size))
 
     @property
+    def state_format(self) -> StateFormat | None:
+        """What another side must share to exchange states with this one; None for layers that keep none."""
+        config = self.config
+        return StateFormat(config, self.kv_layout) if isinstance(config, StateConfig) and self.kv_layout else None
+
+    @property
     def cache_fingerprint(self) -> str | None:
-        """The short stable id of ``cache_format``; None without a cache."""
-        return None if (cache := self.cache_format) is None else cache.fingerprint
+        """The short stable id of ``cache_format`` or ``state_format``; None without either."""
+        kept = self.cache_format or self.state_format
+        return None if kept is None else kept.fingerprint
 
     @property
     def cache_shape(self) -> list[int | str] | None:

@@ -1,4 +1,4 @@
-"""``CacheFormat``: what two sides must share to exchange blocks of a KV cache, and a short id of it.
+"""``Format``: what two sides must share to exchange a layer's cache, and a short id of it; ``CacheFormat`` of blocks.
 
 Where prefills run on one GPU and decodes on another, blocks are copied byte by byte. Nothing in these bytes says how
 they lie, so both sides compare the id before the first copy.
@@ -8,22 +8,48 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from attn_select.layer import layouts
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.dtypes import is_quantized
 
-VERSION = 1
-"""Of the ids: it changes when equal ids would no longer mean equal bytes."""
-CONVERTED = ("dtype", "scales", "block_size", "kernel_block_size", "layout")
-"""The facts in which blocks can be converted (``attn_select.runtime.convert_kv_cache``); the others say which heads and
-tokens a rank keeps."""
+
+class Format(ABC):
+    """How one layer's cache lies in memory, and what its bytes mean.
+
+    Attributes:
+        prefix: of the ids, with their version: it changes when equal ids would no longer mean equal bytes.
+        converted: the facts in which a cache can be converted; the others say which heads and tokens a rank keeps.
+    """
+
+    __slots__ = ()
+    prefix: ClassVar[str]
+    converted: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what both sides must share, as plain data. Equal facts: the same bytes are the same numbers."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The id, the prefix and 12 hexadecimal digits: the same in every process, release and machine.
+
+        It does not hold the values of FP8 scales, which both sides take from one checkpoint.
+        """
+        text = json.dumps(self.facts(), sort_keys=True, separators=(",", ":"))
+        return f"{self.prefix}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def differences(self, other: Format) -> dict[str, tuple[Any, Any]]:
+        """Return each fact that is not shared: its value here and there. Empty: the cache can be exchanged."""
+        here, there = self.facts(), other.facts()
+        return {name: (value, there.get(name)) for name, value in here.items() if value != there.get(name)}
 
 
 @dataclass(frozen=True, slots=True)
-class CacheFormat:
+class CacheFormat(Format):
     """How the blocks of one layer's cache lie in memory, and what their bytes mean.
 
     A block is contiguous in its layout, so layout, sizes and dtype say all strides.
@@ -36,6 +62,9 @@ class CacheFormat:
         interleave: with context parallelism, neighbouring positions that one rank keeps
             (``ContextParallel.interleave``).
     """
+
+    prefix: ClassVar[str] = "kv1"
+    converted: ClassVar[tuple[str, ...]] = ("dtype", "scales", "block_size", "kernel_block_size", "layout")
 
     config: AttentionConfig
     layout: str
@@ -66,20 +95,6 @@ class CacheFormat:
             "kernel_block_size": self.block_size if split else self.kernel_block_size,
             "layout": layouts.FLASHINFER_NHD if one_head else self.layout,
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """The id, ``kv1-`` and 12 hexadecimal digits: the same in every process, release and machine.
-
-        It does not hold the values of FP8 scales, which both sides take from one checkpoint.
-        """
-        text = json.dumps(self.facts(), sort_keys=True, separators=(",", ":"))
-        return f"kv{VERSION}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-    def differences(self, other: CacheFormat) -> dict[str, tuple[Any, Any]]:
-        """Return each fact that is not shared: its value here and there. Empty: blocks can be exchanged."""
-        here, there = self.facts(), other.facts()
-        return {name: (value, there[name]) for name, value in here.items() if value != there[name]}
 
 
 def _scales(config: AttentionConfig, dtype: str) -> str:

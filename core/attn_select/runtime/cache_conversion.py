@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_select.errors import ConfigError
 from attn_select.layer import layouts
-from attn_select.layer.cache_format import CONVERTED, CacheFormat
+from attn_select.layer.cache_format import CacheFormat
 from attn_select.runtime import torch_ops
 from attn_select.runtime.kv_cache import (
     allocate_kv_cache,
@@ -70,12 +70,12 @@ def convert_kv_cache(
 
 def _require_same_layer(source: CacheFormat, target: CacheFormat) -> None:
     """Refuse two formats that are not of the same heads on the same ranks."""
-    differ = {name: pair for name, pair in source.differences(target).items() if name not in CONVERTED}
+    differ = {name: pair for name, pair in source.differences(target).items() if name not in source.converted}
     if source.config.mla != target.config.mla:
         differ["mla"] = source.config.mla, target.config.mla
     if differ:
         each = ", ".join(f"{name} = {here} and {there}" for name, (here, there) in differ.items())
-        text = f"source and target store other heads: {each}. Converted are {', '.join(CONVERTED)}"
+        text = f"source and target store other heads: {each}. Converted are {', '.join(source.converted)}"
         raise ConfigError(text, fields=[*differ], hint="`attn-select cache` names options that help")
 
 

@@ -9,6 +9,7 @@ from attn_select.runtime.states.linear_attention import LinearAttention
 from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata, StatePart
 from attn_select.runtime.states.state_cache import StateCache
+from attn_select.runtime.states.state_conversion import convert_states
 from attn_select.runtime.states.state_group import StateGroup
 from attn_select.runtime.states.state_pool import OutOfSlotsError, StatePool, StateSlots
 from attn_select.runtime.states.static_states import StaticStates
@@ -27,5 +28,6 @@ __all__ = [
     "StatePool",
     "StateSlots",
     "StaticStates",
+    "convert_states",
     "gathered_states",
 ]
