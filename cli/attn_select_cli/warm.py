@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from attn_select.runtime.warm_up import WarmUp
     from attn_select_cli.explanation import LayerExplanation
 
+_FEW = 4
 EPILOG = """\b
 Examples:
   attn-select warm --model llama-3-8b
@@ -49,7 +51,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     from attn_select_cli.table import Table
 
     bounds = tuple(options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"))
-    explanation = build_explanation({**options, "gpu": "auto"}).without_states
+    explanation = build_explanation({**options, "gpu": "auto"})
     chosen = chosen_layers(explanation.layers, layer)
     for one in chosen:
         one.selection.require()
@@ -80,14 +82,17 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
 def _warmed() -> Any:
     """Import the runtime, which needs torch and numpy; return the function that warms one kind of layers."""
     from attn_select.errors import RuntimeMissingError
+    from attn_select.layer.state import StateConfig
     from attn_select.machine.amx import avoid_trapping_amx
 
     avoid_trapping_amx()
     try:
         import torch
 
+        from attn_select.reference.state_step import StateStep
         from attn_select.runtime import Attention, Capacity, MLAAttention, MLALayerGroup, attention_group
         from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+        from attn_select.runtime.warm_up import SHORT, USUAL, WarmUp
     except ImportError as error:
         if error.name not in ("numpy", "torch"):
             raise
@@ -95,8 +100,10 @@ def _warmed() -> Any:
             f"warming up a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
         ) from None
 
-    def warm(selection: Selection, bounds: tuple[int, int, int]) -> WarmUp:
+    def warm(selection: Selection[Any], bounds: tuple[int, int, int]) -> WarmUp:
         config = selection.config
+        if isinstance(config, StateConfig):
+            return warm_states(selection, bounds)
         group = attention_group(selection, capacity=Capacity(*bounds), cuda_graphs=not selection.device.is_cpu)
         ones = torch.ones(config.num_heads, device=group.device)
         options: dict[str, Any] = {"alibi_slopes": ones if config.alibi else None}
@@ -109,5 +116,22 @@ def _warmed() -> Any:
             layer = Attention(group, **options)
         found: WarmUp = layer.group.warm_up()
         return found
+
+    def warm_states(selection: Selection[StateConfig], bounds: tuple[int, int, int]) -> WarmUp:
+        """Run decodes and prefills of one request and of a few: no kernel is compiled for a number of them."""
+        began, (requests, tokens, length) = time.perf_counter(), bounds
+        lens = [(each, each + 1) for each in {1, selection.config.max_decode_query_len}]  # these have a state
+        lens += [(each, each) for each in {min(each, tokens, length) for each in (SHORT, USUAL)}]
+        done = 0
+        for query_len, seq_len in lens:
+            for count in {1, max(1, min(_FEW, requests, tokens // query_len))}:
+                step = StateStep(selection, [(query_len, seq_len)] * count)
+                step.make_layers(step.memory(1).caches(step))
+                for call in step.calls():
+                    call()
+                done += 1
+        if step.group.device.type == "cuda":
+            torch.cuda.synchronize()
+        return WarmUp(0, done, time.perf_counter() - began)
 
     return warm

@@ -11,7 +11,9 @@ pytest.importorskip("torch")
 BOUNDS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "128")
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "deepseek-v2-lite", "bloom", "whisper-large-v3"])
+@pytest.mark.parametrize(
+    "model", ["gpt-oss-20b", "deepseek-v2-lite", "bloom", "whisper-large-v3", "qwen3-next-80b-a3b"]
+)
 def test_every_kind_of_layers_is_warmed(run: Any, model: str) -> None:
     explained = run("explain", "--model", model, "--json").json["layers"]
     result = run("warm", "--model", model, *BOUNDS, "--json")
