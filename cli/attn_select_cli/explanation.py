@@ -76,25 +76,13 @@ class Explanation:
         Raises:
             ConfigError: no layer has attention.
         """
-        if not self.left_out:
-            return self
-        self.require_attention()
-        return replace(self, layers=self.attention, warnings=[*self.warnings, *self.left_out])
-
-    def require_attention(self) -> None:
-        """Make sure that a layer has attention, for the commands that are for attention alone.
-
-        Raises:
-            ConfigError: none has.
-        """
-        if not self.attention:
-            raise ConfigError(self.left_out[0], fields=["recurrence"], hint="name a model that has attention")
-
-    @property
-    def left_out(self) -> list[str]:
-        """What a command for layers with attention says of those that keep a state; empty where there are none."""
         states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
-        return [f"{', '.join(states)} layers are left out: this command is for attention"] if states else []
+        if not states:
+            return self
+        said = f"{', '.join(states)} layers are left out: this command is for attention"
+        if not self.attention:
+            raise ConfigError(said, fields=["recurrence"], hint="name a model that has attention")
+        return replace(self, layers=self.attention, warnings=[*self.warnings, said])
 
     @property
     def ok(self) -> bool:
