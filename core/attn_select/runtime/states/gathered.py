@@ -15,7 +15,7 @@ def gathered_states(states: Tensor, part: StatePart) -> Tensor:
     """Return the states that the requests of a part read, float32 ``(B, …)`` in the layout of ``states``, as a copy."""
     # Filled, not multiplied: a free slot may hold NaN.
     starts = (part.read_slots < 0).view(-1, *[1] * (states.ndim - 1))
-    return states[part.read_slots.clamp(min=0)].float().masked_fill(starts, 0.0)
+    return states.index_select(0, part.read_slots.clamp(min=0)).float().masked_fill_(starts, 0.0)
 
 
 class GatheredStateImpl(StateImpl):
