@@ -108,8 +108,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[st
             "bytes_per_token",
             "bytes_per_request",
         ):
-            if cache[0][what] != cache[1][what]:
-                values = {"from": cache[0][what], "to": cache[1][what]}
+            before, after = (side.get(what) for side in cache)  # older files lack some
+            if before != after:
+                values = {"from": before, "to": after}
                 changes.append({"kind": kind, "phase": None, "what": what, **values, "why": []})
     return changes
 

@@ -61,6 +61,13 @@ def test_a_missing_field_is_named(run: Any, tmp_path: Path) -> None:
     assert "layers[0].plan: missing" in result.err
 
 
+def test_a_file_from_before_states_is_read(run: Any, tmp_path: Path) -> None:
+    golden = document(run)
+    for layer in golden["layers"]:
+        del layer["plan"]["bytes_per_request"]
+    assert diff(run, tmp_path, golden).code == 0
+
+
 def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "golden.json"
     wrong = ((b"{", "not JSON"), (b"\xff", "not UTF-8: save it as UTF-8"), (b"[" * 100_000, "nested too deeply"))
