@@ -37,7 +37,7 @@ def one_token(
         written = torch.baddbmm(written, row, after, alpha=-1)
     after.baddbmm_(row.mT, strength.flatten()[:, None, None] * written)
     output = torch.bmm(query.flatten(0, 1)[:, None], after)
-    return output.view(value.shape), after.unflatten(0, state.shape[:2])
+    return output.view(value.shape), after.view(state.shape)
 
 
 def one_chunk(
