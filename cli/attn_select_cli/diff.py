@@ -108,10 +108,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[st
             "bytes_per_token",
             "bytes_per_request",
         ):
-            before, after = (side.get(what) for side in cache)  # older files lack some
-            if before != after:
-                values = {"from": before, "to": after}
-                changes.append({"kind": kind, "phase": None, "what": what, **values, "why": []})
+            here, there = (side.get(what) for side in cache)  # older files lack some
+            if here != there:
+                changes.append({"kind": kind, "phase": None, "what": what, "from": here, "to": there, "why": []})
     return changes
 
 

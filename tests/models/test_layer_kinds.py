@@ -279,3 +279,9 @@ def test_a_class_default_that_shapes_attention_is_said(tmp_path: Path) -> None:
     kinds = load(str(path)).layer_kinds()
     assert kinds.kinds[0].config.sliding_window == 4096
     assert any("class defaults of mistral" in w and "sliding_window = 4096" in w for w in kinds.warnings)
+
+
+def test_a_field_that_a_layer_without_a_model_lacks_is_named() -> None:
+    layer = {"recurrence": "mamba2", "num_heads": 2, "head_size": 16, "decode_context_parallel_size": 2}
+    found = layer_kinds(None, overrides=layer)
+    assert found.warnings == ("decode_context_parallel_size: no effect, the layer has no such field",)

@@ -75,11 +75,11 @@ def build(
         config = AttentionConfig(**values)
         rows[kind_of(config), config] += count
     unused = [field for field in overrides if field not in used and field != "dtype"]
-    notes = (
-        [f"{', '.join(unused)}: no effect, no layer of {where} has {'it' if len(unused) == 1 else 'them'}"]
-        if unused
-        else []
-    )
+    notes = []
+    if unused:
+        it = "it" if len(unused) == 1 else "them"
+        lacking = "the layer has no such field" if where is None else f"no layer of {where} has {it}"
+        notes.append(f"{', '.join(unused)}: no effect, {lacking}")
     return [(kind, count, config) for (kind, config), count in rows.items()], notes
 
 
