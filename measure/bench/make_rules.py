@@ -1,7 +1,7 @@
 """Judge the packaged rules that rest on times by the packaged models, and make their orders and figures anew.
 
     python measure/bench/make_rules.py             # what every rule claims, and what the models say
-    python measure/bench/make_rules.py --write     # ``prefer`` and ``because`` of those that times cover
+    python measure/bench/make_rules.py --write     # of the rules that times cover, ``prefer`` and ``because``
 
 A rule's ``when`` names a family of layers, which people choose by what kernels depend on. Of it this program takes the
 layers that have packaged times, and the batches of a prior: even and uneven decodes, few long requests among many short
@@ -80,7 +80,7 @@ class Family:
         return sum(known) / len(known), max(known)
 
     def order(self) -> list[str]:
-        """Return the backends by expected time, those below the bound first; the present first one wins a tie."""
+        """Return the backends by expected time, first the ones below the bound; the present first one wins a tie."""
         names = {name for times in self.times for name in times}
         costs = {name: found for name in names if (found := self.cost(name)) is not None}
         ranked = sorted(costs, key=lambda name: (costs[name][1] > WORST, costs[name][0], name))

@@ -11,7 +11,7 @@ from attn_select.layer.state import StateConfig
 
 @dataclass(frozen=True, slots=True)
 class StateFormat(Format):
-    """How the states of one layer lie in memory, and those of its convolution beside them.
+    """How the states of one layer lie in memory, and the windows of its convolution beside them.
 
     A slot is contiguous in its layout, so layout, sizes and dtypes say all strides.
 

@@ -32,7 +32,7 @@ class StatePhaseWork:
     def features(
         self, groups: Sequence[RequestGroup], l2_bytes: float, schedule: Schedule | None = None
     ) -> tuple[float, ...]:
-        """Return the ``TERMS`` of requests of this phase; those that only attention has are 0."""
+        """Return the ``TERMS`` of requests of this phase; the terms that only attention has are 0."""
         moved = flops = 0.0
         tiles = tokens = longest = 0
         for group in groups:

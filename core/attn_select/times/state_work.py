@@ -1,8 +1,8 @@
 """What steps of layers that keep a state read, write and multiply.
 
 Their times depend on how many requests a step has and on their new tokens, not on how long the requests are: a request
-with earlier tokens reads one state, any request writes one, and a decode with drafts writes one per token. FLOPs are
-those of the recurrence, token by token (``attn_select.layer.state``); chunks multiply more, on tensor cores.
+with earlier tokens reads one state, any request writes one, and a decode with drafts writes one per token. FLOPs count
+the recurrence token by token (``attn_select.layer.state``); chunks multiply more, on tensor cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RequestStates:
     """What one request moves and multiplies in a step.
 
     Attributes:
-        read_bytes, written_bytes: of states, those of the convolution included.
+        read_bytes, written_bytes: of states, the windows of the convolution included.
         token_bytes: queries, keys, values and gates read, and outputs written.
         flops: of the recurrence.
     """

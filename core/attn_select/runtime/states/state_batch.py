@@ -172,12 +172,12 @@ def _conv_indices(width: int, bounds: Indices, slots: StateSlots, device: torch.
 def conv_rows(width: int, bounds: Indices, written: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return ``ConvIndices.taps`` and ``ConvIndices.windows``, on the host.
 
-    The rows are those of all requests' windows, ``width - 1`` each, and the step's inputs behind them.
+    First come the windows of all requests, ``width - 1`` rows each, then the step's inputs.
 
     Args:
         width: tokens that the convolution sees.
         bounds: prefix sums of the query lengths, from 0.
-        written: how many states each request keeps, those behind its last tokens.
+        written: how many states each request keeps: the states behind its last tokens.
     """
     count, before = len(bounds) - 1, width - 1
     lens = np.diff(bounds)

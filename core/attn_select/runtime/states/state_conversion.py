@@ -13,7 +13,7 @@ def convert_states(states: StateCache, source: StateFormat, target: StateFormat)
     """Return states in the target's format, on the same device. Numbers are rounded where a dtype is narrower.
 
     Args:
-        states: slots of one layer, in the source's format: all of a cache, or those that are sent.
+        states: slots of one layer, in the source's format: all of a cache, or the slots that are sent.
         source: of ``states``: ``selection.state_format`` of the side that wrote them.
         target: of the result.
 
