@@ -8,6 +8,7 @@ from dataclasses import replace
 from attn_select import __version__
 from attn_select.decide.text import layer_lines, plain, warning_lines
 from attn_select_vllm.choice import Choice, Refusals, served_phases
+from attn_select_vllm.names import OWN_PREFIX, PAIRS
 
 _NOTHING = "nothing that vLLM accepts; vLLM chooses by itself"
 
@@ -18,10 +19,14 @@ def choice_text(choice: Choice, kind: str) -> str:
     lines += _refused(choice.refused)
     selection = choice.selection
     phases = served_phases(selection.config)
-    if choice.engine is not None and len({selection.selected[phase] for phase in phases}) > 1:
-        lines.append(
-            f"  it runs in {' and '.join(phases)}: vLLM takes one backend for both, and the order in decode counts"
-        )
+    wanted = tuple(dict.fromkeys(selection.selected[phase] for phase in phases))
+    if choice.engine is not None and len(wanted) > 1:
+        lines.append(f"  it runs in {' and '.join(phases)}: the order in decode counts")
+        lines += [
+            f"  --attention-backend {OWN_PREFIX}{name} runs prefills by {pair[0]}; it was never run on a GPU"
+            for name, pair in PAIRS.items()
+            if pair == wanted
+        ]
     runs = choice.engine is not None and choice.engine.own and choice.backend in selection.selected.values()
     shown = replace(selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
     lines.append(plain([*layer_lines(shown, kind, runs=runs, remedies=False), *warning_lines(selection.warnings)]))
@@ -30,7 +35,9 @@ def choice_text(choice: Choice, kind: str) -> str:
 
 def explicit_text(name: str, kind: str) -> str:
     """Return the line for layers whose backend was asked for by name."""
-    return f"attn-select {__version__} leaves {kind} to {name}: --attention-backend asks for it"
+    pair = PAIRS.get(name.removeprefix(OWN_PREFIX))
+    what = f" (prefills by {pair[0]}, decodes by {pair[1]})" if pair else ""
+    return f"attn-select {__version__} leaves {kind} to {name}{what}: --attention-backend asks for it"
 
 
 def abstained_text(reason: str, kind: str) -> str:

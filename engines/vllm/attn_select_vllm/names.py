@@ -14,10 +14,17 @@ OWN_KERNELS = {
     "TORCH_SDPA": "attn_select_vllm.kernels.attention.TorchSdpaBackend",
     "TRITON_ATTN": "attn_select_vllm.kernels.attention.TritonAttnBackend",
     "FLASHINFER": "attn_select_vllm.kernels.attention.FlashInferBackend",
+    "FLASH_ATTN_TRITON_ATTN": "attn_select_vllm.kernels.attention.FlashAttnTritonAttnBackend",
+    "FLASHINFER_TRITON_ATTN": "attn_select_vllm.kernels.attention.FlashInferTritonAttnBackend",
     "TRITON_MLA": "attn_select_vllm.kernels.mla.TritonMlaBackend",
     "FLASHINFER_MLA": "attn_select_vllm.kernels.mla.FlashInferMlaBackend",
 }
 """Class path of the vLLM backend by attn-select's name of the kernels that it runs."""
+PAIRS = {
+    "FLASH_ATTN_TRITON_ATTN": ("FLASH_ATTN", "TRITON_ATTN"),
+    "FLASHINFER_TRITON_ATTN": ("FLASHINFER", "TRITON_ATTN"),
+}
+"""Backends of ``OWN_KERNELS`` that run prefills by one of attn-select's and decodes by the other, on one cache."""
 TABLE = engine_table("vllm")
 CPU_NAMES = {"TORCH_SDPA": ("CPU_ATTN",)}
 """vLLM's names on a CPU, where it runs nothing else (vllm/platforms/cpu.py)."""
@@ -34,6 +41,11 @@ class EngineBackend:
 
     name: str
     own: bool
+
+
+def kernels_of(backend: str) -> tuple[str, ...]:
+    """Return attn-select's names of the kernels behind one of ``OWN_KERNELS``: one, or prefill's and decode's."""
+    return PAIRS.get(backend, (backend,))
 
 
 def engine_backends(backend: str, config: AttentionConfig, device: Device) -> tuple[EngineBackend, ...]:

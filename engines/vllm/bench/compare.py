@@ -34,6 +34,8 @@ from compare_arms import Arm, ArmError, together
 from compare_engine import BLOCK, MODELS, WARM_STEPS
 from compare_report import report_differences, report_rates, report_shares
 
+from attn_select_vllm.names import OWN_PREFIX, PAIRS
+
 BATCHES = {
     "mla": "64x6000,128x2000,256x1000",
     "mla-128": "64x6000,128x2000",
@@ -52,32 +54,35 @@ def is_mla(model: str) -> bool:
     return "kv_lora_rank" in MODELS[model]
 
 
-def attn_select_arms(model: str, options: argparse.Namespace, folder: Path) -> dict[str, dict[str, str]]:
-    """Return by name the environment of each of attn-select's arms."""
+Asked = tuple[str | None, dict[str, str]]
+"""The backend that an arm asks vLLM for, None for none, and its environment."""
+
+
+def attn_select_arms(model: str, options: argparse.Namespace, folder: Path) -> dict[str, Asked]:
+    """Return attn-select's arms by name; those of pairs ask for their backend."""
     found = {"VLLM_PLUGINS": "attn_select"}
     if options.workload:
-        return {"attn-select": found | {"ATTN_SELECT_WORKLOAD": options.workload}}
+        return {"attn-select": (None, found | {"ATTN_SELECT_WORKLOAD": options.workload})}
     if options.rules:
-        return {"attn-select": found | {"ATTN_SELECT_RULES": str(options.rules)}}
-    arms = {}
+        return {"attn-select": (None, found | {"ATTN_SELECT_RULES": str(options.rules)})}
+    arms: dict[str, Asked] = {}
     for backend in options.prefer.split(","):
-        variables = dict(found)
-        if backend:
+        variables, asked = dict(found), OWN_PREFIX + backend if backend in PAIRS else None
+        if backend and asked is None:
             rules = folder / f"{backend}.toml"
             phase = 'phase = "decode"\n' if is_mla(model) else ""
             rules.write_text(f'version = 1\n[[rules]]\nname = "bench"\n{phase}prefer = ["{backend}"]\n')
             variables["ATTN_SELECT_RULES"] = str(rules)
-        arms[f"attn-select {backend}".rstrip()] = variables
+        arms[f"attn-select {backend}".rstrip()] = asked, variables
     return arms
 
 
 def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
     """Start the processes of a model's arms: vLLM's choice, another backend of vLLM, attn-select."""
-    wanted: dict[str, tuple[str | None, dict[str, str]]] = {"vLLM": (None, {"VLLM_PLUGINS": ""})}
+    wanted: dict[str, Asked] = {"vLLM": (None, {"VLLM_PLUGINS": ""})}
     if other := other_of(model, options):
         wanted[f"vLLM {other}"] = (other, {"VLLM_PLUGINS": ""})
-    for name, variables in attn_select_arms(model, options, Path(tempfile.mkdtemp())).items():
-        wanted[name] = (None, variables)
+    wanted |= attn_select_arms(model, options, Path(tempfile.mkdtemp()))
     job = {
         "model": model,
         "batches": batches_of(model, options),
@@ -163,7 +168,7 @@ def main() -> None:
         "--prefer",
         default="",
         metavar="NAME,…",
-        help="attn-select's backends to prefer, an arm each; empty: its own rules (default)",
+        help="attn-select's backends to prefer, or pairs of them, an arm each; empty: its own rules (default)",
     )
     parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
     parser.add_argument(

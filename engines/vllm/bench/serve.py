@@ -2,6 +2,7 @@
 
     python serve.py llama rank rank-fp8 gpt-oss gemma2 mla mla-128 narrow
     python serve.py llama --kinds mixed,decode-heavy --rounds 6
+    python serve.py llama --prefer ,FLASH_ATTN_TRITON_ATTN   # by the rules, and prefills by FLASH_ATTN
     python serve.py llama --other                    # one more arm: another backend of vLLM, the yardstick of tokens
     python serve.py llama --drafts 3                 # both arms speculate by n-grams
     python serve.py tiny --requests 6 --longest 60   # on a CPU
@@ -25,7 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from compare import attn_select_arms, other_of
+from compare import Asked, attn_select_arms, other_of
 from compare_arms import Arm, ArmError
 from compare_engine import MODELS
 from serve_requests import KINDS, agreement, drawn
@@ -38,11 +39,10 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
     """Start the processes of a model's arms: vLLM's choice, another backend of vLLM if asked for, attn-select."""
-    wanted: dict[str, tuple[str | None, dict[str, str]]] = {BASE: (None, {"VLLM_PLUGINS": ""})}
+    wanted: dict[str, Asked] = {BASE: (None, {"VLLM_PLUGINS": ""})}
     if other := other_of(model, options):
         wanted[f"vLLM {other}"] = (other, {"VLLM_PLUGINS": ""})
-    for name, variables in attn_select_arms(model, options, Path(tempfile.mkdtemp())).items():
-        wanted[name] = (None, variables)
+    wanted |= attn_select_arms(model, options, Path(tempfile.mkdtemp()))
     longest = options.longest or max(traffic.longest + traffic.new[1] for traffic in KINDS.values())
     job = {
         "model": model,
@@ -117,7 +117,12 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help=f"of an arm's KV cache (default: {CACHE_GIB})")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--rules", type=Path, help="attn-select's rules instead of a preference")
-    parser.add_argument("--prefer", default="", metavar="NAME,…", help="attn-select's backends to prefer, an arm each")
+    parser.add_argument(
+        "--prefer",
+        default="",
+        metavar="NAME,…",
+        help="attn-select's backends to prefer, or pairs of them, an arm each; empty: its own rules (default)",
+    )
     parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
     parser.add_argument("--other", nargs="*", metavar="NAME", help="one more arm: this backend of vLLM")
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))

@@ -16,7 +16,7 @@ from attn_select.errors import AttnSelectError, ConfigError
 from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_vllm.choice import choose, prefill_order
-from attn_select_vllm.log_block import choice_text
+from attn_select_vllm.log_block import choice_text, explicit_text
 from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, TABLE, engine_backends
 
 GOLDEN = json.loads((Path(__file__).with_name("vllm_answers_0_33_0.json")).read_text("utf-8"))
@@ -136,11 +136,16 @@ def test_the_log_says_what_runs_and_not_what_does_not() -> None:
     assert "CUDA graphs ALWAYS" in choice_text(ours, "full_attention")
 
 
-def test_the_log_says_that_one_backend_serves_both_phases() -> None:
+def test_the_log_says_which_of_a_pair_runs_and_who_runs_both() -> None:
     pair = choose(select(AttentionConfig(**GQA_FIELDS), "h200"), lambda *_: [])
     assert set(pair.selection.selected.values()) == {"FLASH_ATTN", "TRITON_ATTN"}
-    text = "it runs in prefill and decode: vLLM takes one backend for both"
+    text = "it runs in prefill and decode: the order in decode counts"
     assert text in choice_text(pair, "full_attention")
+    by_name = "--attention-backend ATTN_SELECT_FLASH_ATTN_TRITON_ATTN runs prefills by FLASH_ATTN"
+    assert by_name in choice_text(pair, "full_attention")
+    assert "(prefills by FLASH_ATTN, decodes by TRITON_ATTN)" in explicit_text(
+        OWN_PREFIX + "FLASH_ATTN_TRITON_ATTN", "full_attention"
+    )
     assert text not in choice_text(choose(select(AttentionConfig(**GQA_FIELDS), "h100"), lambda *_: []), "any")
     assert text not in choice_text(choose(select(AttentionConfig(**MLA_FIELDS), "h200"), lambda *_: []), "mla")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +19,19 @@ from vllm_emulated import LLAMA, CommonAttentionMetadata, engine_config
 torch = pytest.importorskip("torch")
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 32, 16
-STEPS = ((5, 40, 3), (1, 1, 1), (1, 3, 20))
-"""Query lengths of three requests in three steps: prefills, decodes, and a decode before chunks."""
+STEPS = ((5, 40, 1), (1, 1, 1), (1, 3, 20), (1, 20, 1))
+"""Query lengths of three requests in four steps: prefills, decodes, and decodes before chunks.
+
+vLLM puts new prompts last, however short, so a query of one token may stand behind a longer one.
+"""
 WINDOWS = (None, 7)
 """Of the two layers: layers of one group may differ in it."""
 PROTOCOLS = ("0.26", "LBHNC", "LBNHC", "BLHNC")
 """vLLM until 0.26 asks for a cache's shape; later releases give a view by one of the engine's layouts."""
-triton = pytest.param(
-    "TRITON_ATTN",
-    marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
-)
+needs_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+PAIR = "TORCH_SDPA_TRITON_ATTN"
+"""A pair for this test: prefills run as they would on a GPU, where those of ``names.PAIRS`` need one."""
+KERNELS = ["TORCH_SDPA", *(pytest.param(name, marks=needs_interpreter) for name in ("TRITON_ATTN", PAIR))]
 
 
 def layer_of(impl: Any) -> Any:
@@ -97,21 +101,31 @@ def _select_for(select: Any, gpu: str, config: Any, device: Any, rules: Any, **o
     return select(config, gpu, rules, **options)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("name", ["TORCH_SDPA", triton])
-def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protocol: str) -> None:
-    config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
+def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The backend of vLLM that runs these kernels."""
+    from attn_select_vllm import names
     from attn_select_vllm.kernels import attention as kernels
 
-    backend = {"TORCH_SDPA": kernels.TorchSdpaBackend, "TRITON_ATTN": kernels.TritonAttnBackend}[name]
+    monkeypatch.setitem(names.PAIRS, PAIR, ("TORCH_SDPA", "TRITON_ATTN"))
+    made: dict[str, Any] = {"TORCH_SDPA": kernels.TorchSdpaBackend, "TRITON_ATTN": kernels.TritonAttnBackend}
+    impl = type("PairImpl", (kernels.OwnImpl,), {"backend": PAIR})
+    made[PAIR] = type("PairBackend", (kernels.TritonAttnBackend,), {"impl": impl})
+    return made[name]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protocol: str) -> None:
+    config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
+    backend = backend_of(name, monkeypatch)
     impls = [backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, w, "auto") for w in WINDOWS]
     layers = {f"layers.{i}": layer_of(impl) for i, impl in enumerate(impls)}
     config.compilation_config.static_forward_context = layers
     builder = backend.get_builder_cls()(SimpleNamespace(block_size=BLOCK), list(layers), config, torch.device("cpu"))
 
     torch.manual_seed(0)
-    table = torch.randperm(12, dtype=torch.int32).view(3, 4)
-    caches = [cache_of(backend, protocol, 12) for _ in impls]
+    table = torch.randperm(18, dtype=torch.int32).view(3, 6)
+    caches = [cache_of(backend, protocol, 18) for _ in impls]
     seen: list[list[Any]] = [[torch.empty(0, 2 * KV_HEADS, SIZE)] for _ in range(3)]
     for query_lens in STEPS:
         tokens, padded = sum(query_lens), sum(query_lens) + 3
@@ -133,6 +147,57 @@ def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protoc
                 keys, values = torch.cat(own).split(KV_HEADS, dim=1)
                 wanted = attention(asked, keys, values, own_window, SIZE**-0.5).float()
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
+
+
+@needs_interpreter
+def test_a_pair_splits_a_step_and_captures_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decodes' plan says what can be captured: no captured step has prefills, which this pair cannot capture."""
+    config = use(vllm, "a100", monkeypatch, LLAMA)
+    backend = backend_of(PAIR, monkeypatch)
+    layer = layer_of(backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS))
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    builder_cls, spec = backend.get_builder_cls(), SimpleNamespace(block_size=BLOCK)
+    builder = builder_cls(spec, ["layers.0"], config, torch.device("cpu"))
+    assert builder.reorder_batch_threshold == 1
+    assert builder_cls.get_cudagraph_support(config, spec).name == "UNIFORM_BATCH"
+    table = torch.randperm(12, dtype=torch.int32).view(3, 4)
+
+    def parts(metadata: Any) -> list[tuple[str, slice | None]]:
+        (of_kind,) = metadata
+        return [(part.phase, part.rows) for part in of_kind]
+
+    mixed = builder.build(0, step_of((1, 3, 20), (9, 50, 20), table))
+    assert parts(mixed) == [("decode", slice(0, 1)), ("prefill", slice(1, 24))]
+    assert parts(builder.build(0, step_of((5, 3, 20), (9, 50, 20), table))) == [("prefill", None)]
+    decodes = step_of((1, 1, 1), (9, 50, 20), table)
+    assert parts(builder.build(0, decodes)) == parts(builder.build_for_cudagraph_capture(decodes)) == [("decode", None)]
+    short_behind = builder.build(0, step_of((1, 5, 1), (9, 50, 1), table))
+    assert parts(short_behind) == [("decode", slice(0, 1)), ("prefill", slice(1, 7))]
+
+
+def test_pairs_read_one_cache_on_the_gpus_that_they_are_for(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of ``PAIRS`` can be planned for an H200, in the layout that the adapter gives them."""
+    use(vllm, "h200", monkeypatch, LLAMA)
+    from attn_select_vllm.kernels.attention import FlashAttnTritonAttnBackend, FlashInferTritonAttnBackend
+    from attn_select_vllm.kernels.binding import selected
+    from attn_select_vllm.kernels.cache_views import LAYOUT
+
+    with torch_default(torch.bfloat16):
+        for backend, dtype in ((FlashAttnTritonAttnBackend, "auto"), (FlashInferTritonAttnBackend, "fp8")):
+            impl = backend.get_impl_cls()(HEADS, 128, 128**-0.5, KV_HEADS, None, None, dtype)
+            assert backend.get_name() == "ATTN_SELECT_" + "_".join(impl.attn_select.backends.values())
+            plans = selected(impl.attn_select.backends, impl.attn_select.config).plans
+            assert all(LAYOUT in plan.kv_layouts for plan in plans.values())
+
+
+@contextmanager
+def torch_default(dtype: Any) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_padding_of_a_graph_is_requests_without_keys(vllm: Any) -> None:
@@ -205,7 +270,7 @@ MLA: dict[str, Any] = {
 }
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+@needs_interpreter
 def test_mla_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = use(vllm, "a100", monkeypatch, MLA)
     config.model_config.dtype = torch.float32

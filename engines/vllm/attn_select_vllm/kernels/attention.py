@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,16 +17,17 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from attn_select.runtime import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
-from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of, on_device
+from attn_select_vllm.kernels.binding import Builders, Layer, Part, graph_support, layers_of, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of
-from attn_select_vllm.names import OWN_PREFIX
+from attn_select_vllm.names import OWN_PREFIX, kernels_of
 
-Metadata = Sequence[Any]
-"""A step's metadata, a part for each config of the layers (``Layer.part``)."""
+Metadata = list[list[Part]]
+"""A step's metadata by ``Layer.kind``."""
 
 
 class OwnBuilder(AttentionMetadataBuilder[Metadata]):
@@ -47,18 +47,21 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step; what requests share is read once by no kernel here."""
-        return self.builders.build(common_of(common_attn_metadata, self.block_size), fast_build)
+        return self.builders.build(self._common_of(common_attn_metadata), fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return what a graph is captured with."""
-        return self.builders.build(common_of(common_attn_metadata, self.block_size), capture=True)
+        return self.builders.build(self._common_of(common_attn_metadata), capture=True)
+
+    def _common_of(self, common: Any) -> CommonAttentionMetadata:
+        return common_of(common, self.block_size, self.builders.reorder_batch_threshold)
 
 
 class OwnImpl(AttentionImpl[Metadata]):
     """Runs one layer. A subclass names its kernels."""
 
     backend: ClassVar[str]
-    """attn-select's name of the backend."""
+    """attn-select's name of the backend, or a pair's (``names.PAIRS``)."""
 
     def __init__(
         self,
@@ -93,9 +96,9 @@ class OwnImpl(AttentionImpl[Metadata]):
             alibi=alibi_slopes is not None,
             sinks=sinks is not None,
         )
+        kernels = kernels_of(self.backend)
         self.attn_select = Layer(
-            self.backend,
-            config.phases,
+            {phase: kernels[0 if phase == "prefill" else -1] for phase in config.phases},
             LAYOUT,
             config,
             scale=self.scale,
@@ -113,10 +116,11 @@ class OwnImpl(AttentionImpl[Metadata]):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the step's keys and values into the cache."""
-        if (own := self.attn_select).impl is None or not own.config.has_cache:
+        own = self.attn_select
+        if not own.impls or not own.config.has_cache:
             return  # a run before the cache was laid out, or an encoder
         own.scales_of(layer)
-        own.impl.do_kv_cache_update(own, key, value, self._cache(kv_cache), slot_mapping)
+        own.impls["decode"].do_kv_cache_update(own, key, value, self._cache(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -137,8 +141,11 @@ class OwnImpl(AttentionImpl[Metadata]):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         own.scales_of(layer)
-        metadata, cache = attn_metadata[own.part], self._cache(kv_cache) if own.config.has_cache else None
-        own.impl.forward(own, query, key, value, cache, metadata, output)
+        cache = self._cache(kv_cache) if own.config.has_cache else None
+        for phase, rows, metadata in attn_metadata[own.kind]:
+            tensors = (query, key, value, output)
+            q, k, v, written = tensors if rows is None else [tensor[rows] for tensor in tensors]
+            own.impls[phase].forward(own, q, k, v, cache, metadata, written)
         return output
 
 
@@ -237,3 +244,23 @@ class FlashInferBackend(OwnBackend):
     impl = FlashInferImpl
     block_sizes: ClassVar[list[int | MultipleOf]] = [16, 32, 64, 128]
     best_block_size = 64
+
+
+class FlashAttnTritonAttnImpl(OwnImpl):
+    backend = "FLASH_ATTN_TRITON_ATTN"
+
+
+class FlashAttnTritonAttnBackend(TritonAttnBackend):
+    """Prefills by ``FLASH_ATTN``, decodes by ``TRITON_ATTN``."""
+
+    impl = FlashAttnTritonAttnImpl
+
+
+class FlashInferTritonAttnImpl(OwnImpl):
+    backend = "FLASHINFER_TRITON_ATTN"
+
+
+class FlashInferTritonAttnBackend(FlashInferBackend):
+    """Prefills by ``FLASHINFER``, decodes by ``TRITON_ATTN``."""
+
+    impl = FlashInferTritonAttnImpl

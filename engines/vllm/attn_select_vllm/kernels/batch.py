@@ -10,20 +10,22 @@ from torch import Tensor
 from attn_select.runtime import BatchError, CommonAttentionMetadata
 
 
-def common_of(common: Any, block_size: int | None) -> CommonAttentionMetadata:
+def common_of(common: Any, block_size: int | None, longest_decode: int | None = None) -> CommonAttentionMetadata:
     """Return attn-select's view of vLLM's ``CommonAttentionMetadata``; tensors are shared.
 
     Args:
         block_size: tokens per block of the tables; None for layers without a cache.
+        longest_decode: tokens up to which the kernels' builders count a query as a decode; None: they count none.
 
     Raises:
         BatchError: the step has a causality per request, or vLLM does not say the lengths on the host.
     """
     if not isinstance(common.causal, bool):
         raise BatchError("causal is a tensor: accepted is one answer for the whole batch")
+    bounds = _bounds_on_the_host(common)
     return CommonAttentionMetadata(
         query_start_loc=common.query_start_loc,
-        query_start_loc_cpu=_bounds_on_the_host(common),
+        query_start_loc_cpu=bounds,
         seq_lens=common.seq_lens,
         seq_lens_cpu=_lengths_on_the_host(common),
         num_reqs=common.num_reqs,
@@ -34,7 +36,19 @@ def common_of(common: Any, block_size: int | None) -> CommonAttentionMetadata:
         slot_mapping=None if block_size is None else common.slot_mapping[: common.num_actual_tokens],
         causal=common.causal,
         block_size=block_size,
+        num_decodes=_decodes(bounds, common.max_query_len, longest_decode),
     )
+
+
+def _decodes(bounds: Tensor, longest: int, longest_decode: int | None) -> int | None:
+    """Return how many of the first requests are decodes; None where their lengths say it.
+
+    vLLM puts new prompts last, however short they are (``reorder_batch_to_split_decodes_and_prefills`` in
+    vllm/v1/attention/backends/utils.py): a prompt of one token behind a longer one is a prefill.
+    """
+    if longest_decode is None or longest <= longest_decode:
+        return None
+    return int((bounds.diff() > longest_decode).int().argmax())
 
 
 def _bounds_on_the_host(common: Any) -> Tensor:

@@ -2,13 +2,15 @@
 
 vLLM makes a layer before the block size is known, and groups layers by backend and cache alone: layers of one group may
 differ in windows or soft caps. So a layer keeps what it was asked for (``Layer``). The builder, which vLLM makes when
-the cache is laid out, makes a builder of attn-select for every distinct config and gives each layer its impl.
+the cache is laid out, makes builders of attn-select for every distinct config and gives each layer its impls.
+
+One backend serves a whole step, or a pair does: prefills by one and decodes by the other, on the same cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,53 +22,72 @@ from attn_select import select
 from attn_select.decide.selection import NoBackendError, Selection
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
-from attn_select.runtime import AttentionMetadataBuilder, BackendContext, Scales
+from attn_select.runtime import AttentionMetadataBuilder, BackendContext, Scales, split_decodes_and_prefills
 from attn_select.runtime import CommonAttentionMetadata as Common
 
 
-def selected(backend: str, config: AttentionConfig, phases: Sequence[Phase]) -> Selection:
-    """Return the selection of a backend that was decided on before.
+def selected(backends: Mapping[Phase, str], config: AttentionConfig) -> Selection:
+    """Return the selection of backends that were decided on before.
 
     Raises:
-        NoBackendError: it cannot run these layers; the reasons are in the message.
+        NoBackendError: one cannot run these layers; the reasons are in the message.
     """
-    wanted = [f"{phase}={backend}" for phase in phases]
+    wanted = [f"{phase}={backend}" for phase, backend in backends.items()]
     device = "cpu" if current_platform.is_cpu() else None
     selection = select(config, device, rules_in_an_engine(), backend=wanted)
-    if missing := [phase for phase in phases if selection.backends[phase] is None]:
-        raise NoBackendError(f"{backend} cannot run {' and '.join(missing)}\n{selection.explain()}", selection)
+    missing = [phase for phase in backends if selection.backends[phase] is None]
+    if missing:
+        names = " and ".join(dict.fromkeys(backends[phase] for phase in missing))
+        raise NoBackendError(f"{names} cannot run {' and '.join(missing)}\n{selection.explain()}", selection)
     return selection
+
+
+class Part(NamedTuple):
+    """The tokens of a step that one backend computes.
+
+    Attributes:
+        phase: the backend is the one of this phase; of a step that is not split, of any.
+        rows: the tokens; None: all.
+        metadata: what its builder built.
+    """
+
+    phase: Phase
+    rows: slice | None
+    metadata: Any
 
 
 class Layer:
     """One layer: what it asks for, and what runs it once vLLM has laid out the cache.
 
     Args:
-        backend: attn-select's name.
-        phases: those that the backend serves here.
+        backends: attn-select's name of the one that serves each phase here.
         layout: of the cache.
         config: the layer, its block size open.
-        options: further arguments of the backend's impl.
+        options: further arguments of the backends' impls.
 
     Attributes:
-        level: the CUDA-graph level of the plans.
-        impl: attn-select's impl; None until a builder was made.
-        part: which part of a step's metadata is the layer's.
+        level: the CUDA-graph level of the plans that captured steps need: of a pair, the decodes' alone.
+        impls: attn-select's impl of each phase; empty until a builder was made.
+        kind: which of a step's metadata is the layer's.
 
     Raises:
-        NoBackendError: the backend cannot run the layer.
+        NoBackendError: a backend cannot run the layer.
     """
 
-    def __init__(
-        self, backend: str, phases: tuple[Phase, ...], layout: str, config: AttentionConfig, **options: Any
-    ) -> None:
-        self.backend, self.phases, self.layout, self.config, self.options = backend, phases, layout, config, options
-        plans = selected(backend, config, phases).plans
-        self.level: CudaGraphLevel = min((plans[p].cuda_graph for p in phases), key=CUDA_GRAPH_LEVELS.index)
-        self.impl: Any = None
-        self.part = 0
+    def __init__(self, backends: Mapping[Phase, str], layout: str, config: AttentionConfig, **options: Any) -> None:
+        self.backends, self.layout, self.config, self.options = dict(backends), layout, config, options
+        plans = selected(backends, config).plans
+        captured: Sequence[Phase] = ["decode"] if self.is_pair else [*backends]
+        self.level: CudaGraphLevel = min((plans[p].cuda_graph for p in captured), key=CUDA_GRAPH_LEVELS.index)
+        self.impls: dict[Phase, Any] = {}
+        self.kind = 0
         self.layer_name = ""
         self._scales: Scales | None = None
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether prefills and decodes have a backend each."""
+        return len(set(self.backends.values())) > 1
 
     def scales_of(self, layer: Any) -> Scales:
         """Return the scales of vLLM's layer: device tensors and, read when its weights were loaded, host floats."""
@@ -110,67 +131,107 @@ class Builders:
     """attn-select's builders of the layers that one vLLM builder serves.
 
     Args:
-        layers: all of one backend.
+        layers: all of the same backends.
         block_size: tokens per block of the cache as the layers see it; None without a cache.
-
-    Attributes:
-        builders: one for each distinct config, in order of appearance.
     """
 
     def __init__(
         self, layers: Sequence[Layer], block_size: int | None, vllm_config: VllmConfig, device: torch.device
     ) -> None:
-        self.builders: list[AttentionMetadataBuilder[Any]] = []
+        self._by_config: list[Mapping[Phase, AttentionMetadataBuilder[Any]]] = []
+        self._splits = layers[0].is_pair
+        self._longest_decode = layers[0].config.max_decode_query_len
         configs: list[AttentionConfig] = []
         for layer in layers:
+            selection = selected(layer.backends, layer.config.model_copy(update={"block_size": block_size}))
             if layer.config not in configs:
                 configs.append(layer.config)
-                self.builders.append(_builder(layer, block_size, vllm_config, device))
-            layer.part = configs.index(layer.config)
-            if layer.impl is None:  # vLLM may make several builders, one for each batch of a step that it halves
-                backend = _spec(layer, block_size).get_class()
-                layer.impl = backend.impl_cls(self.builders[layer.part].context, **layer.options)
+                self._by_config.append(_builders(layer, selection, vllm_config, device))
+            layer.kind = configs.index(layer.config)
+            if not layer.impls:  # vLLM may make several builders, one for each batch of a step that it halves
+                layer.impls = _impls(layer, selection, self._by_config[layer.kind])
 
     @property
     def reorder_batch_threshold(self) -> int | None:
         """Queries up to this many tokens must come first; None: any order."""
-        wanted = [builder.reorder_batch_threshold for builder in self.builders]
-        return min((threshold for threshold in wanted if threshold is not None), default=None)
+        builders = [builder for by_phase in self._by_config for builder in by_phase.values()]
+        wanted = [b.reorder_batch_threshold for b in builders if b.reorder_batch_threshold is not None]
+        return min([*wanted, self._longest_decode] if self._splits else wanted, default=None)
 
-    def build(self, common: Common, fast_build: bool = False, capture: bool = False) -> Sequence[Any]:
-        """Return the metadata of a step, a part for each config."""
-        if capture:
-            return [builder.build_for_cudagraph_capture(common) for builder in self.builders]
-        return [builder.build(0, common, fast_build) for builder in self.builders]
+    def build(self, common: Common, fast_build: bool = False, capture: bool = False) -> list[list[Part]]:
+        """Return the metadata of a step by ``Layer.kind``: a part, or decodes and prefills apart."""
+        parts = self._parts(common)
+        return [
+            [Part(phase, rows, _built(by_phase[phase], batch, fast_build, capture)) for phase, rows, batch in parts]
+            for by_phase in self._by_config
+        ]
+
+    def _parts(self, common: Common) -> list[tuple[Phase, slice | None, Common]]:
+        if not self._splits:
+            return [(next(iter(self._by_config[0])), None, common)]
+        split = split_decodes_and_prefills(common, self.reorder_batch_threshold or self._longest_decode)
+        if not split.num_prefills:
+            return [("decode", None, common)]
+        if not split.num_decodes:
+            return [("prefill", None, common)]
+        behind, last = split.num_decode_tokens, common.num_actual_tokens
+        return [
+            ("decode", slice(0, behind), common.requests(0, split.num_decodes)),
+            ("prefill", slice(behind, last), common.requests(split.num_decodes, common.num_reqs)),
+        ]
 
 
-def _with_blocks(layer: Layer, block_size: int | None) -> Selection:
-    return selected(layer.backend, layer.config.model_copy(update={"block_size": block_size}), layer.phases)
+def _built(builder: AttentionMetadataBuilder[Any], common: Common, fast_build: bool, capture: bool) -> Any:
+    if capture:
+        return builder.build_for_cudagraph_capture(common)
+    return builder.build(0, common, fast_build)
 
 
-def _spec(layer: Layer, block_size: int | None) -> Any:
-    return _with_blocks(layer, block_size).backends[layer.phases[0]]
+def _builders(
+    layer: Layer, selection: Selection, vllm_config: VllmConfig, device: torch.device
+) -> dict[Phase, AttentionMetadataBuilder[Any]]:
+    """Return the builder of each phase, one for both where one backend serves both.
+
+    Raises:
+        NoBackendError: a pair has a backend that does not read the layout.
+    """
+    scheduler, mode = vllm_config.scheduler_config, vllm_config.compilation_config.cudagraph_mode
+    found: dict[Phase, AttentionMetadataBuilder[Any]] = {}
+    for name, plans in selection.plans_by_backend(tuple(layer.backends)).items():
+        if layer.config.has_cache and not all(layer.layout in plan.kv_layouts for plan in plans.values()):
+            raise NoBackendError(f"{name} does not read {layer.layout}, the layout of vLLM's cache", selection)
+        context = BackendContext(
+            config=selection.config,
+            plans=plans,
+            device=device,
+            options=selection.options[name],
+            kv_layout=layer.layout if layer.config.has_cache else None,
+            block_size=selection.config.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+            cuda_graphs=device.type == "cuda" and mode is not None and mode.has_full_cudagraphs(),
+        )
+        made = _class_of(selection, plans).builder_cls(context)
+        found.update(dict.fromkeys(plans, made))
+    return found
 
 
-def _builder(
-    layer: Layer, block_size: int | None, vllm_config: VllmConfig, device: torch.device
-) -> AttentionMetadataBuilder[Any]:
-    selection, scheduler = _with_blocks(layer, block_size), vllm_config.scheduler_config
-    mode = vllm_config.compilation_config.cudagraph_mode
-    context = BackendContext(
-        config=selection.config,
-        plans={phase: selection.plans[phase] for phase in layer.phases},
-        device=device,
-        options=selection.options[layer.backend],
-        kv_layout=layer.layout if layer.config.has_cache else None,
-        block_size=block_size,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=vllm_config.model_config.max_model_len,
-        cuda_graphs=device.type == "cuda" and mode is not None and mode.has_full_cudagraphs(),
-    )
-    made: AttentionMetadataBuilder[Any] = _spec(layer, block_size).get_class().builder_cls(context)
-    return made
+def _impls(
+    layer: Layer, selection: Selection, builders: Mapping[Phase, AttentionMetadataBuilder[Any]]
+) -> dict[Phase, Any]:
+    """Return the impl of each phase, one for both where one backend serves both."""
+    found: dict[Phase, Any] = {}
+    for plans in selection.plans_by_backend(tuple(layer.backends)).values():
+        context = builders[next(iter(plans))].context
+        found.update(dict.fromkeys(plans, _class_of(selection, plans).impl_cls(context, **layer.options)))
+    return found
+
+
+def _class_of(selection: Selection, phases: Iterable[Phase]) -> Any:
+    spec = selection.backends[next(iter(phases))]
+    assert spec is not None
+    return spec.get_class()
 
 
 def on_device(values: Sequence[float] | Tensor | None, device: torch.device) -> Tensor | None:

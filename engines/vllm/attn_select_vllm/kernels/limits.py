@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
 from attn_select.rules.plugins import load_plugins
+from attn_select_vllm.names import kernels_of
 
 GUESSED = ("ngram", "suffix")
 """vLLM's methods of speculation that have no layers of their own."""
@@ -68,7 +69,11 @@ def speculation_limits(vllm_config: Any, backend: str) -> list[str]:
     if getattr(speculative, "parallel_drafting", False):
         return ["the adapter was not run with drafts that are made all at once (parallel_drafting)"]
     # Ahead of a GPU the host knows the lengths with every draft accepted, which are bounds above.
-    exact = current_platform.is_cpu()
-    if not exact and not load_plugins().specs[backend].get_class().builder_cls.takes_length_bounds:
-        return [f"speculation leaves the host with bounds of the lengths, and {backend} plans from exact ones"]
-    return []
+    if current_platform.is_cpu():
+        return []
+    specs = load_plugins().specs
+    return [
+        f"speculation leaves the host with bounds of the lengths, and {name} plans from exact ones"
+        for name in kernels_of(backend)
+        if not specs[name].get_class().builder_cls.takes_length_bounds
+    ]

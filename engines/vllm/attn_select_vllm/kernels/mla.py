@@ -33,7 +33,7 @@ FUSED_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class OwnMLAMetadata(MLACommonMetadata[Any]):
-    """vLLM's metadata with attn-select's for the decodes, by ``Layer.part``; None where there are none."""
+    """vLLM's metadata with attn-select's for the decodes, by ``Layer.kind``; None where there are none."""
 
     attn_select: Any = None
 
@@ -96,7 +96,7 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
         )
-        self.attn_select = Layer(self.backend, ("decode",), MLA, config, scale=float(self.scale))
+        self.attn_select = Layer({"decode": self.backend}, MLA, config, scale=float(self.scale))
         self.storage_dtype = storage_dtype(config.cache_dtype)
 
     def forward_mqa(
@@ -104,13 +104,14 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
     ) -> tuple[Tensor, None]:
         """Attend over latents with the absorbed query, given whole or as its latent and its rope part."""
         own, latent = self.attn_select, q[0] if isinstance(q, tuple) else q
-        query = joined(*q) if isinstance(q, tuple) and not own.impl.takes_query_parts else q
+        impl = own.impls["decode"]
+        query = joined(*q) if isinstance(q, tuple) and not impl.takes_query_parts else q
         if kv_c_and_k_pe_cache.dtype != self.storage_dtype:
             kv_c_and_k_pe_cache = kv_c_and_k_pe_cache.view(self.storage_dtype)
         own.scales_of(layer)
         output = latent.new_empty(*latent.shape[:-1], self.kv_lora_rank)
-        metadata = attn_metadata.attn_select[own.part]
-        return own.impl.forward_mqa(own, query, kv_c_and_k_pe_cache, metadata, output), None
+        (part,) = attn_metadata.attn_select[own.kind]
+        return impl.forward_mqa(own, query, kv_c_and_k_pe_cache, part.metadata, output), None
 
 
 def joined(latent: Tensor, rope: Tensor) -> Tensor:
