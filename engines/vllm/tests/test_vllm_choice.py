@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,26 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
     asked = ASKED._replace(use_kv_connector=True)
     assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
     assert limits(asked._replace(use_mla=True), engine.config) == ["the adapter serves no KV connector with MLA"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("use_adaptive_verification", "the adapter plans from query lengths on the host"),
+        ("use_rswa", "the adapter passes no windows beside references"),
+        ("use_what_comes_next", "the adapter does not know use_what_comes_next"),
+    ],
+)
+def test_flags_of_later_releases_are_refused(vllm: Any, flag: str, reason: str) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.kernels.limits import limits
+    from attn_select_vllm.plugin import register
+
+    register()
+    later = namedtuple("Later", [*ASKED._fields, flag])
+    assert engine.platform.get_attn_backend_cls(None, later(*ASKED, True)) == "vllm.CPU_ATTN"
+    assert limits(later(*ASKED, True), engine.config) == [reason]
+    assert engine.platform.get_attn_backend_cls(None, later(*ASKED, False)) == OWN_KERNELS["TORCH_SDPA"]
 
 
 class Speculation:

@@ -55,6 +55,13 @@ def test_fields_are_there(name: str) -> None:
     assert set(emulated) <= set(inspect.signature(real(name)).parameters)
 
 
+def test_every_flag_of_a_question_is_judged() -> None:
+    from attn_select_vllm.kernels.limits import JUDGED
+
+    fields = inspect.signature(real("AttentionSelectorConfig")).parameters
+    assert {name for name in fields if name.startswith(("use_", "has_"))} <= JUDGED
+
+
 @pytest.mark.parametrize("method", ["forward", "do_kv_cache_update"])
 def test_attention_calls_the_impl_as_we_define_it(method: str) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -114,6 +121,7 @@ def test_every_backend_answers_vllm() -> None:
         assert backend.is_mla() == ("MLA" in name)
         assert backend.supports_block_size(backend.get_preferred_block_size(16))
         assert backend.supports_kv_connector() == ("MLA" not in name)
+        assert not backend.supports_device_cpu_query_lens_mismatch()
         assert backend.get_builder_cls().__init__ is not object.__init__
         assert backend.get_impl_cls().backend == name
 

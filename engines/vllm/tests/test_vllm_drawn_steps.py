@@ -47,13 +47,22 @@ class Request:
         return len(self.rows)
 
 
-def region(request: Request, query: int, longest_decode: int) -> int:
-    """As ``reorder_batch_to_split_decodes_and_prefills`` of vLLM 0.32: decode, short extend, long extend, prefill."""
+def by_region(request: Request, query: int, longest_decode: int) -> Any:
+    """As ``reorder_batch_to_split_decodes_and_prefills`` (v1/attention/backends/utils.py of vLLM 0.32) orders requests.
+
+    Decodes, short extends, long extends, prefills.
+    """
     if not request.computed:
         return 3
     if query > longest_decode:
         return 2
     return 0 if request.computed >= request.prompt else 1
+
+
+def by_drafts(request: Request, query: int, longest_decode: int) -> Any:
+    """As ``sort_batch_req_ids`` (v1/worker/gpu/model_runner.py of vLLM 0.32), the model runner V2, orders requests."""
+    has_drafts = request.computed >= request.prompt and query > 1
+    return not has_drafts, query != longest_decode, query
 
 
 def scheduled(running: list[Request], drafts: int, draw: random.Random) -> list[tuple[Request, int]]:
@@ -94,9 +103,9 @@ def step_of(batch: list[tuple[Request, int]], table: Any, slack: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("order", "drafts"), [(by_region, 0), (by_region, 3), (by_drafts, 3)])
 @pytest.mark.parametrize("name", KERNELS)
-def test_drawn_steps(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, drafts: int) -> None:
+def test_drawn_steps(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, order: Any, drafts: int) -> None:
     config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
     if drafts:
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, draft_model_config=None)
@@ -118,7 +127,7 @@ def test_drawn_steps(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, draf
             running.append(Request(row, draw.choice((1, 2, 5, 17, 40, 90)), draw.randint(1, 12)))
         batch = scheduled(running, drafts, draw)
         if longest_decode is not None:
-            batch.sort(key=lambda each: region(*each, longest_decode))
+            batch.sort(key=lambda each: order(*each, longest_decode))
         step = step_of(batch, table, slack)
         metadata = builder.build(0, step)
         tokens = step.num_actual_tokens

@@ -209,6 +209,10 @@ class OwnBackend(AttentionBackend):
     def supports_kv_connector(cls) -> bool:
         return standard_caches()
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False
+
 
 class TorchSdpaImpl(OwnImpl):
     backend = "TORCH_SDPA"

@@ -15,6 +15,13 @@ GUESSED = ("ngram", "suffix")
 MODELLED = ("draft_model", "eagle", "eagle3", "mtp")
 """Those that have, and that were run, in vLLM 0.32: uniform drafts, one token behind the other."""
 
+JUDGED = {
+    *("use_mla", "use_sparse", "has_sink", "has_sliding_window", "use_batch_invariant"),  # attn-select's own gate
+    *("use_mm_prefix", "use_non_causal", "use_per_head_quant_scales", "use_kv_connector"),  # ``limits``
+    *("use_pcp", "use_dcp", "use_rswa", "use_adaptive_verification"),
+}
+"""The flags of a selector's question that are judged. A later release may ask for more."""
+
 
 def standard_caches() -> bool:
     """Whether caches of all backends have one shape, which connectors read (v1/kv_cache_layout.py, from 0.32 on)."""
@@ -44,10 +51,14 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         "the adapter serves no KV connector with MLA": asked.use_kv_connector and asked.use_mla,
         "the adapter serves no context parallelism": asked.use_pcp or parallel.decode_context_parallel_size > 1,
         "the adapter passes no windows beside references": getattr(asked, "use_rswa", False),
+        # Drafts are trimmed on the device, so that the host's query lengths are others than the device's.
+        "the adapter plans from query lengths on the host": getattr(asked, "use_adaptive_verification", False),
         "the adapter reads scales once, and calculate_kv_scales changes them": getattr(
             vllm_config.cache_config, "calculate_kv_scales", False
         ),
     }
+    flags = [name for name in asked._fields if name.startswith(("use_", "has_")) and name not in JUDGED]
+    found |= {f"the adapter does not know {name}": getattr(asked, name) for name in flags}
     return [reason for reason, holds in found.items() if holds]
 
 

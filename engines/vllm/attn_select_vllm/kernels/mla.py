@@ -167,6 +167,10 @@ class OwnMLABackend(MLACommonBackend):
     def supports_kv_connector(cls) -> bool:
         return False
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False
+
 
 class TritonMLAImpl(OwnMLAImpl):
     backend = "TRITON_MLA"
