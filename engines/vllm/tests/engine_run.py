@@ -1,6 +1,8 @@
 """Run vLLM's engine on model folders, one after another; print the tokens and what ran each layer, a line of JSON each.
 
-python engine_run.py '[["FOLDER", {"enforce_eager": true}], …]'
+python engine_run.py '[["FOLDER", {"enforce_eager": true}], …]' [GPU]
+
+With the name of a GPU, attn-select's kernels run by Triton's interpreter, as planned for it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import gc
 import json
 import sys
 from typing import Any
+
+import interpreted
 
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 40, 1, 23, 64))]
 
@@ -63,5 +67,8 @@ def _tokens(llm: Any, prompts: list[Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for gpu in sys.argv[2:]:
+        interpreted.start(gpu)
     for folder, options in json.loads(sys.argv[1]):
-        print("RESULT " + json.dumps(run(folder, options)), flush=True)
+        found = run(folder, options) | {"bounded_steps": interpreted.bounded_steps()}
+        print("RESULT " + json.dumps(found), flush=True)

@@ -39,19 +39,26 @@ class Run:
         vectors: of the prompts, where a model embeds them.
         backends: names of the layers' backends, by worker.
         drafts: how many tokens were drafted, and how many of them accepted.
+        bounded_steps: how many steps had lengths that the host did not know, until then and in its process.
     """
 
     tokens: list[list[int]]
     vectors: list[list[float]]
     backends: list[set[str]]
     drafts: list[int]
+    bounded_steps: int
 
 
-def run(variables: dict[str, str], *engines: tuple[Path, dict[str, Any]]) -> tuple[list[Run], str]:
-    """Run engines one after another in a process of their own; return what they did, and the log."""
+def run(
+    variables: dict[str, str], *engines: tuple[Path, dict[str, Any]], gpu: str | None = None
+) -> tuple[list[Run], str]:
+    """Run engines one after another in a process of their own; return what they did, and the log.
+
+    With ``gpu`` attn-select's kernels run by Triton's interpreter, as planned for it.
+    """
     fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     asked = json.dumps([(str(folder), {"enforce_eager": True} | options) for folder, options in engines])
-    command = [sys.executable, str(HERE / "engine_run.py"), asked]
+    command = [sys.executable, str(HERE / "engine_run.py"), asked, *([gpu] if gpu else [])]
     done = subprocess.run(
         command, env=os.environ | fixed | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -65,8 +72,9 @@ def _run_of(
     tokens: Sequence[list[int]] = (),
     vectors: Sequence[list[float]] = (),
     drafts: Sequence[int] = (),
+    bounded_steps: int = 0,
 ) -> Run:
-    return Run([*tokens], [*vectors], [set(worker.values()) for worker in layers], [*drafts])
+    return Run([*tokens], [*vectors], [set(worker.values()) for worker in layers], [*drafts], bounded_steps)
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +179,22 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert found.backends == [{OWN}]
     assert found.tokens == in_one_process[0]["llama by vLLM"].tokens
     assert found.drafts[0] == found.drafts[1] > 50
+
+
+def test_triton_runs_under_the_runner_of_gpus(
+    models: dict[str, Path], drafted: dict[str, Run], in_one_process: tuple[dict[str, Run], str]
+) -> None:
+    """``TRITON_ATTN`` with drafts, whose lengths the host does not know, and a pair: prefills by another backend."""
+    own, pair = ({"attention_backend": f"ATTN_SELECT_{name}"} for name in ("TRITON_ATTN", "FLASH_ATTN_TRITON_ATTN"))
+    eagle = drafting(method="eagle", model=str(models["eagle"]), **own)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    engines = [(models["llama"], pair), (models["llama of one layer"], eagle | own)]
+    (paired, guessing), log = run(variables, *engines, gpu="a100")
+    assert "V2 Model Runner" in log
+    assert (paired.backends, guessing.backends) == ([set(pair.values())], [set(own.values())])
+    assert paired.tokens == in_one_process[0]["llama by vLLM"].tokens
+    assert (guessing.tokens, guessing.drafts) == (drafted["eagle by vLLM"].tokens, drafted["eagle by vLLM"].drafts)
+    assert paired.bounded_steps == 0 < guessing.bounded_steps
 
 
 @pytest.fixture(scope="module")

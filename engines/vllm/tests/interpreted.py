@@ -1,0 +1,46 @@
+"""Triton's kernels in a whole engine on a CPU: by Triton's interpreter, and as planned for a GPU that is not here.
+
+vLLM's model runner V2, which is the default on GPUs from 0.32 on, is made of such kernels too. It takes a CPU where
+Triton has a back end for CPUs, and the interpreter stands for one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+
+def start(gpu: str) -> None:
+    """Plan for a GPU, and let the host know of lengths what it knows ahead of a GPU. Comes before vLLM's import."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    from attn_select_vllm import names
+    from attn_select_vllm.kernels import batch, binding
+
+    binding.select = functools.partial(_selected_for, gpu, binding.select)
+    batch._lengths_on_the_host = _bounds
+    names.PAIRS["FLASH_ATTN_TRITON_ATTN"] = ("TORCH_SDPA", "TRITON_ATTN")  # FlashAttention has no interpreter
+
+
+def _selected_for(gpu: str, select: Any, config: Any, device: Any, rules: Any, **options: Any) -> Any:
+    return select(config, gpu, rules, **options)
+
+
+def _bounds(common: Any) -> Tensor:
+    bounds: Tensor = common.seq_lens_cpu_upper_bound
+    _SEEN.append(bool((bounds != common.seq_lens).any()))
+    return bounds
+
+
+_SEEN: list[bool] = []
+
+
+def bounded_steps() -> int:
+    """Return how many steps had lengths that the host did not know."""
+    return sum(_SEEN)
