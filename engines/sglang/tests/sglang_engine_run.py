@@ -14,6 +14,7 @@ import sglang_on_cpu
 # At the top: each of the engine's processes imports this file.
 sglang_on_cpu.define_operations()
 sglang_on_cpu.emulate_vllm()
+sglang_on_cpu.plan_for_a_gpu()
 
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 40, 1, 23, 64))]
 

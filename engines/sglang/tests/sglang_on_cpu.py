@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import types
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +28,24 @@ def emulate_vllm() -> None:
     operations.rotary_embedding = rotary_embedding  # type: ignore[attr-defined]
     vllm._custom_ops = operations  # type: ignore[attr-defined]
     sys.modules |= {"vllm": vllm, "vllm._custom_ops": operations}
+
+
+def plan_for_a_gpu() -> None:
+    """Under Triton's interpreter, let attn-select's kernels run as planned for a GPU that is not here."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    sys.path.append(str(Path(__file__).parents[3] / "plugins" / "triton" / "tests"))
+    importlib.import_module("triton_interpreter")
+    from attn_select_sglang.kernels import backend
+
+    backend.select = _selected_for_a_gpu
+
+
+def _selected_for_a_gpu(config: Any, device: Any, rules: Any, backend: str) -> Any:
+    from attn_select.rules.plugins import load_plugins
+    from attn_select.testing import selection_of
+
+    return selection_of(load_plugins().specs[backend], config, "a100")
 
 
 def rotary_embedding(
