@@ -361,6 +361,19 @@ def of_release_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionBackend, "supported_kv_cache_layouts", lambda: None, raising=False)
 
 
+def test_images_are_passed_on_from_0_32(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm(engine_config(LLAMA))
+    from attn_select_vllm.kernels.limits import limits
+    from attn_select_vllm.plugin import register
+
+    of_release_0_32(monkeypatch)
+    register()
+    asked = ASKED._replace(use_mm_prefix=True)
+    assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
+    clamped = engine_config({**LLAMA, "model_type": "gemma4_text"})
+    assert limits(asked, clamped) == ["the kernels see a whole image, and not its part inside the window"]
+
+
 def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = vllm(engine_config(LLAMA))
     from attn_select_vllm.kernels.limits import limits

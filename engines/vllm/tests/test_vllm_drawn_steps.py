@@ -31,6 +31,7 @@ class Request:
     Attributes:
         row: of the block table.
         prompt: tokens of its prompt.
+        images: first and last positions of images in the prompt.
         new: tokens after which it ends.
         rows: keys and values of each token in the cache.
         generated: tokens so far.
@@ -38,6 +39,7 @@ class Request:
 
     row: int
     prompt: int
+    images: list[tuple[int, int]]
     new: int
     rows: list[Any] = field(default_factory=list)
     generated: int = 0
@@ -100,13 +102,25 @@ def step_of(batch: list[tuple[Request, int]], table: Any, slack: int) -> Any:
         block_table_tensor=rows,
         slot_mapping=torch.tensor(slots),
         seq_lens_cpu_upper_bound=torch.where(done, seq_lens + slack, seq_lens).int(),
+        mm_req_doc_ranges={place: request.images for place, (request, _) in enumerate(batch)},
     )
 
 
-@pytest.mark.parametrize(("order", "drafts"), [(by_region, 0), (by_region, 3), (by_drafts, 3)])
+def drawn_images(prompt: int, draw: random.Random) -> list[tuple[int, int]]:
+    """Draw an image of a prompt, or none."""
+    first, last = sorted(draw.sample(range(prompt), 2)) if prompt > 2 else (0, 0)
+    return [(first, last)] if last and draw.random() < 0.7 else []
+
+
+@pytest.mark.parametrize(
+    ("order", "drafts", "images"), [(by_region, 0, False), (by_region, 3, True), (by_drafts, 3, False)]
+)
 @pytest.mark.parametrize("name", KERNELS)
-def test_drawn_steps(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, order: Any, drafts: int) -> None:
+def test_drawn_steps(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, order: Any, drafts: int, images: bool
+) -> None:
     config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
+    config.model_config.is_mm_prefix_lm = images
     if drafts:
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, draft_model_config=None)
     backend = backend_of(name, monkeypatch)
@@ -124,7 +138,8 @@ def test_drawn_steps(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, orde
     for _ in range(STEPS):
         free = [row for row in range(SLOTS) if row not in {request.row for request in running}]
         for row in free[: draw.randint(0, len(free))] or free[: not running]:
-            running.append(Request(row, draw.choice((1, 2, 5, 17, 40, 90)), draw.randint(1, 12)))
+            prompt = draw.choice((1, 2, 5, 17, 40, 90))
+            running.append(Request(row, prompt, drawn_images(prompt, draw) if images else [], draw.randint(1, 12)))
         batch = scheduled(running, drafts, draw)
         if longest_decode is not None:
             batch.sort(key=lambda each: order(*each, longest_decode))
@@ -142,7 +157,7 @@ def test_drawn_steps(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, orde
             layer.impl.forward(layer, query, key, value, cache, metadata, output)
             for (request, _), asked, given in zip(batch, query.split(lens), output.split(lens), strict=True):
                 keys, values = torch.stack(request.rows).split(KV_HEADS, dim=1)
-                wanted = attention(asked, keys, values, window, SIZE**-0.5).float()
+                wanted = attention(asked, keys, values, window, SIZE**-0.5, request.images).float()
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
         for request, given in batch:
             if request.computed > request.prompt:  # of a decode's tokens the first is real, and drafts are accepted

@@ -75,13 +75,17 @@ def step_of(query_lens: Sequence[int], seq_lens: Sequence[int], table: Any) -> A
     )
 
 
-def attention(query: Any, keys: Any, values: Any, window: int | None, scale: float) -> Any:
-    """Causal attention of a request's last tokens in float64, ``(T, heads, size)``."""
+def attention(
+    query: Any, keys: Any, values: Any, window: int | None, scale: float, images: Sequence[tuple[int, int]] = ()
+) -> Any:
+    """Causal attention of a request's last tokens in float64, ``(T, heads, size)``; images see all of themselves."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (t.double().repeat_interleave(group, dim=1) for t in (keys, values))
     scores = torch.einsum("thd,shd->hts", query.double(), keys) * scale
-    distance = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
-    hidden = (distance < 0) | (distance >= (window or len(keys)))
+    row, key = torch.arange(len(keys) - len(query), len(keys))[:, None], torch.arange(len(keys))
+    hidden = (row < key) | (row - key >= (window or len(keys)))
+    for first, last in images:
+        hidden &= ~((first <= row) & (row <= last) & (first <= key) & (key <= last))
     return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 

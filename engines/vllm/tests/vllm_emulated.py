@@ -65,6 +65,7 @@ class CommonAttentionMetadata:
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor = True
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
 
 
 class AttentionSelectorConfig(NamedTuple):

@@ -82,15 +82,17 @@ class OwnImpl(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window, self.logits_soft_cap, self.sinks = sliding_window, logits_soft_cap, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        vllm_config, kind = get_current_vllm_config(), str(getattr(attn_type, "value", attn_type))
         config = config_of(
-            get_current_vllm_config(),
+            vllm_config,
             torch.get_default_dtype(),
             envs.VLLM_BATCH_INVARIANT,
             num_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=head_size,
             kv_cache_dtype=kv_cache_dtype,
-            attn_type=str(getattr(attn_type, "value", attn_type)),
+            attn_type=kind,
+            mm_prefix=kind == "decoder" and bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False)),
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap or None,
             alibi=alibi_slopes is not None,
@@ -200,6 +202,10 @@ class OwnBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return standard_caches()
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -37,7 +37,16 @@ def common_of(common: Any, block_size: int | None, longest_decode: int | None = 
         causal=common.causal,
         block_size=block_size,
         num_decodes=_decodes(bounds, common.max_query_len, longest_decode),
+        mm_prefix_ranges=_image_ranges(common),
     )
+
+
+def _image_ranges(common: Any) -> list[list[tuple[int, int]]] | None:
+    """Return per request the first and the last position of each image; None without any. Releases from 0.32 say it."""
+    by_request: dict[int, list[tuple[int, int]]] = getattr(common, "mm_req_doc_ranges", None) or {}
+    if not any(by_request.values()):
+        return None
+    return [by_request.get(request, []) for request in range(common.num_reqs)]
 
 
 def _decodes(bounds: Tensor, longest: int, longest_decode: int | None) -> int | None:

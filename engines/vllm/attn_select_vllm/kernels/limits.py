@@ -43,7 +43,8 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     found = {
         f"the adapter serves {' and '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
-        "the adapter passes no image ranges": asked.use_mm_prefix,
+        "the adapter passes no image ranges in this release": asked.use_mm_prefix and not standard_caches(),
+        "the kernels see a whole image, and not its part inside the window": asked.use_mm_prefix and _clamps(model),
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
@@ -60,6 +61,12 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
     flags = [name for name in asked._fields if name.startswith(("use_", "has_")) and name not in JUDGED]
     found |= {f"the adapter does not know {name}": getattr(asked, name) for name in flags}
     return [reason for reason, holds in found.items() if holds]
+
+
+def _clamps(model: Any) -> bool:
+    """Whether a model's windows end its images too (vLLM's ``mm_prefix_clamp_sliding_window``, Gemma 4)."""
+    text = model.hf_text_config
+    return getattr(text, "mm_prefix_clamp_sliding_window", False) or text.model_type.startswith("gemma4")
 
 
 def speculation_limits(vllm_config: Any, backend: str) -> list[str]:
