@@ -100,12 +100,12 @@ def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any
         batch_invariant=bool(batch_invariant),
         decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
         num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
-        cuda_graph=_cuda_graph(vllm_config) if fields.get("attn_type", "decoder") == "decoder" else "NEVER",
+        cuda_graph=wanted_graphs(vllm_config) if fields.get("attn_type", "decoder") == "decoder" else "NEVER",
         **fields,
     )
 
 
-def _cuda_graph(vllm_config: Any) -> CudaGraphLevel:
+def wanted_graphs(vllm_config: Any) -> CudaGraphLevel:
     """Return the least level that lets vLLM capture whole decodes, where it is to capture them.
 
     Pieces between attention layers are captured with any backend.

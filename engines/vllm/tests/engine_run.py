@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import interpreted
+import numpy as np
 
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 40, 1, 23, 64))]
 
@@ -24,7 +25,7 @@ def layers(worker: Any) -> dict[str, str]:
 
 
 def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Run an engine; ``shortest`` of the options leaves out prompts of up to so many tokens.
+    """Run an engine; of the options ``shortest`` leaves out prompts of up to so many tokens, ``sounds`` adds a sound.
 
     The result has ``layers`` by worker. It has ``tokens`` by prompt, and ``drafts``: how many were made, and how many
     accepted; of models that embed prompts it has the ``vectors``.
@@ -35,12 +36,15 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
     shortest = options.pop("shortest", 0)
     fixed = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
-    embeds = options.get("runner") == "pooling"
-    fixed["skip_tokenizer_init"] = not embeds  # to embed, vLLM wants a tokenizer even for tokens
+    embeds, sounds = options.get("runner") == "pooling", options.pop("sounds", False)
+    # To embed and for sounds, vLLM wants a tokenizer even for tokens.
+    fixed["skip_tokenizer_init"] = not embeds and not sounds
     if "speculative_config" in options:
         fixed["disable_log_stats"] = False
-    llm = LLM(folder, seed=0, **fixed, **options)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS if len(prompt) > shortest]
+    llm = LLM(folder, seed=0, **(fixed | options))
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS if len(prompt) > shortest]
+    if sounds:
+        prompts = [{"encoder_prompt": _sound(i), "decoder_prompt": prompt} for i, prompt in enumerate(prompts)]
     result = _vectors(llm, prompts) if embeds else _tokens(llm, prompts)
     result["layers"] = llm.collective_rpc(layers)
     llm.llm_engine.engine_core.shutdown()
@@ -49,6 +53,11 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     cleanup_dist_env_and_memory()
     gc.collect()
     return result
+
+
+def _sound(seed: int) -> dict[str, Any]:
+    noise = np.random.default_rng(seed).standard_normal(16000 * (1 + seed)).astype(np.float32)
+    return {"prompt": "", "multi_modal_data": {"audio": (noise * 0.1, 16000)}}
 
 
 def _vectors(llm: Any, prompts: list[Any]) -> dict[str, Any]:

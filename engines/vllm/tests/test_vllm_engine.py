@@ -221,6 +221,20 @@ def test_encoders_give_vllms_vectors(embedded: tuple[dict[str, Run], str], name:
     assert CHOSEN.format("encoder_only") in log
 
 
+def test_a_whisper_hears_as_with_vllms_kernel(tmp_path: Path) -> None:
+    """Its decoder's layers attend to the cache of what its encoder made of a sound."""
+    import tiny_models
+
+    folder = tiny_models.save_whisper(tmp_path / "whisper")
+    options = {"sounds": True, "max_model_len": 128, "max_num_batched_tokens": 2048}
+    engines = [(folder, options | {"attention_backend": "CPU_ATTN"}), (folder, options)]
+    (wanted, found), log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines)
+    assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
+    assert found.tokens == wanted.tokens
+    assert sum(len(set(row)) > 8 for row in wanted.tokens) > 2  # few different tokens would prove nothing
+    assert CHOSEN.format("cross_attention") in log
+
+
 def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tuple[dict[str, Run], str]) -> None:
     """Both of ours: vLLM's own CPU_ATTN packs keys by the CPU's instructions, so that no other backend reads them."""
     runs, log = in_one_process

@@ -167,7 +167,7 @@ def test_a_pair_splits_a_step_and_captures_decodes(vllm: Any, monkeypatch: pytes
     table = torch.randperm(12, dtype=torch.int32).view(3, 4)
 
     def parts(metadata: Any) -> list[tuple[str, slice | None]]:
-        (of_kind,) = metadata
+        (of_kind,) = metadata.parts
         return [(part.phase, part.rows) for part in of_kind]
 
     mixed = builder.build(0, step_of((1, 3, 20), (9, 50, 20), table))

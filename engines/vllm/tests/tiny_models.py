@@ -19,6 +19,9 @@ from transformers import (
     ModernBertConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
 )
 
 SPREAD = 0.15
@@ -94,8 +97,41 @@ def save(kind: str, folder: Path) -> Path:
             parameter.data *= 0.05  # else the last token's own embedding makes it the next one
     model.to(torch.float32).save_pretrained(folder)
     if kind in ENCODERS:
-        words = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
+        _save_tokenizer(folder)
+    return folder
+
+
+def _save_tokenizer(folder: Path) -> None:
+    words = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
+
+
+def save_whisper(folder: Path) -> Path:
+    """Write a Whisper, whose decoder attends to what its encoder makes of a sound."""
+    torch.manual_seed(0)
+    parts = ("encoder", "decoder")
+    sizes = {f"{p}_{n}": v for p in parts for n, v in {"layers": 2, "ffn_dim": 256, "attention_heads": 4}.items()}
+    config = WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=128,
+        max_target_positions=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        suppress_tokens=[],
+        begin_suppress_tokens=[],
+        **sizes,
+    )
+    model = WhisperForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        if "layer_norm" not in name and "encoder.embed_positions" not in name:
+            torch.nn.init.normal_(parameter, 0.0, SPREAD / 4 if "embed_tokens" in name else SPREAD)
+    model.to(torch.float32).save_pretrained(folder)
+    _save_tokenizer(folder)
+    WhisperFeatureExtractor().save_pretrained(folder)
+    settings = folder / "preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"processor_class": "WhisperProcessor"}))
     return folder
 
 

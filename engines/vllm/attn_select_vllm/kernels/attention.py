@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +27,18 @@ from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX, kernels_of
 
-Metadata = list[list[Part]]
-"""A step's metadata by ``Layer.kind``."""
+
+@dataclass
+class Metadata:
+    """A step.
+
+    Attributes:
+        parts: of the layers of each ``Layer.kind``.
+        slot_mapping: what vLLM sets in cross-attention: the slots of the encoder's tokens.
+    """
+
+    parts: list[list[Part]]
+    slot_mapping: Tensor | None = None
 
 
 class OwnBuilder(AttentionMetadataBuilder[Metadata]):
@@ -47,11 +58,11 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step; what requests share is read once by no kernel here."""
-        return self.builders.build(self._common_of(common_attn_metadata), fast_build)
+        return Metadata(self.builders.build(self._common_of(common_attn_metadata), fast_build))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return what a graph is captured with."""
-        return self.builders.build(self._common_of(common_attn_metadata), capture=True)
+        return Metadata(self.builders.build(self._common_of(common_attn_metadata), capture=True))
 
     def _common_of(self, common: Any) -> CommonAttentionMetadata:
         return common_of(common, self.block_size, self.builders.reorder_batch_threshold)
@@ -144,7 +155,7 @@ class OwnImpl(AttentionImpl[Metadata]):
             return output.fill_(0)
         own.scales_of(layer)
         cache = self._cache(kv_cache) if own.config.has_cache else None
-        for phase, rows, metadata in attn_metadata[own.kind]:
+        for phase, rows, metadata in attn_metadata.parts[own.kind]:
             tensors = (query, key, value, output)
             q, k, v, written = tensors if rows is None else [tensor[rows] for tensor in tensors]
             own.impls[phase].forward(own, q, k, v, cache, metadata, written)

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
 from attn_select.rules.plugins import load_plugins
+from attn_select_vllm.layers import wanted_graphs
 from attn_select_vllm.names import kernels_of
 
 GUESSED = ("ngram", "suffix")
@@ -30,7 +31,7 @@ def standard_caches() -> bool:
 
 def attention_types() -> tuple[str, ...]:
     """Return the types of layers that were run."""
-    return ("decoder", "encoder_only") if standard_caches() else ("decoder",)
+    return ("decoder", "encoder_only", "encoder_decoder") if standard_caches() else ("decoder",)
 
 
 def limits(asked: Any, vllm_config: Any) -> list[str]:
@@ -42,9 +43,12 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     found = {
-        f"the adapter serves {' and '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
+        f"the adapter serves {', '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
         "the adapter passes no image ranges in this release": asked.use_mm_prefix and not standard_caches(),
         "the kernels see a whole image, and not its part inside the window": asked.use_mm_prefix and _clamps(model),
+        # A captured step would read its own lengths, and not the encoder's.
+        "cross-attention is not captured, and whole decodes are to be": asked.attn_type == "encoder_decoder"
+        and wanted_graphs(vllm_config) != "NEVER",
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
