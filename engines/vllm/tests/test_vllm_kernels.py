@@ -222,6 +222,18 @@ def test_padding_of_a_graph_is_requests_without_keys(vllm: Any) -> None:
     assert common_of(mixed, BLOCK).query_start_loc_cpu is mixed.query_start_loc_cpu
 
 
+def test_decodes_end_at_the_first_longer_query(vllm: Any) -> None:
+    """vLLM may say a bound above the longest query; without a longer one, query lengths say what decodes are."""
+    use(vllm, None, pytest.MonkeyPatch(), LLAMA)
+    from attn_select_vllm.kernels.batch import common_of
+
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    step = step_of((1, 5, 1), (17, 50, 1), table)
+    assert [common_of(step, BLOCK, longest).num_decodes for longest in (None, 1, 4, 5)] == [None, 1, 1, None]
+    step.max_query_len = 9
+    assert common_of(step, BLOCK, 5).num_decodes is None
+
+
 @pytest.mark.parametrize(
     ("levels", "support"),
     [

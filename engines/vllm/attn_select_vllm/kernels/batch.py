@@ -57,7 +57,8 @@ def _decodes(bounds: Tensor, longest: int, longest_decode: int | None) -> int | 
     """
     if longest_decode is None or longest <= longest_decode:
         return None
-    return int((bounds.diff() > longest_decode).int().argmax())
+    longer = bounds.diff() > longest_decode
+    return int(longer.int().argmax()) if bool(longer.any()) else None
 
 
 def _bounds_on_the_host(common: Any) -> Tensor:
