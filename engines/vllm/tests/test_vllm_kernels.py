@@ -194,6 +194,12 @@ def test_pairs_read_one_cache_on_the_gpus_that_they_are_for(vllm: Any, monkeypat
             assert all(LAYOUT in plan.kv_layouts for plan in plans.values())
 
 
+def test_cross_attention_has_one_backend(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(vllm, "a100", monkeypatch, LLAMA)
+    impl = backend_of(PAIR, monkeypatch).get_impl_cls()(HEADS, SIZE, 1.0, KV_HEADS, attn_type="encoder_decoder")
+    assert impl.attn_select.backends == {"prefill": "TRITON_ATTN", "decode": "TRITON_ATTN"}
+
+
 @contextmanager
 def torch_default(dtype: Any) -> Iterator[None]:
     before = torch.get_default_dtype()

@@ -110,6 +110,8 @@ class OwnImpl(AttentionImpl[Metadata]):
             sinks=sinks is not None,
         )
         kernels = kernels_of(self.backend)
+        if kind == "encoder_decoder":
+            kernels = kernels[-1:]  # the keys of a step are the encoder's, and cannot be split with its queries
         self.attn_select = Layer(
             {phase: kernels[0 if phase == "prefill" else -1] for phase in config.phases},
             LAYOUT,
