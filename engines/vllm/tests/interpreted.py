@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def start(gpu: str) -> None:
-    """Plan for a GPU, and let the host know of lengths what it knows ahead of a GPU. Comes before vLLM's import."""
+    """Plan for a GPU, and give the host bounds of the lengths, as on a GPU. To be called before vLLM is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path.append(str(Path(__file__).parents[3] / "plugins" / "triton" / "tests"))
     importlib.import_module("triton_interpreter")
@@ -28,12 +28,13 @@ def start(gpu: str) -> None:
     from attn_select_vllm import names
     from attn_select_vllm.kernels import batch, binding
 
-    binding.select = functools.partial(_selected_for, gpu, binding.select)
+    binding.select = functools.partial(selected_for, gpu, binding.select)
     batch._lengths_on_the_host = _bounds
     names.PAIRS["FLASH_ATTN_TRITON_ATTN"] = ("TORCH_SDPA", "TRITON_ATTN")  # FlashAttention has no interpreter
 
 
-def _selected_for(gpu: str, select: Any, config: Any, device: Any, rules: Any, **options: Any) -> Any:
+def selected_for(gpu: str, select: Any, config: Any, device: Any, rules: Any, **options: Any) -> Any:
+    """Return what ``select`` gives for a GPU, whatever device is asked for."""
     return select(config, gpu, rules, **options)
 
 

@@ -375,7 +375,7 @@ def test_cross_attention_runs_our_kernels_where_nothing_is_captured(vllm: Any, m
     assert impl.attn_select.level == "NEVER"
     config.model_config.enforce_eager = False
     config.compilation_config.cudagraph_mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
-    assert limits(asked, config) == ["cross-attention is not captured, and whole decodes are to be"]
+    assert limits(asked, config) == ["the adapter captures no cross-attention, and this engine captures whole decodes"]
 
 
 def test_images_are_passed_on_from_0_32(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_images_are_passed_on_from_0_32(vllm: Any, monkeypatch: pytest.MonkeyPat
     asked = ASKED._replace(use_mm_prefix=True)
     assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
     clamped = engine_config({**LLAMA, "model_type": "gemma4_text"})
-    assert limits(asked, clamped) == ["the kernels see a whole image, and not its part inside the window"]
+    assert limits(asked, clamped) == ["the windows of this model end its images too, and the kernels' windows do not"]
 
 
 def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

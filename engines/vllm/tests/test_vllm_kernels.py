@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from interpreted import selected_for
 from vllm_emulated import LLAMA, CommonAttentionMetadata, engine_config
 
 torch = pytest.importorskip("torch")
@@ -97,12 +98,8 @@ def use(vllm: Any, gpu: str | None, monkeypatch: pytest.MonkeyPatch, text: dict[
         from attn_select_vllm.kernels import binding
 
         engine.platform.device_name = "cuda"
-        monkeypatch.setattr(binding, "select", functools.partial(_select_for, binding.select, gpu))
+        monkeypatch.setattr(binding, "select", functools.partial(selected_for, gpu, binding.select))
     return config
-
-
-def _select_for(select: Any, gpu: str, config: Any, device: Any, rules: Any, **options: Any) -> Any:
-    return select(config, gpu, rules, **options)
 
 
 def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
