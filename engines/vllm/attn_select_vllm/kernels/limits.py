@@ -42,15 +42,14 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         vllm_config: vLLM's ``VllmConfig``.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    clamped = asked.use_mm_prefix and _clamps(model)
+    # A captured step would read the decoder's lengths, and not the encoder's.
+    crossing = asked.attn_type == "encoder_decoder" and wanted_graphs(vllm_config) != "NEVER"
     found = {
         f"the adapter serves {', '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
         "the adapter passes no image ranges in this release": asked.use_mm_prefix and not standard_caches(),
-        "the windows of this model end its images too, and the kernels' windows do not": asked.use_mm_prefix
-        and _clamps(model),
-        # A captured step would read the decoder's lengths, and not the encoder's.
-        "the adapter captures no cross-attention, and this engine captures whole decodes": asked.attn_type
-        == "encoder_decoder"
-        and wanted_graphs(vllm_config) != "NEVER",
+        "the windows of this model end its images too, and the kernels' windows do not": clamped,
+        "the adapter captures no cross-attention, and this engine captures whole decodes": crossing,
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
