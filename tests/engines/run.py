@@ -82,7 +82,7 @@ ENVIRONMENTS = (
         "sglang-0.5.23",
         SGLANG,
         (
-            *(f"engines/sglang/tests/test_sglang_{name}.py" for name in ("kernels", "engine", "server_args")),
+            *(f"engines/sglang/tests/test_sglang_{name}.py" for name in ("kernels", "mla", "engine", "server_args")),
             FLAG_PARSERS,
         ),
         alone=True,  # it asks for kernels of several GB

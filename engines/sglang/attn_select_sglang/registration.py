@@ -16,10 +16,16 @@ def register_kernels() -> None:
     for name, backend in OWN_KERNELS.items():
         if name not in ATTENTION_BACKEND_CHOICES:
             add_attention_backend_choices([name])
-            register_attention_backend(name)(partial(_made, backend))
+            register_attention_backend(name)(partial(made, backend))
 
 
-def _made(backend: str, model_runner: Any) -> Any:
-    from attn_select_sglang.kernels.backend import OwnAttnBackend  # the model is loaded by now
+def made(backend: str, model_runner: Any) -> Any:
+    """Return attn-select's backend of this name for SGLang's model runner; errors as of ``OwnAttnBackend``."""
+    # The model is loaded by now. A backend of the other kind says that it does not serve the layers.
+    if model_runner.use_mla_backend:
+        from attn_select_sglang.kernels.mla import OwnMLABackend
 
-    return OwnAttnBackend(model_runner, backend)
+        return OwnMLABackend(model_runner, backend)
+    from attn_select_sglang.kernels.mha import OwnMHABackend
+
+    return OwnMHABackend(model_runner, backend)

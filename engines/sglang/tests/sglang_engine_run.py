@@ -14,6 +14,7 @@ import sglang_on_cpu
 # At the top: each of the engine's processes imports this file.
 sglang_on_cpu.define_operations()
 sglang_on_cpu.emulate_vllm()
+sglang_on_cpu.absorb_everything()
 sglang_on_cpu.plan_for_a_gpu()
 
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 40, 1, 23, 64))]
@@ -25,7 +26,7 @@ def run(folder: str, options: dict[str, Any]) -> list[list[int]]:
 
     fixed = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "random_seed": 0, "log_level": "info"}
     sizes = {"max_total_tokens": 2048, "max_running_requests": 16, "disable_cuda_graph": True}
-    engine = sglang.Engine(model_path=folder, **fixed, **sizes, **options)
+    engine = sglang.Engine(model_path=folder, **fixed | sizes | options)
     sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
     tokens, prompts = [], PROMPTS
     for _ in range(2):

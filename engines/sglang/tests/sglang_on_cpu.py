@@ -30,6 +30,13 @@ def emulate_vllm() -> None:
     sys.modules |= {"vllm": vllm, "vllm._custom_ops": operations}
 
 
+def absorb_everything() -> None:
+    """Let SGLang's ``torch_native`` run MLA: it has the kernel for latents alone, and prompts would go to another."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    handler.AttentionBackendRegistry.register("torch_native", lambda *_: handler.AttnForwardMethod.MLA)
+
+
 def plan_for_a_gpu() -> None:
     """Under Triton's interpreter, let attn-select's kernels run as planned for a GPU that is not here."""
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang_on_cpu
 
 from attn_select.times.workload import parse_workload
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+sglang_on_cpu.define_operations()  # transformers imports torchvision too
 
 OWN = {"attention_backend": "attn_select_torch_sdpa"}
 SGLANGS = {"attention_backend": "torch_native"}
@@ -29,11 +32,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 tied by SGLang": ("gemma3 tied", SGLANGS | {"disable_hybrid_swa_memory": True}),
     "gemma3 tied": ("gemma3 tied", OWN | {"disable_hybrid_swa_memory": True}),
 }
-BY_TRITON = {
+IN_CHUNKS = {"page_size": 16, "chunked_prefill_size": 16, "enable_mixed_chunk": True}
+MLA_IN_CHUNKS = IN_CHUNKS | {"attention_backend": "attn_select_torch_mla"}
+BY_TRITON = IN_CHUNKS | {
     "attention_backend": "attn_select_triton_attn",
-    "page_size": 16,
-    "chunked_prefill_size": 16,
-    "enable_mixed_chunk": True,
     "disable_hybrid_swa_memory": True,
 }
 
@@ -41,9 +43,6 @@ BY_TRITON = {
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[list[int]]], str, Path]:
     """The tokens of every engine, the log, and the folder of models and observed workloads."""
-    import sglang_on_cpu
-
-    sglang_on_cpu.define_operations()  # transformers imports torchvision too
     import tiny_models
 
     folder = tmp_path_factory.mktemp("models")
@@ -77,6 +76,16 @@ def test_triton_attends_in_steps_of_decodes_and_chunks(ran: tuple[dict[str, list
     """By Triton's interpreter, with windows, as planned for a GPU that is not here."""
     (found,), _ = run([(str(ran[2] / "gemma3 tied"), BY_TRITON)], {"TRITON_INTERPRET": "1"})
     assert found == ran[0]["gemma3 tied by SGLang"]
+
+
+def test_mla_in_chunks(tmp_path: Path) -> None:
+    """Prompts are decompressed in chunks, which SGLang cuts with a kernel of Triton's: hence by the interpreter."""
+    import tiny_models
+
+    folder = str(tiny_models.save("deepseek", tmp_path / "deepseek"))
+    wanted, found = run([(folder, SGLANGS), (folder, MLA_IN_CHUNKS)], {"TRITON_INTERPRET": "1"})[0]
+    assert found == wanted
+    assert min(len(set(row)) for row in wanted) > 10
 
 
 def test_steps_are_observed_by_every_scheduler(ran: tuple[dict[str, list[list[int]]], str, Path]) -> None:

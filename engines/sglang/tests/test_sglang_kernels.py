@@ -45,6 +45,19 @@ LLAMA = {
 }
 
 
+def server_args() -> SimpleNamespace:
+    """Return the arguments of SGLang that the adapter reads, as they are by default, with prompts in one piece."""
+    return SimpleNamespace(
+        chunked_prefill_size=-1,
+        max_prefill_tokens=64,
+        disable_cuda_graph=True,
+        cuda_graph_config=None,
+        attn_cp_size=1,
+        dcp_size=1,
+        enable_two_batch_overlap=False,
+    )
+
+
 def attention(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     """Causal attention of a request's last tokens in float64, ``(T, heads * size)``."""
     keys, values = (t.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (keys, values))
@@ -86,7 +99,7 @@ class Engine:
             dtype=torch.float32,
             use_mla_backend=False,
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
-            server_args=SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=64, disable_cuda_graph=True),
+            server_args=server_args(),
         )
 
     def step(self, chosen: list[int], lens: list[int] | None) -> tuple[Any, list[Tensor]]:
@@ -137,13 +150,15 @@ class Engine:
 def made(engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The backend on a CPU; Triton's as for a GPU, by its interpreter."""
     from attn_select_sglang.kernels import backend
+    from attn_select_sglang.registration import made as made_by_name
 
     if name == "TRITON_ATTN":
-        monkeypatch.setattr(backend, "select", _emulated)
-    return backend.OwnAttnBackend(engine.runner, name)
+        monkeypatch.setattr(backend, "select", emulated)
+    return made_by_name(name, engine.runner)
 
 
-def _emulated(config: AttentionConfig, device: Any, rules: Any, *, backend: str) -> Selection:
+def emulated(config: AttentionConfig, device: Any, rules: Any, *, backend: str) -> Selection:
+    """Stand for ``select`` in the adapter: a plan for a GPU that is not here."""
     return selection_of(load_plugins().specs[backend], config, "a100")
 
 
@@ -208,7 +223,7 @@ def test_steps_that_were_not_captured_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(16, 1)
     engine.runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
-    engine.runner.use_mla_backend = True
+    engine.runner.server_args.dcp_size, engine.runner.server_args.enable_two_batch_overlap = 2, True
     engine.layers[1].is_cross_attention = True
     engine.layers[0].use_irope = True
     engine.layers[0].xai_temperature_len = 100
@@ -218,8 +233,9 @@ def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: py
     with pytest.raises(ConfigError) as caught:
         made(engine, "TORCH_SDPA", monkeypatch)
     assert caught.value.message == (
-        "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no MLA; the adapter serves no "
-        "speculative decoding; the adapter serves decoder layers alone; the adapter passes no sinks; the adapter "
+        "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no "
+        "speculative decoding; the adapter serves no context parallelism; the adapter serves no overlap of two "
+        "batches; the adapter serves decoder layers alone; the adapter passes no sinks; the adapter "
         "passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by tanh alone; "
         "the adapter reads pools of layout nhd alone"
     )
@@ -270,15 +286,24 @@ def test_the_interface_is_sglangs() -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.server_args import ServerArgs
 
     from attn_select_sglang.kernels.backend import OwnAttnBackend
+    from attn_select_sglang.kernels.mha import OwnMHABackend
+    from attn_select_sglang.kernels.mla import OwnMLABackend
 
-    ours = {name: value for name, value in vars(OwnAttnBackend).items() if not name.startswith("_")}
-    for name, method in ours.items():
+    classes = (OwnAttnBackend, OwnMHABackend, OwnMLABackend)
+    ours = [(name, value) for each in classes for name, value in vars(each).items() if inspect.isfunction(value)]
+    for name, method in ours:
+        if name.startswith("_"):
+            continue
         installed = list(inspect.signature(getattr(AttentionBackend, name)).parameters)
         mine = list(inspect.signature(method).parameters)
         assert mine[: len(installed) - installed.count("kwargs")] == [each for each in installed if each != "kwargs"]
     used = {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"}
-    assert used | {"extend_seq_lens_cpu"} <= {field.name for field in dataclasses.fields(ForwardBatch)}
+    used |= {"extend_seq_lens_cpu", "prefix_chunk_idx", "prefix_chunk_cu_seq_lens", "prefix_chunk_seq_lens_cpu"}
+    used |= {"prefix_chunk_starts_cpu", "attn_attend_prefix_cache", "mha_return_lse"}
+    assert used <= {name for each in ForwardBatch.__mro__ for name in vars(each).get("__annotations__", ())}
+    assert set(vars(server_args())) <= set(ServerArgs.__annotations__)
     observed = {"forward_mode", "extend_lens", "prefix_lens", "spec_algorithm", "reqs"}
     assert observed <= {field.name for field in dataclasses.fields(ScheduleBatch)}

@@ -14,6 +14,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BertConfig,
+    DeepseekV2Config,
     Gemma3TextConfig,
     LlamaConfig,
     ModernBertConfig,
@@ -77,6 +78,30 @@ CONFIGS = {
         sliding_window=16,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=32,
+    ),
+    # Multi-head latent attention without experts, and what SGLang reads of a config beside the rest.
+    "deepseek": lambda: DeepseekV2Config(
+        **{name: value for name, value in _SIZES.items() if name not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        first_k_dense_replace=3,
+        moe_layer_freq=1,
+        n_routed_experts=4,
+        num_experts_per_tok=1,
+        topk_method="greedy",
+        scoring_func="softmax",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
     ),
 }
 

@@ -1,7 +1,9 @@
-"""An attention backend of SGLang that runs attn-select's kernels, for all layers of a model."""
+"""An attention backend of SGLang that runs attn-select's kernels, for all layers of a model: what MHA and MLA share."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +17,15 @@ from attn_select.decide.selector import rules_in_an_engine
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import (
-    Attention,
     BatchError,
     Capacity,
     CommonAttentionMetadata,
     LayerGroup,
-    Scales,
     attention_group,
     decodes_first,
 )
 from attn_select.runtime.cuda_graph import StaticBatch, check_level
 from attn_select_sglang.kernels.batch import common_of, reordered
-from attn_select_sglang.kernels.cache_views import LAYOUT, own_view
 from attn_select_sglang.kernels.limits import captures, limits
 
 
@@ -55,6 +54,9 @@ class OwnAttnBackend(AttentionBackend):
         NoBackendError: the backend cannot run a layer.
     """
 
+    layout: str
+    """attn-select's name for the layout of SGLang's pool."""
+
     def __init__(self, model_runner: Any, backend: str) -> None:
         super().__init__()
         layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
@@ -64,44 +66,40 @@ class OwnAttnBackend(AttentionBackend):
                 fields=["attention_backend"],
                 hint="leave --attention-backend out, and attn-select chooses among SGLang's own backends",
             )
+        self.backend = backend
         self.device = torch.device(model_runner.device)
         self.page_size: int = model_runner.page_size
-        self._pool = model_runner.token_to_kv_pool
-        self._req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self._req_to_token: Tensor = self.req_to_token_pool.req_to_token
         self._groups: dict[AttentionConfig, LayerGroup] = {}
-        self._layers: dict[int, Attention] = {}
-        self._caches: dict[int, Tensor] = {}
-        for layer in layers:
-            config = self._config_of(layer, model_runner)
-            if config not in self._groups:
-                self._groups[config] = self._group(config, backend, model_runner)
-            group = self._groups[config]
-            scales = Scales.make(group.device, k=layer.k_scale_float or 1.0, v=layer.v_scale_float or 1.0)
-            self._layers[layer.layer_id] = Attention(group, scale=layer.scaling, scales=scales, caller_writes=True)
         self._static: dict[LayerGroup, StaticBatch] = {}
         self._captured: dict[int, dict[LayerGroup, Built]] = {}
+        self._bind(layers, model_runner)
 
-    def _config_of(self, layer: Any, model_runner: Any) -> AttentionConfig:
-        window = layer.sliding_window_size
-        return AttentionConfig(
-            num_heads=layer.tp_q_head_num,
-            num_kv_heads=layer.tp_k_head_num,
-            head_size=layer.qk_head_dim,
-            v_head_size=None if layer.v_head_dim == layer.qk_head_dim else layer.v_head_dim,
+    @abstractmethod
+    def _bind(self, layers: Sequence[Any], model_runner: Any) -> None:
+        """Make what runs each of SGLang's ``RadixAttention`` layers."""
+
+    def _group_of(self, model_runner: Any, **asked: Any) -> LayerGroup:
+        """Return the group of layers that ask for this, beside what is the same for all layers of the model."""
+        config = AttentionConfig(
             dtype=model_runner.dtype,
-            kv_cache_dtype=self._pool.dtype,
+            kv_cache_dtype=self.token_to_kv_pool.dtype,
             block_size=self.page_size,
-            sliding_window=window + 1 if window > -1 else None,  # SGLang does not count the token itself
-            logits_soft_cap=layer.logit_cap or None,
             cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if captures(model_runner) else "NEVER",
+            **asked,
         )
+        if config not in self._groups:
+            self._groups[config] = self._group(config, model_runner)
+        return self._groups[config]
 
-    def _group(self, config: AttentionConfig, backend: str, model_runner: Any) -> LayerGroup:
+    def _group(self, config: AttentionConfig, model_runner: Any) -> LayerGroup:
         device = "cpu" if self.device.type == "cpu" else None
-        selection = select(config, device, rules_in_an_engine(), backend=backend)
+        selection = select(config, device, rules_in_an_engine(), backend=self.backend)
         selection.require()
-        if selection.kv_layout != LAYOUT:
-            text = f"attn-select's {backend} reads {selection.kv_layout}, and SGLang keeps {LAYOUT}"
+        if selection.kv_layout != self.layout:
+            text = f"attn-select's {self.backend} reads {selection.kv_layout}, and SGLang keeps {self.layout}"
             raise ConfigError(text, fields=["attention_backend"])
         arguments, context = model_runner.server_args, model_runner.model_config.context_len
         chunk = arguments.chunked_prefill_size or 0
@@ -159,48 +157,16 @@ class OwnAttnBackend(AttentionBackend):
                 group.build(batch.load(common, size))
         self.forward_metadata = self._captured[size]
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **extra: Any,
-    ) -> Tensor:
-        """Write the step's keys and values and attend; ``(T, num_heads * value_head_size)``.
+    def _step_of(self, group: LayerGroup, extra: Mapping[str, Any]) -> Any:
+        """Return what was built for a group.
 
         Raises:
             BatchError: the model passes an argument that the adapter does not take.
         """
         if given := [name for name, value in extra.items() if value is not None]:
             raise BatchError(f"{', '.join(given)} given: attn-select's kernels in SGLang take none (accepted: None)")
-        own = self._layers[layer.layer_id]
         assert isinstance(self.forward_metadata, dict)
-        step: Built = self.forward_metadata[own.group]
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        writes = save_kv_cache and k is not None
-        rows = [query, *((k, v) if writes else (None, None))]
-        output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
-        cache = self._cache(layer)
-        if step.tokens is None:
-            own(*rows, cache, step.metadata, output)
-        else:
-            rows = [None if row is None else row[step.tokens] for row in rows]
-            output[step.tokens] = own(*rows, cache, step.metadata)
-        return output.flatten(1)
-
-    forward_extend = forward_decode
-
-    def _cache(self, layer: Any) -> Tensor:
-        """Return a layer's cache as the kernels read it; the pool waits for what is still being loaded."""
-        key = self._pool.get_key_buffer(layer.layer_id)
-        seen = self._caches.get(layer.layer_id)
-        if seen is None or seen.data_ptr() != key.data_ptr():
-            value = self._pool.get_value_buffer(layer.layer_id)
-            seen = self._caches[layer.layer_id] = own_view(key, value, self.page_size)
-        return seen
+        return self.forward_metadata[group]
 
     def support_triton(self) -> bool:
         """Whether SGLang may run Triton kernels of its own on the device."""

@@ -9,6 +9,7 @@ import torch
 
 from attn_select.errors import ModelError
 from attn_select.layer.models import configs_from_model
+from attn_select_sglang.names import OWN_KERNELS
 
 
 def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
@@ -22,10 +23,14 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         read = configs_from_model(model_runner.model_config.hf_config).attention_configs
     except ModelError as error:
         return [f"the model's config does not describe its layers: {error.message}"]
-    pool = type(model_runner.token_to_kv_pool).__name__
+    pool, mla = type(model_runner.token_to_kv_pool).__name__, model_runner.use_mla_backend
+    wanted = "MLATokenToKVPool" if mla else "MHATokenToKVPool"
+    arguments = model_runner.server_args
     found = {
-        "the adapter serves no MLA": model_runner.use_mla_backend,
+        **(_mla_limits(model_runner, layers) if mla else {}),
         "the adapter serves no speculative decoding": not model_runner.spec_algorithm.is_none(),
+        "the adapter serves no context parallelism": max(arguments.attn_cp_size, arguments.dcp_size) > 1,
+        "the adapter serves no overlap of two batches": arguments.enable_two_batch_overlap,
         "the adapter serves decoder layers alone": any(
             layer.is_cross_attention or layer.attn_type.value != "decoder" for layer in layers
         ),
@@ -39,10 +44,30 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         "the adapter passes no ALiBi slopes": any(config.alibi for config in read),
         "the adapter reads pools of layout nhd alone": getattr(model_runner.token_to_kv_pool, "kv_cache_layout", "nhd")
         != "nhd",
-        f"the adapter reads no {pool} (--disable-hybrid-swa-memory lets layers with windows share one)": pool
-        != "MHATokenToKVPool",
+        f"the adapter reads no {pool} (--disable-hybrid-swa-memory lets layers with windows share one)": pool != wanted,
     }
     return [reason for reason, holds in found.items() if holds]
+
+
+def _mla_limits(model_runner: Any, layers: Sequence[Any]) -> dict[str, bool]:
+    """Return what keeps the kernels from an MLA model, and whether it does."""
+    pool, graphs = model_runner.token_to_kv_pool, model_runner.server_args.cuda_graph_config
+    return {
+        "the adapter serves MLA layers that have an attn_mqa and an attn_mha alone": len(layers)
+        != 2 * len(mla_layers(model_runner.model)),
+        "the adapter serves no sparse MLA": getattr(pool, "use_dsa", False),
+        f"the adapter reads latents in {model_runner.dtype} alone, the model's dtype": pool.dtype != model_runner.dtype,
+        "the adapter runs no MLA prompts in CUDA graphs (--cuda-graph-backend-prefill disabled turns them off)": (
+            graphs is not None
+            and graphs.prefill.backend != "disabled"
+            and model_runner.prefill_attention_backend_str in OWN_KERNELS
+        ),
+    }
+
+
+def mla_layers(model: Any) -> list[tuple[Any, Any]]:
+    """Return SGLang's two ``RadixAttention`` of every MLA layer: on latents, and on decompressed keys and values."""
+    return [(each.attn_mqa, each.attn_mha) for each in model.modules() if hasattr(each, "attn_mqa")]
 
 
 def captures(model_runner: Any) -> bool:

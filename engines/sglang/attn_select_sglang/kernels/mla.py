@@ -1,0 +1,197 @@
+"""Layers of multi-head latent attention, on attn-select's kernels in SGLang.
+
+SGLang asks a model's layers for two kinds of attention. ``attn_mqa`` attends over the cached latents with an absorbed
+query: here the decodes. ``attn_mha`` attends to keys and values that SGLang has decompressed: to a prompt's new tokens,
+then, where a prefix is cached, to one chunk of it after the other, and SGLang merges what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from torch import Tensor
+
+from attn_select.layer.layouts import MLA
+from attn_select.runtime import BatchError, CommonAttentionMetadata, LayerGroup, Scales, VarlenMetadata
+from attn_select.runtime.metadata import prefix_sums
+from attn_select_sglang.kernels.backend import Built, OwnAttnBackend
+from attn_select_sglang.kernels.batch import common_of
+from attn_select_sglang.kernels.limits import mla_layers
+from attn_select_sglang.names import OWN_PREFIX
+
+
+def _method(attention: Any, forward_batch: Any) -> AttnForwardMethod:
+    """Tell SGLang's MLA models how to call these kernels: prompts decompressed, decodes absorbed."""
+    decodes = forward_batch.forward_mode.is_decode_or_idle()
+    return AttnForwardMethod.MLA if decodes else AttnForwardMethod.MHA_CHUNKED_KV
+
+
+@dataclass(slots=True)
+class Prompts:
+    """A step of prompts for one group.
+
+    Attributes:
+        common: the batch.
+        own: what the prefill backend built for the prompts' new tokens.
+        chunks: what it built for the chunks of cached prefixes, by their number; SGLang cuts them later.
+    """
+
+    common: CommonAttentionMetadata
+    own: Any
+    chunks: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer: what attn-select's kernels ask of it, and the kernels of both phases."""
+
+    group: LayerGroup
+    layer_name: str
+    scales: Scales
+    prefill: Any
+    decode: Any
+
+
+class OwnMLABackend(OwnAttnBackend):
+    """Runs every layer of an MLA model; arguments and errors as of ``OwnAttnBackend``."""
+
+    layout = MLA
+
+    def _bind(self, layers: Sequence[Any], model_runner: Any) -> None:
+        AttentionBackendRegistry.register(OWN_PREFIX + self.backend.lower(), _method)
+        self._layers: dict[int, Layer] = {}
+        for latent, heads in mla_layers(model_runner.model):
+            rope = latent.qk_head_dim - latent.v_head_dim
+            group = self._group_of(
+                model_runner,
+                num_heads=latent.tp_q_head_num,
+                kv_lora_rank=latent.v_head_dim,
+                qk_rope_head_dim=rope,
+                qk_nope_head_dim=heads.qk_head_dim - rope,
+                v_head_dim=heads.v_head_dim,
+                logits_soft_cap=latent.logit_cap or None,
+            )
+            impls = {
+                phase: served.backend.impl_cls(served.context, scale=latent.scaling)
+                for phase, served in group.served.items()
+            }
+            scales = Scales.make(group.device)
+            self._layers[latent.layer_id] = Layer(
+                group, f"layer {latent.layer_id}", scales, impls["prefill"], impls["decode"]
+            )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Build the step for every group: a decode, or prompts."""
+        if forward_batch.forward_mode.is_decode_or_idle():
+            super().init_forward_metadata(forward_batch)
+            return
+        common = common_of(forward_batch, self._req_to_token, self.page_size)
+        new = _varlen(common, common.query_start_loc, common.query_start_loc_cpu, torch.zeros_like(common.seq_lens_cpu))
+        self.forward_metadata = {
+            group: Prompts(common, _builder(group).build_prefill(new)) for group in self._groups.values()
+        }
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extra: Any,
+    ) -> Tensor:
+        """Write the step's latents and attend to all; ``(T, num_heads * kv_lora_rank)``.
+
+        Args:
+            q: ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)``, the absorbed query.
+            k: ``(T, 1, kv_lora_rank + qk_rope_head_dim)``, latents and rope keys.
+            v: its latents again.
+
+        Raises:
+            BatchError: the model passes an argument that the adapter does not take.
+        """
+        own = self._layers[layer.layer_id]
+        step: Built = self._step_of(own.group, extra)
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, layer.qk_head_dim)
+        output = query.new_empty(*query.shape[:2], layer.v_head_dim)
+        (part,) = step.metadata.parts
+        return own.decode.forward_mqa(own, query, cache, part.metadata, output).flatten(1)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extra: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend to a prompt's new tokens, or to a chunk of what is cached of it. SGLang has written the latents.
+
+        Args:
+            q: ``(T, num_heads, qk_nope_head_dim + qk_rope_head_dim)``.
+            k, v: ``(S, num_heads, …)``, decompressed.
+
+        Returns:
+            ``(T, num_heads * v_head_dim)``; where SGLang merges it with more keys
+            ``(T, num_heads, v_head_dim)`` and its LSE, float32 ``(T, num_heads)``, to base e.
+
+        Raises:
+            BatchError: the model passes an argument that the adapter does not take, or asks for a prompt's tokens to
+                attend to latents.
+        """
+        own = self._layers[layer.layer_id]
+        step: Prompts = self._step_of(own.group, extra)
+        if save_kv_cache:
+            raise BatchError(
+                f"layer {layer.layer_id} is to write {layer.v_head_dim} values per token: accepted are prompts whose "
+                "keys and values the model has decompressed, their latents written"
+            )
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = query.new_empty(*query.shape[:2], layer.v_head_dim)
+        built = self._chunk(own.group, step, forward_batch) if forward_batch.attn_attend_prefix_cache else step.own
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if forward_batch.mha_return_lse else None
+        output = own.prefill.forward_mha(own, query, k, v, built, output, lse)
+        return output.flatten(1) if lse is None else (output, lse)
+
+    def _chunk(self, group: LayerGroup, step: Prompts, forward_batch: Any) -> Any:
+        """Return what the prefill backend built for the chunk of cached prefixes that SGLang is at."""
+        index = forward_batch.prefix_chunk_idx
+        if index not in step.chunks:
+            common, starts = step.common, forward_batch.prefix_chunk_starts_cpu[index]
+            keys = forward_batch.prefix_chunk_cu_seq_lens[index]
+            keys_cpu = prefix_sums(forward_batch.prefix_chunk_seq_lens_cpu[index])
+            varlen = _varlen(common, keys, keys_cpu, common.num_computed_tokens_cpu - starts)
+            step.chunks[index] = _builder(group).build_prefill(varlen)
+        return step.chunks[index]
+
+
+def _builder(group: LayerGroup) -> Any:
+    return group.served["prefill"].builder
+
+
+def _varlen(common: CommonAttentionMetadata, keys: Tensor, keys_cpu: Tensor, offsets_cpu: Tensor) -> VarlenMetadata:
+    """Return one call of a batch's queries: on their own keys where ``keys`` are their bounds, else on cached ones."""
+    own = keys is common.query_start_loc
+    return VarlenMetadata(
+        query_start_loc=common.query_start_loc,
+        query_start_loc_cpu=common.query_start_loc_cpu,
+        key_start_loc=keys,
+        key_start_loc_cpu=keys_cpu,
+        max_query_len=common.max_query_len,
+        max_key_len=int(keys_cpu.diff().max()),
+        causal=own,
+        query_offsets_cpu=offsets_cpu,
+        counts_sinks=own,
+    )
