@@ -56,6 +56,8 @@ class OwnAttnBackend(AttentionBackend):
 
     layout: str
     """attn-select's name for the layout of SGLang's pool."""
+    forward_metadata: Any
+    """What was built for the step that runs, by group; SGLang's name."""
 
     def __init__(self, model_runner: Any, backend: str) -> None:
         super().__init__()
@@ -165,7 +167,6 @@ class OwnAttnBackend(AttentionBackend):
         """
         if given := [name for name, value in extra.items() if value is not None]:
             raise BatchError(f"{', '.join(given)} given: attn-select's kernels in SGLang take none (accepted: None)")
-        assert isinstance(self.forward_metadata, dict)
         return self.forward_metadata[group]
 
     def support_triton(self) -> bool:
