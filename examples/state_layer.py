@@ -9,7 +9,7 @@ import torch
 
 from attn_select import StateConfig, select
 from attn_select.runtime import prepare_batch
-from attn_select.runtime.states import LinearAttention, StateGroup, StatePool
+from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StatePool
 
 DRAFTS = 2
 
@@ -34,9 +34,9 @@ def main() -> None:
         """Run the new tokens of each request, decodes first: the projections of a model stand for the inputs."""
         total, lens = sum(num_tokens.values()), list(num_tokens.values())
         channels = torch.randn(total, config.conv_dim)
-        log_decay, write_strength = -torch.rand(total, config.num_v_heads), torch.rand(total, config.num_v_heads)
+        gates = Gates(-torch.rand(total, config.num_v_heads), torch.rand(total, config.num_v_heads))
         metadata = group.build(prepare_batch(lens, lens), pool.step(num_tokens))
-        output: torch.Tensor = layer(channels, log_decay, write_strength, cache, metadata)
+        output: torch.Tensor = layer(channels, gates, cache, metadata)
         return output
 
     pool.add("one")

@@ -13,7 +13,7 @@ from attn_select import ConfigError, select  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.layer.state_format import StateFormat  # noqa: E402
 from attn_select.runtime import prepare_batch  # noqa: E402
-from attn_select.runtime.states import LinearAttention, StateCache, StateGroup, StateSlots, convert_states  # noqa: E402
+from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StateSlots, convert_states  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
 
@@ -42,7 +42,7 @@ def test_a_request_goes_on_on_the_other_side() -> None:
         common = prepare_batch([last - first], [last])
         metadata = group.build(common, StateSlots([read], [[write]]))
         rows = slice(first, last)
-        return layer(channels[rows], decay[rows], strength[rows], cache, metadata)
+        return layer(channels[rows], Gates(decay[rows], strength[rows]), cache, metadata)
 
     whole, prefill, decode = side("STATE_KV"), side("STATE_KV"), side("STATE_VK")
     expected = run(whole, 0, 9, -1, 0)

@@ -17,7 +17,7 @@ from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
 from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
 from attn_select.runtime.cuda_graph import CudaGraphRunner, check_level  # noqa: E402
-from attn_select.runtime.states import LinearAttention, StateGroup, StateSlots, StaticStates  # noqa: E402
+from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StateSlots, StaticStates  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_padding_changes_no_slot(each: int) -> None:
     static.load(prepare_batch([each, each], [9, each]), StateSlots([1, -1], writes), 4)
     rows = 4 * each
     channels = torch.randn(rows, group.config.conv_dim)
-    found = layer(channels, -torch.rand(rows, 4), torch.rand(rows, 4), cache, static.metadata(4))
+    found = layer(channels, Gates(-torch.rand(rows, 4), torch.rand(rows, 4)), cache, static.metadata(4))
     assert found[: 2 * each].isfinite().all()
     written = {slot for each in writes for slot in each}
     for slot in range(6):

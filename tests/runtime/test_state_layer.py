@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from attn_select import AttentionConfig, ConfigError, select  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
-from attn_select.runtime.states import LinearAttention, StateGroup, StatePool, StateSlots  # noqa: E402
+from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StatePool, StateSlots  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = StateConfig(
@@ -38,7 +38,7 @@ def test_padding_is_neither_read_nor_written() -> None:
     metadata = made.build(prepare_batch([3], [3]), pool.step({"a": 3}))
     channels, decay, strength = (torch.cat([each, torch.full_like(each[:2], torch.nan)]) for each in inputs(3))
     output = torch.full((5, 4, 16), 7.0)
-    assert layer(channels, decay, strength, cache, metadata, output) is output
+    assert layer(channels, Gates(decay, strength), cache, metadata, output) is output
     assert output[:3].isfinite().all()
     assert (output[3:] == 7).all()
     assert cache.state.isfinite().all()
@@ -51,10 +51,11 @@ def test_values_are_added_to_the_output() -> None:
     pool = StatePool(1)
     pool.add("a")
     metadata = made.build(prepare_batch([3], [3]), pool.step({"a": 3}))
-    channels, decay, strength = inputs(3)
+    channels, *numbers = inputs(3)
+    gates = Gates(*numbers)
     values = channels[:, 2 * 2 * 8 :].view(3, 4, 16)
-    expected = plain(channels, decay, strength, cache, metadata) + skip[:, None] * values
-    torch.testing.assert_close(skipping(channels, decay, strength, cache, metadata), expected)
+    expected = plain(channels, gates, cache, metadata) + skip[:, None] * values
+    torch.testing.assert_close(skipping(channels, gates, cache, metadata), expected)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_values_are_added_to_the_output() -> None:
     [
         (0, torch.zeros(3, WIDTH + 1), f"channels is torch.float32 (3, {WIDTH + 1}): accepted is"),
         (0, torch.zeros(3, WIDTH, dtype=torch.bfloat16), "channels is torch.bfloat16"),
-        (0, torch.zeros(2, WIDTH), "accepted is torch.float32 (2, 4)"),
+        (0, torch.zeros(2, WIDTH), "channels has 2 rows, and the step has 3 tokens"),
         (1, torch.zeros(3, 4, 8), "log_decay is torch.float32 (3, 4, 8): accepted is torch.float32 (3, 4)"),
         (1, torch.zeros(3, 4, dtype=torch.float64), "log_decay is torch.float64"),
         (2, torch.zeros(3, 2), "write_strength is torch.float32 (3, 2)"),
@@ -79,7 +80,7 @@ def test_wrong_tensors_are_named(position: int, wrong: Any, text: str) -> None:
     given: list[Any] = list(inputs(3))
     given[position] = wrong
     with pytest.raises(BatchError) as caught:
-        layer(*given, cache, metadata)
+        layer(given[0], Gates(*given[1:]), cache, metadata)
     assert text in caught.value.message
     assert (cache.state == 5).all()
 

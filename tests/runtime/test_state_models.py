@@ -17,7 +17,7 @@ from attn_select import select  # noqa: E402
 from attn_select.layer.models import configs_from_model  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.runtime import prepare_batch  # noqa: E402
-from attn_select.runtime.states import LinearAttention, StateCache, StateGroup, StatePool  # noqa: E402
+from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StatePool  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -167,8 +167,8 @@ class PooledStates:
                 common = prepare_batch([tokens] * rows, [tokens] * rows)
                 self._step = tokens, self.group.build(common, self.pool.step(dict.fromkeys(self.requests, tokens)))
             (channels, log_decay, strength), finish = self.inputs(module, hidden_states)
-            flat = [None if each is None else each.flatten(0, 1) for each in (channels, log_decay, strength)]
-            output = layer(*flat, cache, self._step[1])
+            gates = Gates(log_decay.flatten(0, 1), None if strength is None else strength.flatten(0, 1))
+            output = layer(channels.flatten(0, 1), gates, cache, self._step[1])
             return finish(output.view(rows, tokens, *output.shape[1:]))
 
         return forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from attn_select.layer.state import StateConfig
 from attn_select.reference.oracle_state import conv_reference, state_reference
+from attn_select.runtime.states import Gates, RawGates
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
@@ -18,40 +20,83 @@ class Tokens:
 
     Attributes:
         channels: ``dtype`` ``(T, width)``.
-        log_decay: float32 ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``.
-        write_strength: float32 ``(T, num_v_heads)``; None where the recurrence has none.
+        log_decay: float32 ``(T, num_v_heads)``; None where gates are raw.
+        a, b: as in ``RawGates``; None where gates are numbers, b of Mamba-2 too.
     """
 
     channels: Tensor
-    log_decay: Tensor
-    write_strength: Tensor | None
+    log_decay: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """Return the tokens with every tensor changed."""
+        return Tokens(*(None if each is None else change(each) for each in self._tensors()))  # type: ignore[arg-type]
 
     def part(self, first: int, last: int) -> Tokens:
         """Return tokens ``first .. last - 1``."""
-        strength = None if self.write_strength is None else self.write_strength[first:last]
-        return Tokens(self.channels[first:last], self.log_decay[first:last], strength)
+        return self.map(lambda each: each[first:last])
 
-    def cpu(self) -> Tokens:
-        """Return them on the CPU."""
-        strength = None if self.write_strength is None else self.write_strength.cpu()
-        return Tokens(self.channels.cpu(), self.log_decay.cpu(), strength)
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors that there are, by name."""
+        return {n: each for n, each in zip(_NAMES, self._tensors(), strict=True) if each is not None}
+
+    def _tensors(self) -> list[Tensor | None]:
+        return [getattr(self, name) for name in _NAMES]
 
 
-def drawn_tokens(config: StateConfig, count: int, draw: torch.Generator) -> Tokens:
-    """Return random tokens on the device of ``draw``."""
+_NAMES = ("channels", "log_decay", "a", "b")
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, device=draw.device)
 
-    channels = normal(count, config.width)
-    if not config.rule.normalized:  # a sum of many products: keep it near 1
-        channels = channels * config.head_size**-0.25
-    heads: tuple[int, ...] = (count, config.num_v_heads)
-    decays = (*heads, config.head_size) if config.rule.decay == "channel" else heads
-    # From a memory of thousands of tokens to none: a chunk's decays multiply to less than a float32 holds.
-    log_decay = -torch.exp(normal(*decays) * 2.5 - 1.0).clamp(max=60.0)
-    strength = torch.sigmoid(normal(*heads)) if config.rule.writes else None
-    return Tokens(channels.to(PLAIN_DTYPES[config.dtype]), log_decay, strength)
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Return the tokens of several requests, one behind the other."""
+    named = [part.named() for part in parts]
+    return Tokens(**{**dict.fromkeys(_NAMES), **{n: torch.cat([each[n] for each in named]) for n in named[0]}})
+
+
+class DrawnGates:
+    """The gates of a layer with random weights.
+
+    Args:
+        config: the layer.
+        draw: of the weights; they lie where it draws.
+    """
+
+    def __init__(self, config: StateConfig, draw: torch.Generator) -> None:
+        self.config = config
+        width = (config.head_size,) if config.rule.decay == "channel" else ()
+        self._shape = (config.num_v_heads, *width)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, device=draw.device)
+
+        self._a_log, self._dt_bias = normal(config.num_v_heads), normal(*self._shape)
+
+    def tokens(self, count: int, draw: torch.Generator) -> Tokens:
+        """Return random tokens on the device of ``draw``."""
+        config = self.config
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, device=draw.device)
+
+        dtype = PLAIN_DTYPES[config.dtype]
+        channels = normal(count, config.width)
+        if not config.rule.normalized:  # a sum of many products: keep it near 1
+            channels = channels * config.head_size**-0.25
+        # From a memory of thousands of tokens to none: a chunk's decays multiply to less than a float32 holds.
+        spread = normal(count, *self._shape) * 2.5
+        if not config.rule.writes:
+            return Tokens(channels.to(dtype), -torch.exp(spread - 1.0).clamp(max=60.0), None, None)
+        b = None if config.recurrence == "mamba2" else normal(count, config.num_v_heads).to(dtype)
+        return Tokens(channels.to(dtype), None, (spread - 1.0).to(dtype), b)
+
+    def of(self, tokens: Tokens) -> Gates:
+        """Return the gates of tokens, on their device."""
+        if tokens.a is None:
+            return Gates(tokens.log_decay)
+        device = tokens.a.device
+        a_log, dt_bias = self._a_log.to(device), self._dt_bias.to(device)
+        return Gates(raw=RawGates(A_log=a_log, a=tokens.a, dt_bias=dt_bias, b=tokens.b))
 
 
 @dataclass(slots=True)
@@ -72,7 +117,7 @@ class LayerReference:
 
 
 def layer_reference(
-    config: StateConfig,
+    gates: DrawnGates,
     tokens: Tokens,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -82,12 +127,13 @@ def layer_reference(
     """Return what a layer gives for one request's tokens: its convolution, then its recurrence.
 
     Args:
-        config: the layer.
+        gates: the layer's.
         tokens: the request's, on the CPU.
         weight, bias: of the convolution, as ``LinearAttention`` takes them; None without one.
         state: ``(num_v_heads, head_size, v_head_size)`` before the first token; None: zero.
         window: ``(conv_kernel_size - 1, conv_dim)``, the convolution's inputs before; None: zeros.
     """
+    config, made = gates.config, gates.of(tokens)
     inputs = mixed = tokens.channels.double()
     windows: list[Tensor | None] = [None] * len(inputs)
     if weight is not None:
@@ -103,7 +149,7 @@ def layer_reference(
     }
     query = named["query"]
     output, states = state_reference(
-        config, query, named["key"], named["value"], tokens.log_decay, tokens.write_strength, state
+        config, query, named["key"], named["value"], made.log_decay, made.write_strength, state
     )
     length = torch.linalg.vector_norm(query, dim=-1).repeat_interleave(values[0] // keys[0], dim=1)
     if config.rule.normalized:

@@ -14,7 +14,7 @@ from attn_select.decide.selection import Selection
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import ErrorBound, RelativeError
-from attn_select.reference.state_problems import Tokens, drawn_tokens, layer_reference
+from attn_select.reference.state_problems import DrawnGates, Tokens, joined, layer_reference
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import Commons, CudaGraphRunner, Function, Slots
 from attn_select.runtime.metadata import decodes_first
@@ -115,10 +115,11 @@ class StateServing:
         if self.config.conv_kernel_size:
             self._weight = (self._normal(self.config.conv_dim, self.config.conv_kernel_size) * 0.5).to(self._dtype)
             self._bias = (self._normal(self.config.conv_dim) * 0.1).to(self._dtype)
+        self._gates = DrawnGates(self.config, self._draw)
         self.layer = LinearAttention(self.group, self._on_device(self._weight), self._on_device(self._bias))
         self._known: dict[object, _Known] = {}
         self.seconds, self.replays = 0.0, 0
-        self._poison(list(range(len(self.cache.state))))
+        self._poison([*range(num_slots), *([-1] if cuda_graphs else [])])
         self._graphs: dict[int, CudaGraphRunner[StateGroup] | _Unrecorded] = {}
 
     def add(self, request: object) -> None:
@@ -161,19 +162,14 @@ class StateServing:
         names = list(num_tokens)
         order = decodes_first([num_tokens[name] for name in names], self.config.max_decode_query_len)
         lens = {names[i]: num_tokens[names[i]] for i in order}
-        drawn = {name: drawn_tokens(self.config, count, self._draw) for name, count in lens.items()}
-        strengths = [each.write_strength for each in drawn.values() if each.write_strength is not None]
+        drawn = {name: self._gates.tokens(count, self._draw) for name, count in lens.items()}
         device, counts = self.group.device, list(lens.values())
-        channels = torch.cat([each.channels for each in drawn.values()]).to(device)
-        log_decay = torch.cat([each.log_decay for each in drawn.values()]).to(device)
-        strength = torch.cat(strengths).to(device) if strengths else None
+        inputs = joined([*drawn.values()]).map(lambda each: each.to(device)).named()
         began = time.perf_counter()
         common, slots = prepare_batch(counts, counts, device=device), self.pool.step(lens)
         if (graphs := self._graphs_of(counts)) is None:
-            found = self.layer(channels, log_decay, strength, self.cache, self.group.build(common, slots))
+            found = self._layer_of(inputs, {self.group: self.group.build(common, slots)})
         else:
-            inputs = {"channels": channels, "log_decay": log_decay}
-            inputs |= {} if strength is None else {"strength": strength}
             found = graphs(inputs, {self.group: common}, {self.group: slots})
             self.replays += 1
         if found.is_cuda:
@@ -191,9 +187,7 @@ class StateServing:
             return None
         if each not in self._graphs:
             if self.group.device.type == "cuda":
-                rows = drawn_tokens(self.config, 1, self._draw)
-                inputs = {"channels": rows.channels, "log_decay": rows.log_decay}
-                inputs |= {} if rows.write_strength is None else {"strength": rows.write_strength}
+                inputs = self._gates.tokens(1, self._draw).named()
                 runner = CudaGraphRunner(
                     self._layer_of,
                     [self.group],
@@ -208,14 +202,14 @@ class StateServing:
         return self._graphs[each]
 
     def _layer_of(self, inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:
-        strength = inputs.get("strength")
-        found: Tensor = self.layer(inputs["channels"], inputs["log_decay"], strength, self.cache, metadata[self.group])
+        tokens = Tokens(inputs["channels"], inputs.get("log_decay"), inputs.get("a"), inputs.get("b"))
+        found: Tensor = self.layer(tokens.channels, self._gates.of(tokens), self.cache, metadata[self.group])
         return found
 
     def _reference(self, request: object, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the outputs, and the norms that they have for queries of any direction."""
         known = self._known[request]
-        found = layer_reference(self.config, tokens, self._weight, self._bias, known.state, known.window)
+        found = layer_reference(self._gates, tokens, self._weight, self._bias, known.state, known.window)
         known.states, known.windows = list(found.states), found.windows
         known.state, known.window = known.states[-1], known.windows[-1]
         return found.output, found.usual

@@ -17,10 +17,10 @@ from attn_select.layer.config import Phase
 from attn_select.layer.layouts import STATE_VK, bytes_per_slot, state_shape
 from attn_select.layer.state import StateConfig
 from attn_select.reference.problems import Request
-from attn_select.reference.state_problems import drawn_tokens, layer_reference
+from attn_select.reference.state_problems import DrawnGates, layer_reference
 from attn_select.reference.state_serving import state_error
 from attn_select.runtime import prepare_batch
-from attn_select.runtime.states import LinearAttention, StateCache, StateGroup, StateSlots
+from attn_select.runtime.states import LinearAttention, StateCache, StateGroup, StateSlots, zeros_slot
 from attn_select.runtime.states.state_pool import FROM_ZERO
 from attn_select.runtime.timer import Call
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
@@ -56,6 +56,8 @@ class StateMemory:
     def caches(self, step: StateStep) -> list[StateCache]:
         """Return the caches as a step's layers want them."""
         shape = state_shape(step.layout, step.config)[1:]
+        if step.group.reads_zeros:
+            self._states[:, zeros_slot(self._states[0])] = 0.0
         windows = [None] * len(self._states) if self._windows is None else list(self._windows)
         return [
             StateCache(states.view(-1, *map(int, shape)), window)
@@ -105,7 +107,8 @@ class StateStep:
             self._num_slots += kept
         self.cache_bytes = self._num_slots * bytes_per_slot(config)
         draw = torch.Generator(self.group.device).manual_seed(1)
-        self._tokens = drawn_tokens(config, sum(lens), draw)
+        self._gates = DrawnGates(config, draw)
+        self._tokens = self._gates.tokens(sum(lens), draw)
         self._weight: Tensor | None = None
         if config.conv_kernel_size:
             weight = torch.randn(config.conv_dim, config.conv_kernel_size, generator=draw, device=draw.device) * 0.5
@@ -117,7 +120,7 @@ class StateStep:
 
     def memory(self, count: int) -> StateMemory:
         """Return memory for the caches of ``count`` layers."""
-        return StateMemory(self.config, self._num_slots, count, self.group.device)
+        return StateMemory(self.config, self._num_slots + self.group.extra_slots, count, self.group.device)
 
     def make_layers(self, caches: Sequence[StateCache]) -> None:
         """Make one layer for each cache."""
@@ -127,9 +130,9 @@ class StateStep:
     def calls(self) -> list[Call]:
         """Build the step's metadata anew, and return for each layer the call that runs it."""
         metadata, tokens = self.group.build(self.common, self._slots), self._tokens
-        inputs = tokens.channels, tokens.log_decay, tokens.write_strength
+        gates = self._gates.of(tokens)
         return [
-            partial(layer, *inputs, cache, metadata, self.output)
+            partial(layer, tokens.channels, gates, cache, metadata, self.output)
             for layer, cache in zip(self._layers, self._caches, strict=True)
         ]
 
@@ -157,12 +160,12 @@ class StateStep:
         """Return outputs and usual norms of tokens ``first .. last - 1``, the request's first ones."""
         state, window = self._before(request)
         weight = None if self._weight is None else self._weight.cpu()
-        on_cpu = self._tokens.part(first, last).cpu()
+        on_cpu = self._tokens.part(first, last).map(Tensor.cpu)
         outputs: list[Tensor] = []
         usual: list[Tensor] = []
         for start in range(0, last - first, _PIECE):
             piece = on_cpu.part(start, min(start + _PIECE, last - first))
-            made = layer_reference(self.config, piece, weight, None, state, window)
+            made = layer_reference(self._gates, piece, weight, None, state, window)
             state, window = made.states[-1], made.windows[-1]
             outputs.append(made.output)
             usual.append(made.usual)

@@ -4,20 +4,23 @@ An engine's path: ``StateGroup(select(config))``, ``group.allocate(num_slots)`` 
 and ``group.build``, per layer ``LinearAttention``.
 """
 
+from attn_select.runtime.states.gates import Gates, RawGates
 from attn_select.runtime.states.gathered import GatheredStateImpl, gathered_states
 from attn_select.runtime.states.linear_attention import LinearAttention
 from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata, StatePart
-from attn_select.runtime.states.state_cache import StateCache
+from attn_select.runtime.states.state_cache import StateCache, zeros_slot
 from attn_select.runtime.states.state_conversion import convert_states
 from attn_select.runtime.states.state_group import StateGroup
 from attn_select.runtime.states.state_pool import OutOfSlotsError, StatePool, StateSlots
 from attn_select.runtime.states.static_states import StaticStates
 
 __all__ = [
+    "Gates",
     "GatheredStateImpl",
     "LinearAttention",
     "OutOfSlotsError",
+    "RawGates",
     "StateBackend",
     "StateCache",
     "StateContext",
@@ -30,4 +33,5 @@ __all__ = [
     "StaticStates",
     "convert_states",
     "gathered_states",
+    "zeros_slot",
 ]

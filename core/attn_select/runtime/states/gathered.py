@@ -7,6 +7,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from attn_select.layer.config import Phase
+from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_backend import StateImpl
 from attn_select.runtime.states.state_batch import StatePart
 
@@ -55,20 +56,19 @@ class GatheredStateImpl(StateImpl):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        log_decay: Tensor,
-        write_strength: Tensor | None,
+        gates: Gates,
         states: Tensor,
         part: StatePart,
         output: Tensor,
     ) -> None:
         """Run a part of a step, as ``StateImpl.forward`` documents it."""
         state = gathered_states(states, part)
+        tokens = (query, key, value, gates.log_decay, gates.write_strength)
         if phase == "prefill":
-            found, last = self.varlen(query, key, value, log_decay, write_strength, state, part)
+            found, last = self.varlen(*tokens, state, part)
             output.copy_(found)
             states[part.write_slots] = last.to(states.dtype)
             return
-        tokens = (query, key, value, log_decay, write_strength)
         if part.max_query_len == 1:
             found, last = self.one_token(*tokens, state)
             output.copy_(found)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
 from attn_select.runtime.metadata import BatchError
+from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_backend import StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata, StatePart
 from attn_select.runtime.states.state_cache import StateCache
@@ -68,8 +69,7 @@ class LinearAttention(nn.Module):
     def forward(
         self,
         channels: Tensor,
-        log_decay: Tensor,
-        write_strength: Tensor | None,
+        gates: Gates,
         cache: StateCache,
         metadata: StateMetadata,
         output: Tensor | None = None,
@@ -79,8 +79,7 @@ class LinearAttention(nn.Module):
         Args:
             channels: ``dtype`` ``(T, width)``, the queries of all heads, the keys and the values side by side, in the
                 order of ``config.rule.channels``; T may be larger than the step's tokens.
-            log_decay: float32 ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``: at most 0.
-            write_strength: float32 ``(T, num_v_heads)``; None for lightning attention, which has none.
+            gates: of the T tokens.
             cache: the layer's states.
             metadata: of the step.
             output: ``dtype`` ``(T, num_v_heads, v_head_size)``; None: a new tensor.
@@ -89,10 +88,10 @@ class LinearAttention(nn.Module):
             The output. Its rows behind the step's tokens are left alone.
 
         Raises:
-            BatchError: a tensor has the wrong shape or dtype; it is named, with what is accepted.
+            BatchError: a tensor has the wrong shape or dtype, or a kernel activates gates itself and they are not raw.
         """
         config, tokens = self.group.config, metadata.num_actual_tokens
-        self._check(channels, log_decay, write_strength, metadata, output)
+        self._check(channels, gates, metadata, output)
         if output is None:
             shape = (channels.shape[0], config.num_v_heads, config.v_head_size)
             output = torch.empty(shape, dtype=channels.dtype, device=channels.device)
@@ -116,8 +115,7 @@ class LinearAttention(nn.Module):
                 query[own],
                 key[own],
                 value[own],
-                log_decay[own],
-                None if write_strength is None else write_strength[own],
+                gates.rows(own),
                 cache.state,
                 part,
                 output[own],
@@ -126,30 +124,24 @@ class LinearAttention(nn.Module):
             output[:tokens] += (self._skip[:, None] * value).to(output.dtype)
         return output
 
-    def _check(
-        self,
-        channels: Tensor,
-        log_decay: Tensor,
-        write_strength: Tensor | None,
-        metadata: StateMetadata,
-        output: Tensor | None,
-    ) -> None:
+    def _check(self, channels: Tensor, gates: Gates, metadata: StateMetadata, output: Tensor | None) -> None:
         config = self.group.config
         dtype, rows = PLAIN_DTYPES[config.dtype], channels.shape[0]
-        heads: tuple[int, ...] = (rows, config.num_v_heads)
-        decays = (*heads, config.head_size) if config.rule.decay == "channel" else heads
-        for name, tensor, shape, wanted in (
-            ("channels", channels, (rows, config.width), dtype),
-            ("log_decay", log_decay, decays, torch.float32),
-            ("write_strength", write_strength, heads, torch.float32),
-            ("output", output, (*heads, config.v_head_size), dtype),
+        for name, tensor, shape in (
+            ("channels", channels, (rows, config.width)),
+            ("output", output, (rows, config.num_v_heads, config.v_head_size)),
         ):
-            if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype is not wanted):
+            if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype is not dtype):
                 seen = f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise BatchError(f"{name} is {seen}: accepted is {wanted} {shape}")
+                raise BatchError(f"{name} is {seen}: accepted is {dtype} {shape}")
         if rows < metadata.num_actual_tokens:
             raise BatchError(f"channels has {rows} rows, and the step has {metadata.num_actual_tokens} tokens")
-        if (write_strength is None) is config.rule.writes:
-            accepted = f"float32 {heads}" if config.rule.writes else "None"
-            seen = "None" if write_strength is None else "a tensor"
-            raise BatchError(f"write_strength is {seen} with recurrence {config.recurrence} (accepted: {accepted})")
+        gates.check(config, rows)
+        parts: dict[Phase, StatePart | None] = {"decode": metadata.decode, "prefill": metadata.prefill}
+        for phase, part in parts.items():
+            if gates.raw is None and part is not None and phase in self.impls[phase].raw_gates:
+                name = self.group.served[phase].spec.name
+                raise BatchError(
+                    f"gates are numbers, and {name} activates them itself in {phase}: accepted are raw gates",
+                    hint="give the layer Gates(raw=RawGates(A_log=…, a=…, dt_bias=…, b=…))",
+                )

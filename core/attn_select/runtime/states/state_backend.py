@@ -21,6 +21,7 @@ from torch import Tensor
 from attn_select.backends.spec import BackendOptions, BackendPlan
 from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
+from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_batch import StatePart
 
 
@@ -46,6 +47,9 @@ class StateContext:
 class StateImpl(ABC):
     """Runs the recurrence of one layer."""
 
+    raw_gates: ClassVar[tuple[Phase, ...]] = ()
+    """The phases whose kernels activate gates themselves: their ``gates`` have ``raw``."""
+
     def __init__(self, context: StateContext) -> None:
         self.context = context
 
@@ -56,8 +60,7 @@ class StateImpl(ABC):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        log_decay: Tensor,
-        write_strength: Tensor | None,
+        gates: Gates,
         states: Tensor,
         part: StatePart,
         output: Tensor,
@@ -68,8 +71,7 @@ class StateImpl(ABC):
             phase: of the part.
             query, key: ``dtype`` ``(T, num_heads, head_size)``, not yet normalised.
             value: ``dtype`` ``(T, num_v_heads, v_head_size)``.
-            log_decay: float32 ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``, at most 0.
-            write_strength: float32 ``(T, num_v_heads)``; None where the recurrence has none.
+            gates: of the tokens.
             states: the layer's, in the layout of the context.
             part: the requests, and the slots that they read and write.
             output: ``dtype`` ``(T, num_v_heads, v_head_size)``, to be filled.
@@ -80,6 +82,8 @@ class StateBackend:
     """The runtime of one backend."""
 
     impl_cls: ClassVar[type[StateImpl]]
+    reads_zeros: ClassVar[bool] = False
+    """Whether its kernels read a slot of zeros for requests that start from zero: ``zeros_slot`` of the states."""
 
     @classmethod
     def prepare(cls) -> None:

@@ -34,3 +34,11 @@ def allocate_states(config: StateConfig, layout: str, num_slots: int, device: to
         return StateCache(state, None)
     window = (num_slots, config.conv_kernel_size - 1, config.conv_dim)
     return StateCache(state, torch.empty(window, dtype=PLAIN_DTYPES[config.dtype], device=device))
+
+
+def zeros_slot(states: Tensor) -> int:
+    """Return the slot of zeros that the states of a group have whose backend ``reads_zeros``.
+
+    Nobody writes to it; the one behind it takes what padding writes (``NOWHERE``).
+    """
+    return states.shape[0] - 2

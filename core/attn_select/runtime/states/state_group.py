@@ -16,7 +16,7 @@ from attn_select.runtime.loaded import device_of
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.states.state_backend import StateBackend, StateContext
 from attn_select.runtime.states.state_batch import StateMetadata, build_states
-from attn_select.runtime.states.state_cache import StateCache, allocate_states
+from attn_select.runtime.states.state_cache import StateCache, allocate_states, zeros_slot
 from attn_select.runtime.states.state_pool import StateSlots
 
 
@@ -90,10 +90,21 @@ class StateGroup:
         level = "NEVER" if served is None else served.context.plans["decode"].cuda_graph
         return "UNIFORM_BATCH" if level == "ALWAYS" else level
 
+    @property
+    def reads_zeros(self) -> bool:
+        """Whether a backend reads a slot of zeros for requests that start from zero."""
+        return any(served.backend.reads_zeros for served in self.served.values())
+
+    @property
+    def extra_slots(self) -> int:
+        """How many slots ``allocate`` adds behind those of requests."""
+        return 2 if self.reads_zeros else int(self.cuda_graphs)
+
     def allocate(self, num_slots: int) -> StateCache:
         """Return uninitialised states of one layer, in the selection's layout. All layers have as many slots.
 
-        With ``cuda_graphs`` there is one slot more, to which the padding of captured steps writes.
+        With ``cuda_graphs`` there is one slot more, to which the padding of captured steps writes. Where a backend
+        ``reads_zeros`` there are two more, of which the first holds zeros.
 
         Raises:
             ConfigError: ``num_slots`` is out of range, or another number than before.
@@ -103,7 +114,9 @@ class StateGroup:
         if self.num_slots not in (None, num_slots):
             text = f"num_slots = {show(num_slots)}: the group's other layers have {self.num_slots}"
             raise ConfigError(text, fields=["num_slots"])
-        made = allocate_states(self.config, self._layout, num_slots + self.cuda_graphs, self.device)
+        made = allocate_states(self.config, self._layout, num_slots + self.extra_slots, self.device)
+        if self.reads_zeros:
+            made.state[zeros_slot(made.state)].zero_()
         self.num_slots = num_slots
         return made
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_select.layer.config import Phase
 from attn_select.layer.state import NORM_EPSILON
-from attn_select.runtime.states import StateBackend, StateContext, StateImpl, StatePart, gathered_states
+from attn_select.runtime.states import Gates, StateBackend, StateContext, StateImpl, StatePart, gathered_states
 from attn_select_flashinfer.runtime import library
 
 ENTRY = "chunk_gated_delta_rule"
@@ -30,8 +30,7 @@ class FlashInferGdnImpl(StateImpl):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        log_decay: Tensor,
-        write_strength: Tensor | None,
+        gates: Gates,
         states: Tensor,
         part: StatePart,
         output: Tensor,
@@ -42,8 +41,8 @@ class FlashInferGdnImpl(StateImpl):
             q=_normalised(query),
             k=_normalised(key),
             v=value.contiguous(),
-            g=log_decay.exp().contiguous(),
-            beta=write_strength,
+            g=gates.log_decay.exp().contiguous(),
+            beta=gates.write_strength,
             scale=self.context.config.scale,
             initial_state=state,
             output_final_state=True,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attn_select.layer.config import Phase
 from attn_select.layer.layouts import STATE_VK
-from attn_select.runtime.states import StateBackend, StateContext, StateImpl, StatePart
+from attn_select.runtime.states import Gates, StateBackend, StateContext, StateImpl, StatePart
 from attn_select_triton.kernels.state_decode import decode_states, packed
 from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
@@ -25,8 +25,7 @@ class TritonStateImpl(StateImpl):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        log_decay: Tensor,
-        write_strength: Tensor | None,
+        gates: Gates,
         states: Tensor,
         part: StatePart,
         output: Tensor,
@@ -37,8 +36,8 @@ class TritonStateImpl(StateImpl):
             packed(query),
             packed(key),
             packed(value),
-            log_decay,
-            write_strength,
+            gates.log_decay,
+            gates.write_strength,
             states,
             part.query_start_loc,
             part.read_slots,
