@@ -51,7 +51,8 @@ _NAMES = ("channels", "log_decay", "a", "b")
 def joined(parts: Sequence[Tokens]) -> Tokens:
     """Return the tokens of several requests, one behind the other."""
     named = [part.named() for part in parts]
-    return Tokens(**{**dict.fromkeys(_NAMES), **{n: torch.cat([each[n] for each in named]) for n in named[0]}})
+    found = [torch.cat([each[name] for each in named]) if name in named[0] else None for name in _NAMES]
+    return Tokens(*found)  # type: ignore[arg-type]
 
 
 class DrawnGates:

@@ -125,8 +125,8 @@ class OwnMLABackend(OwnAttnBackend):
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, layer.qk_head_dim)
         output = query.new_empty(*query.shape[:2], layer.v_head_dim)
         (part,) = step.metadata.parts
-        output = own.decode.forward_mqa(own, query, cache, part.metadata, output)
-        return output.flatten(1)
+        found: Tensor = own.decode.forward_mqa(own, query, cache, part.metadata, output)
+        return found.flatten(1)
 
     def forward_extend(
         self,
