@@ -28,6 +28,8 @@ def test_only_backends_of_states_are_candidates() -> None:
     assert {candidate.backend for candidate in states.candidates} == {
         "FLA",
         "FLASHINFER_GDN",
+        "FLASHINFER_KDA",
+        "FLASHINFER_MAMBA",
         "TORCH_STATE",
         "TRITON_STATE",
     }

@@ -10,6 +10,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 from drawn_decisions import drawn_fields
@@ -38,8 +39,8 @@ def wording() -> dict[str, str]:
             continue
         drawn += 1
         _add(select(config, GPUS[drawn % len(GPUS)]).candidates, kernels, notes)
-    for recurrence in RECURRENCES:
-        layer = StateConfig(recurrence=recurrence, num_heads=4, head_size=128)
+    for recurrence, state_dtype in product(RECURRENCES, ("float32", "bfloat16")):
+        layer = StateConfig(recurrence=recurrence, num_heads=4, head_size=128, state_dtype=state_dtype)
         for gpu in ("cpu", *GPUS):
             _add(select(layer, gpu).candidates, kernels, notes)
     return {name: _text({**dict(sorted(paths.items())), "notes": notes[name]}) for name, paths in kernels.items()}

@@ -147,9 +147,16 @@ class StateConformance:
         layout = rng.choice(layouts)
         return selection_of(self.spec, config, self._place(), environment=self.environment, layout=layout)
 
+    def takes(self, config: StateConfig) -> bool:
+        """Whether the plan takes a layer that the capabilities accept; overridden where it refuses some itself."""
+        return True
+
     def _drawn(self, index: int) -> StateConfig:
         """Draw a layer that all phases accept."""
         rng = random.Random(f"{self.spec.name} {self.seed} {index}")
+        return next(config for config in iter(lambda: self._any(rng), None) if self.takes(config))
+
+    def _any(self, rng: random.Random) -> StateConfig:
         each = list(self._capabilities().values())
 
         def among(values: Callable[[StateCapabilities], tuple[Any, ...]]) -> Any:

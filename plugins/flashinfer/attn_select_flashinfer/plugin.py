@@ -5,6 +5,8 @@ from __future__ import annotations
 from attn_select.backends.hookspecs import hookimpl
 from attn_select.backends.spec import BackendSpec
 from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
+from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
+from attn_select_flashinfer.facts.mamba import FLASHINFER_MAMBA
 from attn_select_flashinfer.facts.mha import FLASHINFER
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
@@ -13,5 +15,6 @@ from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 @hookimpl
 def attn_select_register_backends() -> list[BackendSpec]:
-    """Return the specs of ``FLASHINFER``, of the backends of MLA layers, and of ``FLASHINFER_GDN``."""
-    return [FLASHINFER, FLASHINFER_MLA, FLASHINFER_MLA_CUTE_DSL, FLASHINFER_MLA_SPARSE, FLASHINFER_GDN]
+    """Return the specs of ``FLASHINFER``, of the backends of MLA layers, and of those of layers that keep a state."""
+    mla = [FLASHINFER_MLA, FLASHINFER_MLA_CUTE_DSL, FLASHINFER_MLA_SPARSE]
+    return [FLASHINFER, *mla, FLASHINFER_GDN, FLASHINFER_KDA, FLASHINFER_MAMBA]

@@ -35,6 +35,9 @@ ENTRIES = {
     "utils": ("FP4Tensor",),
     "cascade": ("merge_state_in_place",),
     "gdn_prefill": ("chunk_gated_delta_rule",),
+    "gdn_decode": ("gated_delta_rule_decode_pretranspose",),
+    "kda": ("recurrent_kda",),
+    "mamba": ("selective_state_update",),
 }
 """By FlashInfer's module or package, the entries; one that a release does not have is left out."""
 METHODS = ("__init__", "plan", "run", "reset_workspace_buffer", "csr")

@@ -14,6 +14,7 @@ from attn_select.layer.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.machine.environment import Environment
 from attn_select.testing import check_sources, gqa_layer, mla_layer, toolkit
 from attn_select_flashinfer.facts import libraries, mha_kernels, mla_kernels
+from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
 from attn_select_flashinfer.plugin import attn_select_register_backends
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
@@ -34,7 +35,8 @@ reasons_of = GATE.reasons_of
 
 def test_registers_its_backends() -> None:
     of_mla = ["FLASHINFER_MLA", "FLASHINFER_MLA_CUTE_DSL", "FLASHINFER_MLA_SPARSE"]
-    assert list(SPECS) == ["FLASHINFER", *of_mla, "FLASHINFER_GDN"]
+    of_states = ["FLASHINFER_GDN", "FLASHINFER_KDA", "FLASHINFER_MAMBA"]
+    assert list(SPECS) == ["FLASHINFER", *of_mla, *of_states]
     assert [problem for spec in SPECS.values() for problem in problems_of(spec)] == []
 
 
@@ -59,7 +61,8 @@ def test_an_older_release_is_refused(spec: BackendSpec) -> None:
     assert [reason.code for reason in reasons] == ["library-version"]
     remedy = "pip install --upgrade flashinfer-python"
     assert reasons[0].remedy == remedy
-    for version in ("0.6.14", "0.6.18.post1", "0.7.0", "0.7.2.post1"):
+    later = ("0.7.2", "0.7.2.post1")
+    for version in later if spec is FLASHINFER_KDA else ("0.6.14", "0.6.18.post1", "0.7.0", *later):
         environment = Environment(assume_installed=True, pins={"flashinfer-python": version})
         assert not library_reasons(spec, environment)
 

@@ -1,4 +1,6 @@
-"""``FLASHINFER_GDN`` runs what its spec promises: by emulated entries of two releases, on a GPU by FlashInfer's own."""
+"""FlashInfer's backends of layers that keep a state run what their specs promise: by emulated entries of two releases,
+on a GPU by FlashInfer's own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from attn_select.machine.device import lookup
 from attn_select.testing.state_conformance import StateConformance
 from attn_select.testing.toolkit import environment_of
 from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
+from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
+from attn_select_flashinfer.facts.mamba import FLASHINFER_MAMBA, RATIOS
 
 QWEN3_NEXT = StateConfig(recurrence="gated_delta_net", num_heads=16, num_v_heads=32, head_size=128, conv_kernel_size=4)
 
@@ -40,6 +44,36 @@ class TestOlder(Emulated):
 
 class TestNewest(Emulated):
     release = fi.RELEASES[1]
+
+
+class TestKda(Emulated):
+    spec = FLASHINFER_KDA
+    gate_device = lookup("b200")
+    release = fi.RELEASES[1]
+
+    def takes(self, config: StateConfig) -> bool:
+        return config.v_head_size == config.head_size
+
+
+class MambaLayers(StateConformance):
+    spec = FLASHINFER_MAMBA
+
+    def takes(self, config: StateConfig) -> bool:
+        return config.num_v_heads // config.num_heads in RATIOS.value
+
+
+class TestOlderMamba(MambaLayers, Emulated):
+    pass
+
+
+class TestNewestMamba(MambaLayers, Emulated):
+    release = fi.RELEASES[1]
+
+
+@pytest.mark.gpu
+class TestMambaOnGpu(MambaLayers):
+    device = "cuda"
+    num_configs = 60
 
 
 @pytest.mark.gpu

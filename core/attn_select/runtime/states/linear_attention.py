@@ -66,6 +66,11 @@ class LinearAttention(nn.Module):
         self._widths = {"query": keys, "key": keys, "value": values}
         self._order = config.rule.channels
 
+    @property
+    def raw_gates(self) -> bool:
+        """Whether a phase's kernels activate gates themselves: ``forward`` takes raw ones alone then."""
+        return any(phase in impl.raw_gates for phase, impl in self.impls.items())
+
     def forward(
         self,
         channels: Tensor,

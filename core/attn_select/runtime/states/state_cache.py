@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_select.layer.layouts import state_shape
 from attn_select.layer.state import StateConfig
+from attn_select.runtime.states.state_batch import StatePart
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
@@ -42,3 +43,18 @@ def zeros_slot(states: Tensor) -> int:
     Nobody writes to it; the one behind it takes what padding writes (``NOWHERE``).
     """
     return states.shape[0] - 2
+
+
+def slots_in_pool(states: Tensor, part: StatePart) -> tuple[Tensor, Tensor]:
+    """Return the slots that a part reads and writes, for kernels that know no slot below 0.
+
+    Args:
+        states: of a group whose backend ``reads_zeros``.
+        part: requests of one state each.
+
+    Returns:
+        Int32 ``(B,)`` each: a request that starts from zero reads ``zeros_slot``, padding writes to the last slot.
+    """
+    zeros, last = zeros_slot(states), states.shape[0] - 1
+    read, write = part.read_slots, part.write_slots
+    return read.masked_fill(read < 0, zeros).int(), write.masked_fill(write < 0, last).int()

@@ -1,4 +1,4 @@
-"""``FLASHINFER_GDN``: prefills of gated delta net layers by FlashInfer's chunked kernels."""
+"""``FLASHINFER_GDN``: gated delta net layers by FlashInfer: prefills in chunks, decodes in the pool of states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from attn_select_flashinfer.facts.libraries import LIBRARIES
 _GDN = "flashinfer-ai/flashinfer flashinfer/gdn_prefill.py chunk_gated_delta_rule 0.6.14 and 0.7.2.post1"
 _ENGINE = "vllm-project/vllm model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py 0.32.0"
 
-CAPABILITIES = StateCapabilities(
+_DECODE = (
+    "flashinfer-ai/flashinfer flashinfer/gdn_decode.py gated_delta_rule_decode_pretranspose 0.6.14 and 0.7.2.post1"
+)
+
+PREFILL = StateCapabilities(
     compute_capabilities=Fact(
         ComputeCapabilities((((9, 0), (9, 0)), ((10, 0), (10, 3)))), f"{_GDN}: requires SM90 or SM100; {_ENGINE}"
     ),
@@ -38,17 +42,35 @@ CAPABILITIES = StateCapabilities(
     v_head_sizes=Fact(HeadSizes((128,)), f"{_GDN}: state of (head_size, head_size)"),
     speculative_tokens=Fact(MOST_SPECULATIVE_TOKENS, "decodes are another backend's"),
 )
+DECODE = StateCapabilities(
+    compute_capabilities=Fact(ComputeCapabilities((((9, 0), (12, 9)),)), f"{_DECODE}: requires SM90 and up"),
+    recurrences=PREFILL.recurrences,
+    dtypes=Fact(("bfloat16", "float16"), f"{_DECODE}: q must be float16/bfloat16"),
+    state_dtypes=Fact(("float32", "bfloat16"), f"{_DECODE}: float32, or bfloat16 where heads have 128"),
+    head_sizes=Fact(HeadSizes((128,)), f"{_DECODE}: at least 128, and 128 for states in bfloat16"),
+    v_head_sizes=Fact(HeadSizes((128,)), f"{_DECODE}: likewise"),
+    speculative_tokens=Fact(0, f"{_DECODE}: several tokens keep the state behind the last one alone"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class GdnPrefillKernel:
-    """The one kernel of this backend."""
+class GdnKernel:
+    """The entry of FlashInfer that runs a phase."""
 
-    name: str = "chunk_gated_delta_rule"
+    name: str
 
 
-_BECAUSE = "chunks turn the recurrence into matrix products; vLLM 0.32 takes it on Hopper"
+_KERNELS: dict[Phase, GdnKernel] = {
+    "prefill": GdnKernel("chunk_gated_delta_rule"),
+    "decode": GdnKernel("gated_delta_rule_decode_pretranspose"),
+}
+_BECAUSE: dict[Phase, str] = {
+    "prefill": "chunks turn the recurrence into matrix products; vLLM 0.32 takes it on Hopper",
+    "decode": "one launch reads and writes each state once, in the pool",
+}
 _COPIES = "copies the states that it reads out of the pool, and back"
+RAW_GATES = "activates the gates itself: give the layers raw gates"
+"""A note of every plan whose kernel takes gates before their activation."""
 _NEVER_RUN = "FlashInfer's gated delta net was never run here; its call is held to the signatures of two releases"
 
 
@@ -57,23 +79,23 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the plan; plain capabilities say everything that speaks against it."""
     return BackendPlan(
-        kernel=GdnPrefillKernel(),
-        path="chunked",
-        because=_BECAUSE,
+        kernel=_KERNELS[phase],
+        path="chunked" if phase == "prefill" else "in the pool",
+        because=_BECAUSE[phase],
         query_dtype=config.dtype,
         returns_lse=False,
         kv_layouts=(STATE_VK,),
         kernel_block_sizes=(),
-        cuda_graph="NEVER",
-        notes=(_COPIES,),
+        cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
+        notes=(_COPIES if phase == "prefill" else RAW_GATES,),
         unverified=(_NEVER_RUN,),
     )
 
 
 FLASHINFER_GDN = BackendSpec(
     name="FLASHINFER_GDN",
-    summary="Prefills of gated delta net layers by FlashInfer, on Hopper and Blackwell.",
-    capabilities={"prefill": CAPABILITIES},
+    summary="Gated delta net layers by FlashInfer, on Hopper and Blackwell.",
+    capabilities={"prefill": PREFILL, "decode": DECODE},
     plan=plan,
     libraries=LIBRARIES,
     compile_key=lambda config: (config.num_heads, config.num_v_heads, config.dtype),

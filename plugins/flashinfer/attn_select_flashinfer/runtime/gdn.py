@@ -7,22 +7,30 @@ from torch import Tensor
 
 from attn_select.layer.config import Phase
 from attn_select.layer.state import NORM_EPSILON
-from attn_select.runtime.states import Gates, StateBackend, StateContext, StateImpl, StatePart, gathered_states
+from attn_select.runtime.states import (
+    Gates,
+    StateBackend,
+    StateContext,
+    StateImpl,
+    StatePart,
+    gathered_states,
+    slots_in_pool,
+)
 from attn_select_flashinfer.runtime import library
-
-ENTRY = "chunk_gated_delta_rule"
 
 
 class FlashInferGdnImpl(StateImpl):
-    """Runs the prefills of one layer.
+    """Runs one layer.
 
     Raises:
         KernelMismatchError: FlashInfer's entry takes no such arguments.
     """
 
+    raw_gates = ("decode",)
+
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)
-        library.flashinfer().check(ENTRY)
+        library.flashinfer().check(*(plan.kernel.name for plan in context.plans.values()))  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -35,7 +43,13 @@ class FlashInferGdnImpl(StateImpl):
         part: StatePart,
         output: Tensor,
     ) -> None:
-        """Run the prefills of a step, as ``StateImpl.forward`` documents it."""
+        """Run a part of a step, as ``StateImpl.forward`` documents it."""
+        run = self._decode if phase == "decode" else self._prefill
+        run(query, key, value, gates, states, part, output)
+
+    def _prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: Gates, states: Tensor, part: StatePart, output: Tensor
+    ) -> None:
         state = gathered_states(states, part)
         found, last = library.flashinfer().chunk_gated_delta_rule(
             q=_normalised(query),
@@ -52,6 +66,30 @@ class FlashInferGdnImpl(StateImpl):
         output.copy_(found)
         states[part.write_slots] = last.to(states.dtype)
 
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: Gates, states: Tensor, part: StatePart, output: Tensor
+    ) -> None:
+        raw = gates.raw
+        assert raw is not None
+        assert raw.b is not None
+        read, write = slots_in_pool(states, part)
+        # (B, 1, heads, size): one token per request.
+        tokens = {n: each.contiguous().unsqueeze(1) for n, each in (("q", query), ("k", key), ("v", value))}
+        found, _ = library.flashinfer().gated_delta_rule_decode_pretranspose(
+            **tokens,
+            state=None,
+            A_log=raw.A_log,
+            a=raw.a.contiguous().unsqueeze(1),
+            dt_bias=raw.dt_bias,
+            b=raw.b.contiguous().unsqueeze(1),
+            scale=self.context.config.scale,
+            use_qk_l2norm=True,
+            initial_state=states,
+            initial_state_indices=read,
+            output_state_indices=write,
+        )
+        output.copy_(found.squeeze(1))
+
 
 def _normalised(rows: Tensor) -> Tensor:
     """Return queries or keys of length 1 in their own dtype. The entry does it since 0.7; in 0.6.14 it does not."""
@@ -60,9 +98,10 @@ def _normalised(rows: Tensor) -> Tensor:
 
 
 class FlashInferGdnBackend(StateBackend):
-    """Prefills of gated delta net layers by FlashInfer."""
+    """Gated delta net layers by FlashInfer."""
 
     impl_cls = FlashInferGdnImpl
+    reads_zeros = True
 
     @classmethod
     def prepare(cls) -> None:

@@ -41,6 +41,13 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "chunk_gated_delta_rule": {
         "": "q k v g beta scale initial_state output_final_state cu_seqlens output_state",
     },
+    "gated_delta_rule_decode_pretranspose": {
+        "": "q k v state A_log a dt_bias b scale use_qk_l2norm initial_state initial_state_indices "
+        "output_state_indices",
+    },
+    "selective_state_update": {
+        "": "state x dt A B C D dt_bias dt_softplus state_batch_indices dst_state_batch_indices",
+    },
     "FP4Tensor": {"__init__": "data scale scale_start_index original_shape"},
     "BatchPrefillWithRaggedKVCacheWrapper": {
         "__init__": "float_workspace_buffer kv_layout backend",
@@ -80,8 +87,12 @@ WITH_METADATA = {
         "run": "query kv_cache out lse return_lse ckv_scale kpe_scale return_lse_base_on_e",
     },
     METADATA: {"csr": "qo_indptr kv_indptr kv_indices kv_len_arr"},
+    "recurrent_kda": {
+        "": "q k v g beta scale initial_state use_qk_l2norm_in_kernel use_gate_in_kernel cu_seqlens ssm_state_indices "
+        "initial_state_source initial_state_indices",
+    },
 }
-"""What is passed instead to a release that has ``METADATA``."""
+"""What is passed to a release that has ``METADATA``, in the place of the former or beside them."""
 
 MODULES = {
     "trtllm_batch_context_with_kv_cache": "flashinfer.prefill",
@@ -93,6 +104,8 @@ MODULES = {
     METADATA: "flashinfer.mla",
     "FP4Tensor": "flashinfer.utils",
     "chunk_gated_delta_rule": "flashinfer.gdn_prefill",
+    "gated_delta_rule_decode_pretranspose": "flashinfer.gdn_decode",
+    "selective_state_update": "flashinfer.mamba",
 }
 """Where an entry is imported from, ``flashinfer`` unless it stands here."""
 
@@ -163,6 +176,8 @@ def _found(installed: InstalledBuild, name: str) -> Any:
     if name == METADATA and not with_metadata:
         return None
     parameters = {**PARAMETERS, **WITH_METADATA} if with_metadata else PARAMETERS
+    if name not in parameters:
+        raise installed.mismatch(f"flashinfer.{name} is called as releases from 0.7.2 on have it")
     return _entry(installed, name, parameters[name])
 
 

@@ -1,6 +1,6 @@
-"""``chunk_gated_delta_rule`` as FlashInfer 0.6.14 has it: prefills of gated delta net, by the float64 recurrence.
+"""Entries of layers that keep a state as FlashInfer 0.6.14 has them; prefills by the float64 recurrence.
 
-Sources: flashinfer/gdn_prefill.py, its docstring and checks.
+Sources: flashinfer/gdn_prefill.py, its docstring and checks; of decodes see ``state_decodes``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import flashinfer_emulated as fi
 from attn_select.layer.state import StateConfig
 from attn_select.reference.oracle_state import state_reference
 from flashinfer_emulated import need
+from flashinfer_emulated.state_decodes import gated_delta_net, mamba
 
 
 def chunk_gated_delta_rule(
@@ -77,3 +78,57 @@ def computed(
         output[own] = found.to(output.dtype)
         output_state[request] = states[-1].mT.to(output_state.dtype)
     return output, output_state
+
+
+def gated_delta_rule_decode_pretranspose(
+    q: Any,
+    k: Any,
+    v: Any,
+    state: Any,
+    A_log: Any,
+    a: Any,
+    dt_bias: Any,
+    b: Any,
+    scale: Any = None,
+    output: Any = None,
+    use_qk_l2norm: Any = True,
+    initial_state: Any = None,
+    initial_state_indices: Any = None,
+    output_state_indices: Any = None,
+) -> Any:
+    fi.called("gated_delta_rule_decode_pretranspose", locals())
+    need(state is None and use_qk_l2norm, "states lie in a pool, and the kernel normalises")
+    slots = (initial_state_indices, output_state_indices)
+    return gated_delta_net((q, k, v), (A_log, a, dt_bias, b), scale, initial_state, slots), initial_state
+
+
+def selective_state_update(
+    state: Any,
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: Any = False,
+    state_batch_indices: Any = None,
+    pad_slot_id: Any = -1,
+    state_scale: Any = None,
+    out: Any = None,
+    disable_state_update: Any = False,
+    intermediate_states_buffer: Any = None,
+    intermediate_state_indices: Any = None,
+    intermediate_state_scales: Any = None,
+    rand_seed: Any = None,
+    philox_rounds: Any = 10,
+    cache_steps: Any = 0,
+    algorithm: Any = "auto",
+    dst_state_batch_indices: Any = None,
+    cu_seqlens: Any = None,
+    num_accepted_tokens: Any = None,
+) -> Any:
+    fi.called("selective_state_update", locals())
+    need(dt_softplus, "dt is given before its activation")
+    return mamba(x, dt, A, B, C, D, dt_bias, state, (state_batch_indices, dst_state_batch_indices))

@@ -1,11 +1,13 @@
-"""``chunk_gated_delta_rule`` as FlashInfer 0.7.2.post1 has it, with more arguments than in 0.6.14."""
+"""Entries of layers that keep a state as FlashInfer 0.7.2.post1 has them, with more arguments than in 0.6.14."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import flashinfer_emulated as fi
+from flashinfer_emulated import need
 from flashinfer_emulated.gdn06 import computed
+from flashinfer_emulated.state_decodes import gated_delta_net, kimi_delta_attention, mamba
 
 
 def chunk_gated_delta_rule(
@@ -32,3 +34,93 @@ def chunk_gated_delta_rule(
 ) -> Any:
     fi.called("chunk_gated_delta_rule", locals())
     return computed(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, output_state)
+
+
+def gated_delta_rule_decode_pretranspose(
+    q: Any,
+    k: Any,
+    v: Any,
+    state: Any,
+    A_log: Any,
+    a: Any,
+    dt_bias: Any,
+    b: Any,
+    scale: Any = None,
+    output: Any = None,
+    use_qk_l2norm: Any = True,
+    initial_state: Any = None,
+    initial_state_indices: Any = None,
+    output_state_indices: Any = None,
+    intermediate_states_buffer: Any = None,
+    disable_state_update: Any = False,
+    backend: Any = "auto",
+) -> Any:
+    fi.called("gated_delta_rule_decode_pretranspose", locals())
+    need(state is None and use_qk_l2norm, "states lie in a pool, and the kernel normalises")
+    slots = (initial_state_indices, output_state_indices)
+    return gated_delta_net((q, k, v), (A_log, a, dt_bias, b), scale, initial_state, slots), initial_state
+
+
+def selective_state_update(
+    state: Any,
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: Any = False,
+    state_batch_indices: Any = None,
+    pad_slot_id: Any = -1,
+    state_scale: Any = None,
+    out: Any = None,
+    disable_state_update: Any = False,
+    intermediate_states_buffer: Any = None,
+    intermediate_state_indices: Any = None,
+    intermediate_state_scales: Any = None,
+    rand_seed: Any = None,
+    philox_rounds: Any = 10,
+    cache_steps: Any = 0,
+    algorithm: Any = "auto",
+    dst_state_batch_indices: Any = None,
+    cu_seqlens: Any = None,
+    num_accepted_tokens: Any = None,
+    backend: Any = "auto",
+) -> Any:
+    fi.called("selective_state_update", locals())
+    need(dt_softplus, "dt is given before its activation")
+    return mamba(x, dt, A, B, C, D, dt_bias, state, (state_batch_indices, dst_state_batch_indices))
+
+
+def recurrent_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: Any = None,
+    initial_state: Any = None,
+    output_final_state: Any = False,
+    use_qk_l2norm_in_kernel: Any = True,
+    use_gate_in_kernel: Any = False,
+    lower_bound: Any = None,
+    cu_seqlens: Any = None,
+    ssm_state_indices: Any = None,
+    num_spec_tokens: Any = None,
+    num_accepted_tokens: Any = None,
+    output: Any = None,
+    initial_state_source: Any = None,
+    initial_state_indices: Any = None,
+    beta_is_logit: Any = False,
+) -> Any:
+    fi.called("recurrent_kda", locals())
+    need(use_qk_l2norm_in_kernel and not use_gate_in_kernel, "the kernel normalises, and gates are activated")
+    slots = (initial_state_indices, ssm_state_indices)
+    return (
+        kimi_delta_attention((q, k, v, g, beta), scale, cu_seqlens, initial_state, initial_state_source, slots),
+        None,
+    )

@@ -1,0 +1,78 @@
+"""``FLASHINFER_KDA``: decodes of Kimi delta attention by FlashInfer, on Blackwell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_select.backends.reasons import unsupported
+from attn_select.backends.spec import (
+    BackendOptions,
+    BackendPlan,
+    BackendSpec,
+    ComputeCapabilities,
+    Fact,
+    HeadSizes,
+    Library,
+    Reason,
+    StateCapabilities,
+)
+from attn_select.layer.config import Phase
+from attn_select.layer.layouts import STATE_VK
+from attn_select.layer.state import StateConfig
+from attn_select.machine.device import Device
+from attn_select.machine.environment import Environment
+from attn_select_flashinfer.facts.libraries import TORCH
+
+_KDA = "flashinfer-ai/flashinfer flashinfer/kda_kernels/recurrent_kda.py run_recurrent_kda 0.7.2.post1"
+# 0.6.14 has no initial_state_source: its kernel starts from the state that it overwrites.
+WITH_SOURCE = Library("flashinfer-python", "flashinfer", "pip install --upgrade flashinfer-python", ">=0.7.2")
+
+_SIZES = (64, 128)
+
+CAPABILITIES = StateCapabilities(
+    compute_capabilities=Fact(ComputeCapabilities((((10, 0), (10, 3)),)), f"{_KDA}: requires SM100"),
+    recurrences=Fact(("kda",), f"{_KDA}: one decay per key channel"),
+    dtypes=Fact(("bfloat16",), f"{_KDA}: q, k, v, g and beta must be bfloat16"),
+    state_dtypes=Fact(("bfloat16",), f"{_KDA}: initial_state_source must be bfloat16"),
+    head_sizes=Fact(HeadSizes(_SIZES), f"{_KDA}: HEAD_DIM must be 64 or 128"),
+    v_head_sizes=Fact(HeadSizes(_SIZES), f"{_KDA}: K must equal V"),
+    speculative_tokens=Fact(0, f"{_KDA}: drafts are read by slots of its own order"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KdaKernel:
+    """The one kernel of this backend."""
+
+    name: str = "recurrent_kda"
+
+
+def plan(
+    config: StateConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
+) -> BackendPlan | list[Reason]:
+    """Return the plan; what plain capabilities do not say is that both widths are the same."""
+    if {config.head_size, config.v_head_size} == {*_SIZES}:
+        return [unsupported("v-head-size", "V head size", config.v_head_size, [config.head_size])]
+    return BackendPlan(
+        kernel=KdaKernel(),
+        path="in the pool",
+        because="one launch reads and writes each state once, in the pool",
+        query_dtype=config.dtype,
+        returns_lse=False,
+        kv_layouts=(STATE_VK,),
+        kernel_block_sizes=(),
+        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
+        notes=("rounds log-decays and write strengths to bfloat16",),
+        unverified=("FlashInfer's KDA was never run here; its call is held to the signature of 0.7.2.post1",),
+    )
+
+
+FLASHINFER_KDA = BackendSpec(
+    name="FLASHINFER_KDA",
+    summary="Decodes of Kimi delta attention by FlashInfer, on Blackwell.",
+    capabilities={"decode": CAPABILITIES},
+    plan=plan,
+    libraries=((TORCH,), (WITH_SOURCE,)),
+    compile_key=lambda config: (config.num_heads, config.head_size),
+    load="attn_select_flashinfer.runtime.kda:FlashInferKdaBackend",
+)
