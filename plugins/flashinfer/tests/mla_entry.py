@@ -67,6 +67,12 @@ when = {{ mla = true, compute_capability = "10.x", num_speculative_tokens = ">=7
 prefer = ["FLASHINFER_MLA_CUTE_DSL"]
 ```
 
+FlashInfer can choose between the two itself (`backend="auto"` inside `flashinfer.autotune`). That
+is not used: what it finds differs from run to run and from rank to rank (flashinfer-ai/flashinfer
+#3920, sgl-project/sglang #35343). Here they are two backends, so `attn-select tune` measures both,
+keeps the times in a file with the GPU and the versions, and every rank that reads the file decides
+alike; `explain --workload` shows the times ([measurements.md](measurements.md)).
+
 ## Its arguments
 
 Read in {source}. An
