@@ -71,7 +71,10 @@ class DrawnGates:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw, device=draw.device)
 
-        self._a_log, self._dt_bias = normal(config.num_v_heads), normal(*self._shape)
+        # From a memory of thousands of tokens to none. A step of Mamba-2 is a factor of what is written, too: far below
+        # 1 it would leave what float16 holds.
+        self._spread, rates = (2.5, 1.0) if config.rule.delta_rule else (1.0, 2.5)
+        self._a_log, self._dt_bias = normal(config.num_v_heads) * rates, normal(*self._shape)
 
     def tokens(self, count: int, draw: torch.Generator) -> Tokens:
         """Return random tokens on the device of ``draw``."""
@@ -84,10 +87,10 @@ class DrawnGates:
         channels = normal(count, config.width)
         if not config.rule.normalized:  # a sum of many products: keep it near 1
             channels = channels * config.head_size**-0.25
-        # From a memory of thousands of tokens to none: a chunk's decays multiply to less than a float32 holds.
-        spread = normal(count, *self._shape) * 2.5
+        # A chunk's decays multiply to less than a float32 holds.
+        spread = normal(count, *self._shape) * self._spread
         if not config.rule.writes:
-            return Tokens(channels.to(dtype), -torch.exp(spread - 1.0).clamp(max=60.0), None, None)
+            return Tokens(channels.to(dtype), -torch.exp(spread * 2.5 - 1.0).clamp(max=60.0), None, None)
         b = None if config.recurrence == "mamba2" else normal(count, config.num_v_heads).to(dtype)
         return Tokens(channels.to(dtype), None, (spread - 1.0).to(dtype), b)
 

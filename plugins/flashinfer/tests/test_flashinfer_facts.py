@@ -14,7 +14,6 @@ from attn_select.layer.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.machine.environment import Environment
 from attn_select.testing import check_sources, gqa_layer, mla_layer, toolkit
 from attn_select_flashinfer.facts import libraries, mha_kernels, mla_kernels
-from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
 from attn_select_flashinfer.plugin import attn_select_register_backends
 
 SPECS = {spec.name: spec for spec in attn_select_register_backends()}
@@ -61,8 +60,7 @@ def test_an_older_release_is_refused(spec: BackendSpec) -> None:
     assert [reason.code for reason in reasons] == ["library-version"]
     remedy = "pip install --upgrade flashinfer-python"
     assert reasons[0].remedy == remedy
-    later = ("0.7.2", "0.7.2.post1")
-    for version in later if spec is FLASHINFER_KDA else ("0.6.14", "0.6.18.post1", "0.7.0", *later):
+    for version in ("0.6.14", "0.6.18.post1", "0.7.0", "0.7.2.post1"):
         environment = Environment(assume_installed=True, pins={"flashinfer-python": version})
         assert not library_reasons(spec, environment)
 

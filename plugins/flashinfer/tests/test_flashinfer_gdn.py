@@ -11,6 +11,7 @@ import flashinfer_emulated as fi
 import pytest
 
 from attn_select import select
+from attn_select.decide import gate
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.testing.state_conformance import StateConformance
@@ -68,6 +69,14 @@ class TestOlderMamba(MambaLayers, Emulated):
 
 class TestNewestMamba(MambaLayers, Emulated):
     release = fi.RELEASES[1]
+
+
+def test_kda_needs_a_release_that_reads_and_writes_other_slots() -> None:
+    layer = StateConfig(recurrence="kda", num_heads=4, head_size=128, state_dtype="bfloat16")
+    for release, reasons in (("0.6.14", ["library-version"]), ("0.7.2.post1", [])):
+        environment = environment_of(pins={"flashinfer-python": release})
+        found = gate.check(FLASHINFER_KDA, layer, lookup("b200"), environment, FLASHINFER_KDA.options(), "decode")
+        assert [reason.code for reason in found] == reasons if isinstance(found, list) else not reasons
 
 
 @pytest.mark.gpu

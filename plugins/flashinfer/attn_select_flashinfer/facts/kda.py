@@ -12,7 +12,6 @@ from attn_select.backends.spec import (
     ComputeCapabilities,
     Fact,
     HeadSizes,
-    Library,
     Reason,
     StateCapabilities,
 )
@@ -21,11 +20,12 @@ from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_flashinfer.facts.libraries import TORCH
+from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
 
 _KDA = "flashinfer-ai/flashinfer flashinfer/kda_kernels/recurrent_kda.py run_recurrent_kda 0.7.2.post1"
-# 0.6.14 has no initial_state_source: its kernel starts from the state that it overwrites.
-WITH_SOURCE = Library("flashinfer-python", "flashinfer", "pip install --upgrade flashinfer-python", ">=0.7.2")
+KDA_RELEASES = Fact(
+    ">=0.7.2", f"{_KDA}: 0.6.14 has no initial_state_source, so its kernel starts from the state that it overwrites"
+)
 
 _SIZES = (64, 128)
 
@@ -50,7 +50,9 @@ class KdaKernel:
 def plan(
     config: StateConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan; what plain capabilities do not say is that both widths are the same."""
+    """Return the plan; what plain capabilities do not say is the release, and that both widths are the same."""
+    if reasons := wrong_release(environment, "its KDA", KDA_RELEASES):
+        return reasons
     if {config.head_size, config.v_head_size} == {*_SIZES}:
         return [unsupported("v-head-size", "V head size", config.v_head_size, [config.head_size])]
     return BackendPlan(
@@ -72,7 +74,7 @@ FLASHINFER_KDA = BackendSpec(
     summary="Decodes of Kimi delta attention by FlashInfer, on Blackwell.",
     capabilities={"decode": CAPABILITIES},
     plan=plan,
-    libraries=((TORCH,), (WITH_SOURCE,)),
+    libraries=LIBRARIES,
     compile_key=lambda config: (config.num_heads, config.head_size),
     load="attn_select_flashinfer.runtime.kda:FlashInferKdaBackend",
 )
