@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -23,14 +25,34 @@ def start(gpu: str) -> None:
     sys.path.append(str(Path(__file__).parents[3] / "plugins" / "triton" / "tests"))
     importlib.import_module("triton_interpreter")
     from triton.backends import backends
+    from triton.runtime.interpreter import InterpretedFunction
 
+    InterpretedFunction.constexprs = property(_constexprs)
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    from vllm import _custom_ops
+
     from attn_select_vllm import names
     from attn_select_vllm.kernels import batch, binding
 
     binding.select = functools.partial(selected_for, gpu, binding.select)
     batch._lengths_on_the_host = _bounds
+    _custom_ops.concat_and_cache_mla = _concat_and_cache_mla
     names.PAIRS["FLASH_ATTN_TRITON_ATTN"] = ("TORCH_SDPA", "TRITON_ATTN")  # FlashAttention has no interpreter
+
+
+def _constexprs(function: Any) -> list[int]:
+    """Return which parameters are constants, as a compiled function does: vLLM counts them."""
+    annotations = [each.annotation for each in inspect.signature(function.fn).parameters.values()]
+    return [place for place, annotation in enumerate(annotations) if "constexpr" in str(annotation)]
+
+
+def _concat_and_cache_mla(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+) -> None:
+    """Write latents in the layout that GPUs have; vLLM's operation for CPUs packs them."""
+    kept = slot_mapping >= 0
+    rows = torch.cat([kv_c[: len(kept)], k_pe[: len(kept)].reshape(len(kept), -1)], dim=-1)
+    kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[kept]] = rows[kept].to(kv_cache.dtype)
 
 
 def selected_for(gpu: str, select: Any, config: Any, device: Any, rules: Any, **options: Any) -> Any:

@@ -401,6 +401,12 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
     asked = ASKED._replace(use_kv_connector=True)
     assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
     assert limits(asked._replace(use_mla=True), engine.config) == ["the adapter serves no KV connector with MLA"]
+    shared = SimpleNamespace(
+        **vars(engine.config) | {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}
+    )
+    without = asked._replace(use_kv_connector=False)
+    assert limits(without, shared) == ["the adapter serves decode context parallelism with MLA alone"]
+    assert limits(without._replace(use_mla=True), shared) == []
 
 
 @pytest.mark.parametrize(

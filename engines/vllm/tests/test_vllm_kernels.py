@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_emulated
 from interpreted import selected_for
 from vllm_emulated import LLAMA, CommonAttentionMetadata, engine_config
 
@@ -314,6 +315,41 @@ def test_mla_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         keys = cache[table[request].long()].view(-1, 1, 576)[:length]
         wanted = attention(query[request : request + 1], keys, keys[..., :512], None, scale)
         torch.testing.assert_close(output[request : request + 1].double(), wanted, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_ranks_share_the_contexts_of_mla(vllm: Any, interleave: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes the queries of both on the keys that it keeps: of a short request one keeps none."""
+    config = use(vllm, "a100", monkeypatch, MLA)
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float16)
+    from attn_select_vllm.kernels.mla import TritonMlaBackend
+
+    torch.manual_seed(0)
+    lens, scale, dims = (9, 50, 33), 192**-0.5, (None, 512, 128, 64, 192, 128)
+    keys = [torch.randn(length, 576).half() for length in lens]
+    query = torch.randn(3, 8, 576).half()
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(vllm_emulated, "RANKS", SimpleNamespace(size=2, rank=rank, interleave=interleave))
+        impl = TritonMlaBackend.get_impl_cls()(4, 576, scale, 1, None, None, "auto", None, "decoder", None, *dims, None)
+        layer = layer_of(impl)
+        config.compilation_config.static_forward_context = {"layers.0": layer}
+        spec = SimpleNamespace(block_size=BLOCK)
+        builder = TritonMlaBackend.get_builder_cls()(spec, ["layers.0"], config, torch.device("cpu"))
+        cache, table = torch.full((12, BLOCK, 576), torch.nan).half(), torch.randperm(12, dtype=torch.int32).view(3, 4)
+        own = [each[torch.arange(len(each)) // interleave % 2 == rank] for each in keys]
+        for row, kept in zip(table, own, strict=True):
+            for position, latent in enumerate(kept):
+                cache[row[position // BLOCK], position % BLOCK] = latent
+        step = step_of((1, 1, 1), lens, table)
+        step.dcp_local_seq_lens = torch.tensor([len(each) for each in own], dtype=torch.int32)
+        shares.append(impl.forward_mqa(query, cache, builder.build(0, step), layer))
+    lse = torch.stack([each for _, each in shares])
+    parts = torch.stack([output.double().nan_to_num() for output, _ in shares])  # vLLM drops what has no weight
+    found = (lse.softmax(0)[..., None] * parts).sum(0)
+    for request, each in enumerate(keys):
+        wanted = attention(query[request : request + 1], each[:, None], each[:, None, :512], None, scale)
+        torch.testing.assert_close(found[request : request + 1], wanted, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize(

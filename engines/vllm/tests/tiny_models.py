@@ -83,10 +83,10 @@ CONFIGS = {
     "deepseek": lambda: DeepseekV2Config(
         **{name: value for name, value in _SIZES.items() if name not in ("head_dim", "num_key_value_heads")},
         num_key_value_heads=4,
-        kv_lora_rank=64,
+        kv_lora_rank=512,
         q_lora_rank=None,
         qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
+        qk_rope_head_dim=64,
         v_head_dim=32,
         first_k_dense_replace=3,
         moe_layer_freq=1,

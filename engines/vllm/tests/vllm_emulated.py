@@ -103,12 +103,27 @@ class MLACommonBackend(AttentionBackend):
         return True
 
 
+RANKS = SimpleNamespace(size=1, rank=0, interleave=1)
+"""The ranks that share contexts: how many, which one is meant, and how many neighbouring positions one keeps."""
+
+
+def get_dcp_local_seq_lens(
+    seq_lens: Any, dcp_size: int = 1, dcp_rank: Any = None, cp_kv_cache_interleave_size: int = 1
+) -> Any:
+    """As vLLM's: whole turns of all ranks, and what the rank has of the last one."""
+    step = cp_kv_cache_interleave_size
+    turns = seq_lens // (step * dcp_size)
+    rest = seq_lens - turns * step * dcp_size - dcp_rank * step
+    return (turns * step + rest.clamp(0, step)).int()
+
+
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[M]):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, metadata_cls: Any = None
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.metadata_cls = metadata_cls
+        self.metadata_cls, self.dcp_world_size = metadata_cls, RANKS.size
+        self.dcp_local_block_size, self.dcp_virtual_block_size = RANKS.interleave, RANKS.interleave * RANKS.size
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         lens = common_attn_metadata.query_start_loc_cpu.diff()
@@ -143,6 +158,8 @@ class MLACommonImpl(Generic[M]):
         self.num_heads, self.scale, self.kv_cache_dtype = num_heads, scale, kv_cache_dtype
         self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.dcp_world_size = RANKS.size
+        self.need_to_return_lse_for_decode = RANKS.size > 1 and type(self).can_return_lse_for_decode  # type: ignore[attr-defined]
 
 
 def concat_mla_q(ql_nope: Any, q_pe: Any, q_out: Any) -> None:
@@ -317,6 +334,8 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
         "vllm._custom_ops": {"concat_mla_q": concat_mla_q},
         "vllm.logger": {"init_logger": lambda name: log},
         "vllm.config": {"VllmConfig": object, "get_current_vllm_config": lambda: config},
+        "vllm.distributed": {"get_dcp_group": lambda: SimpleNamespace(rank_in_group=RANKS.rank)},
+        "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": get_dcp_local_seq_lens},
         "vllm.platforms": {"current_platform": platform},
         "vllm.v1.attention.backend": backend,
         "vllm.v1.attention": {"selector": SimpleNamespace(_cached_get_attn_backend=functools.cache(platform_choice))},

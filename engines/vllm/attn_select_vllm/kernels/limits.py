@@ -45,6 +45,7 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
     clamped = asked.use_mm_prefix and _clamps(model)
     # A captured step would read the decoder's lengths, and not the encoder's.
     crossing = asked.attn_type == "encoder_decoder" and wanted_graphs(vllm_config) != "NEVER"
+    sharing = parallel.decode_context_parallel_size > 1
     found = {
         f"the adapter serves {', '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
         "the adapter passes no image ranges in this release": asked.use_mm_prefix and not standard_caches(),
@@ -55,7 +56,12 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
         "the adapter serves no KV connector in this release": asked.use_kv_connector and not standard_caches(),
         "the adapter serves no KV connector with MLA": asked.use_kv_connector and asked.use_mla,
-        "the adapter serves no context parallelism": asked.use_pcp or parallel.decode_context_parallel_size > 1,
+        "the adapter serves no prefill context parallelism": asked.use_pcp,
+        # Of MLA's decodes each rank returns the LSE, and vLLM merges them.
+        "the adapter serves decode context parallelism with MLA alone": sharing and not asked.use_mla,
+        "the adapter serves no decode context parallelism in this release": sharing
+        and asked.use_mla
+        and not standard_caches(),
         "the adapter passes no windows beside references": getattr(asked, "use_rswa", False),
         # Drafts are trimmed on the device, so that the host's query lengths are others than the device's.
         "the adapter plans from query lengths on the host": getattr(asked, "use_adaptive_verification", False),

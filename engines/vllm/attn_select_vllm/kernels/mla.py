@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -18,8 +19,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attn_select.layer.layouts import MLA
+from attn_select.runtime import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
@@ -60,10 +63,23 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
         metadata: OwnMLAMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if metadata.num_decodes:
             common = common_of(common_attn_metadata, self.block_size)
+            if self.dcp_world_size > 1:
+                common = self._share_of(common, common_attn_metadata.dcp_local_seq_lens)
             if metadata.num_prefills:
                 common = common.requests(0, metadata.num_decodes)
             metadata.attn_select = self.builders.build(common, fast_build, self._capturing)
         return metadata
+
+    def _share_of(self, common: CommonAttentionMetadata, seq_lens: Tensor) -> CommonAttentionMetadata:
+        """Return the batch with the keys that this rank keeps of each request; ``seq_lens``: their number."""
+        step = self.dcp_local_block_size
+        rank = get_dcp_group().rank_in_group
+        return replace(
+            common,
+            seq_lens=seq_lens[: common.num_reqs],
+            seq_lens_cpu=get_dcp_local_seq_lens(common.seq_lens_cpu, self.dcp_world_size, rank, step),
+            max_seq_len=-(-common.max_seq_len // self.dcp_virtual_block_size) * step,
+        )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OwnMLAMetadata:
         """Return what a graph is captured with: decodes alone."""
@@ -80,7 +96,7 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
 
     backend: ClassVar[str]
     """attn-select's name of the backend."""
-    can_return_lse_for_decode = False
+    can_return_lse_for_decode = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -96,13 +112,20 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
         )
+        if self.dcp_world_size > 1:  # vLLM gathers the queries of all ranks, and merges what each computes of its keys
+            gathered = {"num_heads": self.num_heads * self.dcp_world_size, "decode_context_parallel_size": 1}
+            config = config.model_copy(update=gathered)
         self.attn_select = Layer({"decode": self.backend}, MLA, config, scale=float(self.scale))
         self.storage_dtype = storage_dtype(config.cache_dtype)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: OwnMLAMetadata, layer: Any
-    ) -> tuple[Tensor, None]:
-        """Attend over latents with the absorbed query, given whole or as its latent and its rope part."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over latents with the absorbed query, given whole or as its latent and its rope part.
+
+        Returns:
+            The output, and where ranks share contexts its LSE, float32 ``(T, num_heads)`` to base e.
+        """
         own, latent = self.attn_select, q[0] if isinstance(q, tuple) else q
         impl = own.impls["decode"]
         query = joined(*q) if isinstance(q, tuple) and not impl.takes_query_parts else q
@@ -110,8 +133,11 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
             kv_c_and_k_pe_cache = kv_c_and_k_pe_cache.view(self.storage_dtype)
         own.scales_of(layer)
         output = latent.new_empty(*latent.shape[:-1], self.kv_lora_rank)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = latent.new_empty(latent.shape[:-1], dtype=torch.float32)
         (part,) = attn_metadata.attn_select[own.kind]
-        return impl.forward_mqa(own, query, kv_c_and_k_pe_cache, part.metadata, output), None
+        return impl.forward_mqa(own, query, kv_c_and_k_pe_cache, part.metadata, output, lse), lse
 
 
 def joined(latent: Tensor, rope: Tensor) -> Tensor:
