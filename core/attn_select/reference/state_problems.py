@@ -60,10 +60,11 @@ class DrawnGates:
 
     Args:
         config: the layer.
-        draw: of the weights; they lie where it draws.
+        draw: of the weights.
+        device: where gates will be wanted, beside the CPU. Nothing is copied later, as in a captured step.
     """
 
-    def __init__(self, config: StateConfig, draw: torch.Generator) -> None:
+    def __init__(self, config: StateConfig, draw: torch.Generator, device: torch.device) -> None:
         self.config = config
         width = (config.head_size,) if config.rule.decay == "channel" else ()
         self._shape = (config.num_v_heads, *width)
@@ -74,7 +75,8 @@ class DrawnGates:
         # From a memory of thousands of tokens to none. A step of Mamba-2 is a factor of what is written, too: far below
         # 1 it would leave what float16 holds.
         self._spread, rates = (2.5, 1.0) if config.rule.delta_rule else (1.0, 2.5)
-        self._a_log, self._dt_bias = normal(config.num_v_heads) * rates, normal(*self._shape)
+        weights = normal(config.num_v_heads) * rates, normal(*self._shape)
+        self._weights = {each.type: [weight.to(each) for weight in weights] for each in (torch.device("cpu"), device)}
 
     def tokens(self, count: int, draw: torch.Generator) -> Tokens:
         """Return random tokens on the device of ``draw``."""
@@ -98,8 +100,7 @@ class DrawnGates:
         """Return the gates of tokens, on their device."""
         if tokens.a is None:
             return Gates(tokens.log_decay)
-        device = tokens.a.device
-        a_log, dt_bias = self._a_log.to(device), self._dt_bias.to(device)
+        a_log, dt_bias = self._weights[tokens.a.device.type]
         return Gates(raw=RawGates(A_log=a_log, a=tokens.a, dt_bias=dt_bias, b=tokens.b))
 
 

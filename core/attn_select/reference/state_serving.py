@@ -115,7 +115,7 @@ class StateServing:
         if self.config.conv_kernel_size:
             self._weight = (self._normal(self.config.conv_dim, self.config.conv_kernel_size) * 0.5).to(self._dtype)
             self._bias = (self._normal(self.config.conv_dim) * 0.1).to(self._dtype)
-        self._gates = DrawnGates(self.config, self._draw)
+        self._gates = DrawnGates(self.config, self._draw, self.group.device)
         self.layer = LinearAttention(self.group, self._on_device(self._weight), self._on_device(self._bias))
         self._known: dict[object, _Known] = {}
         self.seconds, self.replays = 0.0, 0

@@ -107,7 +107,7 @@ class StateStep:
             self._num_slots += kept
         self.cache_bytes = self._num_slots * bytes_per_slot(config)
         draw = torch.Generator(self.group.device).manual_seed(1)
-        self._gates = DrawnGates(config, draw)
+        self._gates = DrawnGates(config, draw, self.group.device)
         self._tokens = self._gates.tokens(sum(lens), draw)
         self._weight: Tensor | None = None
         if config.conv_kernel_size:
