@@ -332,6 +332,7 @@ def test_ranks_share_the_contexts_of_mla(vllm: Any, interleave: int, monkeypatch
     for rank in range(2):
         monkeypatch.setattr(vllm_emulated, "RANKS", SimpleNamespace(size=2, rank=rank, interleave=interleave))
         impl = TritonMlaBackend.get_impl_cls()(4, 576, scale, 1, None, None, "auto", None, "decoder", None, *dims, None)
+        assert impl.attn_select.config.num_heads == 8  # kernels are planned for the queries of both
         layer = layer_of(impl)
         config.compilation_config.static_forward_context = {"layers.0": layer}
         spec = SimpleNamespace(block_size=BLOCK)
