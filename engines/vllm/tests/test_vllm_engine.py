@@ -274,6 +274,15 @@ def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tup
     assert log.count("External Cache Hit!") == len(long)
 
 
+def test_a_connector_takes_latents_from_one_engine_to_another(models: dict[str, Path], tmp_path: Path) -> None:
+    """The first engine computes its prompts, and the second finds them."""
+    own = {"attention_backend": "ATTN_SELECT_TRITON_MLA", "dtype": "float16"} | connected(tmp_path)
+    (stored, loaded), log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *[(models["deepseek"], own)] * 2, gpu="a100")
+    assert stored.backends == loaded.backends == [{"ATTN_SELECT_TRITON_MLA"}]
+    assert loaded.tokens == stored.tokens
+    assert log.count("External Cache Hit!") == len(stored.tokens) == 2
+
+
 def test_every_kind_of_layers_is_logged_once(in_one_process: tuple[dict[str, Run], str]) -> None:
     log = in_one_process[1]
     assert "leaves full_attention to CPU_ATTN: --attention-backend asks for it" in log

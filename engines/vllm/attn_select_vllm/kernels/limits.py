@@ -55,7 +55,6 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
         "the adapter serves no KV connector in this release": asked.use_kv_connector and not standard_caches(),
-        "the adapter serves no KV connector with MLA": asked.use_kv_connector and asked.use_mla,
         "the adapter serves no prefill context parallelism": asked.use_pcp,
         # Of MLA's decodes each rank returns the LSE, and vLLM merges them.
         "the adapter serves decode context parallelism with MLA alone": sharing and not asked.use_mla,

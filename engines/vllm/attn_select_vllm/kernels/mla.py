@@ -26,6 +26,7 @@ from attn_select.runtime import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
+from attn_select_vllm.kernels.limits import standard_caches
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
 
@@ -191,7 +192,7 @@ class OwnMLABackend(MLACommonBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return standard_caches()
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
