@@ -157,9 +157,9 @@ def made(engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made_by_name(name, engine.runner)
 
 
-def emulated(config: AttentionConfig, device: Any, rules: Any, *, backend: str) -> Selection:
+def emulated(config: AttentionConfig, device: Any, rules: Any, *, backend: str, gpu: str = "a100") -> Selection:
     """Stand for ``select`` in the adapter: a plan for a GPU that is not here."""
-    return selection_of(load_plugins().specs[backend], config, "a100")
+    return selection_of(load_plugins().specs[backend], config, gpu)
 
 
 @pytest.mark.parametrize("seed", range(3))

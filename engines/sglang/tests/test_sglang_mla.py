@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +31,8 @@ pytestmark = [
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 512, 64, 128, 128
 LATENT, SCALE = RANK + ROPE, (NOPE + ROPE) ** -0.5
 REQUESTS, CONTEXT, SLOTS, LAYERS, PAGE = 5, 96, 512, 2, 16
-DTYPES = {"TORCH_MLA": torch.float32, "TRITON_MLA": torch.float16}
+DTYPES = {"TORCH_MLA": torch.float32, "TRITON_MLA": torch.float16, "FLASHINFER_MLA": torch.float16}
+GPUS = {"TRITON_MLA": "a100", "FLASHINFER_MLA": "h100"}
 TOLERANCES = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.float16: {"rtol": 5e-3, "atol": 5e-3}}
 DEEPSEEK = {
     "model_type": "deepseek_v2",
@@ -46,7 +49,7 @@ DEEPSEEK = {
 }
 sglang_on_cpu.define_operations()
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
-names = pytest.mark.parametrize("name", ["TORCH_MLA", pytest.param("TRITON_MLA", marks=interpreted)])
+emulations = Path(__file__).parents[3] / "plugins" / "flashinfer" / "tests"
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -54,6 +57,18 @@ def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     scores = torch.einsum("thd,shd->hts", query.double(), keys.double()) * SCALE
     hidden = torch.arange(len(keys)) > torch.arange(len(keys) - len(query), len(keys))[:, None]
     return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values.double())
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the emulated entries in the place of FlashInfer's, on a GPU of compute capability 9.0."""
+    monkeypatch.syspath_prepend(emulations)
+    import flashinfer_emulated
+
+    from attn_select_flashinfer.runtime import library
+
+    made = flashinfer_emulated.library()
+    monkeypatch.setattr(library, "flashinfer", lambda: made)
+    flashinfer_emulated.reset((9, 0))
 
 
 class Engine:
@@ -95,12 +110,14 @@ class Engine:
         )
 
     def made(self, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """The backend on a CPU; Triton's as for a GPU, by its interpreter."""
+        """The backend on a CPU; Triton's as for a GPU, by its interpreter, FlashInfer's by emulated entries."""
         from attn_select_sglang.kernels import backend
         from attn_select_sglang.registration import made
 
-        if name == "TRITON_MLA":
-            monkeypatch.setattr(backend, "select", emulated)
+        if name == "FLASHINFER_MLA":
+            emulate(monkeypatch)
+        if name != "TORCH_MLA":
+            monkeypatch.setattr(backend, "select", partial(emulated, gpu=GPUS[name]))
         return made(name, self.runner)
 
     def step(self, chosen: list[int], lens: list[int] | None) -> tuple[Any, list[Tensor]]:
@@ -187,7 +204,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@names
+@pytest.mark.parametrize("name", ["TORCH_MLA", "FLASHINFER_MLA", pytest.param("TRITON_MLA", marks=interpreted)])
 def test_drawn_steps(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, chunks with cached prefixes of some requests, single tokens among them, and decodes."""
     engine = Engine(DTYPES[name], seed)
