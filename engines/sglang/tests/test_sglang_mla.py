@@ -116,7 +116,7 @@ class Engine:
 
         if name == "FLASHINFER_MLA":
             emulate(monkeypatch)
-        if name != "TORCH_MLA":
+        if name in GPUS:
             monkeypatch.setattr(backend, "select", partial(emulated, gpu=GPUS[name]))
         return made(name, self.runner)
 
