@@ -47,9 +47,9 @@ def _constexprs(function: Any) -> list[int]:
 
 
 def _concat_and_cache_mla(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *_: Any, **__: Any
 ) -> None:
-    """Write latents in the layout that GPUs have; vLLM's operation for CPUs packs them."""
+    """Write latents in the layout that GPUs have; vLLM's operation for CPUs packs them. Scales are 1 here."""
     kept = slot_mapping >= 0
     rows = torch.cat([kv_c[: len(kept)], k_pe[: len(kept)].reshape(len(kept), -1)], dim=-1)
     kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[kept]] = rows[kept].to(kv_cache.dtype)

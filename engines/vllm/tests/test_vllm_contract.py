@@ -120,7 +120,7 @@ def test_every_backend_answers_vllm() -> None:
         assert backend.get_name() == OWN_PREFIX + name
         assert backend.is_mla() == ("MLA" in name)
         assert backend.supports_block_size(backend.get_preferred_block_size(16))
-        assert backend.supports_kv_connector() == ("MLA" not in name)
+        assert backend.supports_kv_connector()
         assert not backend.supports_device_cpu_query_lens_mismatch()
         assert backend.get_builder_cls().__init__ is not object.__init__
         assert backend.get_impl_cls().backend == name
