@@ -158,6 +158,22 @@ class VarlenMetadata:
     counts_sinks: bool
     mm_prefix_ranges: Sequence[Ranges] | None = None
 
+    @classmethod
+    def of_new_tokens(cls, common: CommonAttentionMetadata, *, causal: bool) -> VarlenMetadata:
+        """Return the call in which a step's tokens attend to each other alone, image ranges left out."""
+        bounds, bounds_cpu = common.query_start_loc, common.query_start_loc_cpu
+        return cls(
+            query_start_loc=bounds,
+            query_start_loc_cpu=bounds_cpu,
+            key_start_loc=bounds,
+            key_start_loc_cpu=bounds_cpu,
+            max_query_len=common.max_query_len,
+            max_key_len=common.max_query_len,
+            causal=causal,
+            query_offsets_cpu=torch.zeros_like(common.seq_lens_cpu),
+            counts_sinks=True,
+        )
+
 
 @dataclass(slots=True)
 class Split:

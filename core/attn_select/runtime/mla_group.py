@@ -258,25 +258,14 @@ class MLAAttentionGroup(MLALayerGroup):
             cut: cuts their cached contexts.
         """
         served = self.loaded.server(way, "prefill")
-        bounds, bounds_cpu = common.query_start_loc, common.query_start_loc_cpu
         context = common.num_computed_tokens_cpu
-        new = VarlenMetadata(
-            query_start_loc=bounds,
-            query_start_loc_cpu=bounds_cpu,
-            key_start_loc=bounds,
-            key_start_loc_cpu=bounds_cpu,
-            max_query_len=common.max_query_len,
-            max_key_len=common.max_query_len,
-            causal=common.causal and not self.config.non_causal,
-            query_offsets_cpu=torch.zeros_like(context),
-            counts_sinks=True,
-            mm_prefix_ranges=shifted(common.mm_prefix_ranges, context),
-        )
+        new = VarlenMetadata.of_new_tokens(common, causal=common.causal and not self.config.non_causal)
+        new.mm_prefix_ranges = shifted(common.mm_prefix_ranges, context)
         return MLAPart(
             "prefill",
             served.spec.name,
             rows=slice(first_token, first_token + common.num_actual_tokens),
-            spans=spans_of(self.config, bounds_cpu),
+            spans=spans_of(self.config, common.query_start_loc_cpu),
             metadata=served.builder.build_prefill(new),
             chunks=cut(served, common, context),
         )

@@ -30,6 +30,8 @@ def lacks(name: EngineName, has_flashinfer: bool) -> str:
 
 
 OWN_PREFIX = "attn_select_"
-OWN_MLA = ("TORCH_MLA", "TRITON_MLA", "FLASHINFER_MLA")
-OWN_KERNELS = {OWN_PREFIX + name.lower(): name for name in ("TORCH_SDPA", "TRITON_ATTN", *OWN_MLA)}
+OWN_KERNELS = {
+    OWN_PREFIX + name.lower(): name
+    for name in ("TORCH_SDPA", "TRITON_ATTN", "TORCH_MLA", "TRITON_MLA", "FLASHINFER_MLA")
+}
 """SGLang's name of a backend that runs attn-select's kernels -> attn-select's name of it."""

@@ -201,8 +201,8 @@ def test_triton_runs_under_the_runner_of_gpus(
 def test_ranks_share_the_contexts_of_mla(models: dict[str, Path]) -> None:
     """In float16, in which the kernel runs: so some tokens may differ from those of ranks that keep whole contexts.
 
-    Runs of 16 tokens lie on one rank, so that the other has none of a short context. Prompts come one by one, as what
-    vLLM computes of several at once is wrong here: its own prefills of MLA under this runner on a CPU.
+    Runs of 16 tokens lie on one rank, so that the other has none of a short context. Prompts come one by one: several
+    at once are wrong by vLLM's own prefills of MLA, under this runner on a CPU.
     """
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks need a CPU each")

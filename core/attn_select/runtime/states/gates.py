@@ -1,4 +1,4 @@
-"""``Gates``: how much of its state a token keeps, and how much it writes, as numbers or as what they are made of."""
+"""``Gates``: how much of its state a token keeps, and how much it writes; as numbers, or raw, before the activation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RawGates:
-    """What a model's projections give, before the activation; the names are those of checkpoints and of vLLM.
+    """Gates before the activation, as a model's projections give them, with the names of checkpoints and of vLLM.
 
     The log-decay is ``-exp(A_log) * softplus(a + dt_bias)``. The write strength is ``sigmoid(b)``, of Mamba-2 the step
     ``softplus(a + dt_bias)`` itself.

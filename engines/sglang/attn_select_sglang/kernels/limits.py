@@ -25,6 +25,7 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         return [f"the model's config does not describe its layers: {error.message}"]
     pool, mla = type(model_runner.token_to_kv_pool).__name__, model_runner.use_mla_backend
     wanted = "MLATokenToKVPool" if mla else "MHATokenToKVPool"
+    remedy = "" if mla else " (--disable-hybrid-swa-memory lets layers with windows share one)"
     arguments = model_runner.server_args
     found = {
         **(_mla_limits(model_runner, layers) if mla else {}),
@@ -44,7 +45,7 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         "the adapter passes no ALiBi slopes": any(config.alibi for config in read),
         "the adapter reads pools of layout nhd alone": getattr(model_runner.token_to_kv_pool, "kv_cache_layout", "nhd")
         != "nhd",
-        f"the adapter reads no {pool} (--disable-hybrid-swa-memory lets layers with windows share one)": pool != wanted,
+        f"the adapter reads no {pool}{remedy}": pool != wanted,
     }
     return [reason for reason, holds in found.items() if holds]
 

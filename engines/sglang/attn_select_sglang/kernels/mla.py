@@ -2,13 +2,13 @@
 
 SGLang asks a model's layers for two kinds of attention. ``attn_mqa`` attends over the cached latents with an absorbed
 query: here the decodes. ``attn_mha`` attends to keys and values that SGLang has decompressed: to a prompt's new tokens,
-then, where a prefix is cached, to one chunk of it after the other, and SGLang merges what comes back.
+then, where a prefix is cached, to one chunk of it after the other, and SGLang merges the outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,18 +38,20 @@ class Prompts:
 
     Attributes:
         common: the batch.
-        own: what the prefill backend built for the prompts' new tokens.
-        chunks: what it built for the chunks of cached prefixes, by their number; SGLang cuts them later.
+        new: the call of the prompts' new tokens.
+        built: the prefill backend's metadata of that call.
+        chunks: its metadata of the chunks of cached prefixes, by their number; SGLang cuts them later.
     """
 
     common: CommonAttentionMetadata
-    own: Any
+    new: VarlenMetadata
+    built: Any
     chunks: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Layer:
-    """One layer: what attn-select's kernels ask of it, and the kernels of both phases."""
+    """One layer: its name and scales, which attn-select's kernels ask for, and the kernels of both phases."""
 
     group: LayerGroup
     layer_name: str
@@ -92,9 +94,9 @@ class OwnMLABackend(OwnAttnBackend):
             super().init_forward_metadata(forward_batch)
             return
         common = common_of(forward_batch, self._req_to_token, self.page_size)
-        new = _varlen(common, common.query_start_loc, common.query_start_loc_cpu, torch.zeros_like(common.seq_lens_cpu))
+        new = VarlenMetadata.of_new_tokens(common, causal=True)
         self.forward_metadata = {
-            group: Prompts(common, _builder(group).build_prefill(new)) for group in self._groups.values()
+            group: Prompts(common, new, _builder(group).build_prefill(new)) for group in self._groups.values()
         }
 
     def forward_decode(
@@ -138,7 +140,7 @@ class OwnMLABackend(OwnAttnBackend):
         save_kv_cache: bool = True,
         **extra: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend to a prompt's new tokens, or to a chunk of what is cached of it. SGLang has written the latents.
+        """Attend to a prompt's new tokens, or to a chunk of its cached prefix. SGLang has written the latents.
 
         Args:
             q: ``(T, num_heads, qk_nope_head_dim + qk_rope_head_dim)``.
@@ -161,38 +163,28 @@ class OwnMLABackend(OwnAttnBackend):
             )
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         output = query.new_empty(*query.shape[:2], layer.v_head_dim)
-        built = self._chunk(own.group, step, forward_batch) if forward_batch.attn_attend_prefix_cache else step.own
+        built = self._chunk(own.group, step, forward_batch) if forward_batch.attn_attend_prefix_cache else step.built
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if forward_batch.mha_return_lse else None
         output = own.prefill.forward_mha(own, query, k, v, built, output, lse)
         return output.flatten(1) if lse is None else (output, lse)
 
     def _chunk(self, group: LayerGroup, step: Prompts, forward_batch: Any) -> Any:
-        """Return what the prefill backend built for the chunk of cached prefixes that SGLang is at."""
+        """Return the prefill backend's metadata of the chunk of cached prefixes that SGLang is at."""
         index = forward_batch.prefix_chunk_idx
         if index not in step.chunks:
-            common, starts = step.common, forward_batch.prefix_chunk_starts_cpu[index]
-            keys = forward_batch.prefix_chunk_cu_seq_lens[index]
-            keys_cpu = prefix_sums(forward_batch.prefix_chunk_seq_lens_cpu[index])
-            varlen = _varlen(common, keys, keys_cpu, common.num_computed_tokens_cpu - starts)
-            step.chunks[index] = _builder(group).build_prefill(varlen)
+            lens_cpu = forward_batch.prefix_chunk_seq_lens_cpu[index]
+            cached = replace(
+                step.new,
+                key_start_loc=forward_batch.prefix_chunk_cu_seq_lens[index],
+                key_start_loc_cpu=prefix_sums(lens_cpu),
+                max_key_len=int(lens_cpu.max()),
+                causal=False,
+                query_offsets_cpu=step.common.num_computed_tokens_cpu - forward_batch.prefix_chunk_starts_cpu[index],
+                counts_sinks=False,
+            )
+            step.chunks[index] = _builder(group).build_prefill(cached)
         return step.chunks[index]
 
 
 def _builder(group: LayerGroup) -> Any:
     return group.served["prefill"].builder
-
-
-def _varlen(common: CommonAttentionMetadata, keys: Tensor, keys_cpu: Tensor, offsets_cpu: Tensor) -> VarlenMetadata:
-    """Return one call of a batch's queries: on their own keys where ``keys`` are their bounds, else on cached ones."""
-    own = keys is common.query_start_loc
-    return VarlenMetadata(
-        query_start_loc=common.query_start_loc,
-        query_start_loc_cpu=common.query_start_loc_cpu,
-        key_start_loc=keys,
-        key_start_loc_cpu=keys_cpu,
-        max_query_len=common.max_query_len,
-        max_key_len=int(keys_cpu.diff().max()),
-        causal=own,
-        query_offsets_cpu=offsets_cpu,
-        counts_sinks=own,
-    )

@@ -36,7 +36,9 @@ CAPABILITIES = StateCapabilities(
     state_dtypes=Fact(("bfloat16",), f"{_KDA}: initial_state_source must be bfloat16"),
     head_sizes=Fact(HeadSizes(_SIZES), f"{_KDA}: HEAD_DIM must be 64 or 128"),
     v_head_sizes=Fact(HeadSizes(_SIZES), f"{_KDA}: K must equal V"),
-    speculative_tokens=Fact(0, f"{_KDA}: drafts are read by slots of its own order"),
+    speculative_tokens=Fact(
+        0, f"{_KDA}: drafts need all their slots and how many were accepted, which the runtime does not pass"
+    ),
 )
 
 
@@ -53,7 +55,8 @@ def plan(
     """Return the plan; what plain capabilities do not say is the release, and that both widths are the same."""
     if reasons := wrong_release(environment, "its KDA", KDA_RELEASES):
         return reasons
-    if {config.head_size, config.v_head_size} == {*_SIZES}:
+    both = (config.head_size, config.v_head_size)
+    if both[0] != both[1] and all(size in _SIZES for size in both):  # another size has its own reason
         return [unsupported("v-head-size", "V head size", config.v_head_size, [config.head_size])]
     return BackendPlan(
         kernel=KdaKernel(),

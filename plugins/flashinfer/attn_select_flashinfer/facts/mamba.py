@@ -37,7 +37,9 @@ CAPABILITIES = StateCapabilities(
     state_dtypes=Fact(("float32", "bfloat16", "float16"), f"{_MAMBA}: compiled for the dtype of the state"),
     head_sizes=Fact(HeadSizes((64, 128, 256)), f"{_MAMBA}: dstate of the models that it was written for"),
     v_head_sizes=Fact(HeadSizes((64, 128)), f"{_MAMBA}: dim of the models that it was written for"),
-    speculative_tokens=Fact(0, f"{_MAMBA}: drafts are read by slots of its own order"),
+    speculative_tokens=Fact(
+        0, f"{_MAMBA}: drafts need all their slots and how many were accepted, which the runtime does not pass"
+    ),
 )
 
 

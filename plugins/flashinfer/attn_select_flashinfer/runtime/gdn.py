@@ -9,7 +9,6 @@ from attn_select.layer.config import Phase
 from attn_select.layer.state import NORM_EPSILON
 from attn_select.runtime.states import (
     Gates,
-    StateBackend,
     StateContext,
     StateImpl,
     StatePart,
@@ -17,6 +16,7 @@ from attn_select.runtime.states import (
     slots_in_pool,
 )
 from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferGdnImpl(StateImpl):
@@ -97,17 +97,7 @@ def _normalised(rows: Tensor) -> Tensor:
     return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()).to(rows.dtype).contiguous()
 
 
-class FlashInferGdnBackend(StateBackend):
+class FlashInferGdnBackend(PooledStateBackend):
     """Gated delta net layers by FlashInfer."""
 
     impl_cls = FlashInferGdnImpl
-    reads_zeros = True
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Import the library.
-
-        Raises:
-            KernelMismatchError: it is not installed.
-        """
-        library.flashinfer()

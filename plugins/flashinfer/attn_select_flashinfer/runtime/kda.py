@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.config import Phase
-from attn_select.runtime.states import Gates, StateBackend, StateContext, StateImpl, StatePart, slots_in_pool
+from attn_select.runtime.states import Gates, StateContext, StateImpl, StatePart, slots_in_pool
 from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferKdaImpl(StateImpl):
@@ -54,17 +55,7 @@ class FlashInferKdaImpl(StateImpl):
         output.copy_(found.squeeze(0))
 
 
-class FlashInferKdaBackend(StateBackend):
+class FlashInferKdaBackend(PooledStateBackend):
     """Decodes of Kimi delta attention by FlashInfer."""
 
     impl_cls = FlashInferKdaImpl
-    reads_zeros = True
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Import the library.
-
-        Raises:
-            KernelMismatchError: it is not installed.
-        """
-        library.flashinfer()

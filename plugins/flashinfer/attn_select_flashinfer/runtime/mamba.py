@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.config import Phase
-from attn_select.runtime.states import Gates, StateBackend, StateContext, StateImpl, StatePart, slots_in_pool
+from attn_select.runtime.states import Gates, StateContext, StateImpl, StatePart, slots_in_pool
 from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferMambaImpl(StateImpl):
@@ -63,17 +64,7 @@ class FlashInferMambaImpl(StateImpl):
         output.copy_(found)
 
 
-class FlashInferMambaBackend(StateBackend):
+class FlashInferMambaBackend(PooledStateBackend):
     """Decodes of Mamba-2 layers by FlashInfer."""
 
     impl_cls = FlashInferMambaImpl
-    reads_zeros = True
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Import the library.
-
-        Raises:
-            KernelMismatchError: it is not installed.
-        """
-        library.flashinfer()
