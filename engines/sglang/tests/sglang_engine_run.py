@@ -17,8 +17,6 @@ sglang_on_cpu.emulate_vllm()
 sglang_on_cpu.absorb_everything()
 sglang_on_cpu.plan_for_a_gpu()
 
-PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 40, 1, 23, 64))]
-
 
 def run(folder: str, options: dict[str, Any]) -> list[list[int]]:
     """Return the tokens of two rounds; the second one's prompts begin with what the first left in the cache."""
@@ -28,7 +26,7 @@ def run(folder: str, options: dict[str, Any]) -> list[list[int]]:
     sizes = {"max_total_tokens": 2048, "max_running_requests": 16, "disable_cuda_graph": True}
     engine = sglang.Engine(model_path=folder, **fixed | sizes | options)
     sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-    tokens, prompts = [], PROMPTS
+    tokens, prompts = [], sglang_on_cpu.PROMPTS
     for _ in range(2):
         found = [one["output_ids"] for one in engine.generate(input_ids=prompts, sampling_params=sampling)]
         prompts = [prompt + row[:7] for prompt, row in zip(prompts, found, strict=True)]

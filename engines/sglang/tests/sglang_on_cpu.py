@@ -1,4 +1,7 @@
-"""What SGLang asks of libraries that it has on a GPU only, so that it can be imported and its engine run on a CPU."""
+"""What SGLang asks of libraries that it has on a GPU only, so that it can be imported and its engine run on a CPU.
+
+And the prompts that its engines are given.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 40, 1, 23, 64))]
 _TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
 
 

@@ -58,36 +58,61 @@ def server_args() -> SimpleNamespace:
     )
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+def attention(query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
     """Causal attention of a request's last tokens in float64, ``(T, heads * size)``."""
     keys, values = (t.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (keys, values))
     scores = torch.einsum("thd,shd->hts", query.double(), keys) * SIZE**-0.5
     distance = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
     hidden = (distance < 0) | (distance >= (window or len(keys)))
-    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values).flatten(1)
+    logits = torch.full((HEADS,), -torch.inf) if sinks is None else sinks
+    behind = logits.double()[:, None, None].expand(HEADS, len(query), 1)
+    weights = torch.cat([scores.masked_fill(hidden, -torch.inf), behind], dim=-1).softmax(-1)[..., :-1]
+    return torch.einsum("hts,shd->thd", weights, values).flatten(1)
+
+
+class HeldLayer(torch.nn.Module):
+    """A layer with sinks, as a model of SGLang's holds one."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.attn = layer
+        self.sinks = torch.nn.Parameter(torch.randn(HEADS).bfloat16(), requires_grad=False)
 
 
 class Engine:
-    """Two layers, pools of SGLang's and requests that grow: what a scheduler and a model runner keep."""
+    """Two layers, pools of SGLang's and requests that grow: what a scheduler and a model runner keep.
 
-    def __init__(self, page_size: int, seed: int) -> None:
+    Args:
+        two_pools: the layer with a window has a pool of its own, with its own pages, and of a request only those that
+            its next token still sees: the others are NaN, and stand in page 0.
+    """
+
+    def __init__(self, page_size: int, seed: int, two_pools: bool = False) -> None:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
         self.page_size, self.random = page_size, random.Random(seed)
         torch.manual_seed(seed)
-        self.pool = MHATokenToKVPool(SLOTS, page_size, torch.float32, KV_HEADS, SIZE, len(WINDOWS), "cpu", False)
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        self.pool: Any
+        self.window_pages: list[int] | None = None
+        if two_pools:
+            self.pool, pools = self._two_pools()
+        else:
+            self.pool = MHATokenToKVPool(SLOTS, page_size, torch.float32, KV_HEADS, SIZE, len(WINDOWS), "cpu", False)
+            pools = [self.pool]
+        for buffer in (buffer for pool in pools for buffer in (*pool.k_buffer, *pool.v_buffer)):
             buffer.fill_(float("nan"))
+            buffer[:page_size] = 1e3 if two_pools else float("nan")
         self.requests = ReqToTokenPool(REQUESTS, CONTEXT, "cpu", False)
         sizes = [-1 if window is None else window - 1 for window in WINDOWS]
         self.layers = [
             RadixAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, index, sliding_window_size=size)
             for index, size in enumerate(sizes)
         ]
+        self.holders: list[Any] = list(self.layers)
         pages = list(range(1, SLOTS // page_size))
         self.random.shuffle(pages)
-        self.pages, self.lens = pages, [0] * REQUESTS
+        self.pages, self.lens, self.seen_from = pages, [0] * REQUESTS, [0] * REQUESTS
         self.seen = [[torch.empty(0, 2 * KV_HEADS, SIZE) for _ in range(REQUESTS)] for _ in WINDOWS]
         self.runner = SimpleNamespace(
             model=torch.nn.ModuleList(self.layers),
@@ -102,6 +127,34 @@ class Engine:
             server_args=server_args(),
         )
 
+    def _two_pools(self) -> tuple[Any, list[Any]]:
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        sizes = {"page_size": self.page_size, "head_num": KV_HEADS, "head_dim": SIZE, "device": "cpu"}
+        layers: dict[str, list[int]] = {"full_attention_layer_ids": [0], "swa_attention_layer_ids": [1]}
+        pool = SWAKVPool(size=SLOTS, size_swa=SLOTS // 2, dtype=torch.float32, **sizes, **layers)
+        pool.register_mapping(torch.zeros(SLOTS + self.page_size + 1, dtype=torch.int64))
+        self.window_pages = list(range(1, SLOTS // 2 // self.page_size))
+        self.random.shuffle(self.window_pages)
+        return pool, [pool.full_kv_pool, pool.swa_kv_pool]
+
+    def _map(self, request: int) -> None:
+        """Map a request's pages into the pool of layers with windows, and free those that no later token sees."""
+        if self.window_pages is None:
+            return
+        page, window = self.page_size, WINDOWS[1] or 0
+        mapping, buffers = self.pool.full_to_swa_index_mapping, self.pool.swa_kv_pool
+        for start in range(0, self.lens[request], page):
+            first = int(self.requests.req_to_token[request + 1, start])
+            seen = start + page > self.seen_from[request] - window + 1
+            if seen and not mapping[first]:
+                mapping[first : first + page] = self.window_pages.pop() * page + torch.arange(page)
+            if not seen and mapping[first]:
+                freed = mapping[first : first + page].clone()
+                self.window_pages.append(int(freed[0]) // page)
+                buffers.k_buffer[0][freed] = buffers.v_buffer[0][freed] = float("nan")
+                mapping[first : first + page] = 0
+
     def step(self, chosen: list[int], lens: list[int] | None) -> tuple[Any, list[Tensor]]:
         """Return the next step of these requests, decodes where no lengths are given, and its tokens' K and V."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -115,7 +168,9 @@ class Engine:
                 else:
                     row[position] = row[position - 1] + 1
                 slots.append(int(row[position]))
+            self.seen_from[request] = self.lens[request]
             self.lens[request] += length
+            self._map(request)
         seq_lens = torch.tensor([self.lens[request] for request in chosen])
         batch = SimpleNamespace(
             forward_mode=ForwardMode.DECODE if lens is None else ForwardMode.EXTEND,
@@ -133,17 +188,23 @@ class Engine:
                 seen[request] = torch.cat([seen[request], part])
         return batch, rows
 
+    def give_sinks(self, index: int) -> None:
+        """Let a layer have sinks; the others have none."""
+        self.holders[index] = HeldLayer(self.layers[index])
+        self.runner.model = torch.nn.ModuleList(self.holders)
+
     def check(self, backend: Any, batch: Any, rows: list[Tensor], chosen: list[int], lens: list[int] | None) -> None:
         """Run every layer of a step and compare each request's rows with float64 attention."""
-        for layer, row, seen, window in zip(self.layers, rows, self.seen, WINDOWS, strict=True):
+        for holder, layer, row, seen, window in zip(self.holders, self.layers, rows, self.seen, WINDOWS, strict=True):
+            sinks = getattr(holder, "sinks", None)
             query = torch.randn(len(row), HEADS * SIZE)
             key, value = row.split(KV_HEADS, dim=1)
-            output = backend.forward(query, key, value, layer, batch)
+            output = backend.forward(query, key, value, layer, batch, **({} if sinks is None else {"sinks": sinks}))
             assert output.shape == query.shape
             parts = [tensor.split(lens or [1] * len(chosen)) for tensor in (query, output)]
             for request, asked, given in zip(chosen, *parts, strict=True):
                 keys, values = seen[request].split(KV_HEADS, dim=1)
-                wanted = attention(asked.view(-1, HEADS, SIZE), keys, values, window).float()
+                wanted = attention(asked.view(-1, HEADS, SIZE), keys, values, window, sinks).float()
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -163,13 +224,14 @@ def emulated(config: AttentionConfig, device: Any, rules: Any, *, backend: str, 
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("two_pools", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", ["TORCH_SDPA", triton])
-def test_drawn_steps(name: str, page_size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_steps(name: str, page_size: int, two_pools: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, chunks with history, single tokens between longer ones, and decodes, in any order of requests."""
     if name == "TRITON_ATTN" and page_size == 1:
         pytest.skip("TRITON_ATTN reads pages of 16 tokens and more")
-    engine = Engine(page_size, seed)
+    engine = Engine(page_size, seed, two_pools)
     backend, draw = made(engine, name, monkeypatch), engine.random
     for _ in range(5 if name == "TRITON_ATTN" else 12):
         chosen = draw.sample(range(REQUESTS), draw.randint(1, REQUESTS))
@@ -181,13 +243,33 @@ def test_drawn_steps(name: str, page_size: int, seed: int, monkeypatch: pytest.M
         engine.check(backend, batch, rows, chosen, lens)
 
 
+@pytest.mark.parametrize("name", ["TORCH_SDPA", triton])
+def test_sinks_are_read_where_the_model_keeps_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where new weights are loaded between two steps. One layer has sinks, the other has none."""
+    engine = Engine(16, 5)
+    engine.give_sinks(1)
+    backend = made(engine, name, monkeypatch)
+    for lens in ([3, 20, 9], None, [1, 7, 1]):
+        batch, rows = engine.step([0, 4, 2], lens)
+        backend.init_forward_metadata(batch)
+        engine.check(backend, batch, rows, [0, 4, 2], lens)
+        engine.holders[1].sinks.copy_(torch.randn(HEADS))
+    key, value = rows[1].split(KV_HEADS, dim=1)
+    query, (without, with_sinks) = torch.zeros(len(key), HEADS * SIZE), engine.layers
+    with pytest.raises(BatchError, match="sinks of layer 1: other than at the start .accepted: the model's own param"):
+        backend.forward(query, key, value, with_sinks, batch)
+    with pytest.raises(BatchError, match="sinks of layer 0: other than at the start .accepted: None, for the model"):
+        backend.forward(query, key, value, without, batch, sinks=engine.holders[1].sinks)
+
+
+@pytest.mark.parametrize("two_pools", [False, True])
 @pytest.mark.parametrize("name", [triton])
-def test_captured_decodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_decodes(name: str, two_pools: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is captured is run again with what it was captured with, as a graph is: the addresses bring the new step."""
     from attn_select_sglang.kernels import backend as module
 
     monkeypatch.setattr(module, "captures", lambda runner: True)
-    engine = Engine(16, 7)
+    engine = Engine(16, 7, two_pools)
     backend = made(engine, name, monkeypatch)
     backend.init_cuda_graph_state(4, 4)
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
@@ -229,15 +311,16 @@ def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: py
     engine.layers[0].xai_temperature_len = 100
     engine.layers[0].logit_cap, engine.layers[0].logit_capping_method = 30.0, "rational"
     engine.pool.kv_cache_layout = "hnd"
+    engine.pool.__class__ = type("UnifiedPool", (type(engine.pool),), {})
     engine.runner.model_config.hf_config["model_type"] = "gpt_oss"
     with pytest.raises(ConfigError) as caught:
         made(engine, "TORCH_SDPA", monkeypatch)
     assert caught.value.message == (
         "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no "
         "speculative decoding; the adapter serves no context parallelism; the adapter serves no overlap of two "
-        "batches; the adapter serves decoder layers alone; the adapter passes no sinks; the adapter "
-        "passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by tanh alone; "
-        "the adapter reads pools of layout nhd alone"
+        "batches; the adapter serves decoder layers alone; the adapter finds no sinks in the "
+        "model; the adapter passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by tanh alone; "
+        "the adapter reads pools of layout nhd alone; the adapter reads no UnifiedPool"
     )
 
 
@@ -247,8 +330,10 @@ def test_arguments_that_are_not_passed_on_are_refused(monkeypatch: pytest.Monkey
     batch, rows = engine.step([0], [3])
     backend.init_forward_metadata(batch)
     key, value = rows[0].split(KV_HEADS, dim=1)
-    with pytest.raises(BatchError, match="sinks given: attn-select's kernels in SGLang take none"):
-        backend.forward(torch.zeros(3, HEADS * SIZE), key, value, engine.layers[0], batch, sinks=torch.zeros(HEADS))
+    with pytest.raises(BatchError, match="cos_sin_cache given: attn-select's kernels in SGLang take none"):
+        backend.forward(
+            torch.zeros(3, HEADS * SIZE), key, value, engine.layers[0], batch, cos_sin_cache=torch.zeros(HEADS)
+        )
     extend, batch.forward_mode = batch.forward_mode, type(batch.forward_mode).TARGET_VERIFY
     with pytest.raises(BatchError, match="forward_mode = TARGET_VERIFY: accepted are DECODE, EXTEND, MIXED, SPLIT_"):
         backend.init_forward_metadata(batch)

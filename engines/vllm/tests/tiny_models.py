@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -79,6 +80,14 @@ CONFIGS = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=32,
     ),
+    # Sinks in every layer. Not every release of transformers that an engine wants has the class.
+    "granite with sinks": lambda: transformers.GraniteSWAConfig(  # type: ignore[attr-defined]
+        **{name: value for name, value in _SIZES.items() if name != "head_dim"},
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        attention_multiplier=32**-0.5,
+        tie_word_embeddings=False,
+    ),
     # Multi-head latent attention without experts, and what SGLang reads of a config beside the rest.
     "deepseek": lambda: DeepseekV2Config(
         **{name: value for name, value in _SIZES.items() if name not in ("head_dim", "num_key_value_heads")},
@@ -118,6 +127,8 @@ def save(kind: str, folder: Path) -> Path:
         torch.nn.init.normal_(parameter, 0.0, 0.02 if "norm" in name else SPREAD)
         if "norm" in name and "gemma" not in kind:
             parameter.data += 1.0
+        if "sinks" in name:
+            parameter.data = torch.randn_like(parameter).bfloat16().float()  # SGLang keeps bfloat16
         if "embed" in name and model.config.tie_word_embeddings:
             parameter.data *= 0.05  # else the last token's own embedding makes it the next one
     model.to(torch.float32).save_pretrained(folder)

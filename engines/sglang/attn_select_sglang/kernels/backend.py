@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,8 @@ class OwnAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self._req_to_token: Tensor = self.req_to_token_pool.req_to_token
-        self._groups: dict[AttentionConfig, LayerGroup] = {}
+        self._groups: dict[tuple[AttentionConfig, bool], LayerGroup] = {}
+        """By what layers ask for, and whether they are in SGLang's pool of layers with windows."""
         self._static: dict[LayerGroup, StaticBatch] = {}
         self._captured: dict[int, dict[LayerGroup, Built]] = {}
         self._bind(layers, model_runner)
@@ -83,7 +84,7 @@ class OwnAttnBackend(AttentionBackend):
     def _bind(self, layers: Sequence[Any], model_runner: Any) -> None:
         """Make what runs each of SGLang's ``RadixAttention`` layers."""
 
-    def _group_of(self, model_runner: Any, **asked: Any) -> LayerGroup:
+    def _group_of(self, model_runner: Any, *, in_window_pool: bool = False, **asked: Any) -> LayerGroup:
         """Return the group of layers that ask for this, beside what is the same for all layers of the model."""
         config = AttentionConfig(
             dtype=model_runner.dtype,
@@ -92,9 +93,10 @@ class OwnAttnBackend(AttentionBackend):
             cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if captures(model_runner) else "NEVER",
             **asked,
         )
-        if config not in self._groups:
-            self._groups[config] = self._group(config, model_runner)
-        return self._groups[config]
+        key = config, in_window_pool
+        if key not in self._groups:
+            self._groups[key] = self._group(config, model_runner)
+        return self._groups[key]
 
     def _group(self, config: AttentionConfig, model_runner: Any) -> LayerGroup:
         device = "cpu" if self.device.type == "cpu" else None
@@ -119,8 +121,16 @@ class OwnAttnBackend(AttentionBackend):
         """Build the step for every group."""
         if forward_batch.forward_mode.is_idle():
             return
-        common = common_of(forward_batch, self._req_to_token, self.page_size)
-        self.forward_metadata = {group: _built(group, common) for group in self._groups.values()}
+        self.forward_metadata = {group: _built(group, common) for group, common in self._batches(forward_batch)}
+
+    def _batches(self, forward_batch: Any) -> Iterator[tuple[LayerGroup, CommonAttentionMetadata]]:
+        """Return every group with the step's batch, in the token slots of the pool that the group's layers are in."""
+        known: dict[bool, CommonAttentionMetadata] = {}
+        for (_, in_window_pool), group in self._groups.items():
+            if in_window_pool not in known:
+                translate = self.token_to_kv_pool.translate_loc_from_full_to_swa if in_window_pool else None
+                known[in_window_pool] = common_of(forward_batch, self._req_to_token, self.page_size, translate)
+            yield group, known[in_window_pool]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Reserve the tensors that captured decodes read.
@@ -154,9 +164,8 @@ class OwnAttnBackend(AttentionBackend):
             sizes = ", ".join(map(str, sorted(self._captured))) or "none"
             raise BatchError(f"batch_size = {size}: no decode of this size was captured (captured: {sizes})")
         else:
-            common = common_of(forward_batch, self._req_to_token, self.page_size)
-            for group, batch in self._static.items():
-                group.build(batch.load(common, size))
+            for group, common in self._batches(forward_batch):
+                group.build(self._static[group].load(common, size))
         self.forward_metadata = self._captured[size]
 
     def _step_of(self, group: LayerGroup, extra: Mapping[str, Any]) -> Any:

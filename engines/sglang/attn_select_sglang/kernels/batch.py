@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,17 @@ MODES = ("DECODE", "EXTEND", "MIXED", "SPLIT_PREFILL")
 """SGLang's kinds of steps whose tokens attend causally to all before them."""
 
 
-def common_of(forward_batch: Any, req_to_token: Tensor, page_size: int) -> CommonAttentionMetadata:
+def common_of(
+    forward_batch: Any, req_to_token: Tensor, page_size: int, translate: Callable[[Tensor], Tensor] | None = None
+) -> CommonAttentionMetadata:
     """Return attn-select's view of a ``ForwardBatch`` of decodes or extends. Does not wait for the device.
 
     Args:
         req_to_token: int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one page lie
             one behind the other, the first at a multiple of the page size.
         page_size: tokens per page.
+        translate: what turns token slots into those of the pool that the layers' keys and values are in, page by page;
+            None: they are those already.
 
     Raises:
         BatchError: the step is of another kind, or SGLang does not say the lengths on the host.
@@ -39,6 +43,9 @@ def common_of(forward_batch: Any, req_to_token: Tensor, page_size: int) -> Commo
     bounds_cpu = prefix_sums(torch.tensor(lens, dtype=torch.int32))
     longest, tokens = int(seq_lens_cpu.max()), int(bounds_cpu[-1])
     rows = req_to_token[forward_batch.req_pool_indices[:requests], : -(-longest // page_size) * page_size : page_size]
+    slots = forward_batch.out_cache_loc[:tokens]
+    if translate is not None:
+        rows, slots = translate(rows), translate(slots)
     return CommonAttentionMetadata(
         query_start_loc=to_device(bounds_cpu, req_to_token.device),
         query_start_loc_cpu=bounds_cpu,
@@ -49,7 +56,7 @@ def common_of(forward_batch: Any, req_to_token: Tensor, page_size: int) -> Commo
         max_query_len=max(lens),
         max_seq_len=longest,
         block_table_tensor=torch.div(rows, page_size, rounding_mode="floor").to(torch.int32),
-        slot_mapping=forward_batch.out_cache_loc[:tokens].to(torch.int64),
+        slot_mapping=slots.to(torch.int64),
         block_size=page_size,
     )
 

@@ -1,6 +1,8 @@
-"""SGLang's KV cache of a layer in a layout of attn-select, as a view."""
+"""SGLang's KV cache of a layer in a layout of attn-select, as a view, and the pools that it may be in."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -10,6 +12,19 @@ from attn_select.layer.layouts import FLASH_ATTN_NHD
 LAYOUT = FLASH_ATTN_NHD
 """SGLang keeps a layer's keys and values as halves of one allocation (``MHATokenToKVPool`` in mem_cache/memory_pool.py
 0.5.23)."""
+
+
+def pools_of(pool: Any) -> list[Any]:
+    """Return the pools that hold keys and values: two where layers with windows have one of their own (``SWAKVPool``).
+
+    A subclass of it counts as a pool itself: what it keeps elsewhere is not known here.
+    """
+    return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool).__name__ == "SWAKVPool" else [pool]
+
+
+def in_window_pool(pool: Any, layer_id: int) -> bool:
+    """Whether a layer's keys and values are in the pool of layers with windows, which has token slots of its own."""
+    return len(pools_of(pool)) == 2 and bool(pool.layers_mapping[layer_id][1])
 
 
 def own_view(key: Tensor, value: Tensor, page_size: int) -> Tensor:

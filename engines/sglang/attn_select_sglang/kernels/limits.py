@@ -9,6 +9,8 @@ import torch
 
 from attn_select.errors import ModelError
 from attn_select.layer.models import configs_from_model
+from attn_select_sglang.kernels.cache_views import pools_of
+from attn_select_sglang.kernels.sinks import sinks_of
 from attn_select_sglang.names import OWN_KERNELS
 
 
@@ -23,9 +25,9 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         read = configs_from_model(model_runner.model_config.hf_config).attention_configs
     except ModelError as error:
         return [f"the model's config does not describe its layers: {error.message}"]
-    pool, mla = type(model_runner.token_to_kv_pool).__name__, model_runner.use_mla_backend
+    pools, mla = pools_of(model_runner.token_to_kv_pool), model_runner.use_mla_backend
     wanted = "MLATokenToKVPool" if mla else "MHATokenToKVPool"
-    remedy = "" if mla else " (--disable-hybrid-swa-memory lets layers with windows share one)"
+    unknown = [name for pool in pools if (name := type(pool).__name__) != wanted]
     arguments = model_runner.server_args
     found = {
         **(_mla_limits(model_runner, layers) if mla else {}),
@@ -35,7 +37,8 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         "the adapter serves decoder layers alone": any(
             layer.is_cross_attention or layer.attn_type.value != "decoder" for layer in layers
         ),
-        "the adapter passes no sinks": any(config.sinks for config in read),
+        "the adapter finds no sinks in the model": any(config.sinks for config in read)
+        and (mla or not sinks_of(model_runner.model)),
         "the adapter passes no image ranges": any(config.mm_prefix for config in read),
         "the adapter passes no chunks of attention": any(layer.use_irope for layer in layers),
         "the adapter passes no temperature by length": any(layer.xai_temperature_len > 0 for layer in layers),
@@ -43,9 +46,10 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
             layer.logit_cap and layer.logit_capping_method != "tanh" for layer in layers
         ),
         "the adapter passes no ALiBi slopes": any(config.alibi for config in read),
-        "the adapter reads pools of layout nhd alone": getattr(model_runner.token_to_kv_pool, "kv_cache_layout", "nhd")
-        != "nhd",
-        f"the adapter reads no {pool}{remedy}": pool != wanted,
+        "the adapter reads pools of layout nhd alone": any(
+            getattr(pool, "kv_cache_layout", "nhd") != "nhd" for pool in pools
+        ),
+        f"the adapter reads no {' and no '.join(unknown)}": bool(unknown),
     }
     return [reason for reason, holds in found.items() if holds]
 
