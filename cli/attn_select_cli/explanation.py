@@ -207,10 +207,10 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     """
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:
-        raise click.UsageError(
-            "which layer? Give --model, or --num-heads with --head-size (or --mla, or --recurrence)",
-            click.get_current_context(silent=True),
-        )
+        needed = "--num-heads with --head-size (or --mla, or --recurrence)"
+        if "recurrence" in overrides:
+            needed = f"--num-heads and --head-size with --recurrence {overrides['recurrence']}"
+        raise click.UsageError(f"which layer? Give --model, or {needed}", click.get_current_context(silent=True))
     warnings: list[str] = []
     gpu = "auto" if options["gpu"] is None else options["gpu"]
     if gpu.strip().lower() == "auto":

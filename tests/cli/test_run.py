@@ -140,6 +140,7 @@ def test_one_error_above_its_bound_is_enough_for_exit_1(
         ((*SMALL, "--max-num-batched-tokens", "2"), 2, "max_num_batched_tokens = 2: accepted are integers from 4"),
         ((*SMALL, "--backend", "CUTLASS_MLA"), 1, "no backend for"),
         (("--prompt-tokens", "5"), 2, "which layer?"),
+        (("--recurrence", "kda"), 2, "which layer? Give --model, or --num-heads and --head-size with --recurrence kda"),
     ],
 )
 def test_wrong_input_is_told(run: Any, arguments: tuple[str, ...], code: int, said: str) -> None:

@@ -256,9 +256,9 @@ def test_sinks_are_read_where_the_model_keeps_them(name: str, monkeypatch: pytes
         engine.holders[1].sinks.copy_(torch.randn(HEADS))
     key, value = rows[1].split(KV_HEADS, dim=1)
     query, (without, with_sinks) = torch.zeros(len(key), HEADS * SIZE), engine.layers
-    with pytest.raises(BatchError, match="sinks of layer 1: other than at the start .accepted: the model's own param"):
+    with pytest.raises(BatchError, match="sinks of layer 1: other than at the start"):
         backend.forward(query, key, value, with_sinks, batch)
-    with pytest.raises(BatchError, match="sinks of layer 0: other than at the start .accepted: None, for the model"):
+    with pytest.raises(BatchError, match=r"at the start \(accepted: None, for the model has none\)"):
         backend.forward(query, key, value, without, batch, sinks=engine.holders[1].sinks)
 
 
@@ -316,11 +316,11 @@ def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: py
     with pytest.raises(ConfigError) as caught:
         made(engine, "TORCH_SDPA", monkeypatch)
     assert caught.value.message == (
-        "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no "
-        "speculative decoding; the adapter serves no context parallelism; the adapter serves no overlap of two "
-        "batches; the adapter serves decoder layers alone; the adapter finds no sinks in the "
-        "model; the adapter passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by tanh alone; "
-        "the adapter reads pools of layout nhd alone; the adapter reads no UnifiedPool"
+        "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no speculative decoding; the "
+        "adapter serves no context parallelism; the adapter serves no overlap of two batches; the adapter serves "
+        "decoder layers alone; the adapter finds no sinks in the model; the adapter passes no chunks of attention; the "
+        "adapter passes no temperature by length; the adapter caps by tanh alone; the adapter reads pools of layout "
+        "nhd alone; the adapter reads no UnifiedPool"
     )
 
 

@@ -12,7 +12,7 @@ _NAMES = ("sinks", "attention_sink_bias")
 
 
 def sinks_of(model: Any) -> dict[Any, Tensor]:
-    """Return the sinks ``(num_heads,)`` of every ``RadixAttention`` that has some; kernels read the parameter itself."""
+    """Return the sinks ``(num_heads,)`` of every ``RadixAttention`` that has some; kernels read the model's own."""
     found: dict[Any, Tensor] = {}
     for module in model.modules():
         sinks = [value for name in _NAMES if isinstance(value := getattr(module, name, None), Tensor)]
