@@ -20,6 +20,7 @@ Examples:
   attn-select warm --model llama-3-8b
   attn-select warm --model deepseek-v3 -tp 8 --kv-cache-dtype fp8 --max-model-len 32768
   attn-select warm --model gpt-oss-120b --layer sliding_attention --json
+  attn-select warm --model llama-3-8b --backend TRITON_ATTN --block-size 64    (what vLLM launches)
 
 Steps of the kinds that serving has run once through a layer of each kind: few and many requests, short and long ones,
 prefills, decodes, on a GPU also decodes as they are captured. Compiled kernels stay where their libraries keep them
@@ -90,8 +91,8 @@ def _warmed() -> Any:
         import torch
 
         from attn_select.reference.state_step import StateStep
-        from attn_select.runtime import Attention, Capacity, MLAAttention, MLALayerGroup, attention_group
-        from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+        from attn_select.runtime import Capacity
+        from attn_select.runtime.compile_ahead import stand_in
         from attn_select.runtime.warm_up import SHORT, USUAL, WarmUp
     except ImportError as error:
         if error.name not in ("numpy", "torch"):
@@ -101,19 +102,9 @@ def _warmed() -> Any:
         ) from None
 
     def warm(selection: Selection[Any], bounds: tuple[int, int, int]) -> WarmUp:
-        config = selection.config
-        if isinstance(config, StateConfig):
+        if isinstance(selection.config, StateConfig):
             return warm_states(selection, bounds)
-        group = attention_group(selection, capacity=Capacity(*bounds), cuda_graphs=not selection.device.is_cpu)
-        ones = torch.ones(config.num_heads, device=group.device)
-        options: dict[str, Any] = {"alibi_slopes": ones if config.alibi else None}
-        options["sinks"] = ones if config.sinks else None
-        if isinstance(group, MLALayerGroup):
-            rows = config.num_heads * ((config.qk_nope_head_dim or 0) + (config.v_head_dim or 0))
-            weight = torch.zeros(rows, config.kv_lora_rank or 0, dtype=PLAIN_DTYPES[config.dtype], device=group.device)
-            layer: Any = MLAAttention(group, weight, **options)
-        else:
-            layer = Attention(group, **options)
+        layer = stand_in(selection, capacity=Capacity(*bounds), cuda_graphs=not selection.device.is_cpu)
         found: WarmUp = layer.group.warm_up()
         return found
 

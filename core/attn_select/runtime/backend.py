@@ -351,9 +351,9 @@ class AttentionBackend:
     forward_includes_kv_cache_update: ClassVar[bool] = False
     """Whether ``forward`` writes the cache itself; ``do_kv_cache_update`` is not called then."""
     compiling: ClassVar[Callable[[Progress], AbstractContextManager[Any]] | None] = None
-    """What ``LayerGroup.warm_up`` runs steps in before they run in earnest: a context in which the kernels that a
-    launch lacks are compiled side by side, and not run. It ends when all are compiled, and tells its progress. None:
-    the first run of a step compiles what it lacks."""
+    """A context in which the kernels that a launch lacks are compiled side by side, and not run; it ends when all are
+    compiled, and tells its progress. ``compile_ahead`` runs steps in it, and ``LayerGroup.warm_up`` before it runs them
+    in earnest. None: the first run of a step compiles what it lacks."""
 
     @classmethod
     def prepare(cls) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -94,6 +95,13 @@ def steps_of(
             add(requests, query, keys)
         if config.attn_type == "decoder":
             add(1, USUAL // 4, LONG)
+            few = config.max_decode_query_len + 1
+            add(2, USUAL, 4 * USUAL)
+            for query in (few, few + 3, 4 * few + 8, 32):  # the rest of a prompt whose beginning is cached
+                add(1, query, USUAL)
+            rest, whole = min(4 * USUAL, length), min(USUAL // 4, length)
+            if most[0] > 4 and 4 * few + whole <= tokens and few <= rest:
+                found.append(Step(((few, rest),) * 4 + ((whole, whole),)))
     if mixed and phases == {"decode", "prefill"} and tokens >= SHORT + many and length >= SHORT:
         found.append(Step((*((1, min(USUAL, length)),) * (many - 1), (SHORT, SHORT))))
     return list(dict.fromkeys(found))
@@ -127,6 +135,60 @@ def batch_of(
     )
 
 
+class Steps:
+    """The steps of a group, and what they run through: a layer, and a cache of one block that they do not write.
+
+    Raises:
+        ConfigError: the group has no layer yet.
+    """
+
+    def __init__(self, group: Any) -> None:
+        layer: Warmable | None = layer_of(group)
+        if layer is None:
+            raise ConfigError("warm_up runs a layer of the group, and there is none: make the layers before")
+        config, capacity = group.config, group.capacity
+        self.group, self._layer = group, layer
+        self._cache = group.allocate_kv_cache(1) if config.has_cache else None
+        self.steps = steps_of(
+            config,
+            (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len),
+            set(group.served),
+            mixed=group.unified or config.mla,
+            captured=group.cuda_graphs and group.cudagraph_support != "NEVER",
+        )
+
+    def run(self, step: Step) -> None:
+        """Run one step."""
+        group = self.group
+        common = batch_of(step, group.config, group.block_size, group.device)
+        metadata = (group.build_for_cudagraph_capture if step.captured else group.build)(common)
+        inputs = self._layer.dummy_inputs(common.num_actual_tokens)
+        self._layer(**inputs, kv_cache=self._cache, attn_metadata=metadata)
+
+
+def compile_kernels(groups: Sequence[Steps], tell: Progress) -> int:
+    """Compile the kernels of these steps side by side, where a group's one backend can; run none. Return how many."""
+    compiled = 0
+
+    def count(name: str, done: int, known: int) -> None:
+        nonlocal compiled
+        compiled += 1
+        tell(name, done, known)
+
+    able: dict[Any, list[Steps]] = {}
+    for group in groups:
+        # Of several backends one could read indices that a kernel of another one, which did not run, was to write.
+        kinds = {served.backend.compiling for served in group.group.backends}
+        if len(kinds) == 1 and (compiling := kinds.pop()) is not None:
+            able.setdefault(compiling, []).append(group)
+    for compiling, together in able.items():
+        with compiling(count):
+            for group in together:
+                for step in group.steps:
+                    group.run(step)
+    return compiled
+
+
 def warm_up(group: Any, progress: Progress | None) -> WarmUp:
     """Run steps through a layer of a group, whose ``warm_up`` says more.
 
@@ -134,39 +196,12 @@ def warm_up(group: Any, progress: Progress | None) -> WarmUp:
         ConfigError: the group has no layer yet.
     """
     began = time.perf_counter()
-    layer: Warmable | None = layer_of(group)
-    if layer is None:
-        raise ConfigError("warm_up runs a layer of the group, and there is none: make the layers before")
-    config, capacity = group.config, group.capacity
-    steps = steps_of(
-        config,
-        (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len),
-        set(group.served),
-        mixed=group.unified or config.mla,
-        captured=group.cuda_graphs and group.cudagraph_support != "NEVER",
-    )
-    cache = group.allocate_kv_cache(1) if config.has_cache else None
     tell = progress or (lambda name, done, known: None)
-    kernels: set[str] = set()
-
-    def count(name: str, done: int, known: int) -> None:
-        kernels.add(f"{name} {done}")
-        tell(name, done, known)
-
-    def run(step: Step) -> None:
-        common = batch_of(step, config, group.block_size, group.device)
-        metadata = (group.build_for_cudagraph_capture if step.captured else group.build)(common)
-        layer(**layer.dummy_inputs(common.num_actual_tokens), kv_cache=cache, attn_metadata=metadata)
-
-    # Of several backends one could read indices that a kernel of another one, which did not run, was to write.
-    kinds = {served.backend.compiling for served in group.backends}
-    if len(kinds) == 1 and (compiling := kinds.pop()) is not None:
-        with compiling(count):
-            for step in steps:
-                run(step)
-    for done, step in enumerate(steps, 1):
-        run(step)
-        tell(str(step), done, len(steps))
+    made = Steps(group)
+    kernels = compile_kernels([made], tell)
+    for done, step in enumerate(made.steps, 1):
+        made.run(step)
+        tell(str(step), done, len(made.steps))
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
-    return WarmUp(len(kernels), len(steps), time.perf_counter() - began)
+    return WarmUp(kernels, len(made.steps), time.perf_counter() - began)

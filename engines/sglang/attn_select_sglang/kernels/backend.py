@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ from attn_select.runtime import (
     attention_group,
     decodes_first,
 )
+from attn_select.runtime.compile_ahead import compile_in_an_engine
 from attn_select.runtime.cuda_graph import StaticBatch, check_level
 from attn_select_sglang.kernels.batch import common_of, reordered
 from attn_select_sglang.kernels.limits import captures, limits
+
+logger = logging.getLogger("sglang.attn_select")
 
 
 @dataclass(slots=True)
@@ -79,6 +83,16 @@ class OwnAttnBackend(AttentionBackend):
         self._static: dict[LayerGroup, StaticBatch] = {}
         self._captured: dict[int, dict[LayerGroup, Built]] = {}
         self._bind(layers, model_runner)
+        groups = [*self._groups.values()]
+        if self.device.type == "cuda" and groups:
+            compile_in_an_engine(
+                [group.selection for group in groups],
+                groups[0].device,
+                groups[0].capacity,
+                cuda_graphs=captures(model_runner),
+                say=lambda text: logger.info("attn-select: %s", text),
+                warn=lambda text: logger.warning("attn-select: %s", text),
+            )
 
     @abstractmethod
     def _bind(self, layers: Sequence[Any], model_runner: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -22,8 +23,17 @@ from attn_select import select
 from attn_select.decide.selection import NoBackendError, Selection
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
-from attn_select.runtime import AttentionMetadataBuilder, BackendContext, Scales, split_decodes_and_prefills
+from attn_select.runtime import (
+    AttentionMetadataBuilder,
+    BackendContext,
+    Capacity,
+    Scales,
+    split_decodes_and_prefills,
+)
 from attn_select.runtime import CommonAttentionMetadata as Common
+from attn_select.runtime.compile_ahead import compile_in_an_engine
+
+logger = init_logger("vllm.attn_select")
 
 
 def selected(backends: Mapping[Phase, str], config: AttentionConfig) -> Selection:
@@ -144,14 +154,26 @@ class Builders:
         self._splits = layers[0].is_pair
         self._longest_decode = layers[0].config.max_decode_query_len
         configs: list[AttentionConfig] = []
+        selections: list[Selection] = []
         for layer in layers:
             selection = selected(layer.backends, layer.config.model_copy(update={"block_size": block_size}))
             if layer.config not in configs:
                 configs.append(layer.config)
+                selections.append(selection)
                 self._by_config.append(_builders(layer, selection, vllm_config, device))
             layer.kind = configs.index(layer.config)
             if not layer.impls:  # vLLM may make several builders, one for each batch of a step that it halves
                 layer.impls = _impls(layer, selection, self._by_config[layer.kind])
+        if device.type == "cuda":
+            compile_in_an_engine(
+                selections,
+                device,
+                capacity_of(vllm_config),
+                cuda_graphs=captures(vllm_config, device),
+                phases=tuple(layers[0].backends),
+                say=lambda text: logger.info("attn-select: %s", text),
+                warn=lambda text: logger.warning("attn-select: %s", text),
+            )
 
     @property
     def reorder_batch_threshold(self) -> int | None:
@@ -183,6 +205,18 @@ class Builders:
         ]
 
 
+def capacity_of(vllm_config: VllmConfig) -> Capacity:
+    """Return the most that a step of vLLM's may hold."""
+    scheduler = vllm_config.scheduler_config
+    return Capacity(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len)
+
+
+def captures(vllm_config: VllmConfig, device: torch.device) -> bool:
+    """Whether vLLM is to capture whole steps as CUDA graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return device.type == "cuda" and mode is not None and bool(mode.has_full_cudagraphs())
+
+
 def _built(builder: AttentionMetadataBuilder[Any], common: Common, fast_build: bool, capture: bool) -> Any:
     if capture:
         return builder.build_for_cudagraph_capture(common)
@@ -197,7 +231,7 @@ def _builders(
     Raises:
         NoBackendError: a pair has a backend that does not read the layout.
     """
-    scheduler, mode = vllm_config.scheduler_config, vllm_config.compilation_config.cudagraph_mode
+    capacity = capacity_of(vllm_config)
     found: dict[Phase, AttentionMetadataBuilder[Any]] = {}
     for name, plans in selection.plans_by_backend(tuple(layer.backends)).items():
         if layer.config.has_cache and not all(layer.layout in plan.kv_layouts for plan in plans.values()):
@@ -209,10 +243,10 @@ def _builders(
             options=selection.options[name],
             kv_layout=layer.layout if layer.config.has_cache else None,
             block_size=selection.config.block_size,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=vllm_config.model_config.max_model_len,
-            cuda_graphs=device.type == "cuda" and mode is not None and mode.has_full_cudagraphs(),
+            max_num_seqs=capacity.max_num_seqs,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=capacity.max_model_len,
+            cuda_graphs=captures(vllm_config, device),
         )
         made = _class_of(selection, plans).builder_cls(context)
         found.update(dict.fromkeys(plans, made))

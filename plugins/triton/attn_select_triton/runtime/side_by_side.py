@@ -1,4 +1,4 @@
-"""Compiling what launches lack side by side, for ``AttentionGroup.warm_up``."""
+"""Compiling what launches lack side by side, for ``AttentionGroup.warm_up`` and ``compile_ahead``."""
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-any-unimported, misc"
 

@@ -62,14 +62,31 @@ class _Driver:
         return self.target
 
 
-class _Factories(TorchFunctionMode):
-    """Makes in CPU memory what is asked for on a GPU."""
+class _OnCPU(TorchFunctionMode):
+    """Makes in CPU memory what is asked for on a GPU, and copies nothing from the host to it."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = dict(options or {})
-        if options.get("device") is None or torch.device(options["device"]).type != "cuda":
+        if function is torch.device:
             return function(*arguments, **options)
-        return function(*arguments, **{**options, "device": "cpu"}).as_subclass(OnGPU)
+        if function in (torch.Tensor.pin_memory, torch.Tensor.copy_):
+            return arguments[0]
+        asked = [_is_gpu(each) for each in (*arguments, options.get("device"))]
+        if not any(asked):
+            return function(*arguments, **options)
+        cpu = torch.device("cpu")
+        arguments = tuple(cpu if on_gpu else each for each, on_gpu in zip(arguments, asked, strict=False))
+        options |= {"device": cpu} if asked[-1] else {}
+        return function(*arguments, **options).as_subclass(OnGPU)
+
+
+def _is_gpu(argument: Any) -> bool:
+    return isinstance(argument, torch.device) and argument.type == "cuda"
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None:
+        """Nothing runs here."""
 
 
 class _Properties:
@@ -80,7 +97,10 @@ class _Properties:
 def pretend(target: int) -> None:
     """Make this process see a GPU of compute capability ``target / 10``. There is no way back."""
     driver.set_active(_Driver(target))
-    _Factories().__enter__()
+    _OnCPU().__enter__()
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment, return-value]
+    torch.cuda.Stream = lambda device=None, priority=0: _Stream()  # type: ignore[assignment, misc]
     torch.cuda.get_device_capability = lambda device=None: divmod(target, 10)  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda device=None: ""  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda device=None: _Properties(SMS[target])  # type: ignore[assignment]
