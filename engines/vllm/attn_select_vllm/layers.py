@@ -100,7 +100,7 @@ def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any
         batch_invariant=bool(batch_invariant),
         decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
         num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
-        cuda_graph=wanted_graphs(vllm_config) if fields.get("attn_type", "decoder") == "decoder" else "NEVER",
+        cuda_graph=wanted_graphs(vllm_config) if fields.get("attn_type", "decoder").endswith("decoder") else "NEVER",
         **fields,
     )
 

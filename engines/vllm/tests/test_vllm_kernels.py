@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +191,47 @@ def test_pairs_read_one_cache_on_the_gpus_that_they_are_for(vllm: Any, monkeypat
             assert backend.get_name() == "ATTN_SELECT_" + "_".join(impl.attn_select.backends.values())
             plans = selected(impl.attn_select.backends, impl.attn_select.config).plans
             assert all(LAYOUT in plan.kv_layouts for plan in plans.values())
+
+
+@needs_interpreter
+def test_captured_decodes_of_cross_attention_read_the_encoders_lengths(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured runs again with what it was captured with, as a graph does: the addresses bring new lengths."""
+    config = use(vllm, "a100", monkeypatch, LLAMA)
+    config.compilation_config.cudagraph_mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
+    backend = backend_of("TRITON_ATTN", monkeypatch)
+
+    class CrossAttentionBuilder(backend.get_builder_cls()):  # type: ignore[misc]
+        """As vLLM wraps a backend's builder (model_executor/layers/attention/cross_attention.py)."""
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            host = encoder_lens.clone()
+            crossed = replace(common_attn_metadata, causal=False, seq_lens=encoder_lens, seq_lens_cpu_upper_bound=host)
+            crossed.max_seq_len = int(host.max())
+            return super().build(common_prefix_len, crossed, fast_build)
+
+    impl = backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, attn_type="encoder_decoder")
+    layer = layer_of(impl)
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    assert CrossAttentionBuilder.get_cudagraph_support(config, None).name == "UNIFORM_BATCH"
+    builder = CrossAttentionBuilder(SimpleNamespace(block_size=BLOCK), ["layers.0"], config, torch.device("cpu"))
+
+    torch.manual_seed(0)
+    table = torch.randperm(18, dtype=torch.int32).view(3, 6)
+    cache = torch.randn(backend.get_kv_cache_shape(18, BLOCK, KV_HEADS, SIZE))
+    encoder_lens = torch.tensor([96, 96, 96], dtype=torch.int32)
+    captured = builder.build_for_cudagraph_capture(step_of((1, 1, 1), (1, 1, 1), table))
+    for lens in ([70, 3, 96], [16, 17, 40]):
+        encoder_lens.copy_(torch.tensor(lens))
+        table.copy_(torch.randperm(18, dtype=torch.int32).view(3, 6))
+        builder.build(0, step_of((1, 1, 1), (9, 4, 2), table))
+        query, output = torch.randn(3, HEADS, SIZE), torch.full((3, HEADS, SIZE), torch.nan)
+        impl.forward(layer, query, None, None, cache, captured, output)
+        for row, (asked, given) in enumerate(zip(query, output, strict=True)):
+            keys, values = cache[table[row].long()].transpose(0, 1).flatten(1, 2)[:, : lens[row]]
+            wanted = attention(asked[None], keys, values, None, SIZE**-0.5)
+            torch.testing.assert_close(given[None], wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_cross_attention_has_one_backend(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

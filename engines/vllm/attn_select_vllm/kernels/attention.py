@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from attn_select.runtime import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, Part, graph_support, layers_of, on_device
@@ -50,6 +49,7 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
         self.block_size: int | None = kv_cache_spec.block_size if layers[0].config.has_cache else None
         self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
         self.reorder_batch_threshold = self.builders.reorder_batch_threshold
+        self._capturing = False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -58,14 +58,16 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step; what requests share is read once by no kernel here."""
-        return Metadata(self.builders.build(self._common_of(common_attn_metadata), fast_build))
+        common = common_of(common_attn_metadata, self.block_size, self.builders.reorder_batch_threshold)
+        return Metadata(self.builders.build(common, fast_build, self._capturing))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
-        """Return what a graph is captured with."""
-        return Metadata(self.builders.build(self._common_of(common_attn_metadata), capture=True))
-
-    def _common_of(self, common: Any) -> CommonAttentionMetadata:
-        return common_of(common, self.block_size, self.builders.reorder_batch_threshold)
+        """Return what a graph is captured with, by ``build``: vLLM's cross-attention gives it the encoder's lengths."""
+        self._capturing = True
+        try:
+            return self.build(0, common_attn_metadata)
+        finally:
+            self._capturing = False
 
 
 class OwnImpl(AttentionImpl[Metadata]):

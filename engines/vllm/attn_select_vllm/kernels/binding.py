@@ -89,8 +89,6 @@ class Layer:
         plans = selected(backends, config).plans
         captured: Sequence[Phase] = ["decode"] if self.is_pair else [*backends]
         self.level: CudaGraphLevel = min((plans[p].cuda_graph for p in captured), key=CUDA_GRAPH_LEVELS.index)
-        if config.attn_type == "encoder_decoder":
-            self.level = "NEVER"  # vLLM captures a step's own lengths, and not the encoder's
         self.impls: dict[Phase, Any] = {}
         self.kind = 0
         self.layer_name = ""

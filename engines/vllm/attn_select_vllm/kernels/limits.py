@@ -8,7 +8,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
 from attn_select.rules.plugins import load_plugins
-from attn_select_vllm.layers import wanted_graphs
 from attn_select_vllm.names import kernels_of
 
 GUESSED = ("ngram", "suffix")
@@ -43,14 +42,11 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     clamped = asked.use_mm_prefix and _clamps(model)
-    # A captured step would read the decoder's lengths, and not the encoder's.
-    crossing = asked.attn_type == "encoder_decoder" and wanted_graphs(vllm_config) != "NEVER"
     sharing = parallel.decode_context_parallel_size > 1
     found = {
         f"the adapter serves {', '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
         "the adapter passes no image ranges in this release": asked.use_mm_prefix and not standard_caches(),
         "the windows of this model end its images too, and the kernels' windows do not": clamped,
-        "the adapter captures no cross-attention, and this engine captures whole decodes": crossing,
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
