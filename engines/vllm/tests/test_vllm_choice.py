@@ -399,7 +399,10 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
         **vars(engine.config) | {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}
     )
     without = asked._replace(use_kv_connector=False)
-    assert limits(without, shared) == ["the adapter serves decode context parallelism with MLA alone"]
+    for asked in (without, without._replace(use_mla=True)):
+        assert limits(asked, shared) == []
+    shared.speculative_config = SimpleNamespace()
+    assert limits(without, shared) == ["the adapter serves decode context parallelism without drafts, but with MLA"]
     assert limits(without._replace(use_mla=True), shared) == []
 
 

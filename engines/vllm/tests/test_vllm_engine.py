@@ -198,26 +198,42 @@ def test_triton_runs_under_the_runner_of_gpus(
     assert paired.bounded_steps == 0 < guessing.bounded_steps
 
 
+TWO_RANKS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the workers what they run
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",  # the other one's kernel for CPUs refuses shared contexts
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""The variables of engines whose two ranks share contexts."""
+SHARED = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
+"""Runs of 16 tokens lie on one rank, so that the other has none of a short context."""
+two_cpus = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need a CPU each")
+
+
+@two_cpus
+def test_ranks_share_contexts(models: dict[str, Path]) -> None:
+    """vLLM wants more ranks than KV heads for it. Steps are mixed."""
+    own = {"attention_backend": "ATTN_SELECT_TRITON_ATTN", "tensor_parallel_size": 2}
+    model = models["llama of one KV head"]
+    (whole, found), log = run(TWO_RANKS, (model, own), (model, own | SHARED), gpu="a100")
+    assert found.backends == [{"ATTN_SELECT_TRITON_ATTN"}] * 2
+    assert "Worker_TP1_DCP1" in log
+    assert found.tokens == whole.tokens
+    assert all(len(set(row)) > 10 for row in whole.tokens)  # few different tokens would prove nothing
+
+
+@two_cpus
 def test_ranks_share_the_contexts_of_mla(models: dict[str, Path]) -> None:
     """In float16, in which the kernel runs: so some tokens may differ from those of ranks that keep whole contexts.
 
-    Runs of 16 tokens lie on one rank, so that the other has none of a short context. Prompts come one by one: several
-    at once are wrong by vLLM's own prefills of MLA, under this runner on a CPU.
+    Prompts come one by one: several at once are wrong by vLLM's own prefills of MLA, under this runner on a CPU.
     """
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two ranks need a CPU each")
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to ask the workers what they run
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",  # the other one's kernel for CPUs refuses shared contexts
-        "TORCHDYNAMO_DISABLE": "1",
-    }
     own = {"attention_backend": "ATTN_SELECT_TRITON_MLA", "tensor_parallel_size": 2, "dtype": "float16"}
     own["one_by_one"] = True
-    shared = own | {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
-    (whole, found), log = run(variables, (models["deepseek"], own), (models["deepseek"], shared), gpu="a100")
+    models_and_options = [(models["deepseek"], options) for options in (own, own | SHARED)]
+    (whole, found), log = run(TWO_RANKS, *models_and_options, gpu="a100")
     assert whole.backends == found.backends == [{"ATTN_SELECT_TRITON_MLA"}] * 2
     assert "Worker_TP1_DCP1" in log
     pairs = zip(whole.tokens, found.tokens, strict=True)

@@ -21,6 +21,9 @@ from vllm_emulated import LLAMA, CommonAttentionMetadata, engine_config
 
 torch = pytest.importorskip("torch")
 
+from attn_select.runtime import loaded  # noqa: E402
+from attn_select.testing.ranks import ThreadCollectives, run_ranks  # noqa: E402
+
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 32, 16
 STEPS = ((5, 40, 1), (1, 1, 1), (1, 3, 20), (1, 20, 1))
 """Query lengths of three requests in four steps: prefills, decodes, and decodes before chunks.
@@ -357,6 +360,58 @@ def test_mla_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         keys = cache[table[request].long()].view(-1, 1, 576)[:length]
         wanted = attention(query[request : request + 1], keys, keys[..., :512], None, scale)
         torch.testing.assert_close(output[request : request + 1].double(), wanted, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+@pytest.mark.parametrize("name", KERNELS[:2])
+def test_ranks_share_contexts(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, interleave: int) -> None:
+    """Both have the keys of every new token, keep some of them, and their own heads' queries."""
+    config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
+    config.parallel_config.decode_context_parallel_size = 2
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    monkeypatch.setattr(loaded, "device_of", lambda selection, device: device)
+    backend = backend_of(name, monkeypatch)
+    torch.manual_seed(0)
+    table = torch.randperm(18, dtype=torch.int32).view(3, 6)
+    steps = [
+        (lens, torch.randn(sum(lens), 2, HEADS, SIZE), torch.randn(sum(lens), 2 * KV_HEADS, SIZE)) for lens in STEPS
+    ]
+    context: dict[str, Any] = {}
+    config.compilation_config.static_forward_context = context
+
+    def slot_of(rank: int, request: int, position: int) -> int:
+        turn, within = divmod(position % (2 * BLOCK), 2 * interleave)
+        own = within // interleave == rank
+        block = int(table[request, position // (2 * BLOCK)])
+        return block * BLOCK + turn * interleave + within % interleave if own else -1
+
+    def run(collectives: ThreadCollectives) -> list[Any]:
+        vllm_emulated.COLLECTIVES.group, rank = collectives, collectives.rank
+        impl = backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
+        layer = context[f"rank {rank}"] = layer_of(impl)
+        spec, cache = SimpleNamespace(block_size=BLOCK), cache_of(backend, "BLHNC", 18)
+        builder = backend.get_builder_cls()(spec, [f"rank {rank}"], config, torch.device("cpu"))
+        outputs, seen = [], [0, 0, 0]
+        for lens, query, key_value in steps:
+            seen = [before + new for before, new in zip(seen, lens, strict=True)]
+            step = step_of(lens, seen, table.repeat_interleave(2, dim=1))
+            tokens = [(r, p) for r, (q, s) in enumerate(zip(lens, seen, strict=True)) for p in range(s - q, s)]
+            step.block_table_tensor = table
+            step.slot_mapping = torch.tensor([slot_of(rank, *token) for token in tokens])
+            metadata, output = builder.build(0, step), torch.empty(sum(lens), HEADS, SIZE)
+            key, value = key_value.split(KV_HEADS, dim=1)
+            impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
+            impl.forward(layer, query[:, rank], key, value, cache, metadata, output)
+            outputs.append(output)
+        return outputs
+
+    for rank, outputs in enumerate(run_ranks(2, run)):
+        seen = [torch.empty(0, 2 * KV_HEADS, SIZE)] * 3
+        for (lens, query, key_value), output in zip(steps, outputs, strict=True):
+            seen = [torch.cat(each) for each in zip(seen, key_value.split(list(lens)), strict=True)]
+            for asked, given, kept in zip(query[:, rank].split(lens), output.split(lens), seen, strict=True):
+                wanted = attention(asked, *kept.split(KV_HEADS, dim=1), None, SIZE**-0.5)
+                torch.testing.assert_close(given, wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleave", [1, 16])

@@ -53,6 +53,7 @@ CONFIGS = {
         tie_word_embeddings=False,
     ),
     "llama of one layer": lambda: LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}),
+    "llama of one KV head": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 1}),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False),
     "bert": lambda: BertConfig(
         vocab_size=VOCABULARY,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,12 @@ class MLACommonBackend(AttentionBackend):
 
 RANKS = SimpleNamespace(size=1, rank=0, interleave=1)
 """The ranks that share contexts: how many, which one is meant, and how many neighbouring positions one keeps."""
+COLLECTIVES = threading.local()
+"""``group``: the process group of the rank that a thread stands for."""
+
+
+def get_dcp_group() -> Any:
+    return SimpleNamespace(rank_in_group=RANKS.rank, device_group=getattr(COLLECTIVES, "group", None))
 
 
 def get_dcp_local_seq_lens(
@@ -334,7 +341,7 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
         "vllm._custom_ops": {"concat_mla_q": concat_mla_q},
         "vllm.logger": {"init_logger": lambda name: log},
         "vllm.config": {"VllmConfig": object, "get_current_vllm_config": lambda: config},
-        "vllm.distributed": {"get_dcp_group": lambda: SimpleNamespace(rank_in_group=RANKS.rank)},
+        "vllm.distributed": {"get_dcp_group": get_dcp_group},
         "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": get_dcp_local_seq_lens},
         "vllm.platforms": {"current_platform": platform},
         "vllm.v1.attention.backend": backend,

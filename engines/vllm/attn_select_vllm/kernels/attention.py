@@ -75,6 +75,8 @@ class OwnImpl(AttentionImpl[Metadata]):
 
     backend: ClassVar[str]
     """attn-select's name of the backend, or a pair's (``names.PAIRS``)."""
+    supports_dcp = True
+    can_return_lse_for_decode = True
 
     def __init__(
         self,

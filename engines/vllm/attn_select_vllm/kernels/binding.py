@@ -24,7 +24,6 @@ from attn_select.decide.selection import NoBackendError, Selection
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.runtime import (
-    AttentionMetadataBuilder,
     BackendContext,
     Capacity,
     Scales,
@@ -32,6 +31,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime import CommonAttentionMetadata as Common
 from attn_select.runtime.compile_ahead import compile_in_an_engine
+from attn_select_vllm.kernels.ranks import RankBuilder, RankImpl
 
 logger = init_logger("vllm.attn_select")
 
@@ -120,9 +120,11 @@ class Layer:
 
 
 def layers_of(vllm_config: VllmConfig, names: Sequence[str]) -> list[Layer]:
-    """Return the layers of these names, in order."""
-    context = vllm_config.compilation_config.static_forward_context
-    return [context[name].impl.attn_select for name in names]
+    """Return the layers of these names, in order. Their weights are loaded, and so their scales are read."""
+    layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
+    for layer in layers:
+        layer.impl.attn_select.scales_of(layer)
+    return [layer.impl.attn_select for layer in layers]
 
 
 def graph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
@@ -148,7 +150,7 @@ class Builders:
     def __init__(
         self, layers: Sequence[Layer], block_size: int | None, vllm_config: VllmConfig, device: torch.device
     ) -> None:
-        self._by_config: list[Mapping[Phase, AttentionMetadataBuilder[Any]]] = []
+        self._by_config: list[Mapping[Phase, Any]] = []
         self._splits = layers[0].is_pair
         self._longest_decode = layers[0].config.max_decode_query_len
         configs: list[AttentionConfig] = []
@@ -215,25 +217,28 @@ def captures(vllm_config: VllmConfig, device: torch.device) -> bool:
     return device.type == "cuda" and mode is not None and bool(mode.has_full_cudagraphs())
 
 
-def _built(builder: AttentionMetadataBuilder[Any], common: Common, fast_build: bool, capture: bool) -> Any:
+def _built(builder: Any, common: Common, fast_build: bool, capture: bool) -> Any:
     if capture:
         return builder.build_for_cudagraph_capture(common)
     return builder.build(0, common, fast_build)
 
 
-def _builders(
-    layer: Layer, selection: Selection, vllm_config: VllmConfig, device: torch.device
-) -> dict[Phase, AttentionMetadataBuilder[Any]]:
-    """Return the builder of each phase, one for both where one backend serves both.
+def _builders(layer: Layer, selection: Selection, vllm_config: VllmConfig, device: torch.device) -> dict[Phase, Any]:
+    """Return the builder of each phase, one for both where one backend serves both, or ranks share the contexts.
 
     Raises:
         NoBackendError: a pair has a backend that does not read the layout.
     """
     capacity = capacity_of(vllm_config)
-    found: dict[Phase, AttentionMetadataBuilder[Any]] = {}
+    found: dict[Phase, Any] = {}
     for name, plans in selection.plans_by_backend(tuple(layer.backends)).items():
         if layer.config.has_cache and not all(layer.layout in plan.kv_layouts for plan in plans.values()):
             raise NoBackendError(f"{name} does not read {layer.layout}, the layout of vLLM's cache", selection)
+    if selection.config.decode_context_parallel_size > 1:
+        graphs = captures(vllm_config, device)
+        across = RankBuilder(selection, layer.layout, device, capacity, vllm_config, cuda_graphs=graphs)
+        return dict.fromkeys(layer.backends, across)
+    for name, plans in selection.plans_by_backend(tuple(layer.backends)).items():
         context = BackendContext(
             config=selection.config,
             plans=plans,
@@ -251,11 +256,12 @@ def _builders(
     return found
 
 
-def _impls(
-    layer: Layer, selection: Selection, builders: Mapping[Phase, AttentionMetadataBuilder[Any]]
-) -> dict[Phase, Any]:
-    """Return the impl of each phase, one for both where one backend serves both."""
+def _impls(layer: Layer, selection: Selection, builders: Mapping[Phase, Any]) -> dict[Phase, Any]:
+    """Return the impl of each phase, one for both where one builder serves both."""
     found: dict[Phase, Any] = {}
+    builder = next(iter(builders.values()))
+    if isinstance(builder, RankBuilder):
+        return dict.fromkeys(builders, RankImpl(builder, layer.scales, **layer.options))
     for plans in selection.plans_by_backend(tuple(layer.backends)).values():
         context = builders[next(iter(plans))].context
         found.update(dict.fromkeys(plans, _class_of(selection, plans).impl_cls(context, **layer.options)))

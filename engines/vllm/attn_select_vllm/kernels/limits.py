@@ -52,11 +52,10 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         "the adapter passes no scales per head": asked.use_per_head_quant_scales,
         "the adapter serves no KV connector in this release": asked.use_kv_connector and not standard_caches(),
         "the adapter serves no prefill context parallelism": asked.use_pcp,
-        # Of MLA's decodes each rank returns the LSE, and vLLM merges them.
-        "the adapter serves decode context parallelism with MLA alone": sharing and not asked.use_mla,
-        "the adapter serves no decode context parallelism in this release": sharing
-        and asked.use_mla
-        and not standard_caches(),
+        "the adapter serves no decode context parallelism in this release": sharing and not standard_caches(),
+        "the adapter serves decode context parallelism without drafts, but with MLA": sharing
+        and not asked.use_mla
+        and vllm_config.speculative_config is not None,
         "the adapter passes no windows beside references": getattr(asked, "use_rswa", False),
         # Drafts are trimmed on the device, so that the host's query lengths are others than the device's.
         "the adapter plans from query lengths on the host": getattr(asked, "use_adaptive_verification", False),
