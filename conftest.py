@@ -13,7 +13,7 @@ import pytest
 
 from attn_select.machine.amx import avoid_trapping_amx
 
-QUICK_CONFIGS = 10
+QUICK_CONFIGS = 6
 """Configurations per conformance suite that `make test` runs; the others are marked slow."""
 SUMMARY = pytest.StashKey[list[Any]]()
 

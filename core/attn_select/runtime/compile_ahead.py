@@ -11,7 +11,7 @@ import torch
 from attn_select.decide.selection import Selection
 from attn_select.runtime import Attention, MLAAttention, MLALayerGroup, attention_group
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select.runtime.warm_up import Steps, WarmUp, compile_kernels
+from attn_select.runtime.warm_up import GroupSteps, WarmUp, compile_kernels
 
 _compiled: set[Hashable] = set()
 """What ``compile_in_an_engine`` has seen in this process."""
@@ -45,7 +45,7 @@ def compile_ahead(selections: Sequence[Selection[Any]], *arguments: Any, **optio
     """
     began = time.perf_counter()
     layers = [stand_in(each, *arguments, **options) for each in selections if _compiles(each)]
-    kernels = compile_kernels([Steps(layer.group) for layer in layers], lambda *_: None)
+    kernels = compile_kernels([GroupSteps(layer.group) for layer in layers], lambda *_: None)
     return WarmUp(kernels, 0, time.perf_counter() - began)
 
 

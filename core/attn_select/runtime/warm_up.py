@@ -135,7 +135,7 @@ def batch_of(
     )
 
 
-class Steps:
+class GroupSteps:
     """The steps of a group, and what they run through: a layer, and a cache of one block that they do not write.
 
     Raises:
@@ -166,7 +166,7 @@ class Steps:
         self._layer(**inputs, kv_cache=self._cache, attn_metadata=metadata)
 
 
-def compile_kernels(groups: Sequence[Steps], tell: Progress) -> int:
+def compile_kernels(every: Sequence[GroupSteps], tell: Progress) -> int:
     """Compile the kernels of these steps side by side, where a group's one backend can; run none. Return how many."""
     compiled = 0
 
@@ -175,17 +175,17 @@ def compile_kernels(groups: Sequence[Steps], tell: Progress) -> int:
         compiled += 1
         tell(name, done, known)
 
-    able: dict[Any, list[Steps]] = {}
-    for group in groups:
+    able: dict[Any, list[GroupSteps]] = {}
+    for one in every:
         # Of several backends one could read indices that a kernel of another one, which did not run, was to write.
-        kinds = {served.backend.compiling for served in group.group.backends}
+        kinds = {served.backend.compiling for served in one.group.backends}
         if len(kinds) == 1 and (compiling := kinds.pop()) is not None:
-            able.setdefault(compiling, []).append(group)
+            able.setdefault(compiling, []).append(one)
     for compiling, together in able.items():
         with compiling(count):
-            for group in together:
-                for step in group.steps:
-                    group.run(step)
+            for one in together:
+                for step in one.steps:
+                    one.run(step)
     return compiled
 
 
@@ -197,7 +197,7 @@ def warm_up(group: Any, progress: Progress | None) -> WarmUp:
     """
     began = time.perf_counter()
     tell = progress or (lambda name, done, known: None)
-    made = Steps(group)
+    made = GroupSteps(group)
     kernels = compile_kernels([made], tell)
     for done, step in enumerate(made.steps, 1):
         made.run(step)

@@ -11,7 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_vllm_kernels import BLOCK, HEADS, KERNELS, KV_HEADS, SIZE, attention, backend_of, cache_of, layer_of, use
+from test_vllm_kernels import (
+    BLOCK,
+    HEADS,
+    KERNELS,
+    KV_HEADS,
+    PAIR,
+    SIZE,
+    attention,
+    backend_of,
+    cache_of,
+    layer_of,
+    needs_interpreter,
+    use,
+)
 from vllm_emulated import LLAMA, CommonAttentionMetadata
 
 torch = pytest.importorskip("torch")
@@ -115,7 +128,9 @@ def drawn_images(prompt: int, draw: random.Random) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("order", "drafts", "images"), [(by_region, 0, False), (by_region, 3, True), (by_drafts, 3, False)]
 )
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name", [*KERNELS[:2], pytest.param(PAIR, marks=[needs_interpreter, pytest.mark.slow(guard="the other kernels")])]
+)
 def test_drawn_steps(
     vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, order: Any, drafts: int, images: bool
 ) -> None:
