@@ -6,8 +6,12 @@ Runs where SGLang is installed (``make test-engines``). Pools and layers are SGL
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,6 +293,18 @@ def test_captured_decodes(name: str, two_pools: bool, monkeypatch: pytest.Monkey
         batch, rows = engine.step(chosen, None)
         backend.init_forward_metadata_out_graph(batch)
         engine.check(backend, batch, rows, chosen, None)
+
+
+@pytest.mark.parametrize("pools", ["one_pool", "two_pools"])
+def test_steps_on_a_gpu_launch_what_is_compiled_at_the_start(pools: str) -> None:
+    """On a GPU that is not here: the path of CUDA is gone through, and nothing runs."""
+    command = [sys.executable, str(Path(__file__).with_name("steps_on_gpu.py")), pools]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled, launched, lacked = json.loads(done.stdout.splitlines()[-1])
+    assert not lacked
+    assert compiled >= launched >= 5
 
 
 def test_steps_that_were_not_captured_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
