@@ -62,11 +62,21 @@ class _Driver:
         return self.target
 
 
+WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select")
+"""What waits for a GPU, called with a tensor there."""
+
+
 class _OnCPU(TorchFunctionMode):
-    """Makes in CPU memory what is asked for on a GPU, and copies nothing from the host to it."""
+    """Makes in CPU memory what is asked for on a GPU, copies nothing from the host to it, and waits for nothing there.
+
+    Raises:
+        RuntimeError: the host would wait for the GPU.
+    """
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = dict(options or {})
+        if getattr(function, "__name__", "") in WAITS and isinstance(arguments[0], OnGPU):
+            raise RuntimeError(f"{function.__name__}: the host waits for the GPU")
         if function is torch.device:
             return function(*arguments, **options)
         if function in (torch.Tensor.pin_memory, torch.Tensor.copy_):
