@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -40,9 +41,9 @@ def moved(engine: Engine) -> Engine:
         each.k_buffer, each.v_buffer = ([on_gpu(half[side]) for half in halves] for side in (0, 1))
     for each in (pool, *pools):
         each.dtype = torch.bfloat16
-    if len(pools) == 2:
-        pool.full_to_swa_index_mapping = on_gpu(pool.full_to_swa_index_mapping)
-    engine.requests.req_to_token = on_gpu(engine.requests.req_to_token)
+    # The engine itself goes on to read its table as the host's.
+    table = on_gpu(engine.requests.req_to_token)
+    runner.req_to_token_pool = SimpleNamespace(req_to_token=table, size=engine.requests.size)
     runner.device, runner.dtype, runner.server_args.disable_cuda_graph = "cuda", torch.bfloat16, False
     return engine
 
