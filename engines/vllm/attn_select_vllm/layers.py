@@ -14,6 +14,9 @@ from attn_select.layer.config import MLA_DIMS, AttentionConfig, CudaGraphLevel
 from attn_select.layer.dtypes import DTypeName, canonical
 from attn_select.layer.models import configs_from_model
 
+DECODERS = ("decoder", "encoder_decoder")
+"""Types of layers whose decodes vLLM captures."""
+
 
 def kind_of(asked: Any) -> str:
     """Return the layer kind that a selector's question is about, as ``attn-select explain`` names it."""
@@ -100,7 +103,7 @@ def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any
         batch_invariant=bool(batch_invariant),
         decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
         num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
-        cuda_graph=wanted_graphs(vllm_config) if fields.get("attn_type", "decoder").endswith("decoder") else "NEVER",
+        cuda_graph=wanted_graphs(vllm_config) if fields.get("attn_type", "decoder") in DECODERS else "NEVER",
         **fields,
     )
 

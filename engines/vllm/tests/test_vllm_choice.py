@@ -401,8 +401,13 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
     without = asked._replace(use_kv_connector=False)
     for asked in (without, without._replace(use_mla=True)):
         assert limits(asked, shared) == []
-    shared.speculative_config = SimpleNamespace()
-    assert limits(without, shared) == ["the adapter serves decode context parallelism without drafts, but with MLA"]
+    reason = "the adapter serves decode context parallelism with MLA, or of decoders without drafts and halved batches"
+    assert limits(without._replace(attn_type="encoder_decoder"), shared) == [reason]
+    shared.parallel_config.use_ubatching = True
+    assert limits(without, shared) == [reason]
+    assert limits(without._replace(use_mla=True), shared) == []
+    shared.parallel_config.use_ubatching, shared.speculative_config = False, SimpleNamespace()
+    assert limits(without, shared) == [reason]
     assert limits(without._replace(use_mla=True), shared) == []
 
 

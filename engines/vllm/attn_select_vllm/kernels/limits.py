@@ -43,6 +43,8 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     clamped = asked.use_mm_prefix and _clamps(model)
     sharing = parallel.decode_context_parallel_size > 1
+    halved = getattr(parallel, "use_ubatching", False)  # each half would have a group of its own
+    plain = asked.attn_type == "decoder" and vllm_config.speculative_config is None and not halved
     found = {
         f"the adapter serves {', '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
         "the adapter passes no image ranges in this release": asked.use_mm_prefix and not standard_caches(),
@@ -53,9 +55,9 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         "the adapter serves no KV connector in this release": asked.use_kv_connector and not standard_caches(),
         "the adapter serves no prefill context parallelism": asked.use_pcp,
         "the adapter serves no decode context parallelism in this release": sharing and not standard_caches(),
-        "the adapter serves decode context parallelism without drafts, but with MLA": sharing
-        and not asked.use_mla
-        and vllm_config.speculative_config is not None,
+        "the adapter serves decode context parallelism with MLA, or of decoders without drafts and halved batches": (
+            sharing and not asked.use_mla and not plain
+        ),
         "the adapter passes no windows beside references": getattr(asked, "use_rswa", False),
         # Drafts are trimmed on the device, so that the host's query lengths are others than the device's.
         "the adapter plans from query lengths on the host": getattr(asked, "use_adaptive_verification", False),
