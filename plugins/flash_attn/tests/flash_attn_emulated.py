@@ -47,6 +47,15 @@ SIGNATURES = {
         "cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), "
         "has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
     },
+    "vllm with FA4": {
+        "flash_attn_varlen_func": "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, "
+        "seqused_k=None, q_v=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0, "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None, return_softmax_lse=False, "
+        "out=None, scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0, "
+        "output_scale=None, fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, "
+        "mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_tensor_leading_dims=None, "
+        "dynamic_causal=None, gather_kv_indices=None, gather_kv_valid_length=None",
+    },
     "flash-attn-3": {
         "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
         "seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
@@ -89,11 +98,12 @@ SIGNATURES = {
         "scheduler_metadata=None, num_splits=0, pack_gqa=None, " + _SGL_END,
     },
 }
-"""Parameters without annotations: vllm 0.26.0 (0.33.0 has more), flash-attention 0251105 (FA3) and v2.8.3 (FA2),
+"""Parameters without annotations: vllm 0.26.0, vllm 0.33.0 (with FA4), flash-attention 0251105 (FA3) and v2.8.3 (FA2),
 flash-attn-4 4.0.0b36, sglang-kernel 0.4.10, sgl-kernel 0.3.21."""
 
 MODULES = {
     "vllm": "vllm.vllm_flash_attn.flash_attn_interface",
+    "vllm with FA4": "vllm.vllm_flash_attn.flash_attn_interface",
     "flash-attn-3": "flash_attn_interface",
     "flash-attn": "flash_attn",
     "flash-attn-4": "flash_attn.cute.interface",
@@ -147,6 +157,8 @@ def need(condition: Any, message: str) -> None:
 
 def _varlen(provider: str, a: Arguments) -> Any:
     version = a.get("fa_version", 2 if provider == "flash-attn" else 3)
+    if provider == "vllm with FA4":
+        return _gather(a)
     paged = a.get("block_table") is not None
     if provider == "vllm":
         need((a["cu_seqlens_k"] is None) != (a["seqused_k"] is None), "cu_seqlens_k or seqused_k, not both")
@@ -164,6 +176,40 @@ def _varlen(provider: str, a: Arguments) -> Any:
     if not wanted:
         return out
     return (out, lse, None) if provider in ("flash-attn", "sglang-kernel", "sgl-kernel") else (out, lse)
+
+
+def _gather(a: Arguments) -> Any:
+    """FA4 on gathered rows (vLLM 0.33.0 vllm_flash_attn/cute/interface.py: ``qv``, ``gather_kv_indices``)."""
+    q, qv, k, v, rows = a["q"], a["q_v"], a["k"], a["v"], a["gather_kv_indices"]
+    tokens, heads, size = q.shape
+    need(a["fa_version"] == 4 and a["block_table"] is None and not a["causal"], "gathers without pages and causality")
+    need(a["window_size"] is None and not a["softcap"] and a["s_aux"] is None, "no window, cap or sinks with qv")
+    need(a["alibi_slopes"] is None and a["q_descale"] is None, "no slopes or descales with qv")
+    need({t.dtype for t in (q, qv, k, v)} == {torch.bfloat16}, "one dtype")
+    need(tuple(qv.shape) == (tokens, heads, 512) and size == 64, "sizes of qv")
+    need(heads in (8, 16, 32, 64, 128), f"{heads} heads")
+    need(tuple(k.shape) == (len(k), 1, 64) and tuple(v.shape) == (len(k), 1, 512), "a flat cache of one head")
+    need(all(t.stride(-1) == 1 for t in (q, qv, k, v)), "contiguous last dimension")
+    need(tuple(rows.shape[:-1]) == (tokens,) and rows.shape[-1] % 128 == 0, f"rows {tuple(rows.shape)}")
+    valid = a["gather_kv_valid_length"]
+    for each, length in (
+        (a["cu_seqlens_q"], tokens + 1), (a["cu_seqlens_k"], tokens + 1), (a["seqused_k"], tokens), (valid, tokens)
+    ):  # fmt: skip
+        need(tuple(each.shape) == (length,) and each.dtype == torch.int32 and each.is_contiguous(), "int32 vectors")
+    need(rows.dtype == torch.int32 and torch.equal(a["cu_seqlens_q"], torch.arange(tokens + 1).int()), "one query each")
+    need(a["max_seqlen_q"] == 1 and bool((a["seqused_k"] == len(k)).all()) and a["max_seqlen_k"] == len(k), "bounds")
+    out = torch.zeros(tokens, heads, 512, dtype=q.dtype)
+    lse = torch.full((tokens, heads), -torch.inf)
+    for token in range(tokens):
+        kept = rows[token, : int(valid[token])]
+        need(bool((kept >= 0).all() and (kept < len(k)).all()), "rows of the cache")
+        if not len(kept):
+            continue
+        keys, values = k[kept.long(), 0].double(), v[kept.long(), 0].double()
+        scores = (q[token].double() @ keys.T + qv[token].double() @ values.T) * a["softmax_scale"]
+        out[token] = (scores.softmax(-1) @ values).to(q.dtype)
+        lse[token] = scores.logsumexp(-1).float()
+    return (out, lse) if a["return_softmax_lse"] else out
 
 
 def _refuse_keyless(a: Arguments, lse: bool) -> None:

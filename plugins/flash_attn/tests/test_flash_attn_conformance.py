@@ -139,6 +139,20 @@ class TestVllmMLASparse(Emulated):
     options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
 
 
+class TestGatheredMLASparse(Emulated):
+    """FA4 on Blackwell."""
+
+    spec = FLASH_ATTN_MLA_SPARSE
+    gate_device = "b200"
+    heads = ((8, 8), (16, 16), (64, 64))
+    num_configs = 200  # one of ten asks for what it takes
+    options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
+
+    @pytest.fixture(autouse=True)
+    def _emulated(self, emulate: Callable[[str], Any]) -> None:
+        emulate("vllm with FA4")
+
+
 class TestUpstreamMLASparse(AnotherBuild):
     spec = FLASH_ATTN_MLA_SPARSE
     options: ClassVar[Mapping[str, Any]] = {"provider": "flash-attn-3"}

@@ -72,6 +72,15 @@ class FlashAttnKernel:
         return f"fa{self.version}" if self.paged else f"fa{self.version}-varlen"
 
 
+@dataclass(frozen=True, slots=True)
+class GatherKernel(FlashAttnKernel):
+    """A kernel that reads the rows of K and V that a list of each token names."""
+
+    @property
+    def name(self) -> str:
+        return f"fa{self.version}-gather"
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlashAttnBuild(KernelBuild):
     """FA2, FA3 or FA4 as one distribution builds it.

@@ -1,10 +1,13 @@
-"""``FLASH_ATTN_MLA_SPARSE``: FlashAttention 3 over the token slots that an indexer chose, in pages of one token."""
+"""``FLASH_ATTN_MLA_SPARSE``: FlashAttention over the token slots that an indexer chose.
+
+FlashAttention 3 reads them as pages of one token, on Hopper; FlashAttention 4 gathers the rows itself, on Blackwell.
+"""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from attn_select.backends.kernel_builds import PROVIDER_OPTION, choose, pin_provider
+from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, Pin, choose, pin_provider
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -24,7 +27,10 @@ from attn_select_flash_attn.facts.builds import (
     LIBRARIES,
     UPSTREAM_FA3,
     VLLM_FA3,
+    VLLM_FA4,
+    VLLM_WITH_FA4,
     FlashAttnBuild,
+    GatherKernel,
     ProviderName,
     builds_for,
     kernel_of,
@@ -39,7 +45,10 @@ _ONE_QUERY = "every token is a request of one query, whose keys are a page table
 CAPABILITIES = Capabilities(
     mla=True,
     sparse=True,
-    compute_capabilities=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (q_v: arch 90); {_RAN}"),
+    compute_capabilities=Fact(
+        ComputeCapabilities(((HOPPER, HOPPER), ((10, 0), (10, 3)))),
+        f"{UPSTREAM_FA3} (q_v: arch 90); {_RAN}; {VLLM_FA4} (qv: arch 100)",
+    ),
     dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
     kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{UPSTREAM_FA3} (q_v: fp16 and bf16)"),
     # q is the rope part (at most 64, zeros where there is none), v the latent (256 to 512): `decode_objections`.
@@ -62,15 +71,26 @@ class FlashAttnMLASparseOptions(BackendOptions):
 
 
 _FA3_ON_HOPPER = tuple(build for build in builds_for(HOPPER) if build.version == 3)
+_FA4_IN_VLLM = tuple(build for build in builds_for((10, 0)) if build.library is VLLM_WITH_FA4)
 _LAYOUTS, _PAGES = (MLA,), (64, 1)
 _BECAUSE = "FA3 packs the heads that there are and pads none; the indices are its page table"
+
+GATHERED_HEADS = Fact(
+    (8, 16, 32, 64, 128), f"{VLLM_FA4} use_sparse_decode; {_VLLM_BACKEND} FlashAttnMLASparseFA4Backend"
+)
+"""Numbers of query heads that FA4 gathers for."""
+_GATHERED_KEYS = 128
+"""FA4's lists of rows hold a multiple of this many (``gather_kv_length``)."""
+_NEVER_RUN = "FlashAttention 4's sparse MLA was never run here; its call is held to vLLM 0.33's source"
 
 
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashAttnMLASparseOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the first installed build of FA3, or what each one lacks; both phases run alike."""
+    """Return the first installed build of FA3, on Blackwell vLLM's FA4, or what each one lacks; phases run alike."""
     pins = pin_provider("FLASH_ATTN_MLA_SPARSE", options.provider)
+    if device.compute_capability is not None and device.compute_capability[0] == 10:
+        return _gathering(config, device, environment, pins)
     # The capabilities refuse other devices. For those Hopper's builds name further obstacles.
     chosen = choose(_FA3_ON_HOPPER, environment, lambda build: decode_objections(config), pins=pins, capability=HOPPER)
     if not isinstance(chosen, FlashAttnBuild):
@@ -89,9 +109,58 @@ def plan(
     )
 
 
+def _gathering(
+    config: AttentionConfig, device: Device, environment: Environment, pins: tuple[Pin[FlashAttnBuild], ...]
+) -> BackendPlan | list[Reason]:
+    """Return the plan of FA4, or what speaks against it."""
+    capability = device.compute_capability
+    chosen = choose(
+        _FA4_IN_VLLM, environment, lambda build: _gather_objections(config), pins=pins, capability=capability
+    )
+    if not isinstance(chosen, FlashAttnBuild):
+        return chosen
+    return BackendPlan(
+        kernel=GatherKernel(4, chosen.distribution, paged=False),
+        path="FA4 with q_v over gathered rows",
+        because="one launch gathers the chosen rows of every token, and splits them where tokens are few",
+        query_dtype=config.dtype,
+        returns_lse=True,
+        kv_layouts=_LAYOUTS,
+        kernel_block_sizes=_PAGES,
+        cuda_graph="UNIFORM_BATCH",
+        provider=chosen.provider,
+        notes=(
+            "the kernel allocates its output, which is copied into the caller's tensor",
+            *notes_on_build(chosen, capability),
+        ),
+        unverified=(_NEVER_RUN,),
+    )
+
+
+def _gather_objections(config: AttentionConfig) -> list[Objection]:
+    """Return what speaks against FA4 (vLLM 0.33.0 vllm_flash_attn/cute/interface.py, ``gather_kv_indices``)."""
+    rank, rope, heads = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0, config.num_heads
+    top_k = config.sparse_top_k or 0
+    found: list[Objection] = []
+    if config.dtype != "bfloat16":
+        found.append(Objection("dtype", "bfloat16", f"dtype {config.dtype}", config.dtype))
+    if rank != 512:
+        found.append(Objection("kv-lora-rank", "512", f"kv_lora_rank {rank}", rank))
+    if rope != 64:
+        found.append(Objection("qk-rope-head-dim", "64", f"qk_rope_head_dim {rope}", rope))
+    if heads not in GATHERED_HEADS.value:
+        accepted = ", ".join(map(str, GATHERED_HEADS.value))
+        found.append(Objection("num-heads", accepted, f"{heads} query heads", heads))
+    if top_k % _GATHERED_KEYS:
+        found.append(Objection("sparse-top-k", f"multiples of {_GATHERED_KEYS}", f"sparse_top_k {top_k}", top_k))
+    if config.batch_invariant:
+        found.append(Objection("batch-invariant", "False", "batch_invariant", True))
+    return found
+
+
 FLASH_ATTN_MLA_SPARSE = BackendSpec(
     name="FLASH_ATTN_MLA_SPARSE",
-    summary="sparse MLA on Hopper with a 16-bit cache: FlashAttention 3 over the chosen tokens",
+    summary="sparse MLA with a 16-bit cache: FlashAttention 3 on Hopper, 4 on Blackwell, over the chosen tokens",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     load="attn_select_flash_attn.runtime.flash_attn_mla_sparse:FlashAttnMLASparseBackend",

@@ -26,6 +26,7 @@ from attn_select_flash_attn.facts.builds import (
     VLLM,
     FlashAttnBuild,
     FlashAttnKernel,
+    GatherKernel,
     build_of,
 )
 
@@ -275,6 +276,13 @@ class VllmAdapter(Adapter):
         }
 
 
+class GatherAdapter(VllmAdapter):
+    """vLLM's FA4 on rows of K and V that a list of each token names."""
+
+    def _passes(self) -> tuple[str, ...]:
+        return (*super()._passes(), "gather_kv_indices", "gather_kv_valid_length")
+
+
 class KvCacheAdapter(Adapter):
     """Paged FA3, upstream's and SGLang's: ``flash_attn_with_kvcache`` with packed queries."""
 
@@ -410,6 +418,8 @@ def adapter_for(kernel: FlashAttnKernel) -> Adapter:
         KernelMismatchError: the library cannot be imported, or its version, build or signature does not fit.
     """
     build = build_of(kernel)
+    if isinstance(kernel, GatherKernel):
+        return GatherAdapter(build, paged=False)
     if build.library is FLASH_ATTN_4:
         return CuteAdapter(build, paged=kernel.paged)
     if build.distribution == VLLM.distribution:

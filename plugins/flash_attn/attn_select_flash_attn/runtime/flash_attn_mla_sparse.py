@@ -1,13 +1,14 @@
-"""``FLASH_ATTN_MLA_SPARSE`` at run time: every token is a request of one query, and its chosen slots are its pages.
+"""``FLASH_ATTN_MLA_SPARSE`` at run time: every token is a request of one query, whose keys are its chosen slots.
 
 FA3 reads pages of any size, so the slots of ``topk_indices`` are a block table of pages of one token as they are. It
 packs the query heads of a token into the rows of one tile: 8 heads cost what 8 heads are, where FlashMLA's sparse
-kernel computes 64 (vLLM pull request 46189).
+kernel computes 64 (vLLM pull request 46189). FA4 takes the slots as a list of rows of the flat cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
-from attn_select_flash_attn.runtime.adapters import Adapter, Step, adapter_for
+from attn_select_flash_attn.runtime.adapters import Adapter, GatherAdapter, Step, adapter_for
 from attn_select_flash_attn.runtime.latent import LatentParts
 from attn_select_flash_attn.runtime.lse import by_token
 from attn_select_flash_attn.runtime.schedule import MOST_SPLIT_REQUESTS
@@ -42,11 +43,13 @@ class SparseStep:
         num_tokens: T.
         query_start_loc: int32 ``(T + 1,)``, 0 to T.
         num_splits: most parts of a token's keys; 0: the kernel chooses.
+        no_keys: int32 ``(T + 1,)``, zeros: FA4's list of rows stands for bounds of keys.
     """
 
     num_tokens: int
     query_start_loc: Tensor
     num_splits: int
+    no_keys: Tensor
 
 
 class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
@@ -61,6 +64,7 @@ class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
         _adapter(context)
         most = context.max_num_batched_tokens + 1
         self._bounds = torch.arange(most, dtype=torch.int32, device=context.device)
+        self._no_keys = torch.zeros_like(self._bounds)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -68,7 +72,7 @@ class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
         """As ``AttentionMetadataBuilder.build``."""
         tokens = common_attn_metadata.num_actual_tokens
         whole = self.context.config.batch_invariant or tokens > MOST_SPLIT_REQUESTS
-        return SparseStep(tokens, self._bounds[: tokens + 1], int(whole))
+        return SparseStep(tokens, self._bounds[: tokens + 1], int(whole), self._no_keys[: tokens + 1])
 
 
 class FlashAttnMLASparseImpl(MLAAttentionImpl):
@@ -84,6 +88,8 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.view(-1, 1, 1, kv_cache.shape[2])))
         self._adapter = _adapter(context)
         self._layer = self._adapter.layer_arguments(scale)
+        self._most = context.max_num_batched_tokens
+        self._rows: Tensor | None = None  # of the cache, for each token; a CUDA graph reads it
 
     def forward_mqa(
         self,
@@ -103,6 +109,15 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         pages, adapter = topk_indices[:tokens], self._adapter
         latent_query, rope_query = self._query_parts(query[:tokens])
         latent, rope = self._parts(kv_cache)
+        if isinstance(adapter, GatherAdapter):
+            gathered = self._gather(rope, pages, attn_metadata) | {adapter.latent_query: latent_query}
+            # The flat cache: (rows, one head, width).
+            keys, values = rope.squeeze(1), latent.squeeze(1)
+            found, lse = adapter.run(rope_query, keys, values, None, output_lse is not None, self._layer, gathered, {})
+            output[:tokens].copy_(found)
+            if output_lse is not None and lse is not None:
+                output_lse[:tokens] = lse  # (T, H) with a latent query
+            return output
         step = Step(
             query_start_loc=attn_metadata.query_start_loc,
             num_tokens=tokens,
@@ -130,6 +145,21 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         if output_lse is not None and lse is not None:
             output_lse[:tokens] = by_token(lse, 3)
         return output
+
+    def _gather(self, rope: Tensor, slots: Tensor, step: SparseStep) -> dict[str, Any]:
+        """Return FA4's arguments of a step: the rows of each token, -1 behind the last, and how many there are."""
+        if self._rows is None:
+            self._rows = slots.new_full((self._most,), len(rope))
+        return {
+            "max_seqlen_q": 1,
+            "cu_seqlens_q": step.query_start_loc,
+            "max_seqlen_k": len(rope),
+            "cu_seqlens_k": step.no_keys,
+            "seqused_k": self._rows[: step.num_tokens],
+            "gather_kv_indices": slots,
+            "gather_kv_valid_length": slots.ge(0).sum(1, dtype=torch.int32),
+            "causal": False,
+        }
 
 
 class FlashAttnMLASparseBackend(AttentionBackend):

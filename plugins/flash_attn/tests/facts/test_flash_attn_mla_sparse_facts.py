@@ -22,7 +22,37 @@ def test_hopper(phase: Any) -> None:
     assert (plan.cuda_graph, plan.returns_lse, plan.nan_tail_safe) == ("UNIFORM_BATCH", True, True)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_blackwell(capability: tuple[int, int], phase: Any) -> None:
+    plan = plan_of(FLASH_ATTN_MLA_SPARSE, mla_layer(**SPARSE), capability, phase)
+    assert (plan.kernel_name, plan.kv_layouts, plan.cuda_graph) == ("fa4-gather", (MLA,), "UNIFORM_BATCH")
+    assert plan.returns_lse
+    assert plan.unverified
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"num_heads": 20}, "num-heads"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"sparse_top_k": 1000}, "sparse-top-k"),
+        ({"kv_lora_rank": 256}, "kv-lora-rank"),
+        ({"qk_rope_head_dim": 32}, "qk-rope-head-dim"),
+        ({"batch_invariant": True}, "batch-invariant"),
+    ],
+    ids=str,
+)
+def test_what_blackwell_refuses(fields: dict[str, Any], code: str) -> None:
+    assert set(reasons_of(FLASH_ATTN_MLA_SPARSE, mla_layer(**{**SPARSE, **fields}), (10, 0))) == {code}
+
+
+def test_blackwell_wants_a_vllm_with_fa4() -> None:
+    found = reasons_of(FLASH_ATTN_MLA_SPARSE, mla_layer(**SPARSE), (10, 0), environment=installed(vllm="0.32.0"))
+    assert found["library-version"].remedy == "pip install --upgrade vllm"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_elsewhere(capability: tuple[int, int]) -> None:
     assert set(reasons_of(FLASH_ATTN_MLA_SPARSE, mla_layer(**SPARSE), capability)) == {"compute-capability"}
 

@@ -13,7 +13,7 @@ import pytest
 
 from attn_select.machine.environment import Environment
 from attn_select.testing import gqa_layer, plan_of
-from attn_select_flash_attn.facts.builds import BUILDS, FlashAttnBuild, build_of, kernel_of
+from attn_select_flash_attn.facts.builds import BUILDS, VLLM_WITH_FA4, FlashAttnBuild, build_of, kernel_of
 
 pytest.importorskip("torch")
 
@@ -31,6 +31,8 @@ def installed(provider: str) -> ModuleType:
     """Import a provider's real module, or skip."""
     if provider in ("sglang-kernel", "sgl-kernel") and Environment().version(provider) is None:
         pytest.skip(f"{provider} is not installed")
+    if provider == "vllm with FA4" and not Environment().has(VLLM_WITH_FA4):
+        pytest.skip("no vLLM from 0.33 on is installed")
     try:
         return importlib.import_module(emulated.MODULES[provider])
     except ImportError as error:
