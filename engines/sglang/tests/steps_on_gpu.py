@@ -18,7 +18,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path.append(str(Path(__file__).parents[3] / "plugins" / "triton" / "tests" / "aot"))
 
 import torch
-from fake_gpu import OnGPU, noting, pretend
+from fake_gpu import OnGPU, kernels, noting, pretend
 from test_sglang_kernels import HEADS, KV_HEADS, SIZE, Engine, emulated
 from torch import Tensor
 
@@ -62,11 +62,6 @@ def run(engine: Engine, backend: Any, chosen: list[int], lens: list[int] | None,
         query = torch.zeros(len(row), HEADS * SIZE, dtype=torch.bfloat16)
         key, value = row.bfloat16().split(KV_HEADS, dim=1)
         backend.forward(on_gpu(query), on_gpu(key.contiguous()), on_gpu(value.contiguous()), layer, batch)
-
-
-def kernels(found: dict[tuple[str, str], set[str]]) -> set[tuple[str, str, str]]:
-    """Return what was noted: a kernel, its constants, and a specialisation of its other arguments."""
-    return {(*key, each) for key, asked in found.items() if not key[0].startswith("relaunch") for each in asked}
 
 
 def main(two_pools: bool) -> None:

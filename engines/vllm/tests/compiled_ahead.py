@@ -21,18 +21,13 @@ sys.path.append(str(Path(__file__).parents[3] / "plugins" / "triton" / "tests" /
 
 import torch
 import vllm_emulated
-from fake_gpu import noting, pretend
+from fake_gpu import kernels, noting, pretend
 from vllm_emulated import LLAMA, CommonAttentionMetadata, engine_config
 
 GPUS = {80: "a100", 90: "h200", 100: "b200", 120: "rtx5090"}
 DEVICE = torch.device("cuda", 0)
 REQUESTS, TOKENS, LENGTH = 256, 8192, 32768
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC")
-
-
-def kernels(found: dict[tuple[str, str], set[str]]) -> set[tuple[str, str, str]]:
-    """Return what was noted: a kernel, its constants, and a specialisation of its other arguments."""
-    return {(*key, each) for key, asked in found.items() if not key[0].startswith("relaunch") for each in asked}
 
 
 def drawn_layer(draw: random.Random, capability: int) -> dict[str, Any]:

@@ -251,3 +251,8 @@ def noting() -> Iterator[dict[tuple[str, str], set[str]]]:
         yield found
     finally:
         knobs.runtime.jit_cache_hook, Relaunch.__call__ = None, call  # type: ignore[method-assign]
+
+
+def kernels(noted: dict[tuple[str, str], set[str]]) -> set[tuple[str, str, str]]:
+    """Return what ``noting`` gives, without ``Relaunch`` objects: kernel, constants and specialisation of each."""
+    return {(*key, each) for key, asked in noted.items() if not key[0].startswith("relaunch") for each in asked}
