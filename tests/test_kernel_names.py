@@ -47,7 +47,7 @@ NAMES = {
     "FLASHMLA_SPARSE": {"sparse-decode", "sparse-prefill"},
     "FLASH_ATTN": {"fa2", "fa2-varlen", "fa3", "fa3-varlen", "fa4", "fa4-varlen"},
     "FLASH_ATTN_MLA": {"fa2-varlen", "fa3", "fa3-varlen", "fa4-varlen"},
-    "FLASH_ATTN_MLA_SPARSE": {"fa3"},
+    "FLASH_ATTN_MLA_SPARSE": {"fa3", "fa4-gather"},
     "FLEX_ATTENTION": {"flex-cpp", "flex-triton"},
     "PAGED_ATTENTION": {"paged-attention", "triton-prefill"},
     "TORCH_MLA": {"torch-latent", "torch-multi-head"},
