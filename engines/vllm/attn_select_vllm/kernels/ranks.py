@@ -1,4 +1,4 @@
-"""Layers of keys and values whose contexts ranks share (vLLM's decode context parallelism), but MLA's.
+"""Layers, MLA aside, whose contexts ranks share: vLLM's decode context parallelism.
 
 attn-select's group of such layers is the builder, and one of its layers the impl. Its ranks are vLLM's process group,
 and its share of positions is vLLM's (``cp_kv_cache_interleave_size``). vLLM writes the cache, with this rank's slots.

@@ -43,7 +43,7 @@ class SparseStep:
         num_tokens: T.
         query_start_loc: int32 ``(T + 1,)``, 0 to T.
         num_splits: most parts of a token's keys; 0: the kernel chooses.
-        no_keys: int32 ``(T + 1,)``, zeros: FA4's list of rows stands for bounds of keys.
+        no_keys: int32 ``(T + 1,)``, zeros: where FA4 wants bounds of keys, which its list of rows gives.
     """
 
     num_tokens: int
@@ -89,7 +89,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         self._adapter = _adapter(context)
         self._layer = self._adapter.layer_arguments(scale)
         self._most = context.max_num_batched_tokens
-        self._rows: Tensor | None = None  # of the cache, for each token; a CUDA graph reads it
+        self._rows: dict[int, Tensor] = {}  # by the rows of a cache: that number for each token; CUDA graphs read them
 
     def forward_mqa(
         self,
@@ -148,14 +148,15 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
 
     def _gather(self, rope: Tensor, slots: Tensor, step: SparseStep) -> dict[str, Any]:
         """Return FA4's arguments of a step: the rows of each token, -1 behind the last, and how many there are."""
-        if self._rows is None:
-            self._rows = slots.new_full((self._most,), len(rope))
+        rows = self._rows.get(len(rope))
+        if rows is None:
+            rows = self._rows[len(rope)] = slots.new_full((self._most,), len(rope))
         return {
             "max_seqlen_q": 1,
             "cu_seqlens_q": step.query_start_loc,
             "max_seqlen_k": len(rope),
             "cu_seqlens_k": step.no_keys,
-            "seqused_k": self._rows[: step.num_tokens],
+            "seqused_k": rows[: step.num_tokens],
             "gather_kv_indices": slots,
             "gather_kv_valid_length": slots.ge(0).sum(1, dtype=torch.int32),
             "causal": False,
