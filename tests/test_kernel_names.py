@@ -42,7 +42,7 @@ NAMES = {
     "FLASHINFER_MLA_CUTE_DSL": {"cute-dsl"},
     "FLASHINFER": {"native-fa2", "native-fa3", "trtllm-gen", "xqa"},
     "FLASHINFER_MLA": {"fa2", "fa3", "trtllm-gen", "xqa"},
-    "FLASHINFER_MLA_SPARSE": {"sparse", "trtllm-gen"},
+    "FLASHINFER_MLA_SPARSE": {"fa3", "sparse", "trtllm-gen"},
     "FLASHMLA": {"dense", "dense-fp8"},
     "FLASHMLA_SPARSE": {"sparse-decode", "sparse-prefill"},
     "FLASH_ATTN": {"fa2", "fa2-varlen", "fa3", "fa3-varlen", "fa4", "fa4-varlen"},

@@ -57,7 +57,12 @@ ATTRIBUTES = (
     "_qo_indptr_last",
     "_max_kv_len",
     "_plan_info",
+    "_planned_backend",
+    "_kv_indices_buf",
+    "_sm_scale",
 )
+MECHANICS = "_BatchMLAGeneratedFaMechanics"
+"""What the MLA wrapper plans since 0.7, for fa2 and fa3."""
 Signature = list[tuple[str, str | None]]
 
 
@@ -94,6 +99,9 @@ def read(wheel: Path) -> dict[str, Any]:
             for name, node in present.items():
                 if isinstance(node, ast.ClassDef) and (named := _named(node)):
                     found["attributes"][name] = named
+            if (planned := definition(body, MECHANICS)) is not None:
+                run = definition(planned.body, "_run_generated_fa")
+                found["attributes"][MECHANICS] = {"run": _attributes(run)}
             if mirrored := _mirrored(body):
                 found["attributes"]["mirrored"] = mirrored
     return found

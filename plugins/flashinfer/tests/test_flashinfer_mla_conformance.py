@@ -22,17 +22,18 @@ FA2 = {"decode_kernel": "fa2", "prefill_kernel": "fa2"}
 
 
 class Emulated(BackendConformance):
-    """On the CPU, for one GPU, on emulated kernels of 0.6.14."""
+    """On the CPU, for one GPU, on emulated kernels of 0.6.14, or of another release."""
 
     device = "cpu"
     environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})
     num_configs: ClassVar[int] = 40
     heads = HEADS
     capability: ClassVar[tuple[int, int]] = (9, 0)
+    release: ClassVar[str] = "0.6.14"
 
     @pytest.fixture(autouse=True)
     def _emulated(self, emulate: Callable[..., Any]) -> None:
-        emulate(self.capability)
+        emulate(self.capability, release=self.release)
 
 
 class TestOnH100(Emulated):
@@ -84,6 +85,13 @@ class TestSparseOnB200(Emulated):
     capability = (10, 0)
 
 
+class TestSparseOnH100(Emulated):
+    spec = FLASHINFER_MLA_SPARSE
+    gate_device = "h100"
+    release = "0.7.2.post1"
+    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.7.2.post1"})
+
+
 class OnGpu(BackendConformance):
     """On the GPU of the machine, with the FlashInfer that is there."""
 
@@ -103,3 +111,10 @@ class TestOwnKernels(OnGpu):
 @pytest.mark.gpu
 class TestFa2(OnGpu):
     options: ClassVar[dict[str, Any]] = FA2
+
+
+@pytest.mark.gpu
+class TestSparse(OnGpu):
+    """What the plan chooses: fa3 on Hopper."""
+
+    spec = FLASHINFER_MLA_SPARSE

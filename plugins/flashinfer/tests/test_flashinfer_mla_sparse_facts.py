@@ -1,4 +1,4 @@
-"""FLASHINFER_MLA_SPARSE through the gate: trtllm-gen on 10.x, FlashInfer's own kernel on 12.x."""
+"""FLASHINFER_MLA_SPARSE through the gate: fa3 on 9.0, trtllm-gen on 10.x, FlashInfer's own kernel on 12.x."""
 
 from __future__ import annotations
 
@@ -41,6 +41,32 @@ def test_on_12(gpu: str, phase: str) -> None:
     assert (plan.kernel_name, plan.kv_layouts) == ("sparse", (FP8_DS_MLA,))
     assert (plan.query_dtype, plan.kernel_block_sizes) == ("bfloat16", (64,))
     assert not any("8192" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_on_9(phase: str) -> None:
+    for fields in ({}, {"dtype": "float16"}, {"kv_cache_dtype": "fp8"}, {"num_heads": 20}):
+        plan = plan_of("sm90", phase, **fields)
+        assert (plan.kernel_name, plan.kv_layouts) == ("fa3", (MLA,))
+        assert plan.query_dtype == fields.get("dtype", "bfloat16")
+        assert (plan.workspace_bytes, plan.nan_tail_safe) == (128 << 20, True)
+        assert plan.unverified
+        assert not any("padded" in note for note in plan.notes)
+    assert "dtype" in reasons_of("sm90", phase, kv_cache_dtype="fp8", dtype="float16")
+    assert "sinks" in reasons_of("sm90", phase, sinks=True)
+    assert "kv-cache-dtype" in reasons_of("sm90", phase, **ON_12)
+    assert "library-version" in reasons_of("sm90", phase, version="0.7.1")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_latents_without_a_rope_part(phase: str) -> None:
+    without = {"qk_rope_head_dim": 0}
+    refused = reasons_of("sm90", phase, version="0.6.14", **without)
+    assert refused["mla-dims"].remedy == "pip install 'flashinfer-python>=0.6.18'"
+    for cache in ("auto", "fp8"):
+        assert plan_of("sm90", phase, version="0.7.2.post1", kv_cache_dtype=cache, **without)
+    for gpu in ("sm100", "sm120"):
+        assert "mla-dims" in reasons_of(gpu, phase, version="0.7.2.post1", **without)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -142,7 +168,7 @@ def test_taken(gpu: str, phase: str, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_other_devices(phase: str) -> None:
-    for device in (CPU, *map(lookup, ("sm75", "sm80", "sm90", "sm110"))):
+    for device in (CPU, *map(lookup, ("sm75", "sm80", "sm110"))):
         assert "compute-capability" in reasons_of(device, phase)
 
 

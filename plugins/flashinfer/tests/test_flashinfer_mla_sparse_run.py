@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import flashinfer_emulated as fi
 import flashinfer_mla_groups as layers
 import torch
 
@@ -144,3 +145,63 @@ def test_the_workspace_stays(emulate: Emulate) -> None:
         layers.run(group, problem, metadata=group.build_for_cudagraph_capture(layers.common_of(problem)))
     first, second = world.named(ENTRY)
     assert first["workspace_buffer"].data_ptr() == second["workspace_buffer"].data_ptr()
+
+
+NATIVE = {release: {"pins": {"flashinfer-python": release}} for release in fi.RELEASES}
+
+
+@pytest.mark.parametrize("release", NATIVE)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kv_cache_dtype": "fp8", "sparse_top_k": 512},
+        {"num_heads": 128, "sparse_top_k": 200},
+        {"num_heads": 20, "dtype": "float16", "sparse_top_k": 2048},
+        {"qk_rope_head_dim": 0, "kv_cache_dtype": "fp8"},
+    ],
+    ids=str,
+)
+def test_on_9_by_a_schedule_of_our_own(release: str, fields: dict[str, Any], emulate: Emulate) -> None:
+    if "qk_rope_head_dim" in fields and release == "0.6.14":
+        pytest.skip("since 0.6.18")
+    world = emulate(release=release)
+    config = layers.mla_config(**{"sparse_top_k": 64, "num_speculative_tokens": 1, **fields})
+    group = layers.group_for("h100", config, stated=NATIVE[release])
+    for requests in (REQUESTS, [(1, 500)], [(1, 64), (1, 65), (1, 1)]):
+        problem = layers.problem_for(group, requests)
+        for wants_lse in (True, False):
+            layers.run(group, problem, wants_lse=wants_lse)
+    assert len(world.named("BatchMLAPagedAttentionWrapper.plan")) == 1
+    assert not world.syncs
+
+
+def test_schedules_of_graphs_stay_where_they_are(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for(
+        "h100", layers.mla_config(sparse_top_k=64), cuda_graphs=True, capacity=Capacity(8, 64, 512)
+    )
+    (served,) = group.backends
+    schedules = []
+    for lengths in ([9, 70], [200, 3]):
+        problem = layers.problem_for(group, [(1, length) for length in lengths])
+        common = layers.common_of(problem)
+        layers.run(group, problem, metadata=group.build_for_cudagraph_capture(common))
+        schedules.append(served.builder.build(0, common))
+    assert schedules[0] is schedules[1]
+    layers.run(group, layers.problem_for(group, [(1, 200), (1, 3), (1, 40)]))
+    calls = world.named("BatchMLAPagedAttentionWrapper.run")
+    assert [len(call["q_nope"]) for call in calls] == [2, 2, 3]
+
+
+def test_layers_of_one_step_choose_apart(emulate: Emulate) -> None:
+    emulate()
+    group = layers.group_for("h100", layers.mla_config(sparse_top_k=64))
+    problem = layers.problem_for(group, REQUESTS)
+    metadata = group.build(layers.common_of(problem))
+    layers.run(group, problem, metadata=metadata)
+    chosen = problem.step.topk_indices.clone()
+    problem.step.topk_indices[:, ::3] = -1
+    layers.run(group, problem, metadata=metadata)
+    problem.step.topk_indices.copy_(chosen)
+    layers.run(group, problem, metadata=metadata)

@@ -119,6 +119,16 @@ def test_the_wrappers_keep_their_schedules_where_the_runtime_replaces_them() -> 
     assert {pinned, device} <= set(since["mirrored"])
 
 
+def test_the_mla_wrapper_runs_the_plan_that_stands_in_it() -> None:
+    """A balanced schedule and the sparse one take the place of a plan in what ``run`` reads it from."""
+    read = {"_plan_info", "_int_workspace_buffer", "_kv_indices_buf", "_sm_scale"}
+    before, since = (READ[release]["attributes"] for release in fi.RELEASES)
+    assert read <= set(before[MLA]["run"])
+    assert read <= set(since[make_signatures.MECHANICS]["run"])
+    assert "_planned_backend" in since[MLA]["run"]
+    assert "_planned_backend" not in before[MLA]["plan"]
+
+
 def test_the_wrappers_keep_what_their_compiled_plans_take() -> None:
     own = {plans.PINNED, "_int_workspace_buffer", "_float_workspace_buffer"}
     for release in fi.RELEASES:

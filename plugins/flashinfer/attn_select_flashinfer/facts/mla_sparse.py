@@ -1,12 +1,14 @@
-"""``FLASHINFER_MLA_SPARSE``: sparse MLA (DeepSeek Sparse Attention) on Blackwell, both phases through one kernel.
+"""``FLASHINFER_MLA_SPARSE``: sparse MLA (DeepSeek Sparse Attention), both phases through one kernel.
 
-It is called through ``trtllm_batch_decode_with_kv_cache_mla`` with ``sparse_mla_top_k`` and one row of token slots per
-query token. On 10.x that is trtllm-gen, whose batch, here the query tokens, ends at 8192 (``_TRTLLM_GEN_MLA_MAX_BATCH``
-in flashinfer/mla/_core.py 0.6.14); on 12.x it is FlashInfer's own kernel for the 656-byte token format.
+On 10.x and 12.x it is called through ``trtllm_batch_decode_with_kv_cache_mla`` with ``sparse_mla_top_k`` and one row of
+token slots per query token. On 10.x that is trtllm-gen, whose batch, here the query tokens, ends at 8192
+(``_TRTLLM_GEN_MLA_MAX_BATCH`` in flashinfer/mla/_core.py 0.6.14); on 12.x it is FlashInfer's own kernel for the
+656-byte token format. On 9.0 it is the fa3 kernel of ``BatchMLAPagedAttentionWrapper`` on pages of one token.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -33,6 +35,7 @@ from attn_select_flashinfer.facts.libraries import (
     LIBRARIES,
     MIB,
     MLA_CORE,
+    NATIVE_MLA_RELEASES,
     NO_V_HEAD_SIZE,
     NO_VARIANTS,
     ONE_CACHE_DTYPE,
@@ -43,10 +46,12 @@ from attn_select_flashinfer.facts.libraries import (
     release,
     upgrade,
     wrong_device,
+    wrong_release,
 )
 from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
+_VLLM_SM90 = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse_sm90.py 0.33.0"
 _SM120 = "flashinfer-ai/flashinfer csrc/sparse_mla_sm120_prefill.cu v0.6.14"
 NAN_SLOT_SAFE_12 = Fact(
     False,
@@ -62,21 +67,30 @@ ANY_TOP_K_SM12X: Fact[Release] = Fact(
 TOP_K_STEP = 64
 """What a top-k is a multiple of since then."""
 
+WITHOUT_ROPE: Fact[Release] = Fact(
+    (0, 6, 18),
+    f"{_VLLM_SM90} supports_combination; csrc/batch_mla_sm90_run.cu and attention/mla_hopper.cuh 0.7.2.post1",
+)
+"""Since when fa3 takes latents of ``512 + 0``."""
+
 CAPABILITIES = Capabilities(
     mla=True,
     sparse=True,
     compute_capabilities=Fact(
-        ComputeCapabilities((((10, 0), (10, 0)), ((10, 3), (10, 3)), ((12, 0), (12, 0)), ((12, 1), (12, 1)))),
-        f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla (trtllm-gen; backend sparse on 12.x)",
+        ComputeCapabilities(
+            (((9, 0), (9, 0)), ((10, 0), (10, 0)), ((10, 3), (10, 3)), ((12, 0), (12, 0)), ((12, 1), (12, 1)))
+        ),
+        f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla (trtllm-gen; backend sparse on 12.x); {_VLLM_SM90} (9.0)",
     ),
     dtypes=Fact(
         ("bfloat16", "float16"),
         f"{MLA_CORE}: with an FP8 cache the query is quantised from either; out is bfloat16, which is converted",
     ),
     kv_cache_dtypes=Fact(
-        ("bfloat16", "fp8_e4m3", "fp8_ds_mla"), f"{MLA_CORE}; flashinfer tests/attention/test_trtllm_gen_mla.py v0.6.14"
+        ("bfloat16", "float16", "fp8_e4m3", "fp8_ds_mla"),
+        f"{MLA_CORE}; flashinfer tests/attention/test_trtllm_gen_mla.py v0.6.14",
     ),
-    head_sizes=Fact(HeadSizes((576,)), f"{MLA_CORE}; {_SM120}"),
+    head_sizes=Fact(HeadSizes((512, 576)), f"{MLA_CORE}; {_SM120}; {_VLLM_SM90} (512 on 9.0)"),
     block_sizes=Fact(
         (64, 32), f"{MLA_CORE} (32 and 64 on 10.x); flashinfer/mla/_sparse_mla_sm120.py 0.6.14 (64 on 12.x)"
     ),
@@ -95,7 +109,8 @@ CAPABILITIES = Capabilities(
     decode_context_parallel=Fact(True, f"{LAUNCHER} (lse); {_VLLM_SPARSE} supports_dcp"),
     nan_tail_safe=Fact(
         False,
-        f"on 12.x: {NAN_SLOT_SAFE_12.source}; on 10.x a row is filled up with slots of its own, so no other's is read",
+        f"on 12.x: {NAN_SLOT_SAFE_12.source}; elsewhere a row is filled up with slots of its own, so no other's is "
+        "read",
     ),
     speculative_tokens=Fact(1024, f"{_VLLM_SPARSE}: every query token is a row of its own"),
 )
@@ -104,26 +119,117 @@ CAPABILITIES = Capabilities(
 class FlashInferMLASparseOptions(BackendOptions):
     """``[backends.FLASHINFER_MLA_SPARSE]``."""
 
-    workspace_bytes: Annotated[int, Field(ge=40 * MIB, le=1 << 40, strict=True)] = Field(
-        394 * MIB, description="zeroed scratch, shared by both phases"
+    workspace_bytes: Annotated[int, Field(ge=40 * MIB, le=1 << 40, strict=True)] | None = Field(
+        None, description="scratch, shared by both phases; left out: 394 MiB, on compute capability 9.0 128 MiB"
     )
 
 
-_DEVICES = frozenset((*TRTLLM_GEN_CAPABILITIES, (12, 0), (12, 1)))
-_PAGES_10, _PAGES_12 = (64, 32), (64,)
-_CACHE_ON_10 = ("bfloat16", "fp8_e4m3")
-_CACHE_ON_12 = ("fp8_ds_mla", "fp8_e4m3")
+@dataclass(frozen=True, slots=True)
+class SparseFacts:
+    """What is true of one kernel.
+
+    Attributes:
+        name: FlashInfer's name of it.
+        where: the compute capabilities that have it, in words.
+        path, because: as ``BackendPlan`` has them.
+        dims: accepted ``(kv_lora_rank, qk_rope_head_dim)``.
+        caches: accepted dtypes of the cache, the usual one first.
+        cache_remedy: the option that asks for the usual one.
+        pages: sizes of blocks in tokens, preferred first.
+        layout: of the cache.
+        fp8_query: whether an FP8 cache wants an FP8 query.
+        pads_heads: whether query heads are padded.
+        sinks: whether it takes attention sinks.
+        workspace_bytes: scratch.
+        nan_tail_safe: whether NaN in slots that nobody chose leaves the result alone.
+        notes: of every plan.
+        unverified: what nobody has run.
+    """
+
+    name: Any
+    where: str
+    path: str
+    because: str
+    dims: tuple[tuple[int, int], ...]
+    caches: tuple[str, ...]
+    cache_remedy: str
+    pages: tuple[int, ...]
+    layout: Any
+    fp8_query: bool
+    pads_heads: bool
+    sinks: bool
+    workspace_bytes: int
+    nan_tail_safe: bool
+    notes: tuple[str, ...]
+    unverified: tuple[str, ...] = ()
+
+
+_ROWS = "one row of top-k token slots per query token"
+_IN_FRONT = f"{_ROWS}, valid ones moved to its front"
+_SHARED = "both phases share the workspace"
+NATIVE = SparseFacts(
+    name="fa3",
+    where="9.0",
+    path="native fa3 (sparse: pages of one token)",
+    because="Hopper's own MLA kernel",
+    dims=((512, 64), (512, 0)),
+    caches=("bfloat16", "float16", "fp8_e4m3"),
+    cache_remedy="--kv-cache-dtype auto",
+    pages=(64, 32),
+    layout=MLA,
+    fp8_query=False,
+    pads_heads=False,
+    sinks=False,
+    workspace_bytes=128 * MIB,
+    nan_tail_safe=True,
+    notes=(_SHARED, _IN_FRONT),
+    unverified=("sparse MLA by FlashInfer's fa3 kernel was never executed on a GPU from here",),
+)
+TRTLLM_GEN = SparseFacts(
+    name="trtllm-gen",
+    where="10.x",
+    path="TRT-LLM (trtllm-gen, sparse)",
+    because="Blackwell's own sparse MLA kernel",
+    dims=((512, 64),),
+    caches=("bfloat16", "fp8_e4m3"),
+    cache_remedy="--kv-cache-dtype auto",
+    pages=(64, 32),
+    layout=MLA,
+    fp8_query=True,
+    pads_heads=True,
+    sinks=True,
+    workspace_bytes=394 * MIB,
+    nan_tail_safe=True,
+    notes=(
+        f"{_SHARED}, which is zeroed before its first use",
+        _IN_FRONT,
+        "at most 8192 query tokens per call: longer prefills are cut",
+    ),
+)
+SPARSE_12 = SparseFacts(
+    name="sparse",
+    where="12.x",
+    path="FlashInfer sparse (12.x)",
+    because="the sparse MLA kernel for compute capability 12.x",
+    dims=((512, 64),),
+    caches=("fp8_ds_mla", "fp8_e4m3"),
+    cache_remedy="--kv-cache-dtype fp8_ds_mla",
+    pages=(64,),
+    layout=FP8_DS_MLA,
+    fp8_query=False,
+    pads_heads=True,
+    sinks=True,
+    workspace_bytes=394 * MIB,
+    nan_tail_safe=NAN_SLOT_SAFE_12.value,
+    notes=(
+        _SHARED,
+        _ROWS,
+        "slot 0 is read for indices of -1, so block 0 must be no request's: BlockPool(..., null_block=True)",
+    ),
+)
+KERNELS = {(9, 0): NATIVE, (12, 0): SPARSE_12, (12, 1): SPARSE_12} | dict.fromkeys(TRTLLM_GEN_CAPABILITIES, TRTLLM_GEN)
+
 _ALIAS = "fp8_e4m3 is stored as fp8_ds_mla, the one FP8 format of sparse MLA here"
-_NOTES_12 = (
-    "both phases share the workspace",
-    "one row of top-k token slots per query token",
-    "slot 0 is read for indices of -1, so block 0 must be no request's: BlockPool(..., null_block=True)",
-)
-_NOTES_10 = (
-    "both phases share the workspace, which is zeroed before its first use",
-    "one row of top-k token slots per query token, valid ones moved to its front",
-    "at most 8192 query tokens per call: longer prefills are cut",
-)
 _DCP_NOTE = "with the log-sum-exp calls are cut as the workspace demands, 2 KiB per query token and head"
 
 
@@ -131,61 +237,79 @@ def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashInferMLASparseOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Plan one phase; both run the same kernel and differ in nothing but their queries."""
-    capability = device.compute_capability
-    if capability not in _DEVICES:
+    kernel = KERNELS.get(device.compute_capability) if device.compute_capability else None
+    if kernel is None:
         return wrong_device(CAPABILITIES, device)
-    on_10 = capability in TRTLLM_GEN_CAPABILITIES
-    reasons: list[Reason] = []
-    if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
-        seen = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"
-        reasons.append(
-            Reason("mla-dims", f"kv_lora_rank + qk_rope_head_dim {seen} (supported: 512 + 64)", seen, ["512 + 64"])
-        )
+    reasons = wrong_release(environment, kernel.path, NATIVE_MLA_RELEASES) if kernel is NATIVE else []
+    reasons += _against_dims(config, kernel, environment)
     if config.num_heads > MAX_HEADS:
         message = f"{config.num_heads} query heads (supported: 1 to {MAX_HEADS})"
         reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {MAX_HEADS}"))
     cache = config.cache_dtype
-    if config.dtype == "float16" and not (on_10 and cache == "fp8_e4m3"):
-        message = "float16 (supported: bfloat16; on compute capability 10.x float16 too with an fp8_e4m3 cache)"
+    if cache not in kernel.caches:
+        message = f"KV-cache dtype {cache} (supported on compute capability {kernel.where}: {', '.join(kernel.caches)})"
+        reasons.append(Reason("kv-cache-dtype", message, cache, list(kernel.caches), kernel.cache_remedy))
+    if config.dtype == "float16" and not _takes_float16(kernel, cache):
+        message = (
+            "float16 (supported: bfloat16; float16 too on compute capability 10.x with an fp8_e4m3 cache, and on 9.0 "
+            "without one)"
+        )
         reasons.append(Reason("dtype", message, "float16", ["bfloat16"], "--dtype bfloat16"))
-    if on_10:
-        if cache not in _CACHE_ON_10:
-            reasons.append(_cache_reason(cache, _CACHE_ON_10, "10.x", "--kv-cache-dtype auto"))
-    else:
-        if cache not in _CACHE_ON_12:
-            reasons.append(_cache_reason(cache, _CACHE_ON_12, "12.x", "--kv-cache-dtype fp8_ds_mla"))
+    if config.sinks and not kernel.sinks:
+        reasons.append(Reason("sinks", f"{kernel.path} takes no attention sinks", True, False))
+    if kernel is SPARSE_12:
         reasons += _against_top_k(config.sparse_top_k or 0, environment)
-    sizes = _PAGES_10 if on_10 else _PAGES_12
-    if config.block_size is not None and not any(config.block_size % size == 0 for size in sizes):
-        reasons.append(block_size_reason(config.block_size, sizes))
-    return reasons or _plan(config, options, on_10)
+    if config.block_size is not None and not any(config.block_size % size == 0 for size in kernel.pages):
+        reasons.append(block_size_reason(config.block_size, kernel.pages))
+    return reasons or _plan(config, options, kernel)
 
 
-def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, on_10: bool) -> BackendPlan:
-    notes: tuple[str, ...] = _NOTES_10 if on_10 else _NOTES_12
-    heads = padded_heads(config.num_heads)
+def _against_dims(config: AttentionConfig, kernel: SparseFacts, environment: Environment) -> list[Reason]:
+    dims = config.kv_lora_rank, config.qk_rope_head_dim
+    seen = f"{dims[0]} + {dims[1]}"
+    if dims not in kernel.dims:
+        accepted = [f"{rank} + {rope}" for rank, rope in kernel.dims]
+        message = f"kv_lora_rank + qk_rope_head_dim {seen} (supported: {', '.join(accepted)})"
+        return [Reason("mla-dims", message, seen, accepted)]
+    if not dims[1] and release(environment) < WITHOUT_ROPE.value:
+        since = ".".join(map(str, WITHOUT_ROPE.value))
+        message = f"kv_lora_rank + qk_rope_head_dim {seen} (needs flashinfer-python {since})"
+        return [Reason("mla-dims", message, seen, ["512 + 64"], upgrade(WITHOUT_ROPE))]
+    return []
+
+
+def _takes_float16(kernel: SparseFacts, cache: str) -> bool:
+    if kernel is NATIVE:
+        return cache != "fp8_e4m3"
+    return kernel is TRTLLM_GEN and cache == "fp8_e4m3"
+
+
+def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, kernel: SparseFacts) -> BackendPlan:
+    notes = kernel.notes
+    heads = padded_heads(config.num_heads) if kernel.pads_heads else config.num_heads
     if heads != config.num_heads:
         notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
-    if on_10 and config.decode_context_parallel_size > 1:
+    if kernel is TRTLLM_GEN and config.decode_context_parallel_size > 1:
         notes = (*notes, _DCP_NOTE)
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
-    if fp8 and not on_10:
+    if fp8 and kernel is SPARSE_12:
         notes = (*notes, _ALIAS)
-    if config.dtype == "float16":
+    if config.dtype == "float16" and kernel is TRTLLM_GEN:
         notes = (*notes, CONVERTED)
-    fp8_query = fp8 and on_10
+    fp8_query = fp8 and kernel.fp8_query
     return BackendPlan(
-        kernel=MLAKernel("trtllm-gen" if on_10 else "sparse", heads, fp8_query),
-        path="TRT-LLM (trtllm-gen, sparse)" if on_10 else "FlashInfer sparse (12.x)",
-        because="Blackwell's own sparse MLA kernel" if on_10 else "the sparse MLA kernel for compute capability 12.x",
+        kernel=MLAKernel(kernel.name, heads, fp8_query),
+        path=kernel.path,
+        because=kernel.because,
         query_dtype="fp8_e4m3" if fp8_query else config.dtype,
         returns_lse=True,
-        kv_layouts=(MLA,) if on_10 else (FP8_DS_MLA,),
-        kernel_block_sizes=pages(_PAGES_10 if on_10 else _PAGES_12, config.block_size),
+        kv_layouts=(kernel.layout,),
+        kernel_block_sizes=pages(kernel.pages, config.block_size),
         cuda_graph="UNIFORM_BATCH",
-        workspace_bytes=options.workspace_bytes,
-        nan_tail_safe=on_10 or NAN_SLOT_SAFE_12.value,
+        workspace_bytes=options.workspace_bytes or kernel.workspace_bytes,
+        nan_tail_safe=kernel.nan_tail_safe,
         notes=notes,
+        unverified=kernel.unverified,
     )
 
 
@@ -206,19 +330,14 @@ def _against_top_k(top_k: int, environment: Environment) -> list[Reason]:
     return [Reason("sparse-top-k", message, top_k, accepts, remedy)]
 
 
-def _cache_reason(cache: str, accepted: tuple[str, ...], where: str, remedy: str) -> Reason:
-    message = f"KV-cache dtype {cache} (supported on compute capability {where}: {', '.join(accepted)})"
-    return Reason("kv-cache-dtype", message, cache, list(accepted), remedy)
-
-
 def compile_key(config: AttentionConfig) -> object:
-    """Return what FlashInfer compiles one module for on 12.x; trtllm-gen comes compiled."""
-    return config.kv_cache_dtype
+    """Return what FlashInfer compiles one module for on 9.0 and 12.x; trtllm-gen comes compiled."""
+    return config.dtype, config.kv_cache_dtype, config.qk_rope_head_dim
 
 
 FLASHINFER_MLA_SPARSE = BackendSpec(
     name="FLASHINFER_MLA_SPARSE",
-    summary="FlashInfer sparse MLA: trtllm-gen on 10.x, its own kernel for fp8_ds_mla on 12.x",
+    summary="FlashInfer sparse MLA: fa3 on 9.0, trtllm-gen on 10.x, its own kernel for fp8_ds_mla on 12.x",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
     load="attn_select_flashinfer.runtime.mla_sparse:FlashInferMLASparseBackend",

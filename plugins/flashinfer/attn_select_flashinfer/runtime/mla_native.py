@@ -18,7 +18,7 @@ a query that a tile of 64 or 128 rows cuts in two (include/flashinfer/attention/
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -243,6 +243,13 @@ def _rows(common: CommonAttentionMetadata) -> Tensor:
     return table.as_strided(((common.num_reqs - 1) * table.stride(0) + table.shape[1],), (1,))
 
 
+class ReadyCall(Protocol):
+    """A call of FlashInfer's wrapper, planned."""
+
+    def ready_for(self, scale: float) -> Any:
+        """Return the wrapper with this plan in it, for a scale of the softmax."""
+
+
 class NativeLayer:
     """Runs the decodes of one layer."""
 
@@ -261,7 +268,7 @@ class NativeLayer:
         layer: AttentionLayer,
         query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
-        call: ScaledPlan,
+        call: ReadyCall,
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:

@@ -160,6 +160,9 @@ class MLALists:
     def info_of(self, wrapper: Any) -> Any:
         """Return the numbers of a plan of ``wrapper`` with the offsets of these lists.
 
+        Args:
+            wrapper: what ``run`` reads a plan from (``planned``).
+
         Raises:
             KernelMismatchError: the wrapper's plan is not the one that this module knows.
         """
@@ -169,6 +172,20 @@ class MLALists:
             raise KernelMismatchError(f"{text} with {_FIELDS} numbers: {info!r}", hint=READ)
         offsets = range(self.offset, self.offset + self.num_bytes(self.requests), 4 * self.width(self.requests))
         return type(info)([*info[:2], *offsets, *info[-2:]])
+
+    def host(self) -> tuple[Tensor, NDArray[np.int32]]:
+        """Return host memory for the lists, uint8 and uninitialised, and the lists in it, ``(lists, width)``."""
+        memory = staging(self.num_bytes(self.requests), self.memory.device, torch.uint8)
+        return memory, memory.view(torch.int32).view(_LISTS, -1).numpy()
+
+
+def planned(wrapper: Any) -> Any:
+    """Return what a planned wrapper's ``run`` reads its plan from.
+
+    Before 0.7 that is the wrapper, since then the back end that it has planned (mla/_batch_mla/_wrapper.py and
+    _backends/_fa_common.py 0.7.2.post1).
+    """
+    return getattr(wrapper, "_planned_backend", wrapper)
 
 
 @dataclass(slots=True, eq=False)
@@ -200,9 +217,8 @@ class BalancedPlan:
         """
         place = self.place
         if self._host is None:
-            self._host = staging(place.num_bytes(place.requests), place.memory.device, torch.uint8)
-            lists = self._host.view(torch.int32).view(_LISTS, -1).numpy()
-            self._fill(lists, int(info[0]), int(info[1]))
+            self._host, lists = place.host()
+            write_lists(lists, place.heads, self.queries, self.pages, self.keys, grid=(int(info[0]), int(info[1])))
         place.memory[place.offset : place.offset + len(self._host)].copy_(self._host, non_blocking=True)
         wrapper._plan_info, wrapper._sm_scale, wrapper._causal = info, scale, False
         if not captured:
@@ -210,39 +226,51 @@ class BalancedPlan:
         elif wrapper._kv_indices_buf.data_ptr() != self.indices.data_ptr():
             wrapper._kv_indices_buf[: len(self.indices)].copy_(self.indices, non_blocking=True)
 
-    def _fill(self, lists: NDArray[np.int32], ctas: int, clusters: int) -> None:
-        """Write the lists of a grid in the order of ``MLAPlanInfo``."""
-        rows, begins = self.place.heads, self.queries.numpy()
-        lens = begins[1:] - begins[:-1]
-        keys = np.multiply(self.keys.numpy(), lens, dtype=np.int64)
-        pieces = balanced(keys, clusters)
-        request, count = pieces.request, len(pieces.request)
-        of = np.bincount(request, minlength=len(keys))
-        is_cut = of > 1
-        lists[Q_INDPTR, :count] = begins[request]
-        lists[KV_INDPTR, :count] = self.pages.numpy()[request]
-        lists[PARTIAL_INDPTR, :count] = -1
-        lists[Q_LEN, :count] = lens[request]
-        lists[KV_LEN, :count] = keys[request]
-        lists[Q_START, :count] = 0
-        lists[KV_START, :count] = pieces.start
-        lists[KV_END, :count] = pieces.end
-        lists[WORK_INDPTR, : clusters + 1] = pieces.first
-        lists[MERGE_START : MERGE_STRIDE + 1, : ctas * clusters] = 0
-        cut = is_cut.nonzero()[0]
-        if not len(cut):
-            return
-        in_parts = is_cut[request].nonzero()[0]
-        lists[PARTIAL_INDPTR, in_parts] = np.arange(0, len(in_parts) * rows, rows)
-        # The CTAs share the rows of the requests that were cut, each in as many parts as there are CTAs for it.
-        part = -(-rows // (ctas * clusters // len(cut)))
-        row = np.arange(0, rows, part)
-        behind = of[cut].cumsum() * rows
-        before = behind - of[cut] * rows
-        merges = len(cut) * len(row)
-        output = (begins[cut] * rows)[:, None]
-        lists[MERGE_START, :merges] = (output + row).ravel()
-        lists[MERGE_END, :merges] = (output + np.minimum(row + part, rows)).ravel()
-        lists[MERGE_PARTIAL_START, :merges] = (before[:, None] + row).ravel()
-        lists[MERGE_PARTIAL_END, :merges] = np.repeat(behind, len(row))
-        lists[MERGE_STRIDE, :merges] = rows
+
+def write_lists(
+    lists: NDArray[np.int32], rows: int, queries: Tensor, pages: Tensor, keys: Tensor, *, grid: tuple[int, int]
+) -> int:
+    """Write the lists of a schedule in the order of ``MLAPlanInfo``, and return how many pieces there are.
+
+    Args:
+        lists: ``(lists, width)``, from ``MLALists.host``.
+        rows: query heads.
+        queries, pages, keys: as ``BalancedPlan`` has them.
+        grid: CTAs of a cluster, and clusters.
+    """
+    ctas, clusters = grid
+    begins = queries.numpy()
+    lens = begins[1:] - begins[:-1]
+    lengths = np.multiply(keys.numpy(), lens, dtype=np.int64)
+    pieces = balanced(lengths, clusters)
+    request, count = pieces.request, len(pieces.request)
+    of = np.bincount(request, minlength=len(lengths))
+    is_cut = of > 1
+    lists[Q_INDPTR, :count] = begins[request]
+    lists[KV_INDPTR, :count] = pages.numpy()[request]
+    lists[PARTIAL_INDPTR, :count] = -1
+    lists[Q_LEN, :count] = lens[request]
+    lists[KV_LEN, :count] = lengths[request]
+    lists[Q_START, :count] = 0
+    lists[KV_START, :count] = pieces.start
+    lists[KV_END, :count] = pieces.end
+    lists[WORK_INDPTR, : clusters + 1] = pieces.first
+    lists[MERGE_START : MERGE_STRIDE + 1, : ctas * clusters] = 0
+    cut = is_cut.nonzero()[0]
+    if not len(cut):
+        return count
+    in_parts = is_cut[request].nonzero()[0]
+    lists[PARTIAL_INDPTR, in_parts] = np.arange(0, len(in_parts) * rows, rows)
+    # The CTAs share the rows of the requests that were cut, each in as many parts as there are CTAs for it.
+    part = -(-rows // (ctas * clusters // len(cut)))
+    row = np.arange(0, rows, part)
+    behind = of[cut].cumsum() * rows
+    before = behind - of[cut] * rows
+    merges = len(cut) * len(row)
+    output = (begins[cut] * rows)[:, None]
+    lists[MERGE_START, :merges] = (output + row).ravel()
+    lists[MERGE_END, :merges] = (output + np.minimum(row + part, rows)).ravel()
+    lists[MERGE_PARTIAL_START, :merges] = (before[:, None] + row).ravel()
+    lists[MERGE_PARTIAL_END, :merges] = np.repeat(behind, len(row))
+    lists[MERGE_STRIDE, :merges] = rows
+    return count

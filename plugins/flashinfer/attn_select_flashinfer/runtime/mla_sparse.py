@@ -2,7 +2,8 @@
 
 The kernels need nothing else of a batch. So every token is a row of one query, whichever request it belongs to, and
 both phases are the same. trtllm-gen (10.x) reads the first ``seq_lens`` slots of a row, all of which must be valid, so
-valid slots are moved to the front. The kernel of 12.x skips slots of -1 wherever they stand.
+valid slots are moved to the front. So does fa3 (9.0), whose schedule is planned for the number of tokens. The kernel of
+12.x skips slots of -1 wherever they stand.
 """
 
 from __future__ import annotations
@@ -20,13 +21,24 @@ from attn_select.runtime.backend import (
     BackendContext,
     MLAAttentionImpl,
 )
+from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_flashinfer.facts.mla_kernels import MLAKernel
 from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.mla_native import NativeLayer
+from attn_select_flashinfer.runtime.mla_sparse_native import SparseCall, SparseSchedules
 from attn_select_flashinfer.runtime.mla_trtllm import Heads, requests_at_once
+from attn_select_flashinfer.runtime.scores import blank_rows
 
 SLOTS = 128
-"""What a row's width is a multiple of on 10.x; vLLM 0.33.0 pads its rows likewise."""
+"""What a row's width is a multiple of on 9.0 and 10.x; vLLM 0.33.0 pads its rows likewise."""
+
+
+def kernel_of(context: BackendContext) -> MLAKernel:
+    """Return the kernel of both phases."""
+    kernel = next(iter(context.plans.values())).kernel
+    assert isinstance(kernel, MLAKernel)
+    return kernel
 
 
 @dataclass(slots=True)
@@ -37,8 +49,8 @@ class SparseMetadata:
     workspace: Tensor
 
 
-class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
-    """Launches nothing and reads no lengths.
+class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata | SparseCall]):
+    """Reads no lengths. Launches nothing, but on 9.0 copies a schedule to the device.
 
     Raises:
         ImportError, KernelMismatchError: FlashInfer cannot be called.
@@ -46,15 +58,29 @@ class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
+        self._schedules: SparseSchedules | None = None
+        if kernel_of(context).name == "fa3":
+            self._schedules = SparseSchedules(context, padded_width(context.config.sparse_top_k or 0))
+            self._workspace = torch.empty(0, dtype=torch.uint8, device=context.device)
+            return
         library.flashinfer().check("trtllm_batch_decode_with_kv_cache_mla")
         size = max(plan.workspace_bytes for plan in context.plans.values())
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=context.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> SparseMetadata:
+    ) -> SparseMetadata | SparseCall:
         """As ``AttentionMetadataBuilder.build``."""
-        return SparseMetadata(common_attn_metadata.num_actual_tokens, self._workspace)
+        tokens = common_attn_metadata.num_actual_tokens
+        if self._schedules is not None and tokens:
+            return self._schedules.of(tokens)
+        return SparseMetadata(tokens, self._workspace)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SparseMetadata | SparseCall:
+        """As ``AttentionMetadataBuilder.build_for_cudagraph_capture``."""
+        if self._schedules is not None:
+            return self._schedules.capture(common_attn_metadata.num_actual_tokens)
+        return self.build(0, common_attn_metadata)
 
 
 class FlashInferMLASparseImpl(MLAAttentionImpl):
@@ -64,9 +90,12 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
         self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
     ) -> None:
         super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
-        config = context.config
-        kernel = next(iter(context.plans.values())).kernel  # both phases have the same
-        assert isinstance(kernel, MLAKernel)
+        config, kernel = context.config, kernel_of(context)
+        self._native: NativeLayer | None = None
+        if kernel.name == "fa3":
+            self._native = NativeLayer(context, scale)
+            self._pages = CacheView(lambda kv_cache: kv_cache.view(-1, 1, kv_cache.shape[2]))
+            return
         self._entry = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla
         self._on_12 = kernel.name == "sparse"
         self._heads = Heads(config, kernel, scale, sinks)
@@ -85,14 +114,25 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
         layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
-        attn_metadata: SparseMetadata,
+        attn_metadata: SparseMetadata | SparseCall,
         output: Tensor,
         output_lse: Tensor | None = None,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
-        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` ``(blocks, size, 576)`` or ``(blocks, 64, 656)`` bytes."""
+        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (blocks, size, R + Pr)`` or ``(blocks, 64, 656)`` bytes."""
         assert topk_indices is not None
-        tokens, workspace = attn_metadata.num_tokens, attn_metadata.workspace
+        tokens = attn_metadata.num_tokens
+        if not tokens:
+            return output
+        if isinstance(attn_metadata, SparseCall):
+            assert self._native is not None
+            slots, counts = in_front(topk_indices[:tokens])
+            attn_metadata.choose(slots, counts)
+            own, lse = output[:tokens], None if output_lse is None else output_lse[:tokens]
+            self._native.run(layer, query[:tokens], self._pages(kv_cache), attn_metadata, own, lse)
+            blank_rows(own, lse, counts == 0)
+            return output
+        workspace = attn_metadata.workspace
         step = requests_at_once(workspace, self._heads.padded, 1, output_lse is not None)
         for first in range(0, tokens, step):
             rows = slice(first, min(first + step, tokens))
@@ -139,6 +179,11 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
         self._heads.finish(work, output, output_lse, empty)
 
 
+def padded_width(slots: int) -> int:
+    """Return a number of slots, rounded up to a multiple of ``SLOTS``."""
+    return -(-slots // SLOTS) * SLOTS
+
+
 def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return int32 slots ``(T, k')`` with each row's valid ones in front, and how many there are, int32 ``(T,)``.
 
@@ -154,7 +199,7 @@ def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     # Invalid slots go behind the valid ones, so that no two are written to one place.
     places = torch.where(valid, seen - 1, counts + columns - seen)
     filler = indices.amax(1, keepdim=True).clamp_min_(0)
-    slots = filler.expand(tokens, -(-width // SLOTS) * SLOTS).contiguous()
+    slots = filler.expand(tokens, padded_width(width)).contiguous()
     slots.scatter_(1, places, torch.where(valid, indices, filler))
     return slots, counts.squeeze(1).int()
 

@@ -22,6 +22,8 @@ from flashinfer_emulated.wrappers import SMS, send
 MAX_WORKS = 16384
 """Entries of every list in the schedule; MLAPlan does not check."""
 DEEPSEEK, SMALL = (512, 64), (256, 64)
+WITHOUT_ROPE = (512, 0)
+"""Since 0.6.18, by fa3."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class MLASchedule:
 
 
 class BatchMLAPagedAttentionWrapper:
+    dims = (DEEPSEEK, SMALL)
+
     def __init__(
         self,
         float_workspace_buffer: Any,
@@ -131,12 +135,13 @@ class BatchMLAPagedAttentionWrapper:
             need(self._backend == "fa3", "FP8 kv_data_type for MLA is only supported with the fa3 backend", ValueError)
             need(fi.world.capability[0] == 9, "FP8 kv_data_type for MLA requires an SM90 (Hopper) device", ValueError)
             need(q == torch.bfloat16, "FP8 kv_data_type currently only supports q_data_type=torch.bfloat16", ValueError)
-            need(dims == DEEPSEEK, "FP8 kv_data_type currently only supports head_dim_ckv=512", ValueError)
+            need(dims[0] == 512, "FP8 kv_data_type currently only supports head_dim_ckv=512", ValueError)
         else:
             need(q == kv and q in fi.HALVES, f"query {q} and cache {kv}")
-        need(dims in (DEEPSEEK, SMALL), f"no kernel of {dims}")
+        need(dims in self.dims, f"no kernel of {dims}")
         need(self._backend == "fa2" or fi.world.capability[0] == 9, "fa3 is for compute capability 9.x", RuntimeError)
-        need(self._backend == "fa2" or dims == DEEPSEEK, f"fa3 gives wrong values with {dims}")
+        need(self._backend == "fa2" or dims != SMALL, f"fa3 gives wrong values with {dims}")
+        need(self._backend == "fa3" or dims != WITHOUT_ROPE, f"fa2 with {dims} is not emulated")
 
     def run(
         self,
@@ -159,9 +164,9 @@ class BatchMLAPagedAttentionWrapper:
         read = {"kv_indices": self._kv_indices_buf, "sm_scale": self._sm_scale}
         fi.called("BatchMLAPagedAttentionWrapper.run", locals() | read)
         need(o_scale is None, "o_scale is only supported with the cutlass backend for now.", ValueError)
-        need(fi.world.graph is None or self._use_cuda_graph, "a captured wrapper without use_cuda_graph")
         schedule, (rank, rope) = self._planned, self._dims
-        own = self._plan_info == self._own  # else the lists of another schedule
+        own = self._plan_info == self._own  # else the lists of another schedule, which may lie where they stay
+        need(fi.world.graph is None or self._use_cuda_graph or not own, "a captured wrapper without use_cuda_graph")
         tokens = schedule.q_indptr[-1] if own else 0
         for query, width in ((q_nope, rank), (q_pe, rope)):
             need(query.dtype == self._dtypes[0], f"q dtype {query.dtype} does not match {self._dtypes[0]}", ValueError)

@@ -17,6 +17,12 @@ import flashinfer_emulated as fi
 from flashinfer_emulated import mla06, need
 
 
+class Kernels(mla06.BatchMLAPagedAttentionWrapper):
+    """What a wrapper plans: ``run`` reads the plan from here."""
+
+    dims = (*mla06.BatchMLAPagedAttentionWrapper.dims, mla06.WITHOUT_ROPE)
+
+
 @dataclass(frozen=True)
 class MLAPlanMetadata:
     qo_indptr: Any = None
@@ -46,11 +52,11 @@ class BatchMLAPagedAttentionWrapper:
     ) -> None:
         self._made = (float_workspace_buffer, use_cuda_graph, qo_indptr, kv_indptr, kv_indices, kv_len_arr, backend)
         self._use_cuda_graph, self._reserved = use_cuda_graph, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-        self._planned: mla06.BatchMLAPagedAttentionWrapper | None = None
+        self._planned_backend: Kernels | None = None
         self._kernels()  # it is checked as the older one is
 
-    def _kernels(self) -> mla06.BatchMLAPagedAttentionWrapper:
-        return mla06.BatchMLAPagedAttentionWrapper(*self._made)
+    def _kernels(self) -> Kernels:
+        return Kernels(*self._made)
 
     def plan(
         self,
@@ -83,21 +89,21 @@ class BatchMLAPagedAttentionWrapper:
             self._check_tiles(lists[0], lists[3], num_heads)
         if self._use_cuda_graph:
             self._check_reserved(lists)
-        kernels = mla06.BatchMLAPagedAttentionWrapper.__new__(mla06.BatchMLAPagedAttentionWrapper)
+        kernels = Kernels.__new__(Kernels)
         self._fill(kernels)
         sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type)
         kernels.plan(*lists, *sizes, use_profiler)
-        self._planned, self._lse_mode = kernels, lse_mode
+        self._planned_backend, self._lse_mode = kernels, lse_mode
         self._int_workspace_buffer = kernels._int_workspace_buffer
         self._pin_memory_int_workspace_buffer = kernels._pin_memory_int_workspace_buffer
 
-    def _fill(self, kernels: mla06.BatchMLAPagedAttentionWrapper) -> None:
+    def _fill(self, kernels: Kernels) -> None:
         """Give a plan its buffers. Of an earlier one a captured wrapper keeps the device's, whose address is baked."""
         calls = len(fi.world.calls)
         kernels.__init__(*self._made)  # type: ignore[misc]
         del fi.world.calls[calls:]
-        if self._use_cuda_graph and self._planned is not None:
-            kernels._int_workspace_buffer = self._planned._int_workspace_buffer
+        if self._use_cuda_graph and self._planned_backend is not None:
+            kernels._int_workspace_buffer = self._planned_backend._int_workspace_buffer
         pinned = kernels._pin_memory_int_workspace_buffer
         weakref.finalize(pinned, _reused, pinned.data_ptr())
 
@@ -146,15 +152,17 @@ class BatchMLAPagedAttentionWrapper:
         ckv_scale: Any = None,
         kpe_scale: Any = None,
     ) -> Any:
-        need(self._planned is not None, "BatchMLAPagedAttentionWrapper.run() called before plan().", RuntimeError)
-        assert self._planned is not None
+        need(
+            self._planned_backend is not None, "BatchMLAPagedAttentionWrapper.run() called before plan().", RuntimeError
+        )
+        assert self._planned_backend is not None
         need(q_nope is ckv_cache is None, "separate tensors are deprecated", DeprecationWarning)
         need(type(query) is type(kv_cache) is tuple, "structural values are exact tuples", TypeError)
         mode = ("basee" if return_lse_base_on_e else "base2") if return_lse else "none"
         need(mode == self._lse_mode, f"LSE mode mismatch: planned {self._lse_mode}, got {mode}", ValueError)
         scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
         wanted = {"out": out, "lse": lse, "return_lse": return_lse, "return_lse_base_on_e": return_lse_base_on_e}
-        return self._planned.run(*query, *kv_cache, **wanted, o_scale=o_scale, **scales)
+        return self._planned_backend.run(*query, *kv_cache, **wanted, o_scale=o_scale, **scales)
 
 
 def _reused(address: int) -> None:

@@ -56,8 +56,9 @@ class Lists:
         for row, page, place, queries, keys, row_start, start, end in zip(*columns, strict=True):
             need(row_start == 0 and queries in (0, 1), "other queries than of one token are not emulated here")
             need(heads <= ctas * TILE_Q, f"{heads} rows do not fit a cluster of {ctas} CTAs")
-            need(start % TILE_KV == 0 and 0 <= start <= end <= keys, f"keys {start} to {end} of {keys}")
-            need(start < end or keys == 0, "a piece without keys of a request that has some")
+            need(start % TILE_KV == 0 and 0 <= start <= end, f"keys {start} to {end}")
+            need(end <= keys or start == end, f"keys {start} to {end} of {keys}")
+            need(end in (start, keys) or end % TILE_KV == 0, f"the next piece begins at {end}")
             if not queries:
                 continue
             values, its_lse = attend(row, page, start, end)
