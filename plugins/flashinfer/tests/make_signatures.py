@@ -37,7 +37,7 @@ ENTRIES = {
     "gdn_prefill": ("chunk_gated_delta_rule",),
     "gdn_decode": ("gated_delta_rule_decode_pretranspose",),
     "kda": ("recurrent_kda",),
-    "mamba": ("selective_state_update",),
+    "mamba": ("selective_state_update", "ssd_combined_fwd"),
 }
 """By FlashInfer's module or package, the entries; one that a release does not have is left out."""
 METHODS = ("__init__", "plan", "run", "reset_workspace_buffer", "csr")

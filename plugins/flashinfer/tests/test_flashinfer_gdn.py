@@ -5,13 +5,16 @@ on a GPU by FlashInfer's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import flashinfer_emulated as fi
 import pytest
 
 from attn_select import select
+from attn_select.backends.spec import BackendSpec
 from attn_select.decide import gate
+from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.testing.state_conformance import StateConformance
@@ -47,17 +50,26 @@ class TestNewest(Emulated):
     release = fi.RELEASES[1]
 
 
+def of_one_phase(spec: BackendSpec, phase: Phase) -> BackendSpec:
+    """Return a backend of one phase, where the phases share no layer."""
+    return replace(spec, capabilities={phase: spec.capabilities[phase]})
+
+
 class TestKda(Emulated):
     spec = FLASHINFER_KDA
     gate_device = lookup("b200")
     release = fi.RELEASES[1]
+
+
+class TestKdaDecodes(TestKda):
+    spec = of_one_phase(FLASHINFER_KDA, "decode")
 
     def takes(self, config: StateConfig) -> bool:
         return config.v_head_size == config.head_size
 
 
 class MambaLayers(StateConformance):
-    spec = FLASHINFER_MAMBA
+    spec = of_one_phase(FLASHINFER_MAMBA, "decode")
 
     def takes(self, config: StateConfig) -> bool:
         return config.num_v_heads // config.num_heads in RATIOS.value
@@ -71,12 +83,41 @@ class TestNewestMamba(MambaLayers, Emulated):
     release = fi.RELEASES[1]
 
 
-def test_kda_needs_a_release_that_reads_and_writes_other_slots() -> None:
+class TestMambaOnB200(MambaLayers, Emulated):
+    spec = FLASHINFER_MAMBA
+    gate_device = lookup("b200")
+    release = fi.RELEASES[1]
+    longest = 300
+    """More than two chunks."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "phase", "code"),
+    [
+        (FLASHINFER_KDA, "decode", "library-version"),
+        (FLASHINFER_KDA, "prefill", "library-version"),
+        (FLASHINFER_MAMBA, "decode", None),
+        (FLASHINFER_MAMBA, "prefill", "library-version"),
+    ],
+)
+def test_what_an_older_release_lacks(spec: BackendSpec, phase: Phase, code: str | None) -> None:
     layer = StateConfig(recurrence="kda", num_heads=4, head_size=128, state_dtype="bfloat16")
-    for release, reasons in (("0.6.14", ["library-version"]), ("0.7.2.post1", [])):
+    if spec is FLASHINFER_MAMBA:
+        layer = StateConfig(recurrence="mamba2", num_heads=2, num_v_heads=8, head_size=128, v_head_size=64)
+    for release, codes in (("0.6.14", [code] if code else []), ("0.7.2.post1", [])):
         environment = environment_of(pins={"flashinfer-python": release})
-        found = gate.check(FLASHINFER_KDA, layer, lookup("b200"), environment, FLASHINFER_KDA.options(), "decode")
-        assert [reason.code for reason in found] == reasons if isinstance(found, list) else not reasons
+        found = gate.check(spec, layer, lookup("b200"), environment, spec.options(), phase)
+        assert [reason.code for reason in found] == codes if isinstance(found, list) else not codes
+
+
+def test_pieces_begin_with_requests_and_with_chunks() -> None:
+    torch = pytest.importorskip("torch")
+    from attn_select_flashinfer.runtime.mamba import segments
+
+    request, chunk, offset = segments(torch.tensor([0, 5, 128, 300], dtype=torch.int32))
+    assert request.tolist() == [0] * 5 + [1] * 123 + [2] * 172
+    assert [*zip(chunk.tolist(), offset.tolist(), strict=True)] == [(0, 0), (0, 5), (1, 0), (2, 0)]
+    assert chunk.dtype is offset.dtype is request.dtype is torch.int32
 
 
 @pytest.mark.gpu

@@ -68,7 +68,7 @@ _BECAUSE: dict[Phase, str] = {
     "prefill": "chunks turn the recurrence into matrix products; vLLM 0.32 takes it on Hopper",
     "decode": "one launch reads and writes each state once, in the pool",
 }
-_COPIES = "copies the states that it reads out of the pool, and back"
+COPIES = "copies the states that it reads out of the pool, and back"
 RAW_GATES = "activates the gates itself: give the layers raw gates"
 """A note of every plan whose kernel takes gates before their activation."""
 _NEVER_RUN = "FlashInfer's gated delta net was never run here; its call is held to the signatures of two releases"
@@ -87,7 +87,7 @@ def plan(
         kv_layouts=(STATE_VK,),
         kernel_block_sizes=(),
         cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
-        notes=(_COPIES if phase == "prefill" else RAW_GATES,),
+        notes=(COPIES if phase == "prefill" else RAW_GATES,),
         unverified=(_NEVER_RUN,),
     )
 

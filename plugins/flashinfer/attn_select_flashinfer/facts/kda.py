@@ -1,4 +1,4 @@
-"""``FLASHINFER_KDA``: decodes of Kimi delta attention by FlashInfer, on Blackwell."""
+"""``FLASHINFER_KDA``: Kimi delta attention by FlashInfer, on Blackwell: prefills in chunks, and decodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from attn_select.backends.spec import (
     StateCapabilities,
 )
 from attn_select.layer.config import Phase
+from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
+from attn_select_flashinfer.facts.gdn import RAW_GATES
 from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
 
 _KDA = "flashinfer-ai/flashinfer flashinfer/kda_kernels/recurrent_kda.py run_recurrent_kda 0.7.2.post1"
@@ -27,9 +29,10 @@ KDA_RELEASES = Fact(
     ">=0.7.2", f"{_KDA}: 0.6.14 has no initial_state_source, so its kernel starts from the state that it overwrites"
 )
 
+_PREFILL = "flashinfer-ai/flashinfer flashinfer/kda_prefill.py _flash_kda_prefill_is_eligible 0.7.2.post1"
 _SIZES = (64, 128)
 
-CAPABILITIES = StateCapabilities(
+DECODE = StateCapabilities(
     compute_capabilities=Fact(ComputeCapabilities((((10, 0), (10, 3)),)), f"{_KDA}: requires SM100"),
     recurrences=Fact(("kda",), f"{_KDA}: one decay per key channel"),
     dtypes=Fact(("bfloat16",), f"{_KDA}: q, k, v, g and beta must be bfloat16"),
@@ -40,13 +43,38 @@ CAPABILITIES = StateCapabilities(
         0, f"{_KDA}: drafts need all their slots and how many were accepted, which the runtime does not pass"
     ),
 )
+PREFILL = StateCapabilities(
+    compute_capabilities=Fact(
+        ComputeCapabilities((((10, 0), (10, 0)), ((10, 3), (10, 3)))), f"{_PREFILL}: 10.0 and 10.3, from raw gates"
+    ),
+    recurrences=DECODE.recurrences,
+    dtypes=Fact(("bfloat16",), f"{_PREFILL}: q, k, v, g and beta must be bfloat16"),
+    state_dtypes=Fact(
+        ("bfloat16",),
+        f"{_PREFILL}: a pool in bfloat16; in float32 only with a bound of the gate, which no layer has",
+    ),
+    head_sizes=Fact(HeadSizes((128,)), f"{_PREFILL}: _FLASH_KDA_HEAD_DIM"),
+    v_head_sizes=Fact(HeadSizes((128,)), f"{_PREFILL}: v has the shape of q"),
+    speculative_tokens=Fact(MOST_SPECULATIVE_TOKENS, "decodes are another backend's"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class KdaKernel:
-    """The one kernel of this backend."""
+    """What ``recurrent_kda`` runs: prefills are another kernel than decodes."""
 
-    name: str = "recurrent_kda"
+    name: str
+
+
+_KERNELS: dict[Phase, KdaKernel] = {"prefill": KdaKernel("recurrent_kda-prefill"), "decode": KdaKernel("recurrent_kda")}
+_BECAUSE: dict[Phase, str] = {
+    "prefill": "chunks turn the recurrence into matrix products; states are updated in the pool",
+    "decode": "one launch reads and writes each state once, in the pool",
+}
+_NOTES: dict[Phase, tuple[str, ...]] = {
+    "prefill": (RAW_GATES, "FlashInfer reads the bounds of the requests back from the device"),
+    "decode": ("rounds log-decays and write strengths to bfloat16",),
+}
 
 
 def plan(
@@ -59,23 +87,23 @@ def plan(
     if both[0] != both[1] and all(size in _SIZES for size in both):  # another size has its own reason
         return [unsupported("v-head-size", "V head size", config.v_head_size, [config.head_size])]
     return BackendPlan(
-        kernel=KdaKernel(),
-        path="in the pool",
-        because="one launch reads and writes each state once, in the pool",
+        kernel=_KERNELS[phase],
+        path="chunked" if phase == "prefill" else "in the pool",
+        because=_BECAUSE[phase],
         query_dtype=config.dtype,
         returns_lse=False,
         kv_layouts=(STATE_VK,),
         kernel_block_sizes=(),
-        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
-        notes=("rounds log-decays and write strengths to bfloat16",),
+        cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
+        notes=_NOTES[phase],
         unverified=("FlashInfer's KDA was never run here; its call is held to the signature of 0.7.2.post1",),
     )
 
 
 FLASHINFER_KDA = BackendSpec(
     name="FLASHINFER_KDA",
-    summary="Decodes of Kimi delta attention by FlashInfer, on Blackwell.",
-    capabilities={"decode": CAPABILITIES},
+    summary="Kimi delta attention by FlashInfer, on Blackwell.",
+    capabilities={"prefill": PREFILL, "decode": DECODE},
     plan=plan,
     libraries=LIBRARIES,
     compile_key=lambda config: (config.num_heads, config.head_size),

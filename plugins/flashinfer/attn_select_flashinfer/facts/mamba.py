@@ -1,4 +1,4 @@
-"""``FLASHINFER_MAMBA``: decodes of Mamba-2 by FlashInfer."""
+"""``FLASHINFER_MAMBA``: Mamba-2 by FlashInfer: decodes in the pool of states, on Blackwell prefills in chunks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from attn_select.backends.spec import (
     StateCapabilities,
 )
 from attn_select.layer.config import Phase
+from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_flashinfer.facts.gdn import RAW_GATES
-from attn_select_flashinfer.facts.libraries import LIBRARIES
+from attn_select_flashinfer.facts.gdn import COPIES, RAW_GATES
+from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
 
 _MAMBA = "flashinfer-ai/flashinfer flashinfer/mamba/selective_state_update.py 0.6.14 and 0.7.2.post1"
 _KERNEL = "flashinfer-ai/flashinfer include/flashinfer/mamba/kernel_selective_state_update_stp.cuh v0.6.14"
 RATIOS: Fact[tuple[int, ...]] = Fact((1, 2, 4, 8, 16, 32, 64), f"{_KERNEL}: dispatchRatio")
 """Heads per group that the kernel for Hopper and Blackwell was compiled for."""
 
-CAPABILITIES = StateCapabilities(
+_SSD = "flashinfer-ai/flashinfer flashinfer/mamba/cake_ssd_combined.py CakeSSDCombined 0.7.2.post1"
+SSD_RELEASES = Fact(">=0.7.2", f"{_SSD}: 0.6.14 has no ssd_combined_fwd")
+CHUNK = 128
+"""Tokens of a chunk of ``ssd_combined_fwd``."""
+
+DECODE = StateCapabilities(
     compute_capabilities=Fact(
         ComputeCapabilities((((8, 0), (12, 9)),)), f"{_MAMBA}: kernels of 9.0, of 10.0 and up, and of what is older"
     ),
@@ -41,40 +47,63 @@ CAPABILITIES = StateCapabilities(
         0, f"{_MAMBA}: drafts need all their slots and how many were accepted, which the runtime does not pass"
     ),
 )
+PREFILL = StateCapabilities(
+    compute_capabilities=Fact(
+        ComputeCapabilities((((10, 0), (10, 0)), ((10, 3), (10, 3)))), f"{_SSD}: requires SM100 or SM103"
+    ),
+    recurrences=DECODE.recurrences,
+    dtypes=Fact(("bfloat16",), f"{_SSD}: x, B and C must be bfloat16"),
+    state_dtypes=DECODE.state_dtypes,
+    head_sizes=Fact(HeadSizes((128,)), f"{_SSD}: dstate=128"),
+    v_head_sizes=Fact(HeadSizes((64,)), f"{_SSD}: headdim=64"),
+    speculative_tokens=Fact(MOST_SPECULATIVE_TOKENS, "decodes are another backend's"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MambaKernel:
-    """The one kernel of this backend."""
+    """The entry of FlashInfer that runs a phase."""
 
-    name: str = "selective_state_update"
+    name: str
+
+
+_KERNELS: dict[Phase, MambaKernel] = {
+    "prefill": MambaKernel("ssd_combined_fwd"),
+    "decode": MambaKernel("selective_state_update"),
+}
+_BECAUSE: dict[Phase, str] = {
+    "prefill": "chunks turn the recurrence into matrix products",
+    "decode": "one launch reads and writes each state once, in the pool",
+}
 
 
 def plan(
     config: StateConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan, or that the kernel is not compiled for as many heads per group."""
+    """Return the plan, or that the release has no prefills, or that decodes are not compiled for such heads."""
+    if phase == "prefill" and (reasons := wrong_release(environment, "prefills of Mamba-2", SSD_RELEASES)):
+        return reasons
     ratio = config.num_v_heads // config.num_heads
-    if ratio not in RATIOS.value:
+    if phase == "decode" and ratio not in RATIOS.value:
         return [unsupported("head-ratio", "heads per group", ratio, list(RATIOS.value))]
     return BackendPlan(
-        kernel=MambaKernel(),
-        path="in the pool",
-        because="one launch reads and writes each state once, in the pool",
+        kernel=_KERNELS[phase],
+        path="chunked" if phase == "prefill" else "in the pool",
+        because=_BECAUSE[phase],
         query_dtype=config.dtype,
         returns_lse=False,
         kv_layouts=(STATE_VK,),
         kernel_block_sizes=(),
-        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
-        notes=(RAW_GATES,),
-        unverified=("FlashInfer's Mamba-2 was never run here; its call is held to the signatures of two releases",),
+        cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
+        notes=(RAW_GATES, COPIES) if phase == "prefill" else (RAW_GATES,),
+        unverified=("FlashInfer's Mamba-2 was never run here; its calls are held to the signatures of two releases",),
     )
 
 
 FLASHINFER_MAMBA = BackendSpec(
     name="FLASHINFER_MAMBA",
-    summary="Decodes of Mamba-2 layers by FlashInfer.",
-    capabilities={"decode": CAPABILITIES},
+    summary="Mamba-2 layers by FlashInfer; prefills on Blackwell.",
+    capabilities={"prefill": PREFILL, "decode": DECODE},
     plan=plan,
     libraries=LIBRARIES,
     compile_key=lambda config: (config.head_size, config.v_head_size, config.dtype, config.state_dtype),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,13 @@ from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferKdaImpl(StateImpl):
-    """Runs the decodes of one layer.
+    """Runs one layer.
 
     Raises:
         KernelMismatchError: FlashInfer's entry takes no such arguments.
     """
+
+    raw_gates = ("prefill",)
 
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)
@@ -33,29 +37,53 @@ class FlashInferKdaImpl(StateImpl):
         part: StatePart,
         output: Tensor,
     ) -> None:
-        """Run the decodes of a step, as ``StateImpl.forward`` documents it."""
-        strength = gates.write_strength
-        assert strength is not None
+        """Run a part of a step, as ``StateImpl.forward`` documents it."""
         read, write = slots_in_pool(states, part)
-        # Packed, (1, B, heads, size): without cu_seqlens the kernel copies the states of a pool out and back.
+        # Packed, (1, T, heads, size): without cu_seqlens decodes copy the states of a pool out and back.
         tokens = {n: each.contiguous().unsqueeze(0) for n, each in (("q", query), ("k", key), ("v", value))}
         found, _ = library.flashinfer().recurrent_kda(
             **tokens,
-            g=gates.log_decay.to(torch.bfloat16).unsqueeze(0),
-            beta=strength.to(torch.bfloat16).unsqueeze(0),
+            **(_from_numbers(gates, states, read) if phase == "decode" else _from_raw(gates, states, read, write)),
             scale=self.context.config.scale,
             initial_state=states,
             use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=False,
             cu_seqlens=part.query_start_loc,
             ssm_state_indices=write,
-            initial_state_source=states,
-            initial_state_indices=read,
         )
         output.copy_(found.squeeze(0))
 
 
+def _from_numbers(gates: Gates, states: Tensor, read: Tensor) -> dict[str, Any]:
+    """Return what decodes take beside tokens: gates after their activation, and the slots that are read."""
+    strength = gates.write_strength
+    assert strength is not None
+    return {
+        "g": gates.log_decay.to(torch.bfloat16).unsqueeze(0),
+        "beta": strength.to(torch.bfloat16).unsqueeze(0),
+        "use_gate_in_kernel": False,
+        "initial_state_source": states,
+        "initial_state_indices": read,
+    }
+
+
+def _from_raw(gates: Gates, states: Tensor, read: Tensor, write: Tensor) -> dict[str, Any]:
+    """Return what prefills take beside tokens: raw gates. They begin with the states of the slots that they write to,
+    so that the states before them are copied there."""
+    raw = gates.raw
+    assert raw is not None
+    assert raw.b is not None
+    states[write] = states[read]
+    return {
+        "g": raw.a.contiguous().unsqueeze(0),
+        "beta": raw.b.contiguous().unsqueeze(0),
+        "A_log": raw.A_log,
+        "dt_bias": raw.dt_bias,
+        "use_gate_in_kernel": True,
+        "beta_is_logit": True,
+    }
+
+
 class FlashInferKdaBackend(PooledStateBackend):
-    """Decodes of Kimi delta attention by FlashInfer."""
+    """Kimi delta attention by FlashInfer."""
 
     impl_cls = FlashInferKdaImpl

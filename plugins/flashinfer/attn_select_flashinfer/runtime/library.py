@@ -88,8 +88,11 @@ WITH_METADATA = {
     },
     METADATA: {"csr": "qo_indptr kv_indptr kv_indices kv_len_arr"},
     "recurrent_kda": {
-        "": "q k v g beta scale initial_state use_qk_l2norm_in_kernel use_gate_in_kernel cu_seqlens ssm_state_indices "
-        "initial_state_source initial_state_indices",
+        "": "q k v g beta A_log dt_bias scale initial_state use_qk_l2norm_in_kernel use_gate_in_kernel beta_is_logit "
+        "cu_seqlens ssm_state_indices initial_state_source initial_state_indices",
+    },
+    "ssd_combined_fwd": {
+        "": "x dt A B C dt_bias dt_softplus initial_states seq_idx chunk_indices chunk_offsets",
     },
 }
 """What is passed to a release that has ``METADATA``, in the place of the former or beside them."""
@@ -106,6 +109,7 @@ MODULES = {
     "chunk_gated_delta_rule": "flashinfer.gdn_prefill",
     "gated_delta_rule_decode_pretranspose": "flashinfer.gdn_decode",
     "selective_state_update": "flashinfer.mamba",
+    "ssd_combined_fwd": "flashinfer.mamba",
 }
 """Where an entry is imported from, ``flashinfer`` unless it stands here."""
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attn_select.layer.config import Phase
-from attn_select.runtime.states import Gates, StateContext, StateImpl, StatePart, slots_in_pool
+from attn_select.runtime.batch import to_device
+from attn_select.runtime.states import (
+    Gates,
+    RawGates,
+    StateContext,
+    StateImpl,
+    StatePart,
+    gathered_states,
+    slots_in_pool,
+)
+from attn_select_flashinfer.facts.mamba import CHUNK
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferMambaImpl(StateImpl):
-    """Runs the decodes of one layer.
+    """Runs one layer.
 
     Raises:
         KernelMismatchError: FlashInfer's entry takes no such arguments.
     """
 
-    raw_gates = ("decode",)
+    raw_gates = ("prefill", "decode")
 
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)
-        library.flashinfer().check("selective_state_update")
+        library.flashinfer().check(*(plan.kernel.name for plan in context.plans.values()))  # type: ignore[attr-defined]
         self._no_skip = torch.zeros(context.config.num_v_heads, device=context.device)
 
     def forward(
@@ -36,9 +47,37 @@ class FlashInferMambaImpl(StateImpl):
         part: StatePart,
         output: Tensor,
     ) -> None:
-        """Run the decodes of a step, as ``StateImpl.forward`` documents it."""
-        raw, config = gates.raw, self.context.config
-        assert raw is not None
+        """Run a part of a step, as ``StateImpl.forward`` documents it."""
+        assert gates.raw is not None
+        run = self._decode if phase == "decode" else self._prefill
+        output.copy_(run(query, key, value, gates.raw, states, part))
+
+    def _prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, raw: RawGates, states: Tensor, part: StatePart
+    ) -> Tensor:
+        request, chunk, offset = (to_device(each, states.device) for each in segments(part.query_start_loc_cpu))
+        # Packed: a batch of one.
+        found, last = library.flashinfer().ssd_combined_fwd(
+            x=value.contiguous().unsqueeze(0),
+            dt=raw.a.contiguous().unsqueeze(0),
+            A=-raw.A_log.exp(),
+            B=key.contiguous().unsqueeze(0),
+            C=query.contiguous().unsqueeze(0),
+            dt_bias=raw.dt_bias,
+            dt_softplus=True,
+            initial_states=gathered_states(states, part).to(states.dtype),
+            seq_idx=request.unsqueeze(0),
+            chunk_indices=chunk,
+            chunk_offsets=offset,
+        )
+        states[part.write_slots] = last
+        rows: Tensor = found.squeeze(0)
+        return rows
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, raw: RawGates, states: Tensor, part: StatePart
+    ) -> Tensor:
+        config = self.context.config
         read, write = slots_in_pool(states, part)
         width, size = config.v_head_size, config.head_size
 
@@ -48,7 +87,7 @@ class FlashInferMambaImpl(StateImpl):
 
         rate = per_head(-raw.A_log.exp()).unsqueeze(-1).expand(-1, width, size)
         # dt, its bias and D share one dtype. The layer adds D times x itself.
-        found = library.flashinfer().selective_state_update(
+        found: Tensor = library.flashinfer().selective_state_update(
             state=states,
             x=value.contiguous(),
             dt=per_head(raw.a.float()),
@@ -61,10 +100,26 @@ class FlashInferMambaImpl(StateImpl):
             state_batch_indices=read,
             dst_state_batch_indices=write,
         )
-        output.copy_(found)
+        return found
+
+
+def segments(bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which request each token is of, and the pieces that requests and chunks cut the tokens into.
+
+    Args:
+        bounds: int32 ``(B + 1,)`` on the host, prefix sums of the lengths, none of which is 0.
+
+    Returns:
+        Int32 ``(T,)``, and of each piece the chunk and where in it the piece begins, int32 ``(P,)``: the logical varlen
+        segments of flashinfer/mamba/ssd_combined.py 0.7.2.post1.
+    """
+    ends = bounds.numpy()
+    starts = np.union1d(ends[:-1], np.arange(0, ends[-1], CHUNK, dtype=np.int32))
+    request = np.repeat(np.arange(len(ends) - 1, dtype=np.int32), np.diff(ends))
+    return torch.from_numpy(request), torch.from_numpy(starts // CHUNK), torch.from_numpy(starts % CHUNK)
 
 
 class FlashInferMambaBackend(PooledStateBackend):
-    """Decodes of Mamba-2 layers by FlashInfer."""
+    """Mamba-2 layers by FlashInfer."""
 
     impl_cls = FlashInferMambaImpl

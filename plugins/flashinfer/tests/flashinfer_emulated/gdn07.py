@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flashinfer_emulated as fi
-from flashinfer_emulated import need
+from flashinfer_emulated import need, state_prefills
 from flashinfer_emulated.gdn06 import computed
 from flashinfer_emulated.state_decodes import gated_delta_net, kimi_delta_attention, mamba
 
@@ -118,9 +118,46 @@ def recurrent_kda(
     beta_is_logit: Any = False,
 ) -> Any:
     fi.called("recurrent_kda", locals())
-    need(use_qk_l2norm_in_kernel and not use_gate_in_kernel, "the kernel normalises, and gates are activated")
+    need(use_qk_l2norm_in_kernel, "the kernel normalises")
+    if q.shape[1] > len(cu_seqlens) - 1:  # a prefill by its own kernel, which gates choose
+        need(use_gate_in_kernel and beta_is_logit, "prefills activate gates: others run as slow decodes", ValueError)
+        need(initial_state_source is initial_state_indices is None, "prefills read where they write", ValueError)
+        tokens, gates = (q, k, v, g, beta), (A_log, dt_bias)
+        return state_prefills.kimi_delta_attention(
+            tokens, gates, scale, cu_seqlens, initial_state, ssm_state_indices
+        ), None
+    need(not use_gate_in_kernel and not beta_is_logit, "decodes take gates that are activated")
     slots = (initial_state_indices, ssm_state_indices)
     return (
         kimi_delta_attention((q, k, v, g, beta), scale, cu_seqlens, initial_state, initial_state_source, slots),
         None,
     )
+
+
+def ssd_combined_fwd(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: Any = False,
+    initial_states: Any = None,
+    seq_idx: Any = None,
+    chunk_indices: Any = None,
+    chunk_offsets: Any = None,
+    seq_chunk_cumsum: Any = None,
+    update_seq_chunk_cumsum: Any = False,
+    checkpoint_token_indices: Any = None,
+    checkpoint_state_slots: Any = None,
+    checkpoint_states: Any = None,
+    out: Any = None,
+    return_final_states: Any = True,
+    num_seqs: Any = None,
+) -> Any:
+    fi.called("ssd_combined_fwd", locals())
+    need(dt_softplus and D is None and z is None, "dt is given before its activation, D and z are the layer's")
+    inputs = (x, dt, A, B, C)
+    return state_prefills.mamba(inputs, dt_bias, initial_states, seq_idx, chunk_indices, chunk_offsets)
