@@ -20,16 +20,24 @@ from attn_select_flashinfer.facts.mha import FLASHINFER
 
 
 def selected(
-    fields: dict[str, Any], gpu: str | None = "h100", layout: str | None = None, change: Any = None, **options: Any
+    fields: dict[str, Any],
+    gpu: str | None = "h100",
+    layout: str | None = None,
+    change: Any = None,
+    release: str | None = None,
+    **options: Any,
 ) -> Any:
     """Return the selection of FLASHINFER alone, for a GPU by name or (None) the one that is there.
 
     Args:
         change: makes another plan of each.
+        release: of FlashInfer, where a GPU is named; None: the one that the facts are for.
     """
     config = gqa_layer(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64, **fields})
     device = lookup(gpu) if gpu else detect_device().device
     stated = RELEASE if gpu else {"environment": environment_for(device)}
+    if release is not None:
+        stated = {"pins": {"flashinfer-python": release}}
     return with_plans(selection_of(FLASHINFER, config, device, layout=layout, options=options, **stated), change)
 
 
@@ -46,8 +54,8 @@ def on_gpu(layout: str | None = None, options: dict[str, Any] | None = None, **f
 def _group(fields: dict[str, Any], gpu: str | None, layout: Any, options: dict[str, Any], device: str) -> Any:
     given = {name.removeprefix("group_"): fields.pop(name) for name in list(fields) if name.startswith("group_")}
     given.setdefault("capacity", Capacity(16, 1024, 1024))
-    change = fields.pop("change", None)
-    return attention_group(selected(fields, gpu, layout, change, **options), device, **given)
+    change, release = fields.pop("change", None), fields.pop("release", None)
+    return attention_group(selected(fields, gpu, layout, change, release, **options), device, **given)
 
 
 def builder_of(group: AttentionGroup) -> Any:

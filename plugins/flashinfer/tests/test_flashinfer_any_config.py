@@ -21,6 +21,7 @@ OPTIONS = {
     "FLASHINFER": {
         "use_trtllm": st.sampled_from(["auto", True, False]),
         "prefill_kernel": st.sampled_from(get_args(mha_kernels.PrefillKernel)),
+        "decode_kernel": st.sampled_from(get_args(mha_kernels.DecodeKernel)),
     },
     "FLASHINFER_MLA": {
         "decode_kernel": st.sampled_from(get_args(mla_kernels.DecodeKernel)),

@@ -33,10 +33,11 @@ class Emulated(BackendConformance):
     max_compile_keys = 1000
     environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.14"})
     capability: ClassVar[tuple[int, int]] = (9, 0)
+    release: ClassVar[str] = "0.6.14"
 
     @pytest.fixture(autouse=True)
     def _emulated(self, emulate: Callable[..., Any]) -> None:
-        emulate(self.capability)
+        emulate(self.capability, release=self.release)
 
 
 class TestHopper(Emulated):
@@ -83,6 +84,18 @@ class TestBlackwellNative(Emulated):
     gate_device = "b200"
     capability = (10, 0)
     options = NATIVE
+
+
+class TestCuteDslOnB200(Emulated):
+    """Decodes alone: that is all that the option changes."""
+
+    spec = replace(FLASHINFER, capabilities={"decode": FLASHINFER.capabilities["decode"]})
+    seed = 6
+    gate_device = "b200"
+    capability = (10, 0)
+    release = "0.7.2.post1"
+    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.7.2.post1"})
+    options: ClassVar[dict[str, Any]] = {"decode_kernel": "cute-dsl"}
 
 
 def native_modules(config: AttentionConfig) -> tuple[Any, ...]:

@@ -268,3 +268,38 @@ def test_fa2_decode_of_mla_is_unverified_on_blackwell(device: str, marked: bool)
     plan = toolkit.plan_of(mla, mla_layer(num_heads=16, block_size=16), device, options={"decode_kernel": "fa2"})
     assert any("never executed" in mark for mark in plan.unverified) is marked
     assert not toolkit.plan_of(mla, mla_layer(num_heads=16), "sm100").unverified
+
+
+# --- CuTe DSL -------------------------------------------------------------------------------------
+
+CUTE_DSL: dict[str, Any] = {"options": {"decode_kernel": "cute-dsl"}, "version": "0.7.2.post1"}
+
+
+@pytest.mark.parametrize("gpu", ["sm100", "sm103"])
+def test_decodes_in_cute_dsl_where_they_are_asked_for(gpu: str) -> None:
+    plan = plan_of(gpu, "decode", **CUTE_DSL, sinks=True, sliding_window=100)
+    assert (plan.kernel_name, plan.kernel_block_sizes) == ("native-cute-dsl", (64, 32, 16, 8))
+    assert plan.unverified
+    assert not plan.nan_tail_safe
+    assert plan_of(gpu, "decode", version="0.7.2.post1").kernel_name == GEN
+    assert plan_of(gpu, "prefill", **CUTE_DSL) == plan_of(gpu, "prefill", version="0.7.2.post1")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields", "codes"),
+    [
+        ("sm90", {}, {"forced-path"}),
+        ("sm120", {}, {"forced-path"}),
+        ("sm100", {"version": "0.7.1"}, {"library-version"}),
+        ("sm100", {"block_size": 12}, {"block-size"}),
+        ("sm100", {"num_speculative_tokens": 1}, {"forced-path"}),
+        ("sm100", {"kv_cache_dtype": "fp8"}, {"forced-path"}),
+        ("sm100", {"logits_soft_cap": 30.0}, {"forced-path"}),
+        ("sm100", {"batch_invariant": True}, {"forced-path"}),
+        ("sm100", {"draft_tree": True, "num_speculative_tokens": 3}, {"pinned-kernel"}),
+        ("sm100", {"options": {"decode_kernel": "cute-dsl", "use_trtllm": True}}, {"forced-path"}),
+    ],
+    ids=str,
+)
+def test_what_cute_dsl_cannot_decode(gpu: str, fields: dict[str, Any], codes: set[str]) -> None:
+    assert set(reasons_of(gpu, "decode", **{**CUTE_DSL, **fields})) == codes

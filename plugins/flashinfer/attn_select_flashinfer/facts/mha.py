@@ -38,11 +38,13 @@ from attn_select_flashinfer.facts.libraries import (
     wrong_device,
 )
 from attn_select_flashinfer.facts.mha_kernels import (
+    CUTE_DSL_PAGES,
     GEN_PAGES,
     NAN_TAIL_SAFE,
     NATIVE_PAGES,
     XQA_PAGES,
     Case,
+    DecodeKernel,
     NativeKernel,
     PrefillKernel,
     TrtllmKernel,
@@ -108,6 +110,9 @@ class FlashInferOptions(BackendOptions):
     prefill_kernel: PrefillKernel = Field(
         "auto", description="the kernel of native prefill; auto is fa3 on Hopper where it runs the layer, else fa2"
     )
+    decode_kernel: DecodeKernel = Field(
+        "auto", description="cute-dsl: decodes on compute capability 10.0 and 10.3 by CuTe DSL's kernel"
+    )
     native_workspace_bytes: Bytes | None = Field(
         None, description="scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers"
     )
@@ -132,6 +137,7 @@ _NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases s
 _DRAFTS = "queries of more than one token go through the prefill wrapper"
 _SINKS_UNPROVEN = "the kernel with attention sinks was executed on compute capability 9.0, never on 8.x"
 _TURING_UNPROVEN = "FlashInfer was never executed on compute capability 7.5 by this project"
+_CUTE_DSL_UNPROVEN = "FlashInfer's decode in CuTe DSL was never executed by this project"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
 
 _UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
@@ -151,7 +157,8 @@ def plan(
     if turing and (reasons := against_turing(config, environment)):
         return reasons
     name = kernel_for(capability, phase)
-    case = Case(config, phase, capability, name, options.use_trtllm, options.prefill_kernel, environment)
+    asked = (options.use_trtllm, options.prefill_kernel, options.decode_kernel)
+    case = Case(config, phase, capability, name, *asked, environment)
     use_trtllm, because, refusals = decide(case)
     if refusals:
         return refusals
@@ -171,6 +178,9 @@ def plan(
     made = _native_plan(kernel, phase, because, why, dtype, config.block_size, scratch, notes, capability[0] == 10)
     if turing:
         return replace(made, unverified=(_TURING_UNPROVEN,))
+    if kernel.backend == "cute-dsl":
+        sizes = pages(CUTE_DSL_PAGES.value, config.block_size)
+        return replace(made, kernel_block_sizes=sizes, unverified=(_CUTE_DSL_UNPROVEN,))
     return replace(made, unverified=(_SINKS_UNPROVEN,)) if config.sinks and capability[0] == 8 else made
 
 
@@ -179,11 +189,14 @@ def _tree_plan(
 ) -> BackendPlan | list[Reason]:
     """Plan a layer whose drafts form trees: native kernels attend to the context, by steps that are not causal."""
     reasons = reasons_against_two_parts(config)
+    if options.decode_kernel != "auto":
+        text = "trees of drafts run on fa2 and fa3, and decode_kernel is set to cute-dsl (supported: auto)"
+        reasons.append(Reason("pinned-kernel", text, options.decode_kernel, ["auto"]))
     if options.use_trtllm is True:
         text = "trees of drafts run on native kernels, and use_trtllm is set to true (supported: auto, false)"
         reasons.append(Reason("pinned-kernel", text, True, ["auto", False]))
     context = config.model_copy(update={"draft_tree": False, "non_causal": True})
-    native = options.model_copy(update={"use_trtllm": False})
+    native = options.model_copy(update={"use_trtllm": False, "decode_kernel": "auto"})
     found = plan(context, device, environment, native, phase)
     if isinstance(found, list):
         return [*found, *reasons]

@@ -9,7 +9,8 @@ it.
 
 *Native.* fa2 and fa3. Prefill goes through ``BatchPrefillWithPagedKVCacheWrapper``, decode through
 ``BatchDecodeWithPagedKVCacheWrapper`` with tensor cores. On fa2 and fa3 both ignore their ``sinks`` argument. The
-prefill wrapper compiled with the variant that counts sinks (``jit_args``) runs both phases then.
+prefill wrapper compiled with the variant that counts sinks (``jit_args``) runs both phases then. Where an option asks
+for it, the decode wrapper runs CuTe DSL's kernel on 10.0 and 10.3, which takes sinks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from attn_select.backends.reasons import block_size_reason
 from attn_select.backends.spec import Fact, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.environment import Environment
@@ -39,11 +41,13 @@ from attn_select_flashinfer.facts.libraries import (
     XQA_DRAFT_WINDOW,
     release,
     upgrade,
+    wrong_release,
 )
 
 TrtllmName = Literal["trtllm-gen", "xqa"]
 UseTrtllm = Literal["auto", True, False]
 PrefillKernel = Literal["auto", "fa2", "fa3"]
+DecodeKernel = Literal["auto", "cute-dsl"]
 
 GEN_PAGES = (16, 32, 64)
 """trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347).
@@ -55,6 +59,9 @@ a B200.
 XQA_PAGES = (16, 32, 64, 128)
 XQA_GROUP = 32
 """Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 run, 48 and 71 do not compile, 64 with 16 bits)."""
+CUTE_DSL = "flashinfer-ai/flashinfer flashinfer/cute_dsl/attention/wrappers/batch_decode.py 0.7.2.post1"
+CUTE_DSL_RELEASES = Fact(">=0.7.2", f"{CUTE_DSL}; 0.6.14 has no such back end of the decode wrapper")
+CUTE_DSL_PAGES = Fact((64, 32, 16, 8), f"{CUTE_DSL} BatchDecodePagedCuteDSLWrapper.plan")
 NATIVE_PAGES = (16, 32, 64, 1)
 """Any page size runs (H100, flashinfer 0.6.14: 1, 5, 8, 16, 24, 32, 64)."""
 
@@ -72,6 +79,10 @@ NAN_TAIL_SAFE = {
     "xqa, FP8 on 9.x": Fact(
         False, f"flashinfer csrc/xqa/mha_sm90.cu v0.6.14: whole pages by TMA, scores alone are masked; {RAN}: NaN"
     ),
+    "cute-dsl": Fact(
+        False,
+        "flashinfer/cute_dsl/attention/gqa_decode_paged.py 0.7.2.post1: whole pages by TMA, scores alone are masked",
+    ),
     "trtllm-gen": Fact(
         False, "whole pages by TMA: vllm-project/vllm #43990 (decode, FP8), NVIDIA/TensorRT-LLM #18925 (prefill)"
     ),
@@ -81,15 +92,15 @@ NAN_TAIL_SAFE = {
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """fa2 or fa3 as a plan names it.
+    """fa2, fa3 or CuTe DSL's decode as a plan names it.
 
     Attributes:
         backend: FlashInfer's name of the kernel.
-        sinks: whether it is the variant that counts attention sinks.
+        sinks: whether it counts attention sinks: of fa2 and fa3 a variant does.
         fp8_query: whether it takes an FP8 query.
     """
 
-    backend: Literal["fa2", "fa3"]
+    backend: Literal["fa2", "fa3", "cute-dsl"]
     sinks: bool = False
     fp8_query: bool = False
 
@@ -122,6 +133,7 @@ class Case(NamedTuple):
     kernel: TrtllmName | None
     use_trtllm: UseTrtllm
     prefill_kernel: PrefillKernel
+    decode_kernel: DecodeKernel
     environment: Environment
 
 
@@ -388,6 +400,8 @@ def decide(case: Case) -> Decision:
 
     With ``use_trtllm = true`` every obstacle is a refusal; otherwise the first one means native.
     """
+    if case.phase == "decode" and case.decode_kernel == "cute-dsl":
+        return Decision(False, 'decode_kernel = "cute-dsl"', [])
     if case.use_trtllm is False:
         return Decision(False, PREFERENCES[0].because, [])
     if case.use_trtllm is True and (refusals := _refusals(case)):
@@ -416,6 +430,9 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
     config = case.config
     reasons = _objections(case)
     if case.phase == "decode":
+        if case.decode_kernel == "cute-dsl":
+            reasons += _against_cute_dsl(case)
+            return reasons or (NativeKernel("cute-dsl", config.sinks), "CuTe DSL's decode for Blackwell")
         if config.per_head_quant_scales:
             # Only fa3 with an FP8 query takes a scale per head; the decode wrapper reaches it too.
             return reasons or (NativeKernel("fa3", False, True), "one FP8 scale per KV head")
@@ -437,6 +454,29 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
             )
         )
     return reasons or (NativeKernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"')
+
+
+def _against_cute_dsl(case: Case) -> list[Reason]:
+    """Return everything that CuTe DSL's decode kernel cannot run; ``CUTE_DSL`` is the source."""
+    config, reasons = case.config, wrong_release(case.environment, "CuTe DSL's decode", CUTE_DSL_RELEASES)
+    size, pages = config.block_size, CUTE_DSL_PAGES.value
+    if size is not None and not any(size % page == 0 for page in pages):
+        reasons.append(block_size_reason(size, pages))
+    against = {
+        "it is for compute capability 10.0 and 10.3": case.capability not in TRTLLM_GEN_CAPABILITIES,
+        "use_trtllm = true asks for TRT-LLM kernels": case.use_trtllm is True,
+        "it takes queries of one token, and the layer has drafts": config.num_speculative_tokens > 0,
+        "it reads no quantised cache here": config.cache_dtype != config.dtype,
+        "it has no logits soft cap": config.logits_soft_cap is not None,
+        "it splits keys by the load, so results depend on the batch": config.batch_invariant,
+    }
+    remedy = 'backends.FLASHINFER.decode_kernel = "auto"'
+    reasons += [
+        Reason("forced-path", f'decode_kernel = "cute-dsl", but {why}', "cute-dsl", ["auto"], remedy)
+        for why, holds in against.items()
+        if holds
+    ]
+    return reasons
 
 
 def _against_fa3(case: Case) -> str | None:

@@ -18,7 +18,7 @@ from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.native_wrappers import PageLists, PhaseKernel
 from attn_select_flashinfer.runtime.plans import Plan
-from attn_select_flashinfer.runtime.scores import natural_lse, power_for
+from attn_select_flashinfer.runtime.scores import blank_rows, natural_lse, power_for
 
 E4M3 = FP8_DTYPES["fp8_e4m3"]
 
@@ -28,13 +28,13 @@ class Native(NamedTuple):
 
     Attributes:
         arguments: behind query and cache.
-        keywords: scales.
+        keywords: scales, and sinks where ``run`` takes them.
         query_scale: what the query is divided by: a float32 ``()`` tensor where it is quantised, a power of two where
             it is not, None for 1.
     """
 
     arguments: tuple[Any, ...]
-    keywords: dict[str, float]
+    keywords: dict[str, Any]
     query_scale: Tensor | float | None
 
 
@@ -65,7 +65,7 @@ class LayerTerms:
     ) -> None:
         self._scale, self.scales, self.quantized, self.sinks = scale, scales, quantized, sinks
         self.output_scale, self.block_scale = output_scale, block_scale
-        self._made: dict[tuple[bool, bool], Native] = {}
+        self._made: dict[tuple[bool, bool, bool], Native] = {}
         self._bmm: dict[bool, tuple[float, float]] = {}
 
     def native(self, kernel: PhaseKernel) -> Native:
@@ -76,7 +76,7 @@ class LayerTerms:
         are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and ``q_scale`` is
         multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
         """
-        key = kernel.fp8_query, kernel.sinks
+        key = kernel.fp8_query, kernel.sinks, kernel.single_token
         if key not in self._made:
             self._made[key] = self._fp8(kernel) if kernel.fp8_query else self._plain(kernel)
         return self._made[key]
@@ -91,7 +91,7 @@ class LayerTerms:
         return Native(tuple(by_head), {"q_scale": self._scale}, query)
 
     def _plain(self, kernel: PhaseKernel) -> Native:
-        scale, keywords = self._scale, {}
+        scale, keywords = self._scale, dict[str, Any]()
         if self.quantized:
             scale *= self.scales.k_float
             if self.scales.v_float != 1.0:
@@ -99,6 +99,8 @@ class LayerTerms:
         power = power_for(scale)
         scale *= power
         divisor = None if power == 1.0 else power
+        if kernel.sinks and kernel.single_token:
+            return Native((), {**keywords, "q_scale": scale, "sinks": self.sinks}, divisor)
         if kernel.sinks:
             return Native((self.sinks, scale), keywords, divisor)
         return Native((), {**keywords, "q_scale": scale}, divisor)
@@ -202,7 +204,21 @@ class FIPrefill(NativePart):
 
 @dataclass(slots=True, kw_only=True)
 class FIDecode(NativePart):
-    """One token per request, by ``BatchDecodeWithPagedKVCacheWrapper``."""
+    """One token per request, by ``BatchDecodeWithPagedKVCacheWrapper``.
+
+    Attributes:
+        seq_lens: int32 ``(B,)`` on the device.
+    """
+
+    seq_lens: Tensor
+
+    def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+        cute_dsl = self.kernel.backend == "cute-dsl"
+        if cute_dsl:
+            output.zero_()  # its clusters add to it (reduction "atomic")
+        NativePart.attend(self, terms, query, kv_cache, output, lse)
+        if cute_dsl:  # what it does without keys was not looked into
+            blank_rows(output, lse, self.seq_lens == 0, terms.sinks)
 
 
 @dataclass(slots=True, kw_only=True)

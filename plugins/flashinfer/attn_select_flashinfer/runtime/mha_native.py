@@ -14,7 +14,7 @@ from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select_flashinfer.runtime.compiled_plan import LISTS, PREFILL, CompiledPlan, Recorder, RowLists, RowsPlan
 from attn_select_flashinfer.runtime.mha_calls import FICascade, FIDecode, FIPrefill
 from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
-from attn_select_flashinfer.runtime.plans import Wrapper
+from attn_select_flashinfer.runtime.plans import Plan, Wrapper
 
 
 class NativeBuilder:
@@ -42,7 +42,7 @@ class NativeBuilder:
             written = dict(zip(LISTS, (on_device, *rows.device), strict=True))
             return self._decode_by_rows(wrapper, kernel, common, bounds, seq_lens, written)
         lists = self._lists(seq_lens)
-        part = self._planned_decode(wrapper, kernel, lists)
+        part = self._planned_decode(wrapper, kernel, lists, common)
         self._flatten(common, lists, 0)
         return part
 
@@ -60,15 +60,26 @@ class NativeBuilder:
         host = (bounds, *self._rows.host(kernel, seq_lens, None), last)
         written["_max_kv_len"] = common.max_seq_len
         plan = RowsPlan(wrapper, self.pool, kernel, wrapper.compiled[False], host, written)
-        return FIDecode(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, lists=None)
+        return self._decoding(plan, kernel, common, last, None)
 
-    def _planned_decode(self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists) -> FIDecode:
+    @staticmethod
+    def _decoding(
+        plan: Plan, kernel: PhaseKernel, common: CommonAttentionMetadata, end: int, lists: PageLists | None
+    ) -> FIDecode:
+        lens = _cut(common.seq_lens, 0, end)
+        return FIDecode(
+            phase="decode", label=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists, seq_lens=lens
+        )
+
+    def _planned_decode(
+        self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists, common: CommonAttentionMetadata
+    ) -> FIDecode:
         """Plan by FlashInfer's ``plan``, and keep what that calls."""
         given, end = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len), lists.num_reqs
         with Recorder(wrapper.made) as recorder:
             plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
         _keep(wrapper, False, recorder.compiled(lists, end))
-        return FIDecode(phase="decode", label=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists)
+        return self._decoding(plan, kernel, common, end, lists)
 
     def prefill(
         self,
@@ -203,7 +214,7 @@ class NativeBuilder:
         lists = PageLists.of(common.seq_lens_cpu, self._page, buffers.paged_kv_indices, self._context.device)
         part: FIDecode | FIPrefill
         if kernel.single_token:
-            part = self._planned_decode(wrapper, kernel, lists)
+            part = self._planned_decode(wrapper, kernel, lists, common)
         else:
             qo_indptr = torch.arange(requests + 1, dtype=torch.int32)
             part = self._queries("decode", wrapper, kernel, (0, requests), qo_indptr, lists, True, 1)

@@ -44,16 +44,16 @@ class PhaseKernel:
     """A native kernel with what all calls of one phase have in common. One object per phase: it is the wrappers' key.
 
     Attributes:
-        backend: ``fa2`` or ``fa3``.
+        backend: ``fa2``, ``fa3`` or ``cute-dsl``.
         single_token: run by the decode wrapper, which takes one token per request.
-        sinks: the variant with attention sinks.
+        sinks: whether it counts attention sinks: of fa2 and fa3 a variant does.
         query_dtype, cache_dtype, output_dtype: as the kernel takes them.
         window_left: keys before a query's own that it sees, -1 for all.
         soft_cap: of logits, 0.0 for none.
         split_kv: whether long sequences may be split, by the load.
     """
 
-    backend: Literal["fa2", "fa3"]
+    backend: Literal["fa2", "fa3", "cute-dsl"]
     single_token: bool
     sinks: bool
     query_dtype: torch.dtype
@@ -75,7 +75,7 @@ class PhaseKernel:
         assert context.block_size is not None
         return cls(
             backend=kernel.backend,
-            single_token=decode and not kernel.sinks,
+            single_token=decode and (not kernel.sinks or kernel.backend == "cute-dsl"),
             sinks=kernel.sinks,
             query_dtype=FP8_DTYPES["fp8_e4m3"] if kernel.fp8_query else PLAIN_DTYPES[config.dtype],
             cache_dtype=storage_dtype(config.cache_dtype),
@@ -102,8 +102,9 @@ class PhaseKernel:
 
     @cached_property
     def any_length(self) -> PhaseKernel:
-        """The same kernel for queries of any length: the prefill wrapper runs it."""
-        return replace(self, single_token=False) if self.single_token else self
+        """The same kernel for queries of any length: the prefill wrapper runs it. CuTe DSL has none: fa2 it is."""
+        backend: Literal["fa2", "fa3"] = "fa2" if self.backend == "cute-dsl" else self.backend
+        return replace(self, single_token=False, backend=backend) if self.single_token else self
 
     @cached_property
     def without_sinks(self) -> PhaseKernel:
@@ -277,7 +278,7 @@ class WrapperPool:
             made, given = entries.BatchDecodeWithPagedKVCacheWrapper, {**given, "use_tensor_cores": True}
         else:
             made, given = entries.BatchPrefillWithPagedKVCacheWrapper, dict(given)
-        if kernel.sinks:
+        if kernel.sinks and not kernel.single_token:
             given |= kernel.variant()
         wrapper = made(self.scratch, kernel.kv_layout, backend=kernel.backend, **given)
         if role not in self._schedules:
