@@ -218,6 +218,12 @@ CLASSES = (
         lambda d: d.offers(d.ours or "", "DCP"),
     ),
     Class(
+        "scales per head with `TRITON_ATTN`",
+        "ours runs too",
+        "the query is multiplied by K's scales and the output by V's; such plans are `unverified`",
+        lambda d: d.offers("TRITON_ATTN", "per-head quant scales"),
+    ),
+    Class(
         "non-causal MLA",
         "ours runs too",
         "FlashAttention 3, FlashMLA and Triton take it",

@@ -108,6 +108,12 @@ def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any
     )
 
 
+def scales_per_head(vllm_config: Any) -> bool:
+    """Whether the checkpoint has an FP8 scale per KV head (``Attention.__init__`` of vLLM's layers asks likewise)."""
+    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
+    return scheme is not None and scheme.get("strategy") == "attn_head"
+
+
 def wanted_graphs(vllm_config: Any) -> CudaGraphLevel:
     """Return the least level that lets vLLM capture whole decodes, where it is to capture them.
 

@@ -235,7 +235,7 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
     ({"use_mm_prefix": True}, "passes no image ranges"),
     ({"use_kv_connector": True}, "serves no KV connector"),
     ({"use_non_causal": True}, "passes no non-causal batches"),
-    ({"use_per_head_quant_scales": True}, "passes no scales per head"),
+    ({"use_per_head_quant_scales": True, "use_mla": True}, "passes no scales per head with MLA"),
     ({"attn_type": "encoder_decoder"}, "serves decoder layers alone"),
 ]
 

@@ -155,6 +155,39 @@ def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protoc
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_scales_per_head(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    config = use(vllm, None if name == "TORCH_SDPA" else "h100", monkeypatch, LLAMA)
+    config.quant_config = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
+    backend = backend_of(name, monkeypatch)
+    layer = layer_of(backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "fp8"))
+    k_scale, v_scale = torch.tensor([0.02, 0.005]), torch.tensor([0.004, 0.03])
+    layer._k_scale, layer._k_scale_float = k_scale, float(k_scale.max())
+    layer._v_scale, layer._v_scale_float = v_scale, float(v_scale.max())
+    layer._q_scale = torch.ones(KV_HEADS)
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    spec = SimpleNamespace(block_size=BLOCK)
+    builder = backend.get_builder_cls()(spec, ["layers.0"], config, torch.device("cpu"))
+    torch.manual_seed(0)
+    table = torch.randperm(18, dtype=torch.int32).view(3, 6)
+    cache = torch.full(backend.get_kv_cache_shape(18, BLOCK, KV_HEADS, SIZE), 127, dtype=torch.uint8)  # NaN in e4m3
+    seen: list[Any] = [torch.empty(0, 2, KV_HEADS, SIZE)] * 3
+    for query_lens in STEPS:
+        tokens = sum(query_lens)
+        rows = torch.randn(tokens, 2, KV_HEADS, SIZE)
+        scales = torch.stack([k_scale, v_scale])[:, :, None]
+        stored = (rows / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
+        seen = [torch.cat(each) for each in zip(seen, stored.split(query_lens), strict=True)]
+        step = step_of(query_lens, [len(own) for own in seen], table)
+        key, value = rows.unbind(1)
+        query, output = torch.randn(tokens, HEADS, SIZE), torch.full((tokens, HEADS, SIZE), torch.nan)
+        layer.impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
+        layer.impl.forward(layer, query, key, value, cache, builder.build(0, step), output)
+        for asked, given, own in zip(query.split(query_lens), output.split(query_lens), seen, strict=True):
+            wanted = attention(asked, *own.unbind(1), None, SIZE**-0.5).float()
+            torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
+
+
 @needs_interpreter
 def test_a_pair_splits_a_step_and_captures_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decodes' plan says what can be captured: no captured step has prefills, which this pair cannot capture."""

@@ -30,6 +30,25 @@ def test_every_layout_is_read_where_it_lies(layout: str, fields: dict[str, Any],
     layers.check(group, layers.problem_of(group, layers.MIXED))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kv_cache_dtype": "fp8_e5m2", "dtype": "float16", "sinks": True},
+        {"sliding_window": 20, "head_size": 64, "v_head_size": 32},
+        {"num_heads": 4, "num_kv_heads": 4, "batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_each_head_has_scales_of_its_own(fields: dict[str, Any], device: torch.device) -> None:
+    given = {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True, **fields}
+    for sms in (1, 100):
+        group = layers.many_sms(layers.made(device, layers.layer_config(**given)), sms)
+        problem = layers.problem_of(group, layers.MIXED)
+        assert problem.k_scale.shape == (group.config.num_kv_heads,)
+        layers.check(group, problem)
+
+
 def test_pages_are_handed_through(device: torch.device) -> None:
     for size in (16, 32, 48, 64, 192, 256):
         group = layers.made(device, layers.layer_config(block_size=size))
@@ -87,7 +106,11 @@ def test_a_cascade_is_merged_before_its_output_is_rounded(device: torch.device) 
 
 @pytest.mark.parametrize(
     "fields",
-    [layers.slow({}), {"sinks": True, "logits_soft_cap": 5.0}, layers.slow({"kv_cache_dtype": "fp8_e5m2"})],
+    [
+        layers.slow({}),
+        {"sinks": True, "logits_soft_cap": 5.0},
+        layers.slow({"kv_cache_dtype": "fp8_e5m2", "per_head_quant_scales": True}),
+    ],
     ids=str,
 )
 def test_cascade(fields: dict[str, Any], device: torch.device) -> None:

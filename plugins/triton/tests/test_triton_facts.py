@@ -105,7 +105,11 @@ def test_what_was_never_measured_is_said() -> None:
         ({"head_size": 64, "v_head_size": 520}, {"v-head-size"}),
         ({"block_size": 48}, set()),
         ({"block_size": 8}, {"block-size"}),
-        ({"kv_cache_dtype": "fp8", "per_head_quant_scales": True}, {"per-head-quant-scales"}),
+        ({"kv_cache_dtype": "fp8", "per_head_quant_scales": True}, set()),
+        (
+            {"kv_cache_dtype": "fp8", "per_head_quant_scales": True, "output_quantization": "fp8"},
+            {"per-head-quant-scales"},
+        ),
         ({"output_quantization": "fp8"}, set()),
         ({"output_quantization": "fp4"}, {"output-quantization"}),
     ],

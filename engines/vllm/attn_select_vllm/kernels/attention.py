@@ -23,7 +23,7 @@ from attn_select_vllm.kernels.batch import common_of
 from attn_select_vllm.kernels.binding import Builders, Layer, Part, graph_support, layers_of, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
-from attn_select_vllm.layers import config_of
+from attn_select_vllm.layers import config_of, scales_per_head
 from attn_select_vllm.names import OWN_PREFIX, kernels_of
 
 
@@ -106,6 +106,7 @@ class OwnImpl(AttentionImpl[Metadata]):
             num_kv_heads=self.num_kv_heads,
             head_size=head_size,
             kv_cache_dtype=kv_cache_dtype,
+            per_head_quant_scales=kv_cache_dtype.startswith("fp8") and scales_per_head(vllm_config),
             attn_type=kind,
             mm_prefix=kind == "decoder" and bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False)),
             sliding_window=sliding_window,
@@ -223,6 +224,10 @@ class OwnBackend(AttentionBackend):
     @classmethod
     def supports_mm_prefix(cls) -> bool:
         return standard_caches()
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

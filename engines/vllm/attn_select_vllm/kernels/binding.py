@@ -102,10 +102,11 @@ class Layer:
     def scales_of(self, layer: Any) -> Scales:
         """Return the scales of vLLM's layer: device tensors and, read when its weights were loaded, host floats."""
         if self._scales is None:
+            shape = (self.config.num_kv_heads,) if self.config.per_head_quant_scales else ()
             self._scales = Scales(
-                q=layer._q_scale.reshape(()),
-                k=layer._k_scale.reshape(()),
-                v=layer._v_scale.reshape(()),
+                q=layer._q_scale.max(),  # kernels that quantise queries take one scale
+                k=layer._k_scale.reshape(shape),
+                v=layer._v_scale.reshape(shape),
                 q_float=layer._q_scale_float,
                 k_float=layer._k_scale_float,
                 v_float=layer._v_scale_float,

@@ -51,7 +51,7 @@ def limits(asked: Any, vllm_config: Any) -> list[str]:
         "the windows of this model end its images too, and the kernels' windows do not": clamped,
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
         "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
-        "the adapter passes no scales per head": asked.use_per_head_quant_scales,
+        "the adapter passes no scales per head with MLA": asked.use_per_head_quant_scales and asked.use_mla,
         "the adapter serves no KV connector in this release": asked.use_kv_connector and not standard_caches(),
         "the adapter serves no prefill context parallelism": asked.use_pcp,
         "the adapter serves no decode context parallelism in this release": sharing and not standard_caches(),

@@ -59,7 +59,9 @@ CAPABILITIES = Capabilities(
     mm_prefix=Fact(True, MASK),
     non_causal=Fact(True, MASK),
     batch_invariant=Fact(True, f"{OWN}: splits of a fixed number of tokens"),
-    per_head_quant_scales=Fact(False, f"{OWN}: one scale per tensor"),
+    per_head_quant_scales=Fact(
+        True, f"{OWN}: one scale per tensor, so the query is multiplied by K's scales and the output by V's"
+    ),
     output_quantizations=Fact(("fp8",), f"{OWN}: results over their scale are rounded to e4m3 as they are written"),
     decode_context_parallel=Fact(True, f"{OWN}: returns the log-sum-exp; positions come from a tensor"),
     draft_tree=Fact(True, MASK),
@@ -88,6 +90,8 @@ _DECODE = "splits the keys until every SM has its share of them, then merges by 
 _FIXED = "splits by the length of a request alone: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits grow with the longest sequence and are reserved for its maximum"
 _PADDED_V = "K and V rows take as many elements in the cache as the wider of both"
+_SCALES_PER_HEAD = "scales per head: the query is multiplied by K's before the kernel, the output by V's behind it"
+_PER_HEAD_UNPROVEN = "Triton's kernels ran with scales per head in Triton's interpreter, never on a GPU"
 _HALF = (
     "FP8 keys read in place are multiplied as float16, also with a bfloat16 query, whose largest number is then 65504"
 )
@@ -177,6 +181,9 @@ def plan(
     if config.output_quantization == "fp8" and capability is not None and capability < E4M3_FROM:
         text = f"FP8 output on compute capability {device.capability_text} (supported: none; e4m3 from 8.9 on)"
         reasons.append(Reason("output-quantization", text, "fp8", ["none"], "--output-quantization none"))
+    if config.per_head_quant_scales and config.output_quantization != "none":
+        text = "quantisation scales per head with a quantised output: V's scales multiply the output in 16 bits"
+        reasons.append(Reason("per-head-quant-scales", text, True, False, "--output-quantization none"))
     if reasons:
         return reasons
     said = notes(config, device)
@@ -197,6 +204,8 @@ def plan(
         said = (*said, _PADDED_V)
     if config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"):
         said = (*said, _HALF)
+    if config.per_head_quant_scales:
+        said = (*said, _SCALES_PER_HEAD)
     # A prefill of few tokens over a long context splits its keys too.
     workspace = 0
     if not config.batch_invariant:
@@ -205,6 +214,8 @@ def plan(
     made = _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
     if config.draft_tree:  # a captured mixed step runs decodes by the prefill's kernel, which knows no trees
         made = replace(made, cuda_graph="UNIFORM_BATCH")
+    if config.per_head_quant_scales:
+        made = replace(made, unverified=(_PER_HEAD_UNPROVEN,))
     return marked(made, config, device.compute_capability)
 
 

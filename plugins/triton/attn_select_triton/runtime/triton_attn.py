@@ -66,6 +66,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
         config, layout = context.config, context.kv_layout
         self._fp8 = layout is not None and config.cache_dtype in FP8_DTYPES
+        self._kv_heads = config.num_kv_heads if config.per_head_quant_scales else 0
         window, cap = config.sliding_window or 0, config.logits_soft_cap or 0.0
         own = Terms(True, window, cap, alibi_slopes, sinks)
         self._terms = {True: own, False: replace(own, causal=False)}
@@ -104,6 +105,8 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         assert key is not None
         assert value is not None
         scales = (layer.scales.k_float, layer.scales.v_float) if self._fp8 else (1.0, 1.0)
+        if self._kv_heads:
+            query = self._scaled(query, layer.scales.k, scales[0])
         call = _Call(query, key, value, boxes, *scales, output_scale)
         if output_lse is None or output_lse.is_contiguous():
             self._attend(call, attn_metadata, output, output_lse)
@@ -112,7 +115,18 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             lse = rows.contiguous()
             self._attend(call, attn_metadata, output, lse)
             rows.copy_(lse)
+        if self._kv_heads:
+            own = output[: attn_metadata.num_actual_tokens]
+            own.copy_(self._scaled(own, layer.scales.v, scales[1]))
         return output
+
+    def _scaled(self, rows: Tensor, scales: Tensor, largest: float) -> Tensor:
+        """Return queries or outputs, ``(T, H, D)``, times their KV head's scale over the largest one's.
+
+        The kernel multiplies by the largest one, so that no number leaves the range of its dtype here.
+        """
+        by_head = rows.unflatten(1, (self._kv_heads, -1))
+        return (by_head * (scales / largest)[:, None, None]).flatten(1, 2).to(rows.dtype)
 
     def _forward(self, call: _Call, metadata: TritonAttnMetadata, output: Tensor, lse: Tensor | None) -> None:
         if metadata.beside:
