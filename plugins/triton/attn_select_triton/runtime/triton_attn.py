@@ -125,8 +125,8 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
 
         The kernel multiplies by the largest one, so that no number leaves the range of its dtype here.
         """
-        by_head = rows.unflatten(1, (self._kv_heads, -1))
-        return (by_head * (scales / largest)[:, None, None]).flatten(1, 2).to(rows.dtype)
+        by_head = (scales / largest).repeat_interleave(rows.shape[1] // self._kv_heads)
+        return (rows * by_head[:, None]).to(rows.dtype)
 
     def _forward(self, call: _Call, metadata: TritonAttnMetadata, output: Tensor, lse: Tensor | None) -> None:
         if metadata.beside:
