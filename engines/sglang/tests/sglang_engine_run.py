@@ -14,6 +14,7 @@ import sglang_on_cpu
 # At the top: each of the engine's processes imports this file.
 sglang_on_cpu.define_operations()
 sglang_on_cpu.emulate_vllm()
+sglang_on_cpu.emulate_sgl_kernel()
 sglang_on_cpu.absorb_everything()
 sglang_on_cpu.plan_for_a_gpu()
 
@@ -26,12 +27,16 @@ def run(folder: str, options: dict[str, Any]) -> list[list[int]]:
     sizes = {"max_total_tokens": 2048, "max_running_requests": 16, "disable_cuda_graph": True}
     engine = sglang.Engine(model_path=folder, **fixed | sizes | options)
     sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-    tokens, prompts = [], sglang_on_cpu.PROMPTS
+    tokens, prompts, steps = [], sglang_on_cpu.PROMPTS, 0
     for _ in range(2):
-        found = [one["output_ids"] for one in engine.generate(input_ids=prompts, sampling_params=sampling)]
+        answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+        found = [one["output_ids"] for one in answers]
+        steps += sum(one["meta_info"].get("spec_verify_ct", 0) for one in answers)
         prompts = [prompt + row[:7] for prompt, row in zip(prompts, found, strict=True)]
         tokens += found
     engine.shutdown()
+    if steps:
+        print(f"DRAFTS were checked in {steps} steps for {sum(map(len, tokens))} tokens", flush=True)
     return tokens
 
 

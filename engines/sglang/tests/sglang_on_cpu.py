@@ -34,6 +34,82 @@ def emulate_vllm() -> None:
     sys.modules |= {"vllm": vllm, "vllm._custom_ops": operations}
 
 
+def emulate_sgl_kernel() -> None:
+    """Put torch in place of what SGLang takes of sgl-kernel to check drafts, and of Triton where no CPU runs it."""
+    made, speculative = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.speculative")
+    speculative.reconstruct_indices_from_tree_mask = reconstruct_indices_from_tree_mask  # type: ignore[attr-defined]
+    sys.modules |= {"sgl_kernel": made, "sgl_kernel.speculative": speculative}
+    os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"  # accepted tokens are moved in the pool by torch
+    for module, name, function in (
+        ("srt.mem_cache.memory_pool", "copy_all_layer_kv_cache_func", lambda *_, **__: None),  # the other way's warm-up
+        ("srt.speculative.ngram_worker", "assign_extend_cache_locs_func", assign_extend_cache_locs),
+        ("srt.speculative.eagle_utils", "verify_tree_greedy_func", verify_tree_greedy),
+    ):
+        setattr(importlib.import_module(f"sglang.{module}"), name, function)
+
+
+def assign_extend_cache_locs(
+    *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor, **_: Any
+) -> Tensor:
+    """Return the token slots from a start to an end of each request, one request behind the other."""
+    bounds = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    return torch.cat([req_to_token[row, start:end] for row, start, end in bounds]).long()
+
+
+def verify_tree_greedy(
+    *,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk each request's tree from its root: a child whose token the model has predicted is accepted."""
+    predicted = target_predict.flatten()
+    for request in range(len(candidates)):
+        node, accepted = 0, [int(retrieve_index[request, 0])]
+        while (child := int(retrieve_next_token[request, node])) != -1 and len(accepted) < accept_index.shape[1]:
+            wanted = int(predicted[accepted[-1]])
+            while child != -1 and int(candidates[request, child]) != wanted:
+                child = int(retrieve_next_sibling[request, child])
+            if child == -1:
+                break
+            node = child
+            accepted.append(int(retrieve_index[request, node]))
+        for place, index in enumerate(accepted):
+            accept_index[request, place] = index
+            predicts[index] = predicted[index]
+        accept_token_num[request] = len(accepted) - 1
+    return predicts, accept_index, accept_token_num
+
+
+def reconstruct_indices_from_tree_mask(
+    tree_mask: Tensor,
+    lens: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    requests: int,
+    drafts: int,
+) -> None:
+    """Write where each token of each request's tree stands, and its first child and next sibling, -1 for none."""
+    ancestors = tree_mask.view(requests, drafts, drafts).tril(-1)
+    positions.copy_((ancestors.sum(-1) + lens[:, None]).flatten())
+    retrieve_index.copy_(torch.arange(requests * drafts).view(requests, drafts))
+    for request in range(requests):
+        parents = [max(row.nonzero().flatten().tolist(), default=-1) for row in ancestors[request]]
+        for node, parent in enumerate(parents):
+            children = [each for each in range(drafts) if parents[each] == node]
+            later = [each for each in range(node + 1, drafts) if parents[each] == parent >= 0]
+            retrieve_next_token[request, node] = min(children, default=-1)
+            retrieve_next_sibling[request, node] = min(later, default=-1)
+
+
 def absorb_everything() -> None:
     """Let SGLang's ``torch_native`` run MLA: it has the kernel for latents alone, and prompts would go to another."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler

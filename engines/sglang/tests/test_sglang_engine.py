@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,19 @@ def test_triton_attends_in_steps_of_decodes_and_chunks(ran: tuple[dict[str, list
     """By Triton's interpreter, with windows, as planned for a GPU that is not here."""
     (found,), _ = run([(str(ran[2] / "gemma3 tied"), BY_TRITON)], {"TRITON_INTERPRET": "1"})
     assert found == ran[0]["gemma3 tied by SGLang"]
+
+
+def test_drafts_by_n_grams_change_no_token(ran: tuple[dict[str, list[list[int]]], str, Path]) -> None:
+    """Trees of drafts, and chains on pages that Triton reads: SGLang's own kernels run by the interpreter too."""
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+    trees = OWN | drafts | {"speculative_ngram_max_bfs_breadth": 3}
+    chains = BY_TRITON | drafts | {"speculative_ngram_max_bfs_breadth": 1, "enable_mixed_chunk": False}
+    llama = str(ran[2] / "llama")
+    found, log = run([(llama, trees), (llama, chains)], {"TRITON_INTERPRET": "1"})
+    assert found == [ran[0]["llama by SGLang"]] * 2
+    for steps, tokens in re.findall(r"DRAFTS were checked in (\d+) steps for (\d+) tokens", log):
+        assert int(steps) < 0.8 * int(tokens)
+    assert log.count("DRAFTS were checked") == 2
 
 
 def test_mla_in_chunks(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def server_args() -> SimpleNamespace:
         attn_cp_size=1,
         dcp_size=1,
         enable_two_batch_overlap=False,
+        speculative_num_draft_tokens=4,
     )
 
 
@@ -91,24 +92,26 @@ class Engine:
             its next token still sees: the others are NaN, and stand in page 0.
     """
 
-    def __init__(self, page_size: int, seed: int, two_pools: bool = False) -> None:
+    def __init__(
+        self, page_size: int, seed: int, two_pools: bool = False, windows: tuple[int | None, ...] = WINDOWS
+    ) -> None:
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
-        self.page_size, self.random = page_size, random.Random(seed)
+        self.page_size, self.random, self.windows = page_size, random.Random(seed), windows
         torch.manual_seed(seed)
         self.pool: Any
         self.window_pages: list[int] | None = None
         if two_pools:
             self.pool, pools = self._two_pools()
         else:
-            self.pool = MHATokenToKVPool(SLOTS, page_size, torch.float32, KV_HEADS, SIZE, len(WINDOWS), "cpu", False)
+            self.pool = MHATokenToKVPool(SLOTS, page_size, torch.float32, KV_HEADS, SIZE, len(windows), "cpu", False)
             pools = [self.pool]
         for buffer in (buffer for pool in pools for buffer in (*pool.k_buffer, *pool.v_buffer)):
             buffer.fill_(float("nan"))
             buffer[:page_size] = 1e3 if two_pools else float("nan")
         self.requests = ReqToTokenPool(REQUESTS, CONTEXT, "cpu", False)
-        sizes = [-1 if window is None else window - 1 for window in WINDOWS]
+        sizes = [-1 if window is None else window - 1 for window in windows]
         self.layers = [
             RadixAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, index, sliding_window_size=size)
             for index, size in enumerate(sizes)
@@ -117,7 +120,7 @@ class Engine:
         pages = list(range(1, SLOTS // page_size))
         self.random.shuffle(pages)
         self.pages, self.lens, self.seen_from = pages, [0] * REQUESTS, [0] * REQUESTS
-        self.seen = [[torch.empty(0, 2 * KV_HEADS, SIZE) for _ in range(REQUESTS)] for _ in WINDOWS]
+        self.seen = [[torch.empty(0, 2 * KV_HEADS, SIZE) for _ in range(REQUESTS)] for _ in windows]
         self.runner = SimpleNamespace(
             model=torch.nn.ModuleList(self.layers),
             model_config=SimpleNamespace(hf_config=dict(LLAMA), context_len=CONTEXT),
@@ -127,7 +130,7 @@ class Engine:
             device="cpu",
             dtype=torch.float32,
             use_mla_backend=False,
-            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            spec_algorithm=SimpleNamespace(is_none=lambda: True, is_ngram=lambda: False),
             server_args=server_args(),
         )
 
@@ -159,19 +162,23 @@ class Engine:
                 buffers.k_buffer[0][freed] = buffers.v_buffer[0][freed] = float("nan")
                 mapping[first : first + page] = 0
 
+    def place(self, request: int, length: int) -> list[int]:
+        """Return the slots of a request's next tokens, which it has from now on."""
+        row, first = self.requests.req_to_token[request + 1], self.lens[request]
+        for position in range(first, first + length):
+            if position % self.page_size == 0:
+                row[position] = self.pages.pop() * self.page_size
+            else:
+                row[position] = row[position - 1] + 1
+        return [int(slot) for slot in row[first : first + length]]
+
     def step(self, chosen: list[int], lens: list[int] | None) -> tuple[Any, list[Tensor]]:
         """Return the next step of these requests, decodes where no lengths are given, and its tokens' K and V."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         slots = []
         for request, length in zip(chosen, lens or [1] * len(chosen), strict=True):
-            row = self.requests.req_to_token[request + 1]
-            for position in range(self.lens[request], self.lens[request] + length):
-                if position % self.page_size == 0:
-                    row[position] = self.pages.pop() * self.page_size
-                else:
-                    row[position] = row[position - 1] + 1
-                slots.append(int(row[position]))
+            slots += self.place(request, length)
             self.seen_from[request] = self.lens[request]
             self.lens[request] += length
             self._map(request)
@@ -185,7 +192,7 @@ class Engine:
             extend_seq_lens_cpu=lens,
             out_cache_loc=torch.tensor(slots),
         )
-        rows = [torch.randn(len(slots), 2 * KV_HEADS, SIZE) for _ in WINDOWS]
+        rows = [torch.randn(len(slots), 2 * KV_HEADS, SIZE) for _ in self.windows]
         for seen, row in zip(self.seen, rows, strict=True):
             parts = row.split(lens or [1] * len(chosen))
             for request, part in zip(chosen, parts, strict=True):
@@ -199,7 +206,9 @@ class Engine:
 
     def check(self, backend: Any, batch: Any, rows: list[Tensor], chosen: list[int], lens: list[int] | None) -> None:
         """Run every layer of a step and compare each request's rows with float64 attention."""
-        for holder, layer, row, seen, window in zip(self.holders, self.layers, rows, self.seen, WINDOWS, strict=True):
+        for holder, layer, row, seen, window in zip(
+            self.holders, self.layers, rows, self.seen, self.windows, strict=True
+        ):
             sinks = getattr(holder, "sinks", None)
             query = torch.randn(len(row), HEADS * SIZE)
             key, value = row.split(KV_HEADS, dim=1)
@@ -320,7 +329,7 @@ def test_steps_that_were_not_captured_are_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(16, 1)
-    engine.runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    engine.runner.spec_algorithm = SimpleNamespace(is_none=lambda: False, is_ngram=lambda: False)
     engine.runner.server_args.dcp_size, engine.runner.server_args.enable_two_batch_overlap = 2, True
     engine.layers[1].is_cross_attention = True
     engine.layers[0].use_irope = True
@@ -332,11 +341,11 @@ def test_what_the_adapter_does_not_serve_is_refused_at_the_start(monkeypatch: py
     with pytest.raises(ConfigError) as caught:
         made(engine, "TORCH_SDPA", monkeypatch)
     assert caught.value.message == (
-        "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves no speculative decoding; the "
-        "adapter serves no context parallelism; the adapter serves no overlap of two batches; the adapter serves "
-        "decoder layers alone; the adapter finds no sinks in the model; the adapter passes no chunks of attention; the "
-        "adapter passes no temperature by length; the adapter caps by tanh alone; the adapter reads pools of layout "
-        "nhd alone; the adapter reads no UnifiedPool"
+        "attn-select's TORCH_SDPA does not run this model in SGLang: the adapter serves drafts by NGRAM alone; the "
+        "adapter serves no drafts with MLA or windows; the adapter serves no context parallelism; the adapter serves "
+        "no overlap of two batches; the adapter serves decoder layers alone; the adapter finds no sinks in the model; "
+        "the adapter passes no chunks of attention; the adapter passes no temperature by length; the adapter caps by "
+        "tanh alone; the adapter reads pools of layout nhd alone; the adapter reads no UnifiedPool"
     )
 
 
@@ -350,8 +359,8 @@ def test_arguments_that_are_not_passed_on_are_refused(monkeypatch: pytest.Monkey
         backend.forward(
             torch.zeros(3, HEADS * SIZE), key, value, engine.layers[0], batch, cos_sin_cache=torch.zeros(HEADS)
         )
-    extend, batch.forward_mode = batch.forward_mode, type(batch.forward_mode).TARGET_VERIFY
-    with pytest.raises(BatchError, match="forward_mode = TARGET_VERIFY: accepted are DECODE, EXTEND, MIXED, SPLIT_"):
+    extend, batch.forward_mode = batch.forward_mode, type(batch.forward_mode).DLLM_EXTEND
+    with pytest.raises(BatchError, match="forward_mode = DLLM_EXTEND: accepted are DECODE, EXTEND, MIXED, SPLIT_"):
         backend.init_forward_metadata(batch)
     batch.forward_mode = extend
     batch.seq_lens_cpu = None
@@ -402,7 +411,13 @@ def test_the_interface_is_sglangs() -> None:
         mine = list(inspect.signature(method).parameters)
         assert mine[: len(installed) - installed.count("kwargs")] == [each for each in installed if each != "kwargs"]
     used = {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"}
-    used |= {"extend_seq_lens_cpu", "prefix_chunk_idx", "prefix_chunk_cu_seq_lens", "prefix_chunk_seq_lens_cpu"}
+    used |= {
+        "spec_info",
+        "extend_seq_lens_cpu",
+        "prefix_chunk_idx",
+        "prefix_chunk_cu_seq_lens",
+        "prefix_chunk_seq_lens_cpu",
+    }
     used |= {"prefix_chunk_starts_cpu", "attn_attend_prefix_cache", "mha_return_lse"}
     assert used <= {name for each in ForwardBatch.__mro__ for name in vars(each).get("__annotations__", ())}
     assert set(vars(server_args())) <= set(ServerArgs.__annotations__)

@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_select import select
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig, CudaGraphLevel
 from attn_select.runtime import (
     BatchError,
     Capacity,
@@ -27,8 +27,8 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.compile_ahead import compile_in_an_engine
 from attn_select.runtime.cuda_graph import StaticBatch, check_level
-from attn_select_sglang.kernels.batch import common_of, reordered
-from attn_select_sglang.kernels.limits import captures, limits
+from attn_select_sglang.kernels.batch import VERIFY, common_of, reordered
+from attn_select_sglang.kernels.limits import captures, drafts_of, limits
 
 logger = logging.getLogger("sglang.attn_select")
 
@@ -78,6 +78,7 @@ class OwnAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self._req_to_token: Tensor = self.req_to_token_pool.req_to_token
+        self._drafts = drafts_of(model_runner)
         self._groups: dict[tuple[AttentionConfig, bool], LayerGroup] = {}
         """By what layers ask for, and whether they are in SGLang's pool of layers with windows."""
         self._static: dict[LayerGroup, StaticBatch] = {}
@@ -104,7 +105,9 @@ class OwnAttnBackend(AttentionBackend):
             dtype=model_runner.dtype,
             kv_cache_dtype=self.token_to_kv_pool.dtype,
             block_size=self.page_size,
-            cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if captures(model_runner) else "NEVER",
+            cuda_graph=_wanted_graphs(model_runner),
+            num_speculative_tokens=self._drafts,
+            draft_tree=self._drafts > 0,
             **asked,
         )
         key = config, in_window_pool
@@ -127,7 +130,7 @@ class OwnAttnBackend(AttentionBackend):
         return attention_group(
             selection,
             self.device if self.device.type == "cpu" else None,
-            Capacity(requests, tokens + requests, self._req_to_token.shape[1]),
+            Capacity(requests, tokens + requests * (1 + self._drafts), self._req_to_token.shape[1]),
             cuda_graphs=captures(model_runner),
         )
 
@@ -153,8 +156,8 @@ class OwnAttnBackend(AttentionBackend):
             ConfigError: a group's kernels cannot be captured.
         """
         for group in self._groups.values():
-            check_level(group)
-            self._static[group] = StaticBatch(group, 1)
+            check_level(group, 1 + self._drafts)
+            self._static[group] = StaticBatch(group, 1 + self._drafts)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of requests that only fill a captured batch."""
@@ -166,8 +169,9 @@ class OwnAttnBackend(AttentionBackend):
         Raises:
             BatchError: it is no decode, or no decode of its size was captured.
         """
-        if not forward_batch.forward_mode.is_decode():
-            raise BatchError(f"{forward_batch.forward_mode.name}: captured steps are decodes (accepted: DECODE)")
+        wanted, mode = (VERIFY if self._drafts else "DECODE"), forward_batch.forward_mode.name
+        if mode != wanted:
+            raise BatchError(f"{mode}: captured steps are decodes (accepted: {wanted})")
         size = forward_batch.batch_size
         if in_capture:
             self._captured[size] = {
@@ -195,6 +199,13 @@ class OwnAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Whether SGLang may run Triton kernels of its own on the device."""
         return self.device.type == "cuda"
+
+
+def _wanted_graphs(model_runner: Any) -> CudaGraphLevel:
+    """Return the level that captures decodes, where SGLang is to capture them."""
+    if not captures(model_runner):
+        return "NEVER"
+    return "UNIFORM_BATCH" if drafts_of(model_runner) else "UNIFORM_SINGLE_TOKEN_DECODE"
 
 
 def _built(group: LayerGroup, common: CommonAttentionMetadata) -> Built:

@@ -7,20 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.utils import is_cpu
 from torch import Tensor
 
 from attn_select.runtime import BatchError, CommonAttentionMetadata
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import prefix_sums
 
-MODES = ("DECODE", "EXTEND", "MIXED", "SPLIT_PREFILL")
-"""SGLang's kinds of steps whose tokens attend causally to all before them."""
+VERIFY = "TARGET_VERIFY"
+"""SGLang's steps that check drafts: each request has the same number of tokens, which form a tree."""
+MODES = ("DECODE", "EXTEND", "MIXED", "SPLIT_PREFILL", VERIFY)
+"""SGLang's kinds of steps: tokens attend to all before the step, and to those of the step causally or by a tree."""
 
 
 def common_of(
     forward_batch: Any, req_to_token: Tensor, page_size: int, translate: Callable[[Tensor], Tensor] | None = None
 ) -> CommonAttentionMetadata:
-    """Return attn-select's view of a ``ForwardBatch`` of decodes or extends. Does not wait for the device.
+    """Return attn-select's view of a ``ForwardBatch`` of decodes, extends or drafts. Does not wait for the device.
 
     Args:
         req_to_token: int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one page lie
@@ -36,10 +39,14 @@ def common_of(
         raise BatchError(f"forward_mode = {forward_batch.forward_mode.name}: accepted are {', '.join(MODES)}")
     if forward_batch.seq_lens_cpu is None:
         raise BatchError("seq_lens_cpu is None: the kernels' plans are made from lengths on the host")
-    decode = forward_batch.forward_mode.is_decode()
-    requests = forward_batch.batch_size
-    lens = [1] * requests if decode else [int(length) for length in forward_batch.extend_seq_lens_cpu]
-    seq_lens_cpu = forward_batch.seq_lens_cpu[:requests].to(torch.int32)
+    requests, mode, drafts = forward_batch.batch_size, forward_batch.forward_mode, 0
+    if mode.name == VERIFY:
+        drafts = forward_batch.spec_info.draft_token_num
+        lens = [drafts] * requests
+    else:
+        lens = [1] * requests if mode.is_decode() else [int(length) for length in forward_batch.extend_seq_lens_cpu]
+    before = forward_batch.seq_lens[:requests]  # but for drafts the step's own tokens are counted
+    seq_lens_cpu = forward_batch.seq_lens_cpu[:requests].to(torch.int32) + drafts
     bounds_cpu = prefix_sums(torch.tensor(lens, dtype=torch.int32))
     longest, tokens = int(seq_lens_cpu.max()), int(bounds_cpu[-1])
     rows = req_to_token[forward_batch.req_pool_indices[:requests], : -(-longest // page_size) * page_size : page_size]
@@ -49,7 +56,7 @@ def common_of(
     return CommonAttentionMetadata(
         query_start_loc=to_device(bounds_cpu, req_to_token.device),
         query_start_loc_cpu=bounds_cpu,
-        seq_lens=forward_batch.seq_lens[:requests].to(torch.int32),
+        seq_lens=before.to(torch.int32) + drafts,
         seq_lens_cpu=seq_lens_cpu,
         num_reqs=requests,
         num_actual_tokens=tokens,
@@ -58,7 +65,26 @@ def common_of(
         block_table_tensor=torch.div(rows, page_size, rounding_mode="floor").to(torch.int32),
         slot_mapping=slots.to(torch.int64),
         block_size=page_size,
+        tree_mask=tree_of(forward_batch.spec_info.custom_mask, drafts, before) if drafts else None,
     )
+
+
+def tree_of(mask: Tensor, drafts: int, before: Tensor) -> Tensor:
+    """Return which of a request's drafts each of them sees, bool ``(B * drafts, drafts)``.
+
+    Args:
+        mask: SGLang's, one request behind the other: ``(drafts, drafts)`` of each in its engine for CPUs, elsewhere
+            with a column in front for each token before the step (speculative/ngram_worker.py 0.5.23). Of requests that
+            only fill a captured batch there is none, and they get any.
+        before: ``(B,)``, tokens of each request before the step.
+    """
+    if is_cpu():
+        return mask.view(-1, drafts)
+    widths = before.long() + drafts
+    ends = (widths * drafts).cumsum(0)
+    each = torch.arange(drafts, device=mask.device)
+    places = (ends - widths * drafts + before)[:, None, None] + each[:, None] * widths[:, None, None] + each
+    return mask[places.clamp_(max=len(mask) - 1)].view(-1, drafts)
 
 
 def reordered(common: CommonAttentionMetadata, order: Sequence[int]) -> tuple[CommonAttentionMetadata, Tensor]:

@@ -31,7 +31,10 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
     arguments = model_runner.server_args
     found = {
         **(_mla_limits(model_runner, layers) if mla else {}),
-        "the adapter serves no speculative decoding": not model_runner.spec_algorithm.is_none(),
+        "the adapter serves drafts by NGRAM alone": not model_runner.spec_algorithm.is_none()
+        and not model_runner.spec_algorithm.is_ngram(),
+        "the adapter serves no drafts with MLA or windows": drafts_of(model_runner) > 0
+        and (mla or any(layer.sliding_window_size > -1 for layer in layers)),
         "the adapter serves no context parallelism": max(arguments.attn_cp_size, arguments.dcp_size) > 1,
         "the adapter serves no overlap of two batches": arguments.enable_two_batch_overlap,
         "the adapter serves decoder layers alone": any(
@@ -73,6 +76,13 @@ def _mla_limits(model_runner: Any, layers: Sequence[Any]) -> dict[str, bool]:
 def mla_layers(model: Any) -> list[tuple[Any, Any]]:
     """Return SGLang's two ``RadixAttention`` of every MLA layer: on latents, and on decompressed keys and values."""
     return [(each.attn_mqa, each.attn_mha) for each in model.modules() if hasattr(each, "attn_mqa")]
+
+
+def drafts_of(model_runner: Any) -> int:
+    """Return how many tokens a step checks of each request beside the one that is known."""
+    if model_runner.spec_algorithm.is_none():
+        return 0
+    return int(model_runner.server_args.speculative_num_draft_tokens) - 1
 
 
 def captures(model_runner: Any) -> bool:
