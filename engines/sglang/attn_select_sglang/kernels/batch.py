@@ -39,9 +39,9 @@ def common_of(
         raise BatchError(f"forward_mode = {forward_batch.forward_mode.name}: accepted are {', '.join(MODES)}")
     if forward_batch.seq_lens_cpu is None:
         raise BatchError("seq_lens_cpu is None: the kernels' plans are made from lengths on the host")
-    requests, mode, drafts = forward_batch.batch_size, forward_batch.forward_mode, 0
+    requests, mode, drafts, mask = forward_batch.batch_size, forward_batch.forward_mode, 0, None
     if mode.name == VERIFY:
-        drafts = forward_batch.spec_info.draft_token_num
+        drafts, mask = forward_batch.spec_info.draft_token_num, forward_batch.spec_info.custom_mask
         lens = [drafts] * requests
     else:
         lens = [1] * requests if mode.is_decode() else [int(length) for length in forward_batch.extend_seq_lens_cpu]
@@ -65,7 +65,7 @@ def common_of(
         block_table_tensor=torch.div(rows, page_size, rounding_mode="floor").to(torch.int32),
         slot_mapping=slots.to(torch.int64),
         block_size=page_size,
-        tree_mask=tree_of(forward_batch.spec_info.custom_mask, drafts, before) if drafts else None,
+        tree_mask=None if mask is None else tree_of(mask, drafts, before),  # without one drafts are a chain
     )
 
 
