@@ -24,6 +24,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "encoder": {**GQA, "attn_type": "encoder_only"},
     "cross-attention": {**GQA, "attn_type": "encoder_decoder"},
     "drafts": {**GQA, "num_speculative_tokens": 3},
+    "trees of drafts": {**GQA, "num_speculative_tokens": 3, "draft_tree": True},
     "MLA": {"num_heads": 4, "dtype": "float32", **LATENT},
     "sparse MLA": {"num_heads": 4, "dtype": "float32", "sparse_top_k": 8, **LATENT},
 }
@@ -67,6 +68,17 @@ def test_steps_stay_within_the_capacity() -> None:
     queries = {query for step in steps for query, _ in step.requests}
     assert {1, 4, 5, 8, 28, 32, 64, 512, 2048} == queries
     assert {step.captured for step in steps} == {False, True}
+
+
+def test_decodes_with_and_without_a_tree_are_warmed_up_and_captured_ones_have_one() -> None:
+    config = AttentionConfig(**GQA, num_speculative_tokens=3, draft_tree=True)
+    steps = steps_of(config, (8, 512, 4096), {"decode", "prefill"}, mixed=True, captured=True)
+    seen = {(query, step.tree, step.captured) for step in steps for query, _ in step.requests if query <= 4}
+    assert seen == {(1, False, False), (1, True, True), (4, False, False), (4, True, False), (4, True, True)}
+    for step in steps:
+        mask = batch_of(step, config, 16, torch.device("cpu")).tree_mask
+        assert (mask is not None) == step.tree
+        assert mask is None or mask.shape == (sum(query for query, _ in step.requests), 4)
 
 
 def test_a_step_reads_block_0_and_writes_nothing() -> None:

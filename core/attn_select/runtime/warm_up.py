@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.runtime.backend import Progress
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.custom_op import layer_of
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.metadata import CommonAttentionMetadata, causal_trees
 
 SHORT, USUAL, LONG = 64, 2048, 32768
 """Tokens of the requests of the steps, as far as the capacity allows."""
@@ -51,15 +51,16 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: the query tokens and the keys of each request, decodes first."""
+    """One step: the query tokens and the keys of each request, decodes first; ``tree``: they are trees of drafts."""
 
     requests: tuple[tuple[int, int], ...]
     captured: bool = False
+    tree: bool = False
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(self.requests)
         each = [f"{self.requests.count(kind)} x {kind[0]} tokens over {kind[1]} keys" for kind in kinds]
-        return " and ".join(each) + (", captured" if self.captured else "")
+        return " and ".join(each) + (", trees" if self.tree else "") + (", captured" if self.captured else "")
 
 
 def steps_of(
@@ -77,19 +78,22 @@ def steps_of(
     own_keys = not config.has_cache or config.attn_type == "encoder_decoder"
     found: list[Step] = []
 
-    def add(requests: int, query: int, keys: int, captured: bool = False) -> None:
+    def add(requests: int, query: int, keys: int, captured: bool = False, tree: bool = False) -> None:
         keys = min(keys, length)
         query = min(query, keys)
         requests = min(requests, most[0], max(1, tokens // query))
         if query <= tokens:
-            found.append(Step(((query, query if own_keys else keys),) * requests, captured))
+            found.append(Step(((query, query if own_keys else keys),) * requests, captured, tree))
 
     if "decode" in phases:
         for query in dict.fromkeys((1, config.max_decode_query_len)):
+            tree = config.draft_tree and query > 1  # what is captured of such layers reads a mask, chains too
             for requests, keys in ((1, SHORT), (1, LONG), (many, USUAL), (most[0], USUAL)):
                 add(requests, query, keys)
+                if tree:
+                    add(requests, query, keys, tree=True)
                 if captured:
-                    add(requests, query, keys, True)
+                    add(requests, query, keys, True, config.draft_tree)
     if "prefill" in phases:
         for requests, query, keys in ((1, SHORT, SHORT), (4, USUAL // 4, USUAL // 4), (1, USUAL, USUAL)):
             add(requests, query, keys)
@@ -120,7 +124,7 @@ def batch_of(
         table = torch.zeros(len(queries), -(-longest // block_size), dtype=torch.int32, device=device)
         written = 0 if config.attn_type == "encoder_decoder" else tokens
         slots = torch.full((written,), -1, dtype=torch.int64, device=device)
-    return CommonAttentionMetadata(
+    common = CommonAttentionMetadata(
         query_start_loc=to_device(bounds, device),
         query_start_loc_cpu=bounds,
         seq_lens=to_device(lens, device),
@@ -133,6 +137,7 @@ def batch_of(
         slot_mapping=slots,
         block_size=block_size,
     )
+    return replace(common, tree_mask=causal_trees(common, config.max_decode_query_len)) if step.tree else common
 
 
 class GroupSteps:

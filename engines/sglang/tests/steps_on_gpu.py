@@ -1,7 +1,7 @@
 """Steps of SGLang's on a GPU that is not here: eager and captured ones, which launch what was compiled at the start.
 
-``python steps_on_gpu.py [two_pools]`` prints a line of JSON: how many kernels of Triton were compiled ahead, how many
-of them the steps launched, and what they lacked. Nothing is compiled or run.
+``python steps_on_gpu.py [two_pools | drafts]`` prints a line of JSON: how many kernels of Triton were compiled ahead,
+how many of them the steps launched, and what they lacked. Nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.append(str(Path(__file__).parents[3] / "plugins" / "triton" / "tests" / "aot"))
 
+import test_sglang_drafts
 import torch
 from fake_gpu import OnGPU, kernels, noting, pretend
 from test_sglang_kernels import HEADS, KV_HEADS, SIZE, Engine, emulated
@@ -49,8 +50,12 @@ def moved(engine: Engine) -> Engine:
 
 
 def run(engine: Engine, backend: Any, chosen: list[int], lens: list[int] | None, captured: bool | None = None) -> None:
-    """Run a step: eager, as a graph is captured (True), or as one is replayed (False)."""
-    batch, rows = engine.step(chosen, lens)
+    """Run a step: eager, as a graph is captured (True), or as one is replayed (False); decodes check drafts if any."""
+    if lens is None and engine.runner.spec_algorithm.is_ngram():
+        batch, rows, _ = test_sglang_drafts.step_of(engine, chosen)
+        batch.spec_info.custom_mask = on_gpu(batch.spec_info.custom_mask)
+    else:
+        batch, rows = engine.step(chosen, lens)
     batch.seq_lens_cpu = batch.seq_lens
     for name in ("req_pool_indices", "seq_lens", "out_cache_loc"):
         setattr(batch, name, on_gpu(getattr(batch, name).clone()))
@@ -64,18 +69,19 @@ def run(engine: Engine, backend: Any, chosen: list[int], lens: list[int] | None,
         backend.forward(on_gpu(query), on_gpu(key.contiguous()), on_gpu(value.contiguous()), layer, batch)
 
 
-def main(two_pools: bool) -> None:
+def main(kind: str) -> None:
     """Start a backend and run steps of both kinds."""
     from attn_select_sglang.kernels import backend as adapter
     from attn_select_sglang.registration import made
 
-    engine = moved(Engine(16, 3, two_pools))
+    engine = test_sglang_drafts.engine_of(16, 3) if kind == "drafts" else Engine(16, 3, kind == "two_pools")
+    moved(engine)
     pretend(90)
     loaded.device_of = lambda selection, device: DEVICE  # type: ignore[assignment]
     adapter.select = functools.partial(emulated, gpu="h200")  # type: ignore[assignment]
     with noting() as ahead:
         backend = made("TRITON_ATTN", engine.runner)
-    backend.init_cuda_graph_state(4, 4)
+    backend.init_cuda_graph_state(4, 4 * test_sglang_drafts.DRAFTS)
     with noting() as later:
         run(engine, backend, [0, 1, 2, 3], [5, 17, 1, 33])
         run(engine, backend, [0, 1], None)
@@ -88,4 +94,4 @@ def main(two_pools: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("two_pools" in sys.argv)
+    main(sys.argv[1] if len(sys.argv) > 1 else "one_pool")

@@ -304,10 +304,10 @@ def test_captured_decodes(name: str, two_pools: bool, monkeypatch: pytest.Monkey
         engine.check(backend, batch, rows, chosen, None)
 
 
-@pytest.mark.parametrize("pools", ["one_pool", "two_pools"])
-def test_steps_on_a_gpu_launch_what_is_compiled_at_the_start(pools: str) -> None:
+@pytest.mark.parametrize("kind", ["one_pool", "two_pools", "drafts"])
+def test_steps_on_a_gpu_launch_what_is_compiled_at_the_start(kind: str) -> None:
     """On a GPU that is not here: the path of CUDA is gone through, and nothing runs."""
-    command = [sys.executable, str(Path(__file__).with_name("steps_on_gpu.py")), pools]
+    command = [sys.executable, str(Path(__file__).with_name("steps_on_gpu.py")), kind]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
