@@ -40,7 +40,7 @@ def page() -> str:
         )
     return f"""# FlashInfer's MLA entry
 
-`trtllm_batch_decode_with_kv_cache_mla` has five implementations. Four run here:
+`trtllm_batch_decode_with_kv_cache_mla` has five implementations. Four are called:
 
 | implementation | backend | GPUs |
 | --- | --- | --- |
@@ -49,8 +49,11 @@ def page() -> str:
 | `xqa` | `FLASHINFER_MLA` | 12.x |
 | `sparse` | `FLASHINFER_MLA_SPARSE` | 12.x |
 
-None of them has run on a GPU here: their calls are held by an emulated entry with the checks of the
-real one. The fifth, `cake` (0.7.2, 10.x), is not used: `auto` never takes it. It serves the shapes
+On 9.0 `FLASHINFER_MLA` and `FLASHINFER_MLA_SPARSE` run fa3 by `BatchMLAPagedAttentionWrapper`
+instead, sparse layers on pages of one token.
+
+None of the four has run on a GPU here: their calls are held by an emulated entry with the checks of
+the real one. The fifth, `cake` (0.7.2, 10.x), is not used: `auto` never takes it. It serves the shapes
 on its list alone, reads lengths back from the device for some of them, and makes its lists anew by
 tensor operations at each call (mla/cake_trtllm_mla_blackwell.py).
 
