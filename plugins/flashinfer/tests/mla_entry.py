@@ -53,9 +53,9 @@ On 9.0 `FLASHINFER_MLA` and `FLASHINFER_MLA_SPARSE` run fa3 by `BatchMLAPagedAtt
 instead, sparse layers on pages of one token.
 
 None of the four has run on a GPU here: their calls are held by an emulated entry with the checks of
-the real one. The fifth, `cake` (0.7.2, 10.x), is not used: `auto` never takes it. It serves the shapes
-on its list alone, reads lengths back from the device for some of them, and makes its lists anew by
-tensor operations at each call (mla/cake_trtllm_mla_blackwell.py).
+the real one. The fifth, `cake` (0.7.2, 10.x), is not used: `auto` never takes it. It serves the
+shapes on its list alone, reads lengths back from the device for some of them, and makes its lists
+anew by tensor operations at each call (mla/cake_trtllm_mla_blackwell.py).
 
 `cute-dsl` ranks behind every backend that ran somewhere, since no one has run it from here. 8 draft
 tokens over a million keys took it 359 us, and trtllm-gen 1413 (flashinfer-ai/flashinfer #4390). Ask
