@@ -25,6 +25,11 @@ slow = pytest.mark.slow(guard="test_a_usual_layer_compiles; the same kernels in 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute
 capability)."""
+PARTS = {75: 0, 80: 2, 89: 1, 120: 0}
+"""Chips for which a third of the layers is compiled, and which third. They share most tiles of ``tuning.toml`` and the
+kind of products, so together they have every layer."""
+COMPILED = [75, 80, 89, 90, 100, 120]
+"""8.6 takes the tiles of 8.9 and the instructions of 8.0."""
 TENSOR_MEMORY = 512
 """Columns of tensor memory of a multiprocessor of compute capability 10 (PTX ISA, tcgen05)."""
 SPILLED = 1024
@@ -80,9 +85,10 @@ def report(
     mine = [item for item in request.session.items if item.path == request.path]
     targets = dict.fromkeys(item.callspec.params["target"] for item in mine if "report" in item.fixturenames)
     with ThreadPoolExecutor(2) as pool:
-        lines: dict[int, Future[str]] = {
-            target: pool.submit(run, "compile_kernels", target, cache) for target in targets
-        }
+        lines: dict[int, Future[str]] = {}
+        for target in targets:
+            part = ["--part", f"{PARTS[target]}/3"] if target in PARTS else []
+            lines[target] = pool.submit(run, "compile_kernels", target, cache, *part)
         yield lambda target: [json.loads(line) for line in lines[target].result().splitlines()]
         pool.shutdown(cancel_futures=True)
 
@@ -108,19 +114,20 @@ def test_the_decode_of_states_compiles(target: int, tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@pytest.mark.parametrize("target", COMPILED)
 def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:
     kernels = [line for line in report(target) if "refused" not in line]
     wanted = {*ATTENTION, *OTHERS, *(HOPPER if target == 90 else []), *(INDEXER if target >= 80 else [])}
     wanted |= {"quantize_rows_kernel"} if target >= 89 else set()
-    assert {line["kernel"] for line in kernels} == wanted
+    compiled = {line["kernel"] for line in kernels}
+    assert compiled <= wanted if target in PARTS else compiled == wanted
     for line in kernels:
         assert line["shared"] <= SHARED_MEMORY[target] << 10, line
         assert line["tensor_memory"] <= (TENSOR_MEMORY if target == 100 else 0), line
 
 
 @slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@pytest.mark.parametrize("target", COMPILED)
 def test_the_gate_refuses_what_does_not_compile(target: int, report: Callable[[int], Report]) -> None:
     """e4m3 below compute capability 8.9, of a cache and of an output, and nothing else of what is asked."""
     refused = [line["refused"] for line in report(target) if "refused" in line]
@@ -129,11 +136,12 @@ def test_the_gate_refuses_what_does_not_compile(target: int, report: Callable[[i
 
 
 @slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@pytest.mark.parametrize("target", COMPILED)
 def test_products_run_on_tensor_cores(target: int, report: Callable[[int], Report]) -> None:
     """From 8.0 on, but for float32, which is exact, on FMA units. Wide tiles have the chip's own instruction."""
     multiplying = [line for line in report(target) if line.get("products")]
-    assert {line["kernel"] for line in multiplying} >= set(ATTENTION)
+    assert target in PARTS or {line["kernel"] for line in multiplying} >= set(ATTENTION)
+    assert multiplying
     for line in multiplying:
         assert bool(line["instructions"]) == (target >= 80), line
     newest = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(target)
@@ -143,7 +151,7 @@ def test_products_run_on_tensor_cores(target: int, report: Callable[[int], Repor
 
 
 @slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@pytest.mark.parametrize("target", COMPILED)
 def test_registers_suffice(target: int, report: Callable[[int], Report]) -> None:
     for line in report(target):
         if "refused" not in line:

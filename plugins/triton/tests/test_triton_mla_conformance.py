@@ -30,7 +30,7 @@ class TestInterpreted(BackendConformance):
     device = "cpu"
     gate_device = "h100"
     environment = Environment(assume_installed=True, pins={"triton": "3.7.0"})
-    num_configs = 40
+    num_configs = 28
     heads = ((1, 1), (3, 3))
 
     @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ class TestInterpreted(BackendConformance):
     device = "cpu"
     gate_device = "h100"
     environment = Environment(assume_installed=True, pins=OTHER_TRITON)
-    num_configs = 24
+    num_configs = 16
     heads = ((1, 1), (3, 3))
 
     @pytest.fixture(autouse=True)

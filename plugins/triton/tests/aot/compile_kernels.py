@@ -1,10 +1,10 @@
 """Compile shape classes for one target without a GPU.
 
-    python plugins/triton/tests/aot/compile_kernels.py 90 [--first 1 | --random 50 --seed 1]
+    python plugins/triton/tests/aot/compile_kernels.py 90 [--first 1 | --part 0/3 | --random 50 --seed 1]
 
 Prints one line of JSON per kernel (``fake_gpu.Compiled`` with its launch and layer), and one per class that the gate
-refuses. ``--first`` takes only so many of the classes, ``--random`` as many as asked for from all that the gates
-accept.
+refuses. ``--first`` takes only so many of the classes, ``--part 0/3`` every third from the first on, ``--random`` as
+many as asked for from all that the gates accept.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("target", type=int)
     parser.add_argument("--first", type=int)
+    parser.add_argument("--part", default="0/1")
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -32,7 +33,8 @@ def main() -> None:
     if asked.random:
         classes = random_shape_classes(asked.target, asked.random, asked.seed)
     else:
-        classes = islice(shape_classes(asked.target), asked.first)
+        start, step = map(int, asked.part.split("/"))
+        classes = islice(shape_classes(asked.target), start, asked.first, step)
     with compiling() as kernels:
         for shape in classes:
             layer = ", ".join(
