@@ -53,8 +53,9 @@ def test_trees_and_other_masks(spec: Any, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow(guard="test_trees_and_other_masks")
-def test_trees_in_flex_attention() -> None:
-    check(group_for(FLEX_ATTENTION, mm_prefix=True, sliding_window=5), 0)
+@pytest.mark.parametrize("fields", [{}, {"mm_prefix": True, "sliding_window": 5}], ids=["plain", "images"])
+def test_trees_in_flex_attention(fields: dict[str, Any]) -> None:
+    check(group_for(FLEX_ATTENTION, **fields), 0)
 
 
 def test_trees_behind_a_shared_prefix() -> None:

@@ -102,9 +102,10 @@ class Layer:
     def scales_of(self, layer: Any) -> Scales:
         """Return the scales of vLLM's layer: device tensors and, read when its weights were loaded, host floats."""
         if self._scales is None:
-            shape = (self.config.num_kv_heads,) if self.config.per_head_quant_scales else ()
+            per_head = self.config.per_head_quant_scales
+            shape = (self.config.num_kv_heads,) if per_head else ()
             self._scales = Scales(
-                q=layer._q_scale.max(),  # kernels that quantise queries take one scale
+                q=layer._q_scale.max() if per_head else layer._q_scale.reshape(()),  # kernels take one for all queries
                 k=layer._k_scale.reshape(shape),
                 v=layer._v_scale.reshape(shape),
                 q_float=layer._q_scale_float,

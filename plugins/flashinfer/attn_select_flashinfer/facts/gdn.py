@@ -29,6 +29,10 @@ _DECODE = (
     "flashinfer-ai/flashinfer flashinfer/gdn_decode.py gated_delta_rule_decode_pretranspose 0.6.14 and 0.7.2.post1"
 )
 
+PREFILL_DRAFTS = Fact(
+    MOST_SPECULATIVE_TOKENS, "prefills see no drafts; layers that have drafts take another backend's decodes"
+)
+"""Of every prefill of states."""
 PREFILL = StateCapabilities(
     compute_capabilities=Fact(
         ComputeCapabilities((((9, 0), (9, 0)), ((10, 0), (10, 3)))), f"{_GDN}: requires SM90 or SM100; {_ENGINE}"
@@ -40,7 +44,7 @@ PREFILL = StateCapabilities(
     ),
     head_sizes=Fact(HeadSizes((128,)), f"{_GDN}: asserts 128 on SM100; no other size was looked into on SM90"),
     v_head_sizes=Fact(HeadSizes((128,)), f"{_GDN}: state of (head_size, head_size)"),
-    speculative_tokens=Fact(MOST_SPECULATIVE_TOKENS, "decodes are another backend's"),
+    speculative_tokens=PREFILL_DRAFTS,
 )
 DECODE = StateCapabilities(
     compute_capabilities=Fact(ComputeCapabilities((((9, 0), (12, 9)),)), f"{_DECODE}: requires SM90 and up"),

@@ -16,12 +16,11 @@ from attn_select.backends.spec import (
     StateCapabilities,
 )
 from attn_select.layer.config import Phase
-from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_flashinfer.facts.gdn import RAW_GATES
+from attn_select_flashinfer.facts.gdn import PREFILL_DRAFTS, RAW_GATES
 from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
 
 _KDA = "flashinfer-ai/flashinfer flashinfer/kda_kernels/recurrent_kda.py run_recurrent_kda 0.7.2.post1"
@@ -55,7 +54,7 @@ PREFILL = StateCapabilities(
     ),
     head_sizes=Fact(HeadSizes((128,)), f"{_PREFILL}: _FLASH_KDA_HEAD_DIM"),
     v_head_sizes=Fact(HeadSizes((128,)), f"{_PREFILL}: v has the shape of q"),
-    speculative_tokens=Fact(MOST_SPECULATIVE_TOKENS, "decodes are another backend's"),
+    speculative_tokens=PREFILL_DRAFTS,
 )
 
 

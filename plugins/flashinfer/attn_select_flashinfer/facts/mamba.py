@@ -16,12 +16,11 @@ from attn_select.backends.spec import (
     StateCapabilities,
 )
 from attn_select.layer.config import Phase
-from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_flashinfer.facts.gdn import COPIES, RAW_GATES
+from attn_select_flashinfer.facts.gdn import COPIES, PREFILL_DRAFTS, RAW_GATES
 from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
 
 _MAMBA = "flashinfer-ai/flashinfer flashinfer/mamba/selective_state_update.py 0.6.14 and 0.7.2.post1"
@@ -56,7 +55,7 @@ PREFILL = StateCapabilities(
     state_dtypes=DECODE.state_dtypes,
     head_sizes=Fact(HeadSizes((128,)), f"{_SSD}: dstate=128"),
     v_head_sizes=Fact(HeadSizes((64,)), f"{_SSD}: headdim=64"),
-    speculative_tokens=Fact(MOST_SPECULATIVE_TOKENS, "decodes are another backend's"),
+    speculative_tokens=PREFILL_DRAFTS,
 )
 
 

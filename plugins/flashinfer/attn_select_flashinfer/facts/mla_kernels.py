@@ -44,6 +44,9 @@ Offered = tuple[tuple[str, str], ...]
 """Names of kernels, best first, each with why it is the best; empty for one that is not."""
 
 
+MLAKernelName = Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
+
+
 @dataclass(frozen=True, slots=True)
 class MLAKernel:
     """A kernel on the latent cache as a plan names it.
@@ -56,7 +59,7 @@ class MLAKernel:
         implementation: which of ``cute-dsl``'s.
     """
 
-    name: Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
+    name: MLAKernelName
     heads: int
     fp8_query: bool = False
     implementation: Literal["monolithic", "modular"] = "monolithic"

@@ -48,7 +48,7 @@ from attn_select_flashinfer.facts.libraries import (
     wrong_device,
     wrong_release,
 )
-from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel
+from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel, MLAKernelName
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _VLLM_SM90 = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse_sm90.py 0.33.0"
@@ -146,7 +146,7 @@ class SparseFacts:
         unverified: what nobody has run.
     """
 
-    name: Any
+    name: MLAKernelName
     where: str
     path: str
     because: str
@@ -154,7 +154,7 @@ class SparseFacts:
     caches: tuple[str, ...]
     cache_remedy: str
     pages: tuple[int, ...]
-    layout: Any
+    layout: str
     fp8_query: bool
     pads_heads: bool
     sinks: bool

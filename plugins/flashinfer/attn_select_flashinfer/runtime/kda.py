@@ -54,7 +54,7 @@ class FlashInferKdaImpl(StateImpl):
 
 
 def _from_numbers(gates: Gates, states: Tensor, read: Tensor) -> dict[str, Any]:
-    """Return what decodes take beside tokens: gates after their activation, and the slots that are read."""
+    """Return the arguments of decodes beside tokens: gates after their activation, and the slots that are read."""
     strength = gates.write_strength
     assert strength is not None
     return {
@@ -67,8 +67,8 @@ def _from_numbers(gates: Gates, states: Tensor, read: Tensor) -> dict[str, Any]:
 
 
 def _from_raw(gates: Gates, states: Tensor, read: Tensor, write: Tensor) -> dict[str, Any]:
-    """Return what prefills take beside tokens: raw gates. They begin with the states of the slots that they write to,
-    so that the states before them are copied there."""
+    """Return the arguments of prefills beside tokens: raw gates. A prefill starts from the state in the slot that it
+    writes to, so the state that it is to start from is copied there first."""
     raw = gates.raw
     assert raw is not None
     assert raw.b is not None

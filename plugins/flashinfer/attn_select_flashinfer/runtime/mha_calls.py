@@ -213,12 +213,13 @@ class FIDecode(NativePart):
     seq_lens: Tensor
 
     def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        cute_dsl = self.kernel.backend == "cute-dsl"
-        if cute_dsl:
-            output.zero_()  # its clusters add to it (reduction "atomic")
+        if self.kernel.backend != "cute-dsl":
+            NativePart.attend(self, terms, query, kv_cache, output, lse)
+            return
+        output.zero_()  # the kernel's clusters add to it (reduction "atomic")
         NativePart.attend(self, terms, query, kv_cache, output, lse)
-        if cute_dsl:  # what it does without keys was not looked into
-            blank_rows(output, lse, self.seq_lens == 0, terms.sinks)
+        # FlashInfer does not say what the kernel writes for a request without keys.
+        blank_rows(output, lse, self.seq_lens == 0, terms.sinks)
 
 
 @dataclass(slots=True, kw_only=True)

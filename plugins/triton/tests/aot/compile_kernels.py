@@ -3,8 +3,8 @@
     python plugins/triton/tests/aot/compile_kernels.py 90 [--first 1 | --part 0/3 | --random 50 --seed 1]
 
 Prints one line of JSON per kernel (``fake_gpu.Compiled`` with its launch and layer), and one per class that the gate
-refuses. ``--first`` takes only so many of the classes, ``--part 0/3`` every third from the first on, ``--random`` as
-many as asked for from all that the gates accept.
+refuses. ``--first`` takes only so many of the classes, ``--part 0/3`` every third from the first on and of the others
+what none before launched, ``--random`` as many as asked for from all that the gates accept.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def main() -> None:
     if asked.random:
         classes = random_shape_classes(asked.target, asked.random, asked.seed)
     else:
-        start, step = map(int, asked.part.split("/"))
-        classes = islice(shape_classes(asked.target), start, asked.first, step)
+        classes = islice(shape_classes(asked.target), asked.first)
+    part, parts = map(int, asked.part.split("/"))
+    launched = set()
     with compiling() as kernels:
-        for shape in classes:
+        for index, shape in enumerate(classes):
             layer = ", ".join(
                 f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items()
             )
@@ -45,6 +46,9 @@ def main() -> None:
                 print(json.dumps({"refused": layer}), flush=True)
                 continue
             for launch in shape.launches:
+                if index % parts != part and launch in launched:
+                    continue
+                launched.add(launch)
                 launch(Tensors(shape, asked.target))
                 for kernel in kernels:
                     print(json.dumps({"name": launch.__name__, "layer": layer, **asdict(kernel)}), flush=True)
