@@ -98,6 +98,12 @@ def test_arguments(run: Any, engine: str, model: str, gpu: str, expected: str) -
     assert " ".join(flags(run, engine, model, gpu)["arguments"]) == expected
 
 
+def test_a_kernel_of_blackwell_has_a_name_of_its_own(run: Any) -> None:
+    forced = ("-tp", "8", "--backend", "FLASH_ATTN_MLA_SPARSE")
+    arguments = flags(run, "vllm", "deepseek-v3.2", "b200", *forced)["arguments"]
+    assert "--attention-backend FLASH_ATTN_MLA_SPARSE_FA4" in " ".join(arguments)
+
+
 def test_a_block_size_is_said_where_it_was_asked_for(run: Any) -> None:
     for engine, argument in (("vllm", "--block-size"), ("sglang", "--page-size")):
         assert argument not in flags(run, engine, "llama-3-8b", "h100")["arguments"]

@@ -194,7 +194,7 @@ def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _
             content = _read(layer, instead)
         except (OSError, ValueError) as error:
             content, layer.state = None, str(getattr(error, "strerror", None) or error)
-            origin = f" (given by {layer.kind})" if layer.kind in (variables.RULES, "--rules") else ""
+            origin = f" (given by {layer.kind})" if layer.kind == variables.RULES else ""
             problems.append((str(layer.path), None, f"cannot be read: {layer.state}{origin}"))
         contents.append(content)
     for index, layer in enumerate(layers[1:], 1):

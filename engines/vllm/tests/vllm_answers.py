@@ -87,6 +87,9 @@ def gpu_that_is_not_here(capability: tuple[int, int]) -> Any:
     torch.empty = lambda *args, **kw: empty(*args, **kw | ({"device": "meta"} if kw.get("device") == "cuda" else {}))
     platforms._current_platform = Gpu()
     torch.cuda.get_device_capability = lambda device=None: capability
+    from vllm.v1.attention.backends.mla import flashattn_mla_sparse
+
+    flashattn_mla_sparse._fa4_cute_mla_available = lambda: None  # its kernel is a part that is compiled
     return Gpu
 
 

@@ -130,7 +130,7 @@ class OwnAttnBackend(AttentionBackend):
         return attention_group(
             selection,
             self.device if self.device.type == "cpu" else None,
-            Capacity(requests, tokens + requests * (1 + self._drafts), self._req_to_token.shape[1]),
+            Capacity(requests, tokens + requests * config.max_decode_query_len, self._req_to_token.shape[1]),
             cuda_graphs=captures(model_runner),
         )
 
@@ -156,8 +156,9 @@ class OwnAttnBackend(AttentionBackend):
             ConfigError: a group's kernels cannot be captured.
         """
         for group in self._groups.values():
-            check_level(group, 1 + self._drafts)
-            self._static[group] = StaticBatch(group, 1 + self._drafts)
+            query_len = group.selection.config.max_decode_query_len
+            check_level(group, query_len)
+            self._static[group] = StaticBatch(group, query_len)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of requests that only fill a captured batch."""
