@@ -20,13 +20,17 @@ sglang_on_cpu.plan_for_a_gpu()
 
 
 def run(folder: str, options: dict[str, Any]) -> list[list[int]]:
-    """Return the tokens of two rounds; the second one's prompts begin with what the first left in the cache."""
+    """Return the tokens of two rounds; the second one's prompts begin with what the first left in the cache.
+
+    The option ``max_new_tokens`` says how many tokens an answer has, if not 24.
+    """
     import sglang
 
+    max_new_tokens = options.pop("max_new_tokens", 24)
     fixed = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "random_seed": 0, "log_level": "info"}
     sizes = {"max_total_tokens": 2048, "max_running_requests": 16, "disable_cuda_graph": True}
     engine = sglang.Engine(model_path=folder, **fixed | sizes | options)
-    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     tokens, prompts, steps = [], sglang_on_cpu.PROMPTS, 0
     for _ in range(2):
         answers = engine.generate(input_ids=prompts, sampling_params=sampling)

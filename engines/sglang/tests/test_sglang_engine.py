@@ -25,17 +25,18 @@ sglang_on_cpu.define_operations()  # transformers imports torchvision too
 
 OWN = {"attention_backend": "attn_select_torch_sdpa"}
 SGLANGS = {"attention_backend": "torch_native"}
+IN_CHUNKS = {"page_size": 16, "chunked_prefill_size": 16, "enable_mixed_chunk": True}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama by SGLang": ("llama", SGLANGS),
     "llama": ("llama", OWN),
-    "llama in chunks, decodes among them": ("llama", OWN | {"chunked_prefill_size": 16, "enable_mixed_chunk": True}),
-    "llama in pages of 16": ("llama", OWN | {"page_size": 16}),
+    "llama in chunks and pages, decodes among them": ("llama", OWN | IN_CHUNKS),
     "gemma3 tied by SGLang": ("gemma3 tied", SGLANGS),
     "gemma3 tied": ("gemma3 tied", OWN),
 }
-IN_CHUNKS = {"page_size": 16, "chunked_prefill_size": 16, "enable_mixed_chunk": True}
 MLA_IN_CHUNKS = IN_CHUNKS | {"attention_backend": "attn_select_torch_mla"}
 BY_TRITON = IN_CHUNKS | {"attention_backend": "attn_select_triton_attn"}
+FEW = {"max_new_tokens": 10}
+"""For Triton's interpreter, which is slow."""
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,13 @@ def test_tokens_are_sglangs_own(ran: tuple[dict[str, list[list[int]]], str, Path
 
 def test_triton_attends_in_steps_of_decodes_and_chunks(ran: tuple[dict[str, list[list[int]]], str, Path]) -> None:
     """By Triton's interpreter, with windows, as planned for a GPU that is not here."""
-    (found,), _ = run([(str(ran[2] / "gemma3 tied"), BY_TRITON)], {"TRITON_INTERPRET": "1"})
-    assert found == ran[0]["gemma3 tied by SGLang"]
+    (found,), _ = run([(str(ran[2] / "gemma3 tied"), BY_TRITON | FEW)], {"TRITON_INTERPRET": "1"})
+    assert found == beginnings(ran[0]["gemma3 tied by SGLang"])
+
+
+def beginnings(rows: list[list[int]]) -> list[list[int]]:
+    """What engines with ``FEW`` tokens should answer. The rounds are the same, since both take over 7 tokens."""
+    return [row[: FEW["max_new_tokens"]] for row in rows]
 
 
 def test_drafts_by_n_grams_change_no_token(ran: tuple[dict[str, list[list[int]]], str, Path]) -> None:
@@ -82,8 +88,8 @@ def test_drafts_by_n_grams_change_no_token(ran: tuple[dict[str, list[list[int]]]
     trees = OWN | drafts | {"speculative_ngram_max_bfs_breadth": 3}
     chains = BY_TRITON | drafts | {"speculative_ngram_max_bfs_breadth": 1, "enable_mixed_chunk": False}
     llama = str(ran[2] / "llama")
-    found, log = run([(llama, trees), (llama, chains)], {"TRITON_INTERPRET": "1"})
-    assert found == [ran[0]["llama by SGLang"]] * 2
+    found, log = run([(llama, trees), (llama, chains | FEW)], {"TRITON_INTERPRET": "1"})
+    assert found == [ran[0]["llama by SGLang"], beginnings(ran[0]["llama by SGLang"])]
     for steps, tokens in re.findall(r"DRAFTS were checked in (\d+) steps for (\d+) tokens", log):
         assert int(steps) < 0.8 * int(tokens)
     assert log.count("DRAFTS were checked") == 2
@@ -94,9 +100,9 @@ def test_mla_in_chunks(tmp_path: Path) -> None:
     import tiny_models
 
     folder = str(tiny_models.save("deepseek", tmp_path / "deepseek"))
-    wanted, found = run([(folder, SGLANGS), (folder, MLA_IN_CHUNKS)], {"TRITON_INTERPRET": "1"})[0]
+    wanted, found = run([(folder, options | FEW) for options in (SGLANGS, MLA_IN_CHUNKS)], {"TRITON_INTERPRET": "1"})[0]
     assert found == wanted
-    assert min(len(set(row)) for row in wanted) > 10
+    assert min(len(set(row)) for row in wanted) > 5
 
 
 def test_sinks(tmp_path: Path) -> None:

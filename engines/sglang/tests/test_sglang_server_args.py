@@ -117,13 +117,21 @@ def test_ten_gpus_get_what_select_says(tmp_path: Path, config: dict[str, Any]) -
         assert fact not in log
 
 
-def test_an_explicit_flag_wins(tmp_path: Path) -> None:
-    given = [{"attention_backend": "triton"}, {"decode_attention_backend": "flashinfer"}]
+def test_an_explicit_flag_and_a_device_that_attn_select_does_not_see_are_sglangs(tmp_path: Path) -> None:
+    rocm = {"platform": {"is_cuda": False, "is_hip": True}, "detected": "cpu"}
+    no_nvml = {"detected": "cpu"}
+    given = [{"attention_backend": "triton"}, {"decode_attention_backend": "flashinfer"}, rocm, no_nvml]
     found, log = resolved(tmp_path, LLAMA, [("h100", each) for each in given])
-    assert found[0][""] == "triton"
-    assert found[1]["decode_"] == "flashinfer"
-    assert "leaves attention to SGLang: --attention-backend triton is given" in log
-    assert "leaves attention to SGLang: --decode-attention-backend flashinfer is given" in log
+    assert (found[0][""], found[1]["decode_"]) == ("triton", "flashinfer")
+    assert [fields[""] for fields in found[2:]] == ["fa3", "fa3"]  # what SGLang takes on Hopper by itself
+    for reason in (
+        "leaves attention to SGLang: --attention-backend triton is given",
+        "leaves attention to SGLang: --decode-attention-backend flashinfer is given",
+        "it runs on another device than CUDA's",
+        "it runs on a GPU of CUDA, and attn-select sees",
+    ):
+        assert log.count(reason) == 1
+    assert "chose for SGLang" not in log
 
 
 def test_rules_decide(tmp_path: Path) -> None:
@@ -157,21 +165,6 @@ def test_whispers_backend_is_sglangs_own(tmp_path: Path) -> None:
     """Its cross-attention asserts later with another one."""
     found, log = resolved(tmp_path, WHISPER, [("h100", {}), ("a100", {})])
     assert [fields[""] for fields in found] == ["flashinfer", "flashinfer"]
-    assert "chose for SGLang" not in log
-
-
-@pytest.mark.parametrize(
-    ("given", "own"),
-    [
-        ({"platform": {"is_cuda": False, "is_hip": True}, "detected": "cpu"}, "it runs on another device than CUDA's"),
-        ({"detected": "cpu"}, "it runs on a GPU of CUDA, and attn-select sees"),
-    ],
-    ids=["rocm", "no NVML"],
-)
-def test_a_device_that_attn_select_does_not_see_is_sglangs(tmp_path: Path, given: dict[str, Any], own: str) -> None:
-    found, log = resolved(tmp_path, LLAMA, [("h100", given)])
-    assert found[0][""] == "fa3"  # what SGLang takes on Hopper by itself
-    assert log.count(own) == 1
     assert "chose for SGLang" not in log
 
 

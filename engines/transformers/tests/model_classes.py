@@ -62,16 +62,21 @@ OWN: dict[str, dict[str, Any]] = {
 MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_MAPPING_NAMES")
 
 
-def model_types() -> dict[str, type]:
-    """Return a model class for each model type of the release: the one that writes text, if there is one."""
-    found: dict[str, type] = {}
+def model_types() -> list[str]:
+    """Return the model types of the release, whose classes are not imported yet."""
+    return sorted({model_type for mapping in MAPPINGS for model_type in getattr(modeling_auto, mapping)})
+
+
+def model_class(model_type: str) -> Any:
+    """Return a model class of a model type: the one that writes text, if there is one; None where there is none."""
     for mapping in MAPPINGS:
-        for model_type, names in getattr(modeling_auto, mapping).items():
-            name = names if isinstance(names, str) else names[0]
-            made = getattr(transformers, name, None)
-            if isinstance(made, type) and issubclass(made, PreTrainedModel) and made.config_class is not None:
-                found.setdefault(model_type, made)
-    return dict(sorted(found.items()))
+        names = getattr(modeling_auto, mapping).get(model_type)
+        if names is None:
+            continue
+        found = getattr(transformers, names if isinstance(names, str) else names[0], None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None:
+            return found
+    return None
 
 
 VARIANTS = (

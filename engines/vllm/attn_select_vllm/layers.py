@@ -97,15 +97,26 @@ def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any
     Raises:
         ConfigError: a field has a value that attn-select does not know.
     """
-    speculative = vllm_config.speculative_config
     return AttentionConfig(
         dtype=cast(DTypeName, canonical(str(dtype))),
         batch_invariant=bool(batch_invariant),
         decode_context_parallel_size=vllm_config.parallel_config.decode_context_parallel_size,
-        num_speculative_tokens=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
+        num_speculative_tokens=_drafts(vllm_config),
         cuda_graph=wanted_graphs(vllm_config) if fields.get("attn_type", "decoder") in DECODERS else "NEVER",
         **fields,
     )
+
+
+def _drafts(vllm_config: Any) -> int:
+    """Return how many tokens a decode may have beside its first.
+
+    The same as ``max_decode_query_len`` of vllm/v1/attention/backend.py, which older releases lack.
+    """
+    speculative = vllm_config.speculative_config
+    drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+    # vLLM's first runner appends the drafts that are made at once to those that are verified.
+    appends = getattr(speculative, "parallel_drafting", False) and not vllm_config.use_v2_model_runner
+    return 2 * drafts if appends else drafts
 
 
 def scales_per_head(vllm_config: Any) -> bool:

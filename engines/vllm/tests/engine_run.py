@@ -27,7 +27,7 @@ def layers(worker: Any) -> dict[str, str]:
 def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run an engine; of the options ``shortest`` leaves out prompts of up to so many tokens, ``sounds`` adds a sound.
 
-    ``one_by_one`` gives it the next prompt when the last is answered.
+    ``one_by_one`` gives it the next prompt when the last is answered, and ``tokens`` says how many an answer has.
 
     The result has ``layers`` by worker. It has ``tokens`` by prompt, and ``drafts``: how many were made, and how many
     accepted; of models that embed prompts it has the ``vectors``.
@@ -37,6 +37,7 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     shortest, one_by_one = options.pop("shortest", 0), options.pop("one_by_one", False)
+    count = options.pop("tokens", 24)
     fixed = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
     embeds, sounds = options.get("runner") == "pooling", options.pop("sounds", False)
     # To embed and for sounds, vLLM wants a tokenizer even for tokens.
@@ -48,7 +49,7 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     if sounds:
         prompts = [{"encoder_prompt": _sound(i), "decoder_prompt": prompt} for i, prompt in enumerate(prompts)]
     steps = [[prompt] for prompt in prompts] if one_by_one else [prompts]
-    result = _vectors(llm, prompts) if embeds else _tokens(llm, steps)
+    result = _vectors(llm, prompts) if embeds else _tokens(llm, steps, count)
     result["layers"] = llm.collective_rpc(layers)
     llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()  # a process has one connector, which would go on with this engine's
@@ -67,10 +68,10 @@ def _vectors(llm: Any, prompts: list[Any]) -> dict[str, Any]:
     return {"vectors": [list(one.outputs.embedding) for one in llm.embed(prompts, use_tqdm=False)]}
 
 
-def _tokens(llm: Any, steps: list[list[Any]]) -> dict[str, Any]:
+def _tokens(llm: Any, steps: list[list[Any]], count: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
     outputs = [one for prompts in steps for one in llm.generate(prompts, sampling, use_tqdm=False)]
     metrics = llm.get_metrics() if llm.llm_engine.vllm_config.speculative_config is not None else []
     counted = {one.name: one.value for one in metrics if hasattr(one, "value")}

@@ -444,10 +444,6 @@ class ByEagle(Speculation):
     method = "eagle"
 
 
-class AllAtOnce(ByEagle):
-    parallel_drafting = True
-
-
 @pytest.mark.parametrize("speculation", [ByNGrams, ByEagle])
 def test_uniform_drafts_run_our_kernels(
     vllm: Any, speculation: type[Speculation], monkeypatch: pytest.MonkeyPatch
@@ -458,6 +454,20 @@ def test_uniform_drafts_run_our_kernels(
     of_release_0_32(monkeypatch)
     register()
     assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+
+
+@pytest.mark.parametrize(("second_runner", "most"), [(False, 5), (True, 3)])
+def test_drafts_at_once_lengthen_decodes(vllm: Any, second_runner: bool, most: int) -> None:
+    """vLLM's first runner appends them to the drafts that are verified."""
+
+    class AtOnce(ByEagle):
+        parallel_drafting = True
+        draft_model_config = None
+
+    vllm(config := engine_config(LLAMA, speculative_config=AtOnce, use_v2_model_runner=second_runner))
+    from attn_select_vllm.layers import layer_config
+
+    assert layer_config(ASKED, config, None).max_decode_query_len == most
 
 
 def test_a_drafters_layers_are_read_in_its_own_config(vllm: Any) -> None:
@@ -509,16 +519,14 @@ def test_what_the_adapter_does_not_do_is_vllms(
 
 
 def test_drafts_that_were_not_run_are_vllms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm(config := engine_config(LLAMA, speculative_config=AllAtOnce))
+    vllm(config := engine_config(LLAMA, speculative_config=ByEagle))
     from attn_select_vllm.kernels.limits import speculation_limits
 
     assert speculation_limits(config, "TRITON_ATTN") == [
         "the adapter was run with drafts by ngram, suffix alone, not by eagle"
     ]
     of_release_0_32(monkeypatch)
-    assert speculation_limits(config, "TRITON_ATTN") == [
-        "the adapter was not run with drafts that are made all at once (parallel_drafting)"
-    ]
+    assert speculation_limits(config, "TRITON_ATTN") == []
     config.speculative_config = Speculation
     (said,) = speculation_limits(config, "TRITON_ATTN")
     assert said.endswith("draft_model, eagle, eagle3, mtp alone, not by dflash")

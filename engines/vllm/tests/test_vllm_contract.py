@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,12 +87,34 @@ def test_queries_are_joined_as_we_call_it() -> None:
     assert list(inspect.signature(_custom_ops.concat_mla_q).parameters) == list(emulated)
 
 
-@pytest.mark.parametrize("method", ["build", "build_for_cudagraph_capture", "get_cudagraph_support"])
+@pytest.mark.parametrize(
+    "method", ["build", "build_for_cudagraph_capture", "build_for_drafting", "get_cudagraph_support"]
+)
 def test_builders_are_called_as_we_define_them(method: str) -> None:
     from attn_select_vllm.kernels.attention import OwnBuilder
 
     ours = list(inspect.signature(getattr(OwnBuilder, method)).parameters)
     assert ours == list(inspect.signature(getattr(real("AttentionMetadataBuilder"), method)).parameters)
+
+
+def test_drafts_with_slots_of_their_own_leave_the_bounds_behind() -> None:
+    """What ``of_drafts`` mends; where vLLM does it, the bounds would be too large, which costs time alone."""
+    import torch
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.spec_decode.utils import extend_all_queries_by_N
+
+    from attn_select_vllm.kernels.batch import of_drafts
+
+    assert isinstance(SpeculativeConfig.max_num_new_slots_for_drafting, property)
+    lens, starts = torch.tensor([7, 9], dtype=torch.int32), torch.tensor([0, 3, 6], dtype=torch.int32)
+    tables = {"block_table_tensor": torch.zeros(2, 1, dtype=torch.int32), "slot_mapping": torch.arange(6)}
+    sizes = {"num_reqs": 2, "num_actual_tokens": 6, "max_query_len": 3, "max_seq_len": 9}
+    bounds = {"query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens_cpu_upper_bound": lens}
+    verified = real("CommonAttentionMetadata")(seq_lens=lens, **bounds, **sizes, **tables)
+    drafting = extend_all_queries_by_N(verified, 2, torch.arange(3), torch.arange(10))
+    assert drafting.seq_lens_cpu_upper_bound.tolist() == lens.tolist()
+    config = SimpleNamespace(speculative_config=SimpleNamespace(max_num_new_slots_for_drafting=2))
+    assert of_drafts(drafting, config).seq_lens_cpu_upper_bound.tolist() == drafting.seq_lens.tolist() == [9, 11]
 
 
 def test_the_platform_is_asked_as_we_wrap_it() -> None:

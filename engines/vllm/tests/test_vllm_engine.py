@@ -85,6 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     found = {kind: tiny_models.save(kind, folder / kind) for kind in tiny_models.CONFIGS}
     found["eagle"] = tiny_models.save_eagle(found["llama of one layer"], folder / "eagle")
+    found["pard"] = tiny_models.save_again(found["llama"], folder / "pard", pard_token=7)
     found["mimo"] = tiny_models.save_mtp(found["qwen2"], folder / "mimo")
     return found
 
@@ -152,24 +153,27 @@ def drafted(models: dict[str, Path]) -> dict[str, Run]:
     """Models with drafts by layers of their own, on vLLM's kernel and on ours."""
     eagle = drafting(method="eagle", model=str(models["eagle"]))
     mtp = drafting(method="mtp", num_speculative_tokens=1)
+    at_once = drafting(method="draft_model", model=str(models["pard"]), parallel_drafting=True)
     engines = {
         "eagle by vLLM": (models["llama of one layer"], by_vllm(eagle)),
         "eagle": (models["llama of one layer"], eagle),
         "mtp by vLLM": (models["mimo"], by_vllm(mtp)),
         "mtp": (models["mimo"], mtp),
         "itself": (models["llama"], drafting(method="draft_model", model=str(models["llama"]))),
+        "at once by vLLM": (models["llama"], by_vllm(at_once)),
+        "at once": (models["llama"], at_once),
     }
     runs, _ = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
     return dict(zip(engines, runs, strict=True))
 
 
-@pytest.mark.parametrize("method", ["eagle", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "mtp", "at once"])
 def test_drafts_by_layers_of_their_own_are_vllms(drafted: dict[str, Run], method: str) -> None:
     wanted, found = drafted[f"{method} by vLLM"], drafted[method]
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert (found.tokens, found.drafts) == (wanted.tokens, wanted.drafts)
     assert found.drafts[0] > 100
-    if method == "eagle":  # the head is right at times, and wrong at others
+    if method != "mtp":  # right at times, and wrong at others
         assert 0 < found.drafts[1] < found.drafts[0]
 
 
@@ -207,6 +211,8 @@ TWO_RANKS = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """The variables of engines whose two ranks share contexts."""
+FEW = {"tokens": 8}
+"""For Triton's interpreter, which is slow."""
 SHARED = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
 """Runs of 16 tokens lie on one rank, so that the other has none of a short context."""
 two_cpus = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need a CPU each")
@@ -215,13 +221,13 @@ two_cpus = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need 
 @two_cpus
 def test_ranks_share_contexts(models: dict[str, Path]) -> None:
     """vLLM wants more ranks than KV heads for it. Steps are mixed."""
-    own = {"attention_backend": "ATTN_SELECT_TRITON_ATTN", "tensor_parallel_size": 2}
+    own = {"attention_backend": "ATTN_SELECT_TRITON_ATTN", "tensor_parallel_size": 2} | FEW
     model = models["llama of one KV head"]
     (whole, found), log = run(TWO_RANKS, (model, own), (model, own | SHARED), gpu="a100")
     assert found.backends == [{"ATTN_SELECT_TRITON_ATTN"}] * 2
     assert "Worker_TP1_DCP1" in log
     assert found.tokens == whole.tokens
-    assert all(len(set(row)) > 10 for row in whole.tokens)  # few different tokens would prove nothing
+    assert all(len(set(row)) > 5 for row in whole.tokens)  # few different tokens would prove nothing
 
 
 @two_cpus
@@ -231,7 +237,7 @@ def test_ranks_share_the_contexts_of_mla(models: dict[str, Path]) -> None:
     Prompts come one by one: several at once are wrong by vLLM's own prefills of MLA, under this runner on a CPU.
     """
     own = {"attention_backend": "ATTN_SELECT_TRITON_MLA", "tensor_parallel_size": 2, "dtype": "float16"}
-    own["one_by_one"] = True
+    own |= FEW | {"one_by_one": True}
     models_and_options = [(models["deepseek"], options) for options in (own, own | SHARED)]
     (whole, found), log = run(TWO_RANKS, *models_and_options, gpu="a100")
     assert whole.backends == found.backends == [{"ATTN_SELECT_TRITON_MLA"}] * 2
@@ -239,7 +245,7 @@ def test_ranks_share_the_contexts_of_mla(models: dict[str, Path]) -> None:
     pairs = zip(whole.tokens, found.tokens, strict=True)
     same = [list(takewhile(lambda each: each[0] == each[1], zip(*rows, strict=True))) for rows in pairs]
     assert sum(map(len, same)) > 0.8 * sum(map(len, whole.tokens))
-    assert all(len(set(row)) > 10 for row in whole.tokens)  # few different tokens would prove nothing
+    assert all(len(set(row)) > 5 for row in whole.tokens)  # few different tokens would prove nothing
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +298,7 @@ def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tup
 
 def test_a_connector_takes_latents_from_one_engine_to_another(models: dict[str, Path], tmp_path: Path) -> None:
     """The first engine computes its prompts, and the second finds them."""
-    own = {"attention_backend": "ATTN_SELECT_TRITON_MLA", "dtype": "float16"} | connected(tmp_path)
+    own = {"attention_backend": "ATTN_SELECT_TRITON_MLA", "dtype": "float16"} | FEW | connected(tmp_path)
     (stored, loaded), log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *[(models["deepseek"], own)] * 2, gpu="a100")
     assert stored.backends == loaded.backends == [{"ATTN_SELECT_TRITON_MLA"}]
     assert loaded.tokens == stored.tokens

@@ -155,6 +155,46 @@ def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protoc
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("longest", [33, 90])
+def test_steps_of_drafts_at_once(vllm: Any, monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    """vLLM lengthens the requests of a verified batch by a slot per draft, but not the bounds of their lengths."""
+    drafts = 2
+    config = use(vllm, "a100", monkeypatch, LLAMA)
+    from attn_select_vllm.kernels.batch import of_drafts
+
+    config.use_v2_model_runner = False
+    speculation = {"num_speculative_tokens": drafts, "max_num_new_slots_for_drafting": drafts}
+    config.speculative_config = SimpleNamespace(parallel_drafting=True, draft_model_config=None, **speculation)
+    backend = backend_of("TRITON_ATTN", monkeypatch)
+    layer = layer_of(backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto"))
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    builder = backend.get_builder_cls()(SimpleNamespace(block_size=BLOCK), ["layers.0"], config, torch.device("cpu"))
+
+    torch.manual_seed(0)
+    lens, each = [longest, longest - 1, 17], 1 + 2 * drafts
+    step = step_of([each] * 3, lens, torch.randperm(18, dtype=torch.int32).view(3, 6))
+    assert step.seq_lens_cpu_upper_bound is not None
+    stale = replace(step, seq_lens_cpu_upper_bound=step.seq_lens_cpu_upper_bound - drafts)
+    assert of_drafts(stale, config).seq_lens_cpu_upper_bound.tolist() == lens
+    cache = cache_of(backend, "LBHNC", 18)
+    rows = [torch.randn(count, 2 * KV_HEADS, SIZE) for count in lens]
+    before = step_of([count - each for count in lens], [count - each for count in lens], step.block_table_tensor)
+    layer.impl.do_kv_cache_update(layer, *_key_value(rows, slice(None, -each)), cache, before.slot_mapping)
+    key, value = _key_value(rows, slice(-each, None))
+    layer.impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
+    query = torch.randn(len(key), HEADS, SIZE)
+    output = torch.full_like(query, torch.nan)
+    layer.impl.forward(layer, query, key, value, cache, builder.build_for_drafting(stale, 0), output)
+    for asked, given, row in zip(query.split(each), output.split(each), rows, strict=True):
+        wanted = attention(asked, *row.split(KV_HEADS, dim=1), None, SIZE**-0.5).float()
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _key_value(rows: list[Any], part: slice) -> tuple[Any, Any]:
+    return torch.cat([row[part] for row in rows]).split(KV_HEADS, dim=1)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_scales_per_head(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = use(vllm, None if name == "TORCH_SDPA" else "h100", monkeypatch, LLAMA)

@@ -203,6 +203,11 @@ def save_mtp(target: Path, folder: Path) -> Path:
     return _save(made, target, folder, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
 
 
+def save_again(target: Path, folder: Path, **changes: Any) -> Path:
+    """Write a saved model with other values in its config."""
+    return _save(load_file(target / "model.safetensors"), target, folder, **changes)
+
+
 def _save(weights: dict[str, torch.Tensor], target: Path, folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors")

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 )
 
 from attn_select.runtime.torch_dtypes import storage_dtype
-from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.batch import common_of, of_drafts
 from attn_select_vllm.kernels.binding import Builders, Layer, Part, graph_support, layers_of, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
@@ -60,6 +60,10 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
         """Return the metadata of a step; what requests share is read once by no kernel here."""
         common = common_of(common_attn_metadata, self.block_size, self.builders.reorder_batch_threshold)
         return Metadata(self.builders.build(common, fast_build, self._capturing))
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Metadata:
+        """Return the metadata of a step that drafts."""
+        return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return what a graph is captured with, by ``build``: vLLM's cross-attention gives it the encoder's lengths."""

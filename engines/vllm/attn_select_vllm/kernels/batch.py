@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from attn_select.runtime import BatchError, CommonAttentionMetadata
 
@@ -39,6 +41,16 @@ def common_of(common: Any, block_size: int | None, longest_decode: int | None = 
         num_decodes=_decodes(bounds, common.max_query_len, longest_decode),
         mm_prefix_ranges=_image_ranges(common),
     )
+
+
+def of_drafts(common: Any, vllm_config: Any) -> Any:
+    """Return vLLM's description of a step that drafts, with bounds of the lengths on the host that hold.
+
+    Drafts with slots of their own lengthen every request, and vLLM lengthens no bound (``extend_all_queries_by_N`` in
+    vllm/v1/spec_decode/utils.py of 0.32 and 0.33).
+    """
+    bounds, slots = common.seq_lens_cpu_upper_bound, vllm_config.speculative_config.max_num_new_slots_for_drafting
+    return common if bounds is None or not slots else replace(common, seq_lens_cpu_upper_bound=bounds + slots)
 
 
 def _image_ranges(common: Any) -> list[list[tuple[int, int]]] | None:
@@ -76,8 +88,7 @@ def _bounds_on_the_host(common: Any) -> Tensor:
 
 def _lengths_on_the_host(common: Any) -> Tensor:
     """Return the requests' lengths without asking the device. The upper bound is exact but in speculative decoding."""
-    on_device: Tensor = common.seq_lens
-    bound: Tensor | None = on_device if on_device.device.type == "cpu" else common.seq_lens_cpu_upper_bound
+    bound: Tensor | None = common.seq_lens if current_platform.is_cpu() else common.seq_lens_cpu_upper_bound
     if bound is None:
         raise BatchError("seq_lens_cpu_upper_bound is None: the kernels' plans are made from lengths on the host")
     return bound

@@ -91,8 +91,6 @@ def speculation_limits(vllm_config: Any, backend: str) -> list[str]:
     known = (*GUESSED, *MODELLED) if standard_caches() else GUESSED
     if speculative.method not in known:
         return [f"the adapter was run with drafts by {', '.join(known)} alone, not by {speculative.method}"]
-    if getattr(speculative, "parallel_drafting", False):
-        return ["the adapter was not run with drafts that are made all at once (parallel_drafting)"]
     # Ahead of a GPU the host knows the lengths with every draft accepted, which are bounds above.
     if current_platform.is_cpu():
         return []

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from attn_select.layer.layouts import MLA
 from attn_select.runtime import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import storage_dtype
-from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.batch import common_of, of_drafts
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
 from attn_select_vllm.kernels.limits import standard_caches
 from attn_select_vllm.layers import config_of
@@ -81,6 +81,10 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
             seq_lens_cpu=get_dcp_local_seq_lens(common.seq_lens_cpu, self.dcp_world_size, rank, step),
             max_seq_len=-(-common.max_seq_len // self.dcp_virtual_block_size) * step,
         )
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> OwnMLAMetadata:
+        """Return the metadata of a step that drafts."""
+        return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OwnMLAMetadata:
         """Return what a graph is captured with: decodes alone."""
