@@ -70,7 +70,6 @@ class AttentionGroup(LayerGroup):
         dispatch: None: the selection's backends run every step. ``measured``: of all candidates that read the same
             cache and whose times compare, the one that is predicted to be fastest runs the step; needs a selection with
             a workload.
-
         checked: as for ``LayerGroup``.
 
     Raises:
