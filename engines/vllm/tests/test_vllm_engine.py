@@ -86,6 +86,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {kind: tiny_models.save(kind, folder / kind) for kind in tiny_models.CONFIGS}
     found["eagle"] = tiny_models.save_eagle(found["llama of one layer"], folder / "eagle")
     found["pard"] = tiny_models.save_again(found["llama"], folder / "pard", pard_token=7)
+    found["whisper"] = tiny_models.save_whisper(folder / "whisper")
     found["mimo"] = tiny_models.save_mtp(found["qwen2"], folder / "mimo")
     return found
 
@@ -149,11 +150,13 @@ def by_vllm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def drafted(models: dict[str, Path]) -> dict[str, Run]:
-    """Models with drafts by layers of their own, on vLLM's kernel and on ours."""
+def of_other_kinds(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
+    """On vLLM's kernel and on ours: models with drafts by layers of their own, encoders, a Whisper; and the log."""
     eagle = drafting(method="eagle", model=str(models["eagle"]))
     mtp = drafting(method="mtp", num_speculative_tokens=1)
     at_once = drafting(method="draft_model", model=str(models["pard"]), parallel_drafting=True)
+    by_name = {"attention_backend": "CPU_ATTN"}
+    hearing = {"sounds": True, "max_model_len": 128, "max_num_batched_tokens": 2048}
     engines = {
         "eagle by vLLM": (models["llama of one layer"], by_vllm(eagle)),
         "eagle": (models["llama of one layer"], eagle),
@@ -162,14 +165,19 @@ def drafted(models: dict[str, Path]) -> dict[str, Run]:
         "itself": (models["llama"], drafting(method="draft_model", model=str(models["llama"]))),
         "at once by vLLM": (models["llama"], by_vllm(at_once)),
         "at once": (models["llama"], at_once),
+        "whisper by vLLM": (models["whisper"], hearing | by_name),
+        "whisper": (models["whisper"], hearing),
     }
-    runs, _ = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
-    return dict(zip(engines, runs, strict=True))
+    for name in ENCODERS:
+        engines[f"{name} by vLLM"] = models[name], {"runner": "pooling"} | by_name
+        engines[name] = models[name], {"runner": "pooling"}
+    runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
+    return dict(zip(engines, runs, strict=True)), log
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "at once"])
-def test_drafts_by_layers_of_their_own_are_vllms(drafted: dict[str, Run], method: str) -> None:
-    wanted, found = drafted[f"{method} by vLLM"], drafted[method]
+def test_drafts_by_layers_of_their_own_are_vllms(of_other_kinds: tuple[dict[str, Run], str], method: str) -> None:
+    wanted, found = of_other_kinds[0][f"{method} by vLLM"], of_other_kinds[0][method]
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert (found.tokens, found.drafts) == (wanted.tokens, wanted.drafts)
     assert found.drafts[0] > 100
@@ -178,27 +186,49 @@ def test_drafts_by_layers_of_their_own_are_vllms(drafted: dict[str, Run], method
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(
-    drafted: dict[str, Run], in_one_process: tuple[dict[str, Run], str]
+    of_other_kinds: tuple[dict[str, Run], str], in_one_process: tuple[dict[str, Run], str]
 ) -> None:
-    found = drafted["itself"]
+    found = of_other_kinds[0]["itself"]
     assert found.backends == [{OWN}]
     assert found.tokens == in_one_process[0]["llama by vLLM"].tokens
     assert found.drafts[0] == found.drafts[1] > 50
 
 
+FEW = {"tokens": 8}
+"""For what runs in several processes or one by one."""
+TRITON = {"attention_backend": "ATTN_SELECT_TRITON_ATTN"}
+PAIRED = {"attention_backend": "ATTN_SELECT_FLASH_ATTN_TRITON_ATTN"}
+# Prompts come one by one: several at once are wrong by vLLM's own prefills of MLA, under this runner on a CPU.
+LATENTS = FEW | {"attention_backend": "ATTN_SELECT_TRITON_MLA", "dtype": "float16", "one_by_one": True}
+
+
+@pytest.fixture(scope="module")
+def under_the_runner_of_gpus(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
+    """attn-select's kernels by Triton's interpreter, under vLLM's model runner V2; and the log."""
+    eagle = drafting(method="eagle", model=str(models["eagle"]), **TRITON)
+    engines = {
+        "pair": (models["llama"], PAIRED),
+        "eagle": (models["llama of one layer"], eagle | TRITON),
+        "one KV head": (models["llama of one KV head"], TRITON | FEW),
+        "deepseek": (models["deepseek"], LATENTS),
+    }
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    runs, log = run(variables, *engines.values(), gpu="a100")
+    return dict(zip(engines, runs, strict=True)), log
+
+
 def test_triton_runs_under_the_runner_of_gpus(
-    models: dict[str, Path], drafted: dict[str, Run], in_one_process: tuple[dict[str, Run], str]
+    under_the_runner_of_gpus: tuple[dict[str, Run], str],
+    of_other_kinds: tuple[dict[str, Run], str],
+    in_one_process: tuple[dict[str, Run], str],
 ) -> None:
     """``TRITON_ATTN`` with drafts, whose lengths the host does not know, and a pair: prefills by another backend."""
-    own, pair = ({"attention_backend": f"ATTN_SELECT_{name}"} for name in ("TRITON_ATTN", "FLASH_ATTN_TRITON_ATTN"))
-    eagle = drafting(method="eagle", model=str(models["eagle"]), **own)
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    engines = [(models["llama"], pair), (models["llama of one layer"], eagle | own)]
-    (paired, guessing), log = run(variables, *engines, gpu="a100")
+    runs, log = under_the_runner_of_gpus
+    paired, guessing, wanted = runs["pair"], runs["eagle"], of_other_kinds[0]["eagle by vLLM"]
     assert "V2 Model Runner" in log
-    assert (paired.backends, guessing.backends) == ([set(pair.values())], [set(own.values())])
+    assert (paired.backends, guessing.backends) == ([set(PAIRED.values())], [set(TRITON.values())])
     assert paired.tokens == in_one_process[0]["llama by vLLM"].tokens
-    assert (guessing.tokens, guessing.drafts) == (drafted["eagle by vLLM"].tokens, drafted["eagle by vLLM"].drafts)
+    assert (guessing.tokens, guessing.drafts) == (wanted.tokens, wanted.drafts)
     assert paired.bounded_steps == 0 < guessing.bounded_steps
 
 
@@ -211,19 +241,17 @@ TWO_RANKS = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """The variables of engines whose two ranks share contexts."""
-FEW = {"tokens": 8}
-"""For Triton's interpreter, which is slow."""
 SHARED = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
 """Runs of 16 tokens lie on one rank, so that the other has none of a short context."""
 two_cpus = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need a CPU each")
 
 
 @two_cpus
-def test_ranks_share_contexts(models: dict[str, Path]) -> None:
+def test_ranks_share_contexts(models: dict[str, Path], under_the_runner_of_gpus: tuple[dict[str, Run], str]) -> None:
     """vLLM wants more ranks than KV heads for it. Steps are mixed."""
-    own = {"attention_backend": "ATTN_SELECT_TRITON_ATTN", "tensor_parallel_size": 2} | FEW
-    model = models["llama of one KV head"]
-    (whole, found), log = run(TWO_RANKS, (model, own), (model, own | SHARED), gpu="a100")
+    whole = under_the_runner_of_gpus[0]["one KV head"]
+    options = TRITON | FEW | SHARED | {"tensor_parallel_size": 2}
+    (found,), log = run(TWO_RANKS, (models["llama of one KV head"], options), gpu="a100")
     assert found.backends == [{"ATTN_SELECT_TRITON_ATTN"}] * 2
     assert "Worker_TP1_DCP1" in log
     assert found.tokens == whole.tokens
@@ -231,16 +259,15 @@ def test_ranks_share_contexts(models: dict[str, Path]) -> None:
 
 
 @two_cpus
-def test_ranks_share_the_contexts_of_mla(models: dict[str, Path]) -> None:
-    """In float16, in which the kernel runs: so some tokens may differ from those of ranks that keep whole contexts.
-
-    Prompts come one by one: several at once are wrong by vLLM's own prefills of MLA, under this runner on a CPU.
-    """
-    own = {"attention_backend": "ATTN_SELECT_TRITON_MLA", "tensor_parallel_size": 2, "dtype": "float16"}
-    own |= FEW | {"one_by_one": True}
-    models_and_options = [(models["deepseek"], options) for options in (own, own | SHARED)]
-    (whole, found), log = run(TWO_RANKS, *models_and_options, gpu="a100")
-    assert whole.backends == found.backends == [{"ATTN_SELECT_TRITON_MLA"}] * 2
+def test_ranks_share_the_contexts_of_mla(
+    models: dict[str, Path], under_the_runner_of_gpus: tuple[dict[str, Run], str]
+) -> None:
+    """In float16, in which the kernel runs: so some tokens may differ from those of one rank with whole contexts."""
+    whole = under_the_runner_of_gpus[0]["deepseek"]
+    options = LATENTS | SHARED | {"tensor_parallel_size": 2}
+    (found,), log = run(TWO_RANKS, (models["deepseek"], options), gpu="a100")
+    assert whole.backends == [{"ATTN_SELECT_TRITON_MLA"}]
+    assert found.backends == whole.backends * 2
     assert "Worker_TP1_DCP1" in log
     pairs = zip(whole.tokens, found.tokens, strict=True)
     same = [list(takewhile(lambda each: each[0] == each[1], zip(*rows, strict=True))) for rows in pairs]
@@ -248,22 +275,10 @@ def test_ranks_share_the_contexts_of_mla(models: dict[str, Path]) -> None:
     assert all(len(set(row)) > 5 for row in whole.tokens)  # few different tokens would prove nothing
 
 
-@pytest.fixture(scope="module")
-def embedded(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
-    """Encoders on vLLM's kernel and on ours."""
-    engines = {
-        name + suffix: (models[name], {"runner": "pooling", **options})
-        for name in ENCODERS
-        for suffix, options in ((" by vLLM", {"attention_backend": "CPU_ATTN"}), ("", {}))
-    }
-    runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
-    return dict(zip(engines, runs, strict=True)), log
-
-
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoders_give_vllms_vectors(embedded: tuple[dict[str, Run], str], name: str) -> None:
+def test_encoders_give_vllms_vectors(of_other_kinds: tuple[dict[str, Run], str], name: str) -> None:
     """A ModernBERT has windows to both sides, which are shorter than its longest prompts."""
-    runs, log = embedded
+    runs, log = of_other_kinds
     wanted, found = runs[f"{name} by vLLM"], runs[name]
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert len(found.vectors) == 5
@@ -272,14 +287,10 @@ def test_encoders_give_vllms_vectors(embedded: tuple[dict[str, Run], str], name:
     assert CHOSEN.format("encoder_only") in log
 
 
-def test_a_whisper_hears_as_with_vllms_kernel(tmp_path: Path) -> None:
+def test_a_whisper_hears_as_with_vllms_kernel(of_other_kinds: tuple[dict[str, Run], str]) -> None:
     """Its decoder's layers attend to the cache of what its encoder made of a sound."""
-    import tiny_models
-
-    folder = tiny_models.save_whisper(tmp_path / "whisper")
-    options = {"sounds": True, "max_model_len": 128, "max_num_batched_tokens": 2048}
-    engines = [(folder, options | {"attention_backend": "CPU_ATTN"}), (folder, options)]
-    (wanted, found), log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines)
+    runs, log = of_other_kinds
+    wanted, found = runs["whisper by vLLM"], runs["whisper"]
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert found.tokens == wanted.tokens
     assert sum(len(set(row)) > 8 for row in wanted.tokens) > 2  # few different tokens would prove nothing
