@@ -73,7 +73,7 @@ def formats(explanation: Explanation) -> dict[str, Format | None]:
 
 
 def format_of(selection: Outcome[Any]) -> Format | None:
-    """Return the format of what a layer keeps, blocks or states."""
+    """Return the format of a layer's blocks or states."""
     return selection.cache_format or selection.state_format
 
 

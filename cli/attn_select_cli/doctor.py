@@ -24,7 +24,7 @@ Examples:
 
 Exit code: 0 no problems, 1 a plugin, a rules file or an installed library is broken, or no backend can run here.
 """
-# Variables beside ATTN_SELECT_* that change what attn-select does; those that plans read are declared by their specs.
+# Variables beside ATTN_SELECT_* that change what attn-select does. Specs declare the variables that plans read.
 EFFECTIVE = {
     "CUDA_VISIBLE_DEVICES": "which GPU is this machine's",
     "CUDA_DEVICE_ORDER": "how CUDA_VISIBLE_DEVICES counts",
@@ -172,7 +172,7 @@ def _way_out(registry: Registry, device: Device, environment: Environment) -> st
 
 
 def _effective(registry: Registry) -> dict[str, str]:
-    """Return what has an effect, by variable: all of attn-select's own, of the others those that are set."""
+    """Return what has an effect, by variable: all of attn-select's own, and the others that are set."""
     from attn_select.machine import variables
 
     others = EFFECTIVE | {name: f"read by {', '.join(users)}" for name, users in registry.variables.items()}

@@ -25,7 +25,7 @@ class Taken:
     Attributes:
         layer: the kind.
         argument: key of ``EngineTable.arguments``.
-        phases: those that it serves.
+        phases: the ones that it serves.
         offers: attn-select's order for these.
         offer: the one that is taken; None where the engine has none of the order.
         default: what the engine runs without the argument, where that is known.

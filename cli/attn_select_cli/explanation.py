@@ -55,7 +55,7 @@ class Explanation:
     Attributes:
         model: ``{"name", "architecture", "source"}`` or None where the layer was given by flags.
         layers: one entry per layer kind.
-        warnings: about the model and the device; those of the selections are added by ``all_warnings``.
+        warnings: about the model and the device; ``all_warnings`` adds the selections'.
         situation: what the decisions rest on.
     """
 
@@ -66,12 +66,12 @@ class Explanation:
 
     @property
     def attention(self) -> list[LayerExplanation]:
-        """The kinds of layers with attention: engines choose kernels for them apart from those that keep a state."""
+        """The kinds of layers with attention: engines choose their kernels apart from the kernels of states."""
         return [layer for layer in self.layers if layer.selection.config.sort != "state"]
 
     @property
     def without_states(self) -> Explanation:
-        """The explanation of the layers with attention, with a warning that names those that keep a state.
+        """The explanation of the layers with attention, with a warning that names the layers that keep a state.
 
         Raises:
             ConfigError: no layer has attention.
@@ -180,7 +180,7 @@ def build_explanations(
 ) -> list[Explanation]:
     """Decide for every model on every GPU; return the explanations model by model.
 
-    ``rules`` replace those that the options name.
+    ``rules`` replace the rules that the options name.
 
     Raises:
         AttnSelectError: any documented error of input. Where there are several, it names the model and the GPU.
@@ -200,7 +200,7 @@ def build_explanations(
 def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) -> Explanation:
     """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation.
 
-    ``rules`` replace those that the options name.
+    ``rules`` replace the rules that the options name.
 
     Raises:
         AttnSelectError: any documented error of input.
@@ -244,7 +244,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
 def known_layers(
     source: ModelSource | None, options: Mapping[str, Any], device: Device, overrides: Mapping[str, Any]
 ) -> LayerKinds:
-    """Return a model's layers, or those that the overrides describe.
+    """Return a model's layers, or the layers that the overrides describe.
 
     Raises:
         UnknownModelTypeError: no table knows the model type, and ``--assume-attention`` is not given.

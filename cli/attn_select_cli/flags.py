@@ -25,7 +25,7 @@ Examples:
   attn-select flags --engine transformers --model ./config.json --gpu a100 --json
 
 Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and what
-is passed over is listed. An engine's names are those of the release that is shown.
+is passed over is listed. The engine's release is shown; its names may differ in another.
 
 Exit code: 0 the engine has a backend of the order for every layer, 1 it has none for one, 2 wrong input.
 """

@@ -318,7 +318,7 @@ class Proposal:
         return changes, compared, sorted(said[1] - said[0])
 
     def _gpus(self, before: RuleSet, after: RuleSet) -> list[str]:
-        """Return GPUs that rules of only one side may apply to, those of ``matrix`` first."""
+        """Return GPUs that rules of only one side may apply to, the GPUs of ``matrix`` first."""
         from attn_select.machine.device import CPU, known_gpus
         from attn_select_cli.pairs import GPUS
 

@@ -25,7 +25,7 @@ class Table:
         self.header, *self.rows = [[printable(cell) for cell in row] for row in (self.header, *self.rows)]
 
     def lines(self, widths: Sequence[int] | None = None) -> list[Line]:
-        """Return the aligned rows. The last column is not padded; ``widths`` are those of the widest cells."""
+        """Return the aligned rows. The last column is not padded; ``widths`` are of the widest cells."""
         columns = widths or self.widths()
         return [
             [(GAP.join([*(cell.ljust(width) for cell, width in zip(row[:-1], columns, strict=False)), row[-1]]), style)]

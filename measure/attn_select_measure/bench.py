@@ -31,11 +31,11 @@ Examples:
   torchrun --nproc-per-node 2 --no-python attn-select bench --model llama-3-8b --dcp 2 --workload 1q1s128k
 
 A batch is written as requests, q and new tokens, s and all tokens: 64q1s4k is 64 requests that decode one token each
-over 4096. A time is that of one layer, its write of the cache included: the median of rounds in which the backends take
+over 4096. A time is for one layer, its write of the cache included: the median of rounds in which the backends take
 turns, on a cold L2 cache. `behind` compares with the fastest. `roofline` is the share of the speed that the device's
 measured copy and matmul rates allow. `error` is relative to float64. Times are kept in the user's cache folder, where
 decisions with a workload find them, or in the file of --output. With --dcp N torchrun starts N processes, one for each
-GPU, that share each request's cache: a time is the slowest one's.
+GPU, that share each request's cache: the slowest GPU's time counts.
 
 Exit code: 0 every batch has a time, 1 one has none or an error is above its bound, 2 wrong input, 130 interrupted.
 """

@@ -200,7 +200,7 @@ class Bench:
         rules: as in ``select``.
         rounds: most rounds per batch.
         progress: called with a text whenever something new begins.
-        ranks: those that share the layers' caches; each of them measures the same, and a time is the slowest one's.
+        ranks: all that share the layers' caches. Each rank measures the same, and the slowest rank's time counts.
 
     Attributes:
         device: this machine's.

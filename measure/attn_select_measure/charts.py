@@ -177,7 +177,7 @@ def in_page(svg: str, name: str, text: str) -> str:
     """Return a ``PAGE`` chart as an element of a page.
 
     Args:
-        name: makes the identifiers within the element unlike those of other charts; letters, digits and hyphens.
+        name: makes the identifiers within the element unlike other charts'; letters, digits and hyphens.
         text: says what the chart shows, for those who do not see it.
     """
     found = svg[svg.index("<svg") :]

@@ -26,7 +26,7 @@ def measured_lines(path: Path, gpu: str | None = None) -> Stored:
 
 
 def every_measurement(named: Sequence[str | os.PathLike[str]] = (), gpu: str | None = None) -> Stored:
-    """Return the measurements of ``measured_files``, then those of every file that decisions read.
+    """Return the measurements of ``measured_files``, then of every file that decisions read.
 
     Raises:
         MeasurementError: a named file does not exist, or is a folder.

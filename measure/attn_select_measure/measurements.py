@@ -25,8 +25,8 @@ Examples:
   attn-select measurements fit --gpu h100
   attn-select measurements import --model llama-3-8b --gpu b200
 
-Times are measured by `attn-select bench`. Without FILE every file is read: those that the packaged models were fitted
-to, those of your cache folder, and those that ATTN_SELECT_MEASUREMENTS names.
+Times are measured by `attn-select bench`. Without FILE every file is read: the ones that packaged models were fitted
+to, the ones in your cache folder, and the ones that ATTN_SELECT_MEASUREMENTS names.
 """
 
 _files = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path())
@@ -195,7 +195,7 @@ Examples:
   attn-select measurements import --num-heads 32 --num-kv-heads 8 --head-size 128 --gpu l40s --output l40s.jsonl
   attn-select measurements import --labels
 
-The tables are those of aiconfigurator-core: pip install 'attn-select-measure[tables]'. Times of other engines'
+The tables come from aiconfigurator-core: pip install 'attn-select-measure[tables]'. Times of other engines'
 own kernels and of whole modules are left out; --labels says which and why. docs/times-model.md describes the tables.
 """,
 )
@@ -313,7 +313,7 @@ def _problem(problem: Any) -> dict[str, Any]:
 
 
 def _kernel(measurement: Measurement) -> str:
-    """Return the kernel's name, or those of both phases."""
+    """Return the kernel's name, or the names of both phases."""
     names = measurement.kernel
     same = len(set(names.values())) == 1
     return next(iter(names.values())) if same else ", ".join(f"{phase} {names[phase]}" for phase in sorted(names))

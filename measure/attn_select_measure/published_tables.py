@@ -2,7 +2,7 @@
 
 That package (Apache-2.0, NVIDIA) holds times that its authors measured through vLLM, SGLang and TensorRT-LLM, as
 parquet files. ``table_labels.json`` says which of their kernels are kernels of a backend here, and why others are
-left out. The times are those of repeated runs on the same data, so that what fits into the L2 is read from there.
+left out. The times come from repeated runs on the same data, so that what fits into the L2 is read from there.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def gpu_of(path: Path) -> Device | None:
 def read_table(
     path: Path, framework: str, version: str, package_version: str, known: Sequence[Label] | None = None
 ) -> Table:
-    """Read one parquet file; arguments and result are those of ``from_columns``.
+    """Read one parquet file; arguments and result as ``from_columns`` has them.
 
     Raises:
         MeasurementError: the file lacks a column, or ``pyarrow`` is not installed.

@@ -18,7 +18,7 @@ MOST_REGIONS = 6
 _LEAST_GAIN = 0.001
 """What a box has to win, as a mean over all cells: a rule that nobody would miss is not written."""
 _LEAST_CHANGE = 0.002
-"""What new regions have to win over those in force, as a mean over all cells."""
+"""What new regions have to win over the regions in force, as a mean over all cells."""
 _PLAIN = 0.95
 """The share of its gain that a box keeps where a bound is left out for plainness."""
 _AHEAD = math.log1p(TIE)
@@ -52,7 +52,7 @@ class Region:
         times: microseconds by backend of that batch.
         against: the backend that the first one is compared with there.
         decided: measured batches in which this region decides.
-        right: those of them in which its first backend is the fastest, or within a tie of it.
+        right: the batches in which its first backend is the fastest, or within a tie of it.
     """
 
     order: list[str]
@@ -96,7 +96,7 @@ def find_regions(
     Args:
         tuning: what was measured.
         weighted: batches with their shares that the first region's order is for, in place of the whole domain.
-        order: of the first region, in place of that of the mean times.
+        order: of the first region, in place of the order of mean times.
         present: regions that are in force; where they lose hardly more than the new ones, they are returned instead, so
             that noise alone changes no rule.
     """
@@ -115,7 +115,7 @@ def find_regions(
 
 
 def _count(regions: Sequence[Region], measured: Mapping[BatchShape, Times]) -> None:
-    """Count for every region the measured batches in which it decides, and those in which it is right."""
+    """Count for every region the measured batches in which it decides, and the batches in which it is right."""
     for batch, times in measured.items():
         region = next((each for each in reversed(regions) if each.holds(batch)), None)
         if region is not None and region.order[0] in times and len(times) > 1:

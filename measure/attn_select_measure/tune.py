@@ -22,11 +22,11 @@ Examples:
   attn-select tune --model gpt-oss-120b --workload chat --yes
   attn-select tune --num-heads 32 --num-kv-heads 8 --head-size 128 --batch 1-64 --seq-len 1k-32k --file h100.toml
 
-Batches are chosen where the order of the backends is least sure. Times are kept as those of `attn-select bench` are;
+Batches are chosen where the order of the backends is least sure. Times are kept as `attn-select bench` keeps its own;
 a tune that is stopped, or run again, goes on from there. Packaged times of this GPU and these versions count too, if
 three of their batches take as long here. The rules name this GPU and the libraries' versions, so that
 they lapse with them. Some batches judge the rules and take no part in making them: their regret, the time of the chosen
-backend over the best one's, is printed.
+backend over the best time, is printed.
 
 After an interrupt, rules are made of the layers and phases that were measured often enough.
 

@@ -41,7 +41,7 @@ _MEMORY_SHARE = 0.7
 """Batches that move more than this share of the device's memory are left out."""
 _MOST_NEW_TOKENS, _MOST_TOKENS = 1 << 15, 1 << 20
 """New tokens and tokens of all requests of a batch, where neither ranges nor a workload are asked for: what a model's
-layers share the memory for. Times of larger batches would say little of those that a service has."""
+layers share the memory for. Times of larger batches would say little of a service's batches."""
 _BATCH_SECONDS = 2.0
 """Most seconds of timing for one batch."""
 _WORSE = 1.005
@@ -151,7 +151,7 @@ class Tuner:
         bench: measures.
         file: where times are kept; what it holds of the same layers, kernels and versions is not measured again.
             Packaged times of these count too, once some of their batches were measured here and took as long.
-        backends: those that take part; none: every valid one.
+        backends: the ones that take part; none: every valid one.
 
     Attributes:
         layers: what was added.
@@ -291,9 +291,11 @@ class Tuner:
                 yield one
 
     def run(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Measure until the time is over, no batch would change a rule, or it is interrupted: first what every layer
-        and phase needs, one after the other, so that those that are reached get rules; then what each is least sure of,
-        in turn."""
+        """Measure until the time is over, no batch would change a rule, or it is interrupted.
+
+        First comes what every layer and phase needs, one after the other, so that the layers that are reached get
+        rules; then, in turn, what each is least sure of.
+        """
         deadline = time.monotonic() + seconds
         active = [layer for layer in self.layers if len(layer.tuning.backends) > 1]
         try:
@@ -404,9 +406,9 @@ class TunedLayer:
     Attributes:
         layer: what was measured.
         regions: first the one without bounds; none where too little was measured.
-        tables: the rules; those of an earlier tuning where nothing speaks against them.
+        tables: the rules; an earlier tuning's where nothing speaks against them.
         replaced: the rules of an earlier tuning.
-        regrets: over the held-out batches, the time of the first backend of the regions over the best one's.
+        regrets: over the held-out batches, the time of the first backend of the regions over the best time.
         any_batch: the same for the order of the first region alone, which counts where no workload is named.
         before: the same for the order of the rules that are in force without a workload.
         kept: why any batch outside the other regions keeps the order in force, so that it gets no rule; or None.

@@ -186,7 +186,7 @@ class Tuning:
         self._pool = [*grid, *between]
 
     def _between(self, grid: Sequence[BatchShape]) -> list[BatchShape]:
-        """Return batches between those of a grid: kernels favour powers of two, and requests know nothing of them."""
+        """Return batches between a grid's: kernels favour powers of two, and requests know nothing of them."""
         draw = random.Random(11)
         found: dict[BatchShape, None] = {}
         for batch in grid:

@@ -134,7 +134,7 @@ def choose(
     Their remedy is what brings a build that serves the layer: another value of a pin's option, or an install command.
 
     Args:
-        builds: those that the device can run, preferred first; at least one.
+        builds: the ones that the device can run, preferred first; at least one.
         environment: says what is installed.
         objections: returns what speaks against a build for the layer; nothing: the build serves it.
         pins: what the user's options fix.

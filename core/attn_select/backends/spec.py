@@ -222,7 +222,7 @@ class BackendPlan:
         cuda_graph: the level its metadata builder supports.
         workspace_bytes: scratch device memory that it reserves.
         host_us_per_shape: host time that the first step of each new shape takes, microseconds. It counts where times
-            order prefills, whose shapes are new in every step; those of decodes are few, and an engine warms them up.
+            order prefills, whose shapes are new in every step. Decodes have few shapes, and an engine warms them up.
         block_table_width_multiple: block tables are padded to a multiple of this many columns.
         provider: ``distribution (module)`` that the kernel comes from, where there is a choice.
         notes: further facts a user should know, one clause each.

@@ -113,7 +113,7 @@ def _batches(config: LayerConfig, workload: Workload | None) -> dict[Phase, list
 
 
 def asked(situation: Situation, config: LayerConfig, named: Iterable[str]) -> Answers:
-    """Put every known backend for attention, or for states, through the gate, and those that are asked for by name."""
+    """Put every known backend for attention, or for states, through the gate, and all that are asked for by name."""
     place = situation.device, situation.environment
     answers: dict[str, dict[Phase, BackendPlan | list[Reason]]] = {
         name: {phase: gate.check(spec, config, *place, situation.options[name], phase) for phase in config.phases}

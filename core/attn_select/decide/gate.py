@@ -184,7 +184,7 @@ def _against_sizes(capabilities: Capabilities, config: AttentionConfig) -> list[
 
 
 def _against_features(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:
-    """Return what speaks against the features that are asked for: first those that the backend lacks."""
+    """Return what speaks against the features that are asked for: first the features that the backend lacks."""
     lacked: list[Reason] = []
     limited: list[Reason] = []
     for feature, value in _asked_for(config):

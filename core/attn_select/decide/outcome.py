@@ -110,7 +110,7 @@ class Outcome(Generic[ConfigT]):
     def ranked(self, phases: Sequence[Phase]) -> list[Candidate]:
         """Return the candidates that are valid and ranked in all of these phases, the best first.
 
-        One that is selected for all of them leads; then ranks decide, those of the last phase before the first's.
+        One that is selected for all of them leads; then ranks decide, in the last phase before the first.
         """
         able: list[tuple[bool, int, int, Candidate]] = []
         for candidate in self.candidates:

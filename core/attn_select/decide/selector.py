@@ -119,7 +119,7 @@ def select_model(
     want different layouts or block sizes, the combination with the least time wins where times of all are known, else
     that with the least sum of ranks; where none fits all, each keeps its own and a warning says so. A block size that a
     config names is the pool's: a kind that cannot run with it has no backend, and its candidates say why. Arguments and
-    errors are those of ``select``.
+    errors as ``select`` has them.
 
     Raises:
         ConfigError: two configs of one pool name different block sizes.
@@ -184,7 +184,7 @@ def _rules(paths: tuple[str, ...], working_directory: bool = True) -> RuleSet:
 
 
 def rules_in_an_engine() -> RuleSet:
-    """Return the rules of a process that an engine owns: without those of the working directory, unless they are named.
+    """Return the rules of a process that an engine owns: without the working directory's rules, unless they are named.
 
     An engine is started anywhere. Cached as rules are for ``select``, whose argument ``rules`` takes them.
 

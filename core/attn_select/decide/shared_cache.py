@@ -44,7 +44,7 @@ def kernel_block_sizes(plans: PlansByBackend, block_size: int | None, kv_layout:
     """Return the kernel block size per backend that reads the cache; one for all where the layout ties them.
 
     Args:
-        plans: per backend those of the phases that it serves.
+        plans: per backend, by phase that it serves.
         block_size: tokens per block of the allocator; None without a cache.
         kv_layout: of the cache; None without.
 

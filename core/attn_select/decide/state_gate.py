@@ -13,7 +13,7 @@ from attn_select.machine.device import Device
 def state_reasons(
     capabilities: StateCapabilities, config: StateConfig, device: Device, missing: Sequence[Reason]
 ) -> list[Reason]:
-    """Return every reason of the capabilities against a layer, and those of missing libraries."""
+    """Return every reason against a layer: of the capabilities, and of missing libraries."""
     found: list[Reason] = []
     recurrences, dtypes, stored = capabilities.recurrences, capabilities.dtypes, capabilities.state_dtypes
     if config.recurrence not in recurrences.value:

@@ -33,7 +33,7 @@ class Adapter:
         distribution: of the adapter, ``attn-select-NAME``.
         engine: the engine's name, as people write it.
         version: of the installed engine.
-        releases: those that the adapter was run with. ``0.32`` stands for every 0.32.x, ``0.32.1`` for that alone.
+        releases: the ones that the adapter was run with. ``0.32`` stands for every 0.32.x, ``0.32.1`` for that alone.
         warn: where warnings go; ``warnings.warn`` unless the engine has a log of its own.
     """
 

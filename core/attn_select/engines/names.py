@@ -63,7 +63,7 @@ class EngineDefault:
         name: the engine's name.
         argument: as in ``EngineName``.
         when: conditions on the layer and the device.
-        architectures: patterns of the only models that it is for; empty: of all but those with a default of their own.
+        architectures: patterns of the only models that it is for; empty: all without a default of their own.
         arguments: what the engine sets with it.
         source: file and line of the engine.
     """
@@ -92,7 +92,7 @@ class EngineTable:
         adapter_kernels: conditions under which it brings a backend of attn-select's into the engine, by the name.
         mla_prefill: who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the
             prefill's in every phase (``for all``), or a backend per phase (``by phase``).
-        splits_blocks: whether a block may be any multiple of what a backend takes.
+        splits_blocks: whether a block may be any multiple of a backend's block size.
         arguments: by what they say: ``--flag``, ``VARIABLE=`` of the environment, or a dotted key of the file that the
             argument ``file`` names.
         kinds: the engine's names of layer kinds; empty where it takes one backend for all kinds.

@@ -12,7 +12,7 @@ def rests_on_our_times(selection: Selection, backend: str, phase: Phase, instead
 
     Then that place is not for an engine's kernel of the same name, of which nothing was measured. What a user asked for
     by name holds for that kernel too. So does a rule that no times made, which has no date ``measured``, and so does
-    the place of what nothing proves behind all others.
+    the place of unproved backends behind all others.
     """
     if selection.explicit.get(phase) == backend:
         return False

@@ -31,7 +31,7 @@ MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 class AttentionConfig:
     """One attention layer, per rank. Immutable and hashable.
 
-    Heads are those of one tensor-parallel rank; sizes are in elements, ``sliding_window`` and
+    Heads count on one tensor-parallel rank; sizes are in elements, ``sliding_window`` and
     ``block_size`` in tokens. With MLA (``kv_lora_rank`` set) ``head_size`` is
     ``kv_lora_rank + qk_rope_head_dim``, the width of the latent cache, and ``num_kv_heads`` is 1, as in
     vLLM; both are filled in when left out. dtypes are strings (``attn_select.layer.dtypes``); torch's own are accepted

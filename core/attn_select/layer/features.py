@@ -6,7 +6,7 @@ strategies all read this table. A new yes-or-no feature is
 - one row here,
 - one field of ``AttentionConfig``: ``name: bool = False``,
 - one fact of ``Capabilities``: ``name: Fact[bool] = Fact(False, "default")``,
-- and what backends do with it: those that have it declare the fact and honour the field when they run.
+- and what backends do with it: a backend that has it declares the fact and honours the field when it runs.
 
 Heads, sizes, dtypes, the kind of attention and the CUDA-graph level are not here: every layer has them.
 """

@@ -68,7 +68,7 @@ OF_RECURRENCE: Mapping[RecurrenceName, Recurrence] = {
 class StateConfig:
     """One layer that keeps a state, per rank. Immutable and hashable.
 
-    Heads are those of one tensor-parallel rank, sizes are in elements. dtypes are strings
+    Heads count on one tensor-parallel rank, sizes are in elements. dtypes are strings
     (``attn_select.layer.dtypes``); torch's own are accepted too.
 
     Raises:

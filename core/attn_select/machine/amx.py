@@ -131,7 +131,7 @@ def _read(path: Path | None) -> AmxState:
 
 
 def _keep(path: Path, state: str) -> None:
-    """Write the answer of this boot and remove those of others. A folder that cannot be written costs time alone."""
+    """Write this boot's answer and remove the answers of others. A folder that cannot be written costs time alone."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         for other in path.parent.iterdir():
@@ -149,7 +149,7 @@ def _tried(product: str, seconds: float) -> AmxState:
 def _may_fork() -> bool:
     """Whether a forked child can compute: it has none of the parent's threads, and none of its CUDA context.
 
-    Torch is imported for it. Native threads beyond numpy's own pool may be those of torch's parallel regions.
+    Torch is imported for it. Native threads beyond numpy's own pool may come from torch's parallel regions.
     """
     import torch
 

@@ -179,7 +179,7 @@ def _any_gpu(name: str, major: int, minor: int) -> Device:
 
 
 def _nearest_names(text: str) -> list[str]:
-    """Return up to three canonical names: those that go on where ``text`` ends, then those that look like it."""
+    """Return up to three canonical names: first names that go on where ``text`` ends, then names that look like it."""
     spellings, folded = {**_by_folded_name(), "cpu": CPU}, _fold(text)
     if len(folded) < 3:  # too short to look like anything
         return []

@@ -99,7 +99,7 @@ def sparse_mla_reference(
 ) -> tuple[Tensor, Tensor]:
     """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form.
 
-    The indexer chooses the tokens and leaves out those of the future: there is no mask here.
+    The indexer chooses the tokens and leaves out the future ones: there is no mask here.
 
     Args:
         query: absorbed, ``(T, H, R + Pr)``.

@@ -48,7 +48,7 @@ class Document:
     """What one file says; empty where it could not be understood.
 
     Attributes:
-        rules: those that are sound.
+        rules: the sound ones.
         options: by backend.
         named: per backend that a broken rule names: file, line, the rule in words, the name.
     """

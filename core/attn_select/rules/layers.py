@@ -1,4 +1,4 @@
-"""Finds, reads and merges rules files, from the packaged ones to those of ``--rules``."""
+"""Finds, reads and merges rules files, from the packaged ones to the files of ``--rules``."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def load_rules(
     instead: Instead = _NOTHING_INSTEAD,
     working_directory: bool = True,
 ) -> RuleSet:
-    """Read and merge every layer; ``fragments`` are those of the registered plugins.
+    """Read and merge every layer; ``fragments`` come from the registered plugins.
 
     Without ``working_directory`` its file is not looked for. A file that ``instead`` has a content for counts as there,
     with that content.

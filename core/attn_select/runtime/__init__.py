@@ -71,7 +71,7 @@ def attention_group(
         context_parallel: the ranks that share the cache; every one of them makes the group.
 
     Raises:
-        ConfigError: ``selection`` is none; besides, those of the class.
+        ConfigError: ``selection`` is none; besides, what the class raises it for.
     """
     if not isinstance(selection, Selection):
         text = f"selection = {show(selection)}: accepted is what attn_select.select returns"

@@ -101,7 +101,7 @@ class BlockPool:
         return tuple(added)
 
     def share_prefix(self, source: RequestId, request: RequestId, num_tokens: int) -> tuple[int, ...]:
-        """Start a new request on the first ``num_tokens`` tokens of another one's cache. Returns the shared block ids.
+        """Start a request on another one's first ``num_tokens`` tokens in the cache. Returns the shared block ids.
 
         Only whole blocks can be shared, since the requests write different tokens behind the prefix.
 

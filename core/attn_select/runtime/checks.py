@@ -61,7 +61,7 @@ def check_shapes(common: CommonAttentionMetadata, config: AttentionConfig, block
     if table.dtype is not torch.int32 or table.ndim != 2 or table.shape[0] != count:
         text = f"block_table_tensor is {_kind(table)}: accepted is torch.int32 (num_reqs = {count}, blocks)"
         raise BatchError(text)
-    # In cross-attention the slots are those of the encoder's tokens.
+    # In cross-attention the slots hold the encoder's tokens.
     least = 0 if config.attn_type == "encoder_decoder" else common.num_actual_tokens
     if slots.dtype is not torch.int64 or slots.ndim != 1 or slots.shape[0] < least:
         text = f"slot_mapping is {_kind(slots)}: accepted is torch.int64, a slot for each of {least} tokens"

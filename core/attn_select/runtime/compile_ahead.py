@@ -20,7 +20,7 @@ _compiled: set[Hashable] = set()
 def stand_in(selection: Selection[Any], *arguments: Any, **options: Any) -> Attention | MLAAttention:
     """Return a layer of a group of its own, whose weights say nothing: what is compiled for it, others launch.
 
-    Arguments and errors are those of ``attention_group``.
+    Arguments and errors as ``attention_group`` has them.
     """
     config = selection.config
     group = attention_group(selection, *arguments, **options)

@@ -23,10 +23,10 @@ class Dispatch:
     """The backends that take turns.
 
     Attributes:
-        plans: of all of them, those of the chosen backends first.
+        plans: of all backends, the chosen ones first.
         specs: by name.
         choice: which runs a step.
-        candidates: per phase those that take turns, the chosen one first; fewer than two: it runs all of them.
+        candidates: per phase the backends that take turns, the chosen one first; fewer than two: it runs all of them.
         left_out: per phase why others do not take part, a clause each.
     """
 
@@ -59,7 +59,7 @@ def check_dispatch(dispatch: str | None, config: AttentionConfig) -> None:
 
 
 def make_dispatch(selection: Selection, chosen: PlansByBackend, fits: Callable[[PlansByBackend], bool]) -> Dispatch:
-    """Return the backends that take turns with those of a selection, and the choice between them.
+    """Return the backends that take turns with a selection's backends, and the choice between them.
 
     Args:
         selection: made with a workload.

@@ -117,7 +117,7 @@ class SparseIndexer:
 
         Returns:
             ``topk_indices`` for ``MLAAttention.forward``: physical slots of the latent cache in any order, -1 behind a
-            token's last one. A token's own slot is among those that it may choose.
+            token's last one. A token may choose its own slot, too.
 
         Raises:
             BatchError: another group built the metadata, or an argument has a shape or dtype that is not accepted.

@@ -68,7 +68,7 @@ class InstalledBuild:
         Args:
             name: of the function.
             positional: the parameters that are passed by position, in order.
-            keywords: those that are passed by name, or may be.
+            keywords: the parameters that are passed by name, or may be.
             module: where the function is; ``build.module`` by default.
 
         Raises:

@@ -28,7 +28,7 @@ class LayerGroup(ABC):
 
     Args:
         selection: of the layers.
-        loaded: the backends that run the layers; where steps run in parts, those of the part that reads the cache.
+        loaded: the backends that run the layers; where steps run in parts, the part that reads the cache.
         capacity: bounds of a batch; None: the bounds that the backends were loaded for.
         block_size: tokens per block of the batches' tables; None: the cache has the same.
         cache: the KV cache of the layers; None: the one that the loaded backends share.

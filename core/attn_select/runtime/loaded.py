@@ -34,7 +34,7 @@ class LoadedBackends:
         device: where the layers run.
         capacity: bounds of a batch.
         cuda_graphs: whether steps will be captured.
-        by_name: every backend, those that take turns with the selection's included.
+        by_name: every backend, also the ones that take turns with the selection's.
         served: the selection's backends per phase; the same object in both where one serves both.
         unified: whether one backend serves every phase that the layers have.
         ways: which backend computes which phase of a step.

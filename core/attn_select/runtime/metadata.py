@@ -54,7 +54,7 @@ class CommonAttentionMetadata:
         block_size: tokens per block of ``block_table_tensor``; ``prepare_batch`` takes it from the table. A group
             refuses a batch of another block size than its own. None: unknown, and nothing is compared.
         num_decodes: how many of the first requests are decodes, where their query lengths do not say it: what a prefill
-            has in one chunk of ``attention_chunk_size`` may be as short as a decode. None: those with short queries.
+            has in one chunk of ``attention_chunk_size`` may be as short as a decode. None: all with short queries.
         num_keys: the sum of ``seq_lens``, which ``prepare_batch`` fills in. None: whoever asks sums ``seq_lens_cpu``.
         lead: the lengths on the host, the first equal queries together, which ``prepare_batch`` fills in where a query
             is longer than one token. None: whoever asks reads the ``_cpu`` copies, which takes longer.
@@ -98,7 +98,7 @@ class CommonAttentionMetadata:
     def requests(self, first: int, last: int) -> CommonAttentionMetadata:
         """Return the batch of requests ``first .. last - 1`` alone, as views. No device synchronisation.
 
-        Its tokens are those from ``query_start_loc_cpu[first]`` on, and its ``slot_mapping`` is cut likewise. In
+        Its tokens begin at ``query_start_loc_cpu[first]``, and its ``slot_mapping`` is cut likewise. In
         cross-attention the slots belong to the encoder's tokens: take them from the whole batch there.
         """
         if first == 0 and last == self.num_reqs:

@@ -23,7 +23,7 @@ class ContextChunk:
     """Cached context of n prefilling requests, neighbours in the batch: all of it, or the part that fits the workspace.
 
     Attributes:
-        rows: their tokens among those of all prefills.
+        rows: their tokens among the tokens of all prefills.
         block_table: int32 ``(n, W)`` on the device, in the cache's blocks.
         starts: int32 ``(n,)`` on the device, first position of each request's part.
         start_loc: int32 ``(n + 1,)`` on the device, prefix sums of the parts' lengths (0 where there is no context).

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PROGRAMS = 256
-"""Programs of a kernel that meet those of the same number on the other ranks, at most."""
+"""The most programs of a kernel that meet the programs of the same number on the other ranks."""
 ALIGNED = 256
 """Bytes: each part of the memory begins at a multiple."""
 
@@ -22,7 +22,7 @@ class RankLayout:
     Attributes:
         ranks: of the group.
         tokens: the most of a step.
-        heads: query heads of a partial result, those of all ranks.
+        heads: query heads of a partial result: the heads of all ranks.
         query_width: of a gathered query; 0 where none are gathered.
         width: of a result.
         dtype: of queries and results.

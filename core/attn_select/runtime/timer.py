@@ -74,7 +74,7 @@ def _wall_time(call: Call) -> float:
 
 
 def medians(rounds: Iterator[dict[Name, float]], count: int) -> dict[Name, float]:
-    """Return the median of each call's time over ``count`` rounds behind those of the warm-up."""
+    """Return the median of each call's time over ``count`` rounds after the warm-up's rounds."""
     taken = [*islice(rounds, WARM_UP_ROUNDS, WARM_UP_ROUNDS + count)]
     return {name: statistics.median(found[name] for found in taken) for name in taken[0]}
 

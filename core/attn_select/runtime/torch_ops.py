@@ -213,7 +213,7 @@ def merge_attn_states(
         prefix_lse, suffix_lse: float32 ``(T, H)``, natural logarithm.
         output_lse: float32 ``(T, H)``, written where given; may be one of the partial LSEs.
     """
-    # Weights relative to the larger LSE are exact to a rounding, however large both are; that of the larger is 1.
+    # Weights relative to the larger LSE are exact to a rounding, however large both are; the larger one has weight 1.
     most = torch.maximum(prefix_lse, suffix_lse)
     most = most.masked_fill(most.isneginf(), 0.0)
     merged = total = torch.zeros((), dtype=torch.float32, device=output.device)
@@ -298,7 +298,7 @@ def gather_rank_heads(rows: Tensor, memory: RankMemory, kv_heads: int) -> Tensor
 def merge_rank_memory(
     output: Tensor, output_lse: Tensor | None, sinks: Tensor | None, memory: RankMemory, kv_heads: int, sharded: bool
 ) -> None:
-    """Wait until all ranks have their partial results in their memory, and merge those of this rank's heads.
+    """Wait until all ranks have their partial results in their memory, and merge the results of this rank's heads.
 
     Args:
         output: ``(T, H, Dv)``, written.

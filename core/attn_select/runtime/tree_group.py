@@ -36,7 +36,7 @@ class DraftTreeMetadata(AttentionMetadata):
     Attributes:
         plain: what the kernel computes alone: prefills, or the whole step where it has no tree; None if there is none.
         context: the decodes against what was cached before this step; None where nothing was.
-        num_decode_tokens: the first tokens, which are those of trees.
+        num_decode_tokens: the first tokens, which belong to trees.
         own: int64 ``(num_decode_tokens, M)``, the tokens of this step that belong to the token's
             request. Columns behind the request's last token hold any token.
         visible: bool ``(num_decode_tokens, M)``: which of these tokens it sees.
@@ -59,7 +59,7 @@ class DraftTreeGroup(LayerGroup):
         plain, context: the groups of the two kinds of batches that the kernel is given; each has its own builders.
 
     Raises:
-        ConfigError: besides those of ``AttentionGroup``: dispatch is asked for.
+        ConfigError: as ``AttentionGroup``, and: dispatch is asked for.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class DraftTreeGroup(LayerGroup):
         return self._metadata_of(common, context.parts, context=context, **self._trees_of(common))
 
     def _context_of(self, decodes: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return decodes as a batch whose keys are those that were cached before this step, all of them seen."""
+        """Return decodes as a batch over the keys that were cached before this step, all of them seen."""
         lens = (decodes.seq_lens - decodes.query_start_loc.diff()).clamp_min_(0)
         return replace(
             decodes,

@@ -27,7 +27,7 @@ class VirtualBatches:
 
     Args:
         chunk_size: tokens of a chunk, a multiple of ``context.block_size``.
-        context: of the backend; its ``max_num_seqs`` and ``max_model_len`` are those of the cut batches. With CUDA
+        context: of the backend; its ``max_num_seqs`` and ``max_model_len`` bound the cut batches. With CUDA
             graphs the tensors of a cut batch keep their addresses.
         width_multiple: block tables have a multiple of this many columns.
     """

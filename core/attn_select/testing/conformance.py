@@ -84,7 +84,7 @@ class BackendConformance:
         environment: the libraries to judge by; None: this machine's, or all with a ``gate_device`` that is not here.
         options: the ``[backends.NAME]`` table.
         rows_without_keys: a request without keys (padding of a CUDA graph) gives output 0 and LSE -inf.
-        exact_alibi_lse: with ALiBi the LSE is that of ``slope * -distance``; False: the kernel adds a constant to each
+        exact_alibi_lse: with ALiBi the LSE counts ``slope * -distance``; False: the kernel adds a constant to each
             row, so the LSE is not compared.
         fp8_cache_steps: how many FP8 numbers lie between a written one and the right one at most (1 where the kernel
             multiplies by the inverse of the scale).
@@ -144,7 +144,7 @@ class BackendConformance:
                 self._tally["run"] += 1
 
     def test_configs_that_are_not_run(self) -> None:
-        """The gate is right about configurations that are not run, and marks those that nothing can run."""
+        """The gate is right about configurations that are not run, and marks the ones that nothing can run."""
         left_out = {case.index: self._left_out(case) for case in self._cases()}
         tested = set(self._to_run(left_out))
         for case in self._cases():

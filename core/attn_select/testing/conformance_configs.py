@@ -99,7 +99,7 @@ def with_known_key(spec: BackendSpec, seed: int, case: Case, known: AttentionCon
 
 
 def own_fields(config: AttentionConfig) -> Fields:
-    """Return the fields that a configuration was made with, without those that MLA fills in."""
+    """Return the fields that a configuration was made with, without the fields that MLA fills in."""
     fields = config.model_dump(exclude_defaults=True)
     for name in ("head_size", "num_kv_heads") if config.mla else ():
         fields.pop(name, None)

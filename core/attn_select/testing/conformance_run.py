@@ -72,7 +72,7 @@ class Batches:
         kv_layout: of its cache; None without.
         block_size: the allocator's, in tokens.
         device: where tensors go.
-        phases: those that are served; requests are of no other.
+        phases: the phases that are served; requests are of no other.
         longest_decode: queries up to this many tokens are decodes.
         in_order: decodes come first.
         whole_prompts: a prefill has no cached context, since its parts could not be merged.

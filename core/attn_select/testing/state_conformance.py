@@ -44,7 +44,7 @@ class StateConformance:
         num_configs: layers to draw and run.
         steps: of each layer.
         longest: tokens of the longest chunk of a prompt.
-        sizes: widths of heads to draw from, those that are accepted.
+        sizes: accepted widths of heads to draw from.
         device: where tensors live.
         gate_device: what the gate judges for; None: ``device``. With another than the machine's, kernels are emulated.
         environment: the libraries to judge by; None: all.

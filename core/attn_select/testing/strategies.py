@@ -88,7 +88,7 @@ def environments(
     """Draw an environment in which some of ``libraries`` are missing and versions are pinned or unknown.
 
     Args:
-        libraries: those that may be missing.
+        libraries: the ones that may be missing.
         versions: versions to pin, by distribution.
         stated: further arguments of ``environment_of``.
     """

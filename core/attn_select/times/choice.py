@@ -61,7 +61,7 @@ class Rival:
         spec: the backend.
         plan: how it would run.
         series: where its times come from; all rivals of a phase have the same.
-        model: predicts its steps, those of the other phase included; None where no model was fitted.
+        model: predicts its steps in both phases; None where no model was fitted.
     """
 
     spec: BackendSpec
@@ -80,7 +80,7 @@ class EvidenceUsed:
         phases: what times did, per phase.
         time_us: mean time of one layer's step over the whole workload with the chosen backends, microseconds; None
             where not all of it is known from one series.
-        rivals: per phase in which times could decide, the chosen candidate and those that compare with it, best first
+        rivals: per phase in which times could decide, the chosen candidate and all that compare with it, best first
             by rules.
         series: where ``time_us`` comes from.
     """

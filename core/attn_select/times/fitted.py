@@ -1,4 +1,4 @@
-"""Fitted models of time: packaged ones, and those that ``attn-select-measure`` fitted to the user's own times.
+"""Fitted models of time: packaged ones, and models that ``attn-select-measure`` fitted to the user's own times.
 
 A packaged model stands in a file of its GPU, with everything that is needed to judge what it predicts. One of the
 user's own is found by a digest of all that it was made from: the points, the layer, the device and the code that
@@ -146,6 +146,6 @@ def _digest(content: bytes) -> bytes:
 
 @cache
 def code() -> str:
-    """Return a digest of the code that predicts: another release's models are not this one's."""
+    """Return a digest of the code that predicts: the models of another release do not count."""
     folder = Path(__file__).parent
     return hashlib.sha256(b"".join([(folder / name).read_bytes() for name in _CODE])).hexdigest()

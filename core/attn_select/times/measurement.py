@@ -32,7 +32,7 @@ class Measurement:
         gpu: the full name as the driver says it (``NVIDIA H200``), or what ``cpu`` is.
         compute_capability: ``9.0``, or ``cpu``.
         driver: version of the NVIDIA driver; None without one, and where a table does not say.
-        libraries: version by distribution: those that the kernel comes from, torch, and the plugin.
+        libraries: version by distribution: the kernel's libraries, torch, and the plugin.
         backend: its name.
         kernel: the stable name of the plan's kernel for each phase that the batch has.
         config: the fields of the layer that change a kernel's time (``attn_select.times.timed_layer``).

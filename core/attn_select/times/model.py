@@ -116,7 +116,7 @@ class TimeModel:
         layer: the kind of layer.
         sm_count: multiprocessors of the device.
         longest_decode: new tokens up to which a request is a decode; 0 for encoders, which have none.
-        decode: the curve of decodes, those of speculative decoding included; None: too few were measured.
+        decode: the curve of decodes, speculative ones included; None: too few were measured.
         prefill: the curve of prefills; None: too few were measured.
         overlap: ``m`` of ``(prefill^m + decode^m)^(1/m)`` in batches with both: 1 adds the times.
         shared_us: of both times, what a batch with both takes once: the start, where one launch runs it. It is added

@@ -1,6 +1,6 @@
 """Files of measurements: where they are, reading them, and appending to one.
 
-Read are those of the user's cache folder, those that ``ATTN_SELECT_MEASUREMENTS`` names, and those that a caller names.
+Read are the user's cache folder, the files that ``ATTN_SELECT_MEASUREMENTS`` names, and the files that a caller names.
 A line that is corrupt is reported and skipped. Of packaged times the models are packaged
 (``attn_select.times.fitted``).
 """

@@ -1,7 +1,7 @@
 """What of a batch a kernel's time depends on: totals of its work, its tiles and waves, and its longest request.
 
-Work is counted request by request and summed, so that batches of unequal requests have features like those of equal
-ones. Where a batch holds prefills and decodes, each phase's requests have features of their own.
+Work is counted request by request and summed, so that unequal requests are described as equal ones are. Where a batch
+holds prefills and decodes, each phase's requests have features of their own.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class PhaseWork:
         return self.config.sliding_window is not None or self.config.attention_chunk_size is not None
 
     def merges_context(self, groups: Sequence[RequestGroup]) -> bool:
-        """Whether prefills read keys of earlier steps by products and launches of their own, as those of MLA do."""
+        """Whether prefills read keys of earlier steps by products and launches of their own, as prefills of MLA do."""
         return self.config.mla and not self.decode and any([group.seq_len > group.query_len for group in groups])
 
     def coordinates(self, groups: Sequence[RequestGroup], cold_share: float, whole: bool = False) -> Coordinates:

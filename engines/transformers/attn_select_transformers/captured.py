@@ -29,7 +29,7 @@ class Fixed:
     """The layers of one kind in one group of the engine's cache.
 
     Attributes:
-        kernels: those of the layers whose tensors keep their addresses, whichever thread captures or replays.
+        kernels: of the layers whose tensors keep their addresses, whichever thread captures or replays.
         batch: the step's batch there.
         layer: one of the layers.
         metadata: of the step, or of the capture.

@@ -114,7 +114,7 @@ def _drafts(vllm_config: Any) -> int:
     """
     speculative = vllm_config.speculative_config
     drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
-    # vLLM's first runner appends the drafts that are made at once to those that are verified.
+    # vLLM's first runner appends the drafts that are made at once to the drafts that it verifies.
     appends = getattr(speculative, "parallel_drafting", False) and not vllm_config.use_v2_model_runner
     return 2 * drafts if appends else drafts
 

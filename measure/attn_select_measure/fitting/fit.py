@@ -189,7 +189,7 @@ def _thinned(places: Sequence[tuple[float, ...]], left: Sequence[float]) -> _Int
 def _interpolated(
     places: Sequence[tuple[float, ...]], left: Sequence[float], noise: NDArray[np.float64]
 ) -> _Interpolated:
-    """Return the deviations between batches; ``noise`` is the variance of each one's own, as ``_NOISE``."""
+    """Return the deviations between batches; ``noise`` is the variance of each batch itself, as ``_NOISE``."""
     apart = cdist(places, places)
     most = 2 * apart.max() + 1  # the variance of the mean deviation: enough to let the points decide on it
     factor = cho_factor(most - apart + np.diag(noise))

@@ -1,4 +1,4 @@
-"""Which batches to measure, or to keep of many: those that lie farthest from each other."""
+"""Which batches to measure, or to keep of many: the ones that lie farthest from each other."""
 
 from __future__ import annotations
 

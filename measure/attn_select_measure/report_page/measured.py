@@ -106,7 +106,7 @@ class TimedOn:
 
 
 def read_times(files: Sequence[str], alone: bool) -> Stored:
-    """Return the measurements in the named files, and unless ``alone`` those that decisions read too."""
+    """Return the measurements in the named files, and unless ``alone`` in the files that decisions read too."""
     if alone:
         return read_measurements([file for file in measurement_files(files) if file.kind == "named"])
     return every_measurement(files)

@@ -15,6 +15,6 @@ from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
 
 @hookimpl
 def attn_select_register_backends() -> list[BackendSpec]:
-    """Return the specs of ``FLASHINFER``, of the backends of MLA layers, and of those of layers that keep a state."""
+    """Return the specs of ``FLASHINFER``, and of the backends for MLA layers and for layers that keep a state."""
     mla = [FLASHINFER_MLA, FLASHINFER_MLA_CUTE_DSL, FLASHINFER_MLA_SPARSE]
     return [FLASHINFER, *mla, FLASHINFER_GDN, FLASHINFER_KDA, FLASHINFER_MAMBA]

@@ -150,7 +150,7 @@ def configs_from_model(
 ) -> LayerKinds:
     """Return the distinct layers of a model, each with what it asks for per tensor-parallel rank.
 
-    Layers of attention ask for an ``AttentionConfig``, those that keep a state for a ``StateConfig``.
+    Layers of attention ask for an ``AttentionConfig``, layers that keep a state for a ``StateConfig``.
 
     Nothing is downloaded, nothing in a config is executed, and neither torch nor transformers is imported::
 

@@ -1,6 +1,6 @@
 """The local cache of the Hugging Face Hub: where a repository's ``config.json`` lies. Nothing is downloaded.
 
-The folders are those of huggingface_hub ("Understand caching" in its documentation; ``constants.py``):
+The folders are huggingface_hub's ("Understand caching" in its documentation; ``constants.py``):
 ``models--ORG--NAME/refs/REVISION`` holds a commit, ``models--ORG--NAME/snapshots/COMMIT/`` the files.
 """
 
@@ -43,7 +43,7 @@ def find_repository(name: str) -> str | None:
 
 
 def config_in(folder: str) -> str:
-    """Return the ``config.json`` in a repository's cache folder: that of ``main``, else of the only snapshot.
+    """Return the ``config.json`` in a repository's cache folder: of ``main``, else of the only snapshot.
 
     Raises:
         ModelError: it holds none, or ``main`` is not there and several other revisions are.

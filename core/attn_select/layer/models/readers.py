@@ -84,7 +84,7 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
 
 
 def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[str], total: int) -> None:
-    """Name the layers that no config describes, and those that have neither attention nor a state."""
+    """Name the layers that no config describes, and the layers that have neither attention nor a state."""
     without = Counter({kind: count for kind, count in left_out.items() if kind in types.NO_ATTENTION})
     lacking = left_out - without
     named = ", ".join(f"{count} {_what_it_is(kind)}" for kind, count in left_out.items())

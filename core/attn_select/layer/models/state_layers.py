@@ -1,6 +1,6 @@
 """The layers of a model that keep a state instead of keys and values: which recurrence, and its sizes.
 
-Fields are those of transformers' config classes (5.23.0), each with the module that reads it.
+Fields are named as in transformers' config classes (5.23.0), each with the module that reads it.
 """
 
 from __future__ import annotations

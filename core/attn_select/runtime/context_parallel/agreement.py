@@ -14,7 +14,7 @@ MOST = 300
 
 
 def agree(collectives: Collectives, what: str, facts: Mapping[str, str], problem: str | None = None) -> None:
-    """Compare facts with those of all other ranks. Synchronises.
+    """Compare facts with the facts of all other ranks. Synchronises.
 
     Args:
         what: what the facts belong to, in an error.

@@ -19,7 +19,7 @@ from attn_select.times.ranks import MOST_SHARED_BYTES, shared_tokens
 WAYS = ("ag_rs", "a2a", "symm")
 """``ag_rs``: the LSEs are gathered, each rank scales its outputs by its weights, and the outputs are summed while they
 are scattered: two collectives, and the sum is rounded in the outputs' dtype. ``a2a``: outputs and LSEs are exchanged
-head by head in one message, and each rank merges those of its own heads in float32.
+head by head in one message, and each rank merges the results of its own heads in float32.
 ``symm``: heads and results lie in memory that all ranks read and write, so neither takes a collective; steps of more
 tokens than it holds go by ``a2a``."""
 ALIGNED = 16

@@ -70,7 +70,7 @@ class ContextParallelGroup(LayerGroup):
         shared, own: the two parts; ``own`` is None where no step has queries of more than one token.
 
     Raises:
-        ConfigError: besides those of ``AttentionGroup``: the selection was made for another number of ranks, or
+        ConfigError: as ``AttentionGroup``, and: the selection was made for another number of ranks, or
             ``interleave`` does not divide the block size.
         RankError: another rank cannot make its group, or made another one.
     """

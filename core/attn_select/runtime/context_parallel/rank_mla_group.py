@@ -3,7 +3,7 @@
 Decodes run on latents, with the absorbed queries of all ranks' heads against this rank's share, and the ranks merge
 their results by LSE. Each query is a request of its own, since the queries of one request see different parts of a
 share. Prefills run by this rank's own heads: the cached context is gathered from all ranks, chunk by chunk. With sparse
-MLA all queries are decodes, each over those of the chosen tokens that lie here.
+MLA all queries are decodes, each over the chosen tokens that lie here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         merged_width: of partial results when they are merged: of a latent, or of a value.
 
     Raises:
-        ConfigError: besides those of ``MLAAttentionGroup``: the selection was made for another number of ranks, or
+        ConfigError: as ``MLAAttentionGroup``, and: the selection was made for another number of ranks, or
             ``interleave`` does not divide the block size.
         RankError: another rank cannot make its group, or made another one.
     """
@@ -203,7 +203,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         return self.metadata_of(common, slots, [part])
 
     def own_slots(self, topk_indices: Tensor) -> Tensor:
-        """Return those of the chosen slots that lie on this rank, in its cache, -1 behind a token's last one."""
+        """Return the chosen slots that lie on this rank, in its cache, -1 behind a token's last one."""
         return self.shares.chosen(topk_indices)
 
     def num_slots(self, kv_cache: Tensor) -> int:

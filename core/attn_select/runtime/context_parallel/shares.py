@@ -54,7 +54,7 @@ class Shares:
         return tokens // row * self.interleave + min(max(rest, 0), self.interleave)
 
     def slots(self, slot_mapping: Tensor) -> Tensor:
-        """Return this rank's slots of tokens by the scheduler's, int64 ``(T,)``: -1 for those of other ranks."""
+        """Return this rank's slots of tokens by the scheduler's, int64 ``(T,)``: -1 for other ranks' slots."""
         per_block = self.size * self.block_size
         offset = self._local[slot_mapping % per_block]
         own = torch.div(slot_mapping, per_block, rounding_mode="floor") * self.block_size + offset

@@ -110,7 +110,7 @@ def build_states(
         if any(len(writes) > 1 for writes in each):
             host = np.full((last - first, config.max_decode_query_len), NOWHERE, dtype=np.int64)
             for row, writes in enumerate(each):
-                # One slot is that of the last token, whichever that is.
+                # One slot belongs to the last token, whichever it is.
                 end = int(bounds[first + row + 1] - bounds[first + row])
                 host[row, end - len(writes) : end] = writes
             table = to_device(torch.from_numpy(host), device)

@@ -97,7 +97,7 @@ class StateGroup:
 
     @property
     def extra_slots(self) -> int:
-        """How many slots ``allocate`` adds behind those of requests."""
+        """How many slots ``allocate`` adds behind the requests' slots."""
         return 2 if self.reads_zeros else int(self.cuda_graphs)
 
     def allocate(self, num_slots: int) -> StateCache:

@@ -41,7 +41,7 @@ class StateSlots:
 
 @dataclass(slots=True)
 class _Held:
-    """The slots of one request: those that it may write, the one that holds its state, and its last step's tokens."""
+    """The slots of one request: which it may write, which one holds its state, and its last step's tokens."""
 
     slots: list[int] = field(default_factory=list)
     state: int = FROM_ZERO

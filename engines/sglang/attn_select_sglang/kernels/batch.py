@@ -17,7 +17,7 @@ from attn_select.runtime.metadata import prefix_sums
 VERIFY = "TARGET_VERIFY"
 """SGLang's steps that check drafts: each request has the same number of tokens, which form a tree."""
 MODES = ("DECODE", "EXTEND", "MIXED", "SPLIT_PREFILL", VERIFY)
-"""SGLang's kinds of steps: tokens attend to all before the step, and to those of the step causally or by a tree."""
+"""SGLang's kinds of steps: tokens attend to all before the step, and within the step causally or by a tree."""
 
 
 def common_of(
@@ -29,7 +29,7 @@ def common_of(
         req_to_token: int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one page lie
             one behind the other, the first at a multiple of the page size.
         page_size: tokens per page.
-        translate: what turns token slots into those of the pool that the layers' keys and values are in, page by page;
+        translate: what turns token slots into slots of the pool that the layers' keys and values are in, page by page;
             None: they are those already.
 
     Raises:

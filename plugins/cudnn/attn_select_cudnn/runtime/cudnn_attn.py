@@ -40,7 +40,7 @@ class Part:
         requests, query_len, packed, keys, columns, table_stride: as ``graphs.Shape`` has them.
         tensors: lengths, tables and offsets, by the graph's names.
         keyless: bool ``(end - start,)``, rows of requests without keys; None where there is none.
-        graphs: those that layers have run it by.
+        graphs: the ones that layers have run.
     """
 
     start: int

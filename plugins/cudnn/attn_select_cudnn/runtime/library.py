@@ -27,7 +27,7 @@ def frontend() -> ModuleType:
     """Return the module ``cudnn``.
 
     Raises:
-        KernelMismatchError: another version, or graphs with other arguments than those that are passed.
+        KernelMismatchError: another version, or graphs with other arguments than the ones passed here.
     """
     installed = InstalledBuild(BUILD)
     graph = getattr(installed.module, "pygraph", None)

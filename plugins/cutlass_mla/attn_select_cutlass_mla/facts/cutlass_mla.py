@@ -164,7 +164,7 @@ def objections(
 
 
 def _gathered_heads(config: AttentionConfig) -> int:
-    """Return how many query heads the kernel gets: those of all context-parallel ranks."""
+    """Return how many query heads the kernel gets: the heads of all context-parallel ranks."""
     return config.num_heads * config.decode_context_parallel_size
 
 

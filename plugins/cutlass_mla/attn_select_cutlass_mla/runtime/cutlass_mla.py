@@ -1,8 +1,8 @@
 """``CUTLASS_MLA`` at run time: one query token per request, on the latent cache.
 
 The kernel computes 128 heads, so fewer are padded; what the rows of the other heads hold is never read. It leaves the
-rows of a request without keys alone, so these are set to 0 afterwards. It takes no FP8 scales: those of query and
-latent are part of the softmax scale, and that of the latent multiplies the output.
+rows of a request without keys alone, so these are set to 0 afterwards. It takes no FP8 scales: the scales of query and
+latent are part of the softmax scale, and the latent's multiplies the output.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from attn_select.runtime.metadata import BatchError
 from attn_select_cutlass_mla.runtime.adapters import PAGE, Adapter
 
 B200_SMS = 148
-"""Multiprocessors that are assumed on a CPU, where kernels are emulated: those of a B200."""
+"""Multiprocessors that are assumed on a CPU, where kernels are emulated: as many as a B200 has."""
 
 
 class Workspace:

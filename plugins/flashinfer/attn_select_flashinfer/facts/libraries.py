@@ -116,7 +116,7 @@ def upgrade(needed: Fact[Release]) -> str:
 
 
 def pages(sizes: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
-    """Return ``sizes`` (tokens), preferred first, or those that divide the allocator's block size, largest first."""
+    """Return ``sizes`` (tokens), preferred first; of an allocator's block size its divisors, largest first."""
     if block_size is None:
         return sizes
     return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))

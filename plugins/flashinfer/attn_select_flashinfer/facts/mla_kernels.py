@@ -98,7 +98,7 @@ class DecodeFacts:
         pages: page sizes in tokens, preferred first.
         aligned_tables: whether block tables are a multiple of 128 tokens wide.
         fp8_query: whether an FP8 cache wants an FP8 query.
-        heads: the query heads that it works on for those of a layer.
+        heads: the query heads that it works on, by a layer's query heads.
         returns_lse: whether it returns the log-sum-exp.
         lse_scratch: whether it needs more workspace for it.
         cuda_graph: the level of its metadata builder.

@@ -60,7 +60,7 @@ class FlashInferMetadata:
 def packed_rows(drafts: int, causal: bool) -> list[list[int]]:
     """Return one row of signed 16-bit words per draft, the first draft in the lowest bit, padded to 32 bits.
 
-    The layout is that of ``mask`` in flashinfer/xqa.py 0.6.14.
+    The layout as ``mask`` has it in flashinfer/xqa.py 0.6.14.
     """
     words = -(-drafts // _WORD) * 2
     seen = [(1 << (row + 1 if causal else drafts)) - 1 for row in range(drafts)]

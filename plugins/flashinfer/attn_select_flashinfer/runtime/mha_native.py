@@ -224,7 +224,7 @@ class NativeBuilder:
         return part
 
     def cascade(self, common: CommonAttentionMetadata, kernel: PhaseKernel, prefix_len: int) -> FICascade:
-        """Plan the first ``prefix_len`` tokens, which lie in the same pages for all requests, and each one's rest.
+        """Plan the first ``prefix_len`` tokens, which lie in the same pages for all requests, and each request's rest.
 
         Both run by the decode kernel, which splits long sequences whatever the number of queries.
         """

@@ -76,7 +76,7 @@ class SparseCall:
 
 
 class SparseSchedules:
-    """Makes schedules, and keeps those of CUDA graphs where the graphs find them.
+    """Makes schedules, and keeps a CUDA graph's schedule where the graph finds it.
 
     Args:
         context: sparse layers of one kind.

@@ -5,7 +5,7 @@ is one decode wrapper per batch size, whose index lists stay where they are.
 
 Attention sinks are a variant of the prefill kernel, compiled as ``BatchAttentionWithAttentionSinkWrapper`` does it
 (flashinfer/attention/_core.py 0.6.14). That class names the compiled module by query dtype and window alone. A second
-head size or cache dtype in one process would get the first one's kernel. Here the name holds all of them.
+head size or cache dtype in one process would get the first kernel. Here the name holds all of them.
 """
 
 from __future__ import annotations

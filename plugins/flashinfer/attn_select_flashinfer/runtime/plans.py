@@ -47,7 +47,7 @@ def new_event(device: torch.device) -> Any:
 
 
 def _record(event: Any, device: torch.device) -> None:
-    """Record an event on the current stream of a device: by itself it takes that of the current device."""
+    """Record an event on the current stream of a device: by itself it takes the current device's stream."""
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         event.record(torch.cuda.current_stream(device))
     else:

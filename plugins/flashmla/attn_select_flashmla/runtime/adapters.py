@@ -176,7 +176,7 @@ class Adapter(ABC):
         Args:
             query: ``(T, 64 or 128, 576 or 512)``.
             kv: ``(S, 1, 576 or 512)``.
-            indices: ``(T, 1, top_k)`` positions, top_k a multiple of 128; negative ones and those from S on are void.
+            indices: ``(T, 1, top_k)`` positions, top_k a multiple of 128; void where negative, or from S on.
             sinks: float32 ``(H,)``.
             out: ``(T, H, 512)``, contiguous.
 

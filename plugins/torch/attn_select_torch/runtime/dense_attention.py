@@ -1,7 +1,7 @@
 """Attention on dense tensors by matmul and softmax, with features that fused kernels lack (soft cap, sinks, LSE).
 
 Also who sees whom: the mask from positions, and on the host the keys that a range of rows can see at all. The formula
-is that of ``attn_select.reference.oracle``: scale, soft cap, ALiBi, mask, sink; LSE is the natural logarithm, sinks
+is defined by ``attn_select.reference.oracle``: scale, soft cap, ALiBi, mask, sink; LSE is the natural logarithm, sinks
 included.
 """
 

@@ -98,7 +98,7 @@ class FlexMetadata:
         rows: int64 ``(T,)``, the row of each token.
         bounds: first and last position that each row sees, with image ranges a second pair; int32, at least R each.
         requests: int32, one per row.
-        partial, full: blocks that need the mask, and those that do not.
+        partial, full: blocks that need the mask, and blocks that do not.
         block_table: int32 ``(B, W)``; None without a cache.
         held: int32 ``(B, 2)``, first and end column of the block table that the request's rows see.
         tails: what is cleared before the cache is read; None without a cache.

@@ -42,7 +42,7 @@ class Gather:
 
 
 class _Decode(NamedTuple):
-    """One request on the host: its keys are those from ``first_key`` to ``seq_len - 1``."""
+    """One request on the host: its keys are ``first_key`` to ``seq_len - 1``."""
 
     request: int
     first_token: int

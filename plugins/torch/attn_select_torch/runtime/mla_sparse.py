@@ -67,7 +67,7 @@ class TorchMLASparseImpl(MLAAttentionImpl):
                 latents = unpacked_ds_mla(by_slot.index_select(0, slots)).to(query.dtype)
             else:
                 latents = latents_at(by_slot, slots, layer.scales.k, query.dtype)
-            # Slot 0 stands in for those that are void, and may hold a NaN: zero times NaN is NaN.
+            # Slot 0 stands in for void slots, and may hold a NaN: zero times NaN is NaN.
             latents = latents.view(*chosen.shape, query.shape[2]).masked_fill_(void.unsqueeze(-1), 0)
             result, lse = attend(
                 query[rows].unsqueeze(2),

@@ -144,7 +144,7 @@ class Group:
     Attributes:
         rows: tokens of each.
         index: their numbers in the batch, ascending.
-        first_tokens: of each one's rows, in the step.
+        first_tokens: of each request's rows, in the step.
         seq_lens: keys of each.
         keys: the most keys that one of them sees.
         padded: whether another sees fewer.

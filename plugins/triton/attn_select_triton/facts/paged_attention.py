@@ -41,7 +41,7 @@ _V1 = "vllm-project/vllm csrc/attention/paged_attention_v1.cu 03f8611"
 _RULE = "vllm-project/vllm vllm/attention/ops/paged_attn.py 002a0ba"
 _KERNELS = f"{OWN}, as {_V1}"
 DECODE = ClassicDecodeKernel(partition_size=512, v1_most_tokens=8192, v1_least_rows=512, partials_bytes=128 << 20)
-"""The first three are those of ``_RULE``. A batch whose partial results take more than the last is run in several
+"""``_RULE`` has the first three. A batch whose partial results take more than the last is run in several
 launches."""
 
 CAPABILITIES = Capabilities(

@@ -29,7 +29,7 @@ TOPK_BLOCK = 2048
 LONG = 16384
 """Of so many keys and less, one program selects all of a token's."""
 CHUNK = 8192
-"""Of more keys, those that one program selects among: a multiple of ``TOPK_BLOCK``."""
+"""The most keys that one program selects among: a multiple of ``TOPK_BLOCK``."""
 DIGITS = 4
 """Digits of 8 bits of a score."""
 MOST_LOGITS = 2**26
@@ -43,7 +43,7 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """Write e4m3 codes of ``ROWS`` rows and a scale for each: a power of two, at least ``max |x| / 448``.
 
-    With ``SLOTS`` into the places of a paged cache, those with slot -1 nowhere. Memory traffic: each number once.
+    With ``SLOTS`` into the places of a paged cache, and nowhere at slot -1. Memory traffic: each number once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows

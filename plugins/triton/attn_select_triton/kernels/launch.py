@@ -165,7 +165,7 @@ class Described:
         shape, strides: of the matrix.
         page_rows: rows from a block to the next.
         head_rows, head_columns: rows and columns from a head to the next; one of them is 0.
-        more_rows: rows beside those of all pages or tokens, may be negative.
+        more_rows: rows beside the rows of all pages or tokens, may be negative.
     """
 
     boxes: Descriptors

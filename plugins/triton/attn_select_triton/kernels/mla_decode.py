@@ -250,7 +250,7 @@ def mla_decode_kernel(
         parts = lse_row * num_splits + split
         tl.store(part_ptr + parts[:, None] * R + latent_columns[None, :], result, mask=mask)
         tl.store(part_lse_ptr + parts, natural_lse(row_max, row_sum), mask=in_rows)
-        if pieces_ptr is not None:  # the last split tells of those that are not
+        if pieces_ptr is not None:  # the last split marks the unused ones
             for other in range(tl.where(split == splits - 1, splits, num_splits), num_splits):
                 none = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 tl.store(part_lse_ptr + lse_row * num_splits + other, none, mask=in_rows)

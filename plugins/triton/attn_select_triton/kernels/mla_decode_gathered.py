@@ -1,7 +1,7 @@
 """Sparse multi-head latent attention on Hopper: ``mla_decode_hopper`` with keys wherever they were chosen.
 
 TMA reads rows that lie next to each other, which chosen tokens do not. So four warps copy them, 16 bytes a thread at a
-time, and the compute groups are those of the dense kernel for at most 32 rows.
+time, and the compute groups work as in the dense kernel for at most 32 rows.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -125,7 +125,7 @@ def mla_decode_gathered_kernel(
         q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, blocks ``(ROWS, R / 2)`` and
             ``(ROWS, P)``; 16 or 32 rows.
         cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
-        table_ptr: int32 slots, of each request those that it reads.
+        table_ptr: int32 slots, the ones that each request reads.
     """
     position, slots = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,

@@ -237,7 +237,7 @@ def natural_lse(row_max, row_sum):
 
 @gluon.jit
 def write_lse(pointers, flat, lse, position, num_splits, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
-    """Write the log-sum-exp of the rows ``flat``, of a split to the workspace; the last tells of those that are not."""
+    """Write the log-sum-exp of the rows ``flat``, of a split to the workspace; the last split marks unused ones."""
     row = position.query_start.to(gl.int64) * HEADS + flat
     inside = flat < position.query_len * HEADS
     if SPLIT:
@@ -336,7 +336,7 @@ def attend_scores(
 
     Args:
         exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers,
-            that they are given and that they are taken. Behind the last tile the factors are those of the output.
+            that they are given and that they are taken. Behind the last tile the factors are the output's.
         PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
         DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
         AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.

@@ -15,7 +15,7 @@ from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes
 
 FIELDS = tl.constexpr(8)
-"""Numbers of a piece: those of ``Piece``, and one that fills 32 bytes."""
+"""Numbers of a piece: the fields of ``Piece``, and one that fills 32 bytes."""
 TOGETHER = tl.constexpr(32)
 """Requests that a program lists."""
 

@@ -138,7 +138,7 @@ def begin(rows, item, flat, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def attend_ahead(item, before, running, scores, q_smem, tiles, OPTIONS: gl.constexpr):
-    """Attend to all tiles of an item, each one's scores begun beside the softmax of the tile before.
+    """Attend to all tiles of an item. A tile's scores begin beside the softmax of the tile before.
 
     Args:
         before: what a tile's number lacks of the tiles that were loaded before it.

@@ -111,7 +111,7 @@ class Tiles(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """How items are told: int32 memory of two, and barriers of those that are there and of those that were read."""
+    """How items are told: int32 memory of two, and barriers for items that are there and for items that were read."""
 
     memory: Any
     there: Any

@@ -465,7 +465,7 @@ def attend_visible(
     query, running, low, full_low, full_high, high, first_visible, k, v, rest_descriptor, table_ptr, scores,
     TERMS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys ``[low, high)``, of which every row sees those in ``[full_low, full_high)``, whole tiles.
+    """Attend to the keys ``[low, high)``, of which every row sees ``[full_low, full_high)``, whole tiles.
 
     Arguments as ``attend`` has them; ``low`` is a multiple of ``block_n``.
     """
@@ -490,7 +490,7 @@ def key_bounds(
 ):  # fmt: skip
     """Return which keys the rows at positions ``first_row`` to ``last_row`` see: ``low, full_low, full_high, high``.
 
-    Keys outside ``[low, high)`` are seen by none; those in ``[full_low, full_high)``, whole tiles, by every one.
+    Keys outside ``[low, high)`` are seen by no row, keys in ``[full_low, full_high)``, whole tiles, by every row.
     """
     low = 0
     full_low = 0

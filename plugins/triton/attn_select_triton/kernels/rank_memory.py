@@ -1,7 +1,7 @@
 """Gathering heads and merging results through memory that all ranks read and write, without a collective.
 
-Programs of one number meet: each tells those of the other ranks how often it has met, and waits until all have come as
-often. What a rank's stream did before is done by then.
+Programs of one number meet: each tells the others on other ranks how often it has met, and waits until all have come
+as often. What a rank's stream did before is done by then.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"

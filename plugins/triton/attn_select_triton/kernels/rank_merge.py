@@ -1,6 +1,6 @@
 """Merging the partial results of several ranks: packing what is sent, and merging or weighing what came.
 
-Rows have four dimensions, since the heads of a rank lie KV head by KV head among those of all ranks.
+Rows have four dimensions, since the heads of a rank lie KV head by KV head among the heads of all ranks.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -99,7 +99,7 @@ def merge_rank_states_kernel(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge ``ROWS`` rows of the ranks' partial results, or weigh those of rank ``own``.
+    """Merge ``ROWS`` rows of the ranks' partial results, or weigh rank ``own``'s results.
 
     Memory traffic: each partial once, but none whose LSE is -inf, and the result.
     """

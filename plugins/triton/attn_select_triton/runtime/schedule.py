@@ -74,14 +74,14 @@ def decode_times(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return, for each size, the predicted time of a decode in us, and its number of pieces.
 
-    The costs are those of ``DecodeSplits.of_equal``. Two bounds hold, and the larger one counts: reading all bytes
+    ``DecodeSplits.of_equal`` has the costs. Two bounds hold, and the larger one counts: reading all bytes
     takes a time, and so do the last pieces (``last_of_waves``), which share the memory with others.
 
     Args:
         sizes: int64 ``(ways,)``, keys of a piece.
     """
     places = by.places(gpu, launch) / units
-    keys = lens.astype(np.float64)  # quotients are rounded up as those of integers, in half the time
+    keys = lens.astype(np.float64)  # quotients are rounded up as with integers, in half the time
     pieces = np.ceil(keys / sizes[:, None])
     own, placed = in_order(np.ceil(keys / pieces), pieces)
     busy = np.ceil(own / launch.block_n)

@@ -121,7 +121,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         return output
 
     def _scaled(self, rows: Tensor, scales: Tensor, largest: float) -> Tensor:
-        """Return queries or outputs, ``(T, H, D)``, times their KV head's scale over the largest one's.
+        """Return queries or outputs, ``(T, H, D)``, times their KV head's scale over the largest scale.
 
         The kernel multiplies by the largest one, so that no number leaves the range of its dtype here.
         """

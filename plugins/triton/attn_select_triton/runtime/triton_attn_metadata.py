@@ -83,7 +83,7 @@ class TritonAttnMetadata:
 
     Attributes:
         num_actual_tokens: T.
-        parts: the launches; with a prefix those of each request's rest.
+        parts: the launches; with a prefix, for the rest of each request.
         prefix: the launches for a prefix that all requests share, which is one request of T queries.
         beside: the first part, decodes, may run beside the others.
     """

@@ -117,7 +117,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
 
     def _fixed_splits(self, max_seq_len: int) -> int:
-        # Never one: its LSE would skip the merge, and differ in the last bit from that of a batch with longer requests.
+        # Never one: its LSE would skip the merge, and differ in the last bit from a batch with longer requests.
         return max(2, -(-max_seq_len // self._fixed_split))
 
     def _splits(self, common: CommonAttentionMetadata, room: int) -> dict[str, Any]:

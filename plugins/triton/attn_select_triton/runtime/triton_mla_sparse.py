@@ -1,6 +1,6 @@
 """``TRITON_MLA_SPARSE`` at run time: every token is a request of one query, its chosen slots are blocks of one token.
 
-So the kernels are those of ``TRITON_MLA``'s decode over a cache of such blocks. Shapes follow from the number of tokens
+So ``TRITON_MLA``'s decode kernels run over a cache of such blocks. Shapes follow from the number of tokens
 and ``sparse_top_k`` alone, so that a batch can be captured in a CUDA graph.
 """
 
