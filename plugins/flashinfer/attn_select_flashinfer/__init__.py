@@ -1,1 +1,1 @@
-"""FlashInfer for attn-select: ``FLASHINFER``, ``FLASHINFER_MLA`` and ``FLASHINFER_MLA_SPARSE``."""
+"""FlashInfer for attn-select: attention, MLA, sparse MLA, and layers that keep a state."""

@@ -1,1 +1,1 @@
-"""Attention in plain PyTorch for attn-select: dense layers, MLA and sparse MLA."""
+"""Plain PyTorch for attn-select: attention, MLA, sparse MLA, and layers that keep a state."""

@@ -1,1 +1,1 @@
-"""Triton attention kernels for attn-select: ``TRITON_ATTN``, ``TRITON_MLA`` and ``PAGED_ATTENTION``."""
+"""Triton kernels for attn-select: attention, MLA, sparse MLA, classic paged attention, and states."""

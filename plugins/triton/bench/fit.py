@@ -1,4 +1,4 @@
-"""Fit the costs and splits of ``facts/tuning.toml`` to measured times, and say how well they choose.
+"""Fit the costs and splits of ``tuning.toml`` to measured times, and say how well they choose.
 
     python plugins/triton/bench/fit.py [--gpu a100] [--check | --write]
 

@@ -1,1 +1,1 @@
-"""What is true without running: the builds of FlashAttention, and the plans of both backends. No torch."""
+"""What is true without running: the builds of FlashAttention, and the plans of the backends. No torch."""

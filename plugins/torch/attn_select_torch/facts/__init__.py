@@ -1,1 +1,1 @@
-"""What is true without running: the facts and plans of the three backends. No torch."""
+"""What is true without running: the facts and plans of the backends. No torch."""

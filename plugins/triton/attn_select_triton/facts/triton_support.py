@@ -1,4 +1,4 @@
-"""What Triton can compile for which GPU, and what the three backends have in common."""
+"""What Triton can compile for which GPU, and what the backends have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch parameters of a shape class on a GPU, by ``facts/tuning.toml``; and how K and V are described to TMA."""
+"""Launch parameters of a shape class on a GPU, by ``tuning.toml``; and how K and V are described to TMA."""
 
 # mypy: disable-error-code="import-not-found, import-untyped"
 
