@@ -43,3 +43,11 @@ def test_readme_shows_real_output() -> None:
 def test_links_between_documents_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text("utf-8")):
         assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
+
+
+@pytest.mark.parametrize("path", console_blocks.documents(), ids=lambda p: p.name)
+def test_lines_have_up_to_100_columns(path: Path) -> None:
+    """But for tables, headings and blocks of code, and whatever a command's length is."""
+    text = re.sub(r"(?ms)^ *```.*?^ *```", "", path.read_text("utf-8"))
+    lines = [re.sub("`[^`]+`", "``", line) for line in text.splitlines() if not line.startswith(("|", "#"))]
+    assert [line for line in lines if len(line) > 100] == []
