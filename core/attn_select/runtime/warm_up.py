@@ -86,14 +86,14 @@ def steps_of(
             found.append(Step(((query, query if own_keys else keys),) * requests, captured, tree))
 
     if "decode" in phases:
-        for query in dict.fromkeys((1, config.max_decode_query_len)):
-            tree = config.draft_tree and query > 1  # what is captured of such layers reads a mask, chains too
+        longest = config.max_decode_query_len
+        for query in _halves(longest, 1):  # a request may have fewer drafts than an engine makes at most
             for requests, keys in ((1, SHORT), (1, LONG), (many, USUAL), (most[0], USUAL)):
                 add(requests, query, keys)
-                if tree:
+                if config.draft_tree and query == longest > 1:
                     add(requests, query, keys, tree=True)
-                if captured:
-                    add(requests, query, keys, True, config.draft_tree)
+                if captured and query in (1, longest):
+                    add(requests, query, keys, True, config.draft_tree)  # chains too read a mask
     if "prefill" in phases:
         for requests, query, keys in ((1, SHORT, SHORT), (4, USUAL // 4, USUAL // 4), (1, USUAL, USUAL)):
             add(requests, query, keys)
@@ -101,14 +101,24 @@ def steps_of(
             add(1, USUAL // 4, LONG)
             few = config.max_decode_query_len + 1
             add(2, USUAL, 4 * USUAL)
-            for query in (few, few + 3, 4 * few + 8, 32):  # the rest of a prompt whose beginning is cached
+            for query in _halves(64, few):  # the rest of a prompt whose beginning is cached
                 add(1, query, USUAL)
             rest, whole = min(4 * USUAL, length), min(USUAL // 4, length)
-            if most[0] > 4 and 4 * few + whole <= tokens and few <= rest:
-                found.append(Step(((few, rest),) * 4 + ((whole, whole),)))
+            # Uneven steps: of few programs, so that keys are split, and of many.
+            for uneven in (((few, rest),) * 4 + ((whole, whole),), ((few, few), (whole, whole)) * 2):
+                if len(uneven) <= most[0] and sum(query for query, _ in uneven) <= tokens and few <= rest:
+                    found.append(Step(uneven))
     if mixed and phases == {"decode", "prefill"} and tokens >= SHORT + many and length >= SHORT:
         found.append(Step((*((1, min(USUAL, length)),) * (many - 1), (SHORT, SHORT))))
     return list(dict.fromkeys(found))
+
+
+def _halves(most: int, least: int) -> list[int]:
+    """Return ``most`` and its halves down to ``least``: kernels' tiles of rows double, so that these need them all."""
+    found = [most]
+    while found[-1] > least:
+        found.append(max(least, -(-found[-1] // 2)))
+    return found
 
 
 def batch_of(

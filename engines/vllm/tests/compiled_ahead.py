@@ -44,23 +44,26 @@ def drawn_layer(draw: random.Random, capability: int) -> dict[str, Any]:
         "alibi": not sinks and draw.random() < 0.2,
         "kv_cache_dtype": draw.choice(["auto", "auto", "fp8_e5m2" if capability == 80 else "fp8"]),
         "block_size": draw.choice([16, 32, 64, 128]),
+        "drafts": draw.choice([0, 0, 3, 7]),
     }
 
 
-def drawn_steps(draw: random.Random) -> list[tuple[list[int], list[int], bool]]:
-    """Return query lengths, lengths, and whether a graph is captured with them."""
+def drawn_steps(draw: random.Random, drafts: int) -> list[tuple[list[int], list[int], bool]]:
+    """Return query lengths, lengths, and whether a graph is captured with them. Some decodes have fewer drafts."""
 
     def length(least: int) -> int:
         return draw.randint(least, max(least, int(2 ** draw.uniform(0, 15))))
 
     steps: list[tuple[list[int], list[int], bool]] = []
     for size in (1, 2, 8, 100, REQUESTS):
-        steps.append(([1] * size, [LENGTH] * size, True))
-        steps += [([1] * size, [length(1) for _ in range(size)], False) for _ in range(3)]
+        steps.append(([1 + drafts] * size, [LENGTH] * size, True))
+        for _ in range(3):
+            queries = [1 + draw.randint(0, drafts) for _ in range(size)]
+            steps.append((queries, [length(query) for query in queries], False))
     for _ in range(12):
         queries = [draw.choice([1, 5, 70, 700]) for _ in range(draw.randint(1, 8))]
-        decodes = [1] * draw.choice([0, 0, 3, 60])
-        queries = decodes + [query + 1 for query in queries]
+        decodes = [1 + drafts] * draw.choice([0, 0, 3, 60])
+        queries = decodes + [query + 1 + drafts for query in queries]
         steps.append((queries, [length(query + 1) for query in queries], False))
     return steps
 
@@ -124,7 +127,9 @@ def main(capability: int, count: int, seed: int) -> None:
         scales |= {f"_{n}_scale_float": 1.0 for n in "qkv"}
         for _ in range(count):
             asked = drawn_layer(draw, capability)
-            given = {name: value for name, value in asked.items() if name not in ("block_size", "alibi")}
+            speculation = SimpleNamespace(num_speculative_tokens=asked["drafts"], draft_model_config=None)
+            config.speculative_config = speculation if asked["drafts"] else None
+            given = {name: value for name, value in asked.items() if name not in ("block_size", "alibi", "drafts")}
             ones = torch.ones(asked["num_heads"], device=DEVICE)
             given |= {"sinks": ones if asked["sinks"] else None, "scale": 1.0}
             given["alibi_slopes"] = [1.0] * asked["num_heads"] if asked["alibi"] else None
@@ -136,7 +141,7 @@ def main(capability: int, count: int, seed: int) -> None:
                 builder = made(spec, ["layer"], config, DEVICE)
             cache = cache_of(draw.choice(LAYOUTS), impl, asked["block_size"])
             with noting() as later:
-                for queries, lens, captured in drawn_steps(draw):
+                for queries, lens, captured in drawn_steps(draw, asked["drafts"]):
                     run(layer, cache, builder, step_of(queries, lens, asked["block_size"]), captured)
             lacked = kernels(later) - kernels(ahead)
             used = len(kernels(later) & kernels(ahead))
