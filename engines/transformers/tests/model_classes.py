@@ -145,8 +145,8 @@ def _has_field(config: Any, name: str) -> bool:
 MOST_PARAMETERS = 30e6
 
 
-def made(model_class: Any) -> tuple[Any, dict[str, Any]] | None:
-    """Return a model with eager attention and inputs that it runs on; None where no config and input here fit it."""
+def made(model_class: Any) -> tuple[Any, dict[str, Any], Any] | None:
+    """Return a model with eager attention, inputs that it runs on and its output; None where none of ours fit it."""
     for config in tiny_configs(model_class):
         try:
             with torch.device("meta"):
@@ -159,8 +159,8 @@ def made(model_class: Any) -> tuple[Any, dict[str, Any]] | None:
             continue
         for batch in inputs(model):
             try:
-                if output(model, batch) is not None:
-                    return model, batch
+                if (found := output(model, batch)) is not None:
+                    return model, batch, found
             except Exception:  # a batch of another kind is wanted
                 continue
     return None
