@@ -11,9 +11,9 @@ from attn_select.rules.plugins import load_plugins
 from attn_select_vllm.names import kernels_of
 
 GUESSED = ("ngram", "suffix")
-"""vLLM's methods of speculation that have no layers of their own."""
+"""vLLM's methods of speculation without layers of their own."""
 MODELLED = ("draft_model", "eagle", "eagle3", "mtp")
-"""Those that have, and that were run, in vLLM 0.32: uniform drafts, one token behind the other."""
+"""The methods with such layers that were run in vLLM 0.32: uniform drafts, one behind the other or all at once."""
 
 JUDGED = {
     *("use_mla", "use_sparse", "has_sink", "has_sliding_window", "use_batch_invariant"),  # attn-select's own gate
