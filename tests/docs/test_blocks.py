@@ -58,7 +58,8 @@ class Block:
     def commands(self) -> list[str]:
         """What the block would have a shell run, a line each."""
         prompt = COMMANDS[self.language]
-        return [line.removeprefix(prompt) for line in self.text.splitlines() if line.startswith(prompt) and line]
+        lines = [line for line in self.text.splitlines() if line and not line.startswith("#")]
+        return [line.removeprefix(prompt) for line in lines if line.startswith(prompt)]
 
 
 def blocks() -> list[Block]:

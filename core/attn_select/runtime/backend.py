@@ -316,7 +316,7 @@ class MLAAttentionImpl:
             output_lse: float32 ``(T, num_heads)``, filled where given.
             topk_indices: int32 ``(T, sparse_top_k)``, with sparse MLA: physical slots, -1 behind a token's last one.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward_mqa: its backend serves no decodes")
 
     def forward_mha(
         self,
@@ -338,7 +338,7 @@ class MLAAttentionImpl:
             output: ``(T, num_heads, v_head_dim)``.
             output_lse: float32 ``(T, num_heads)``, filled where given.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward_mha: its backend serves no prefills")
 
 
 class AttentionBackend:

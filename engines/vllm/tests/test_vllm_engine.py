@@ -150,14 +150,18 @@ def by_vllm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_other_kinds(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
-    """On vLLM's kernel and on ours: models with drafts by layers of their own, encoders, a Whisper; and the log."""
+def of_other_kinds(models: dict[str, Path]) -> tuple[dict[str, Run], dict[str, str]]:
+    """On vLLM's kernel and on ours: encoders, models with layers that draft, a Whisper; and the log, by engine."""
     eagle = drafting(method="eagle", model=str(models["eagle"]))
     mtp = drafting(method="mtp", num_speculative_tokens=1)
     at_once = drafting(method="draft_model", model=str(models["pard"]), parallel_drafting=True)
     by_name = {"attention_backend": "CPU_ATTN"}
     hearing = {"sounds": True, "max_model_len": 128, "max_num_batched_tokens": 2048}
-    engines = {
+    engines: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for name in ENCODERS:
+        engines[f"{name} by vLLM"] = models[name], {"runner": "pooling"} | by_name
+        engines[name] = models[name], {"runner": "pooling"}
+    engines |= {
         "eagle by vLLM": (models["llama of one layer"], by_vllm(eagle)),
         "eagle": (models["llama of one layer"], eagle),
         "mtp by vLLM": (models["mimo"], by_vllm(mtp)),
@@ -168,15 +172,15 @@ def of_other_kinds(models: dict[str, Path]) -> tuple[dict[str, Run], str]:
         "whisper by vLLM": (models["whisper"], hearing | by_name),
         "whisper": (models["whisper"], hearing),
     }
-    for name in ENCODERS:
-        engines[f"{name} by vLLM"] = models[name], {"runner": "pooling"} | by_name
-        engines[name] = models[name], {"runner": "pooling"}
     runs, log = run({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, *engines.values())
-    return dict(zip(engines, runs, strict=True)), log
+    *logs, _ = log.split("RESULT ")
+    return dict(zip(engines, runs, strict=True)), dict(zip(engines, logs, strict=True))
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "at once"])
-def test_drafts_by_layers_of_their_own_are_vllms(of_other_kinds: tuple[dict[str, Run], str], method: str) -> None:
+def test_drafts_by_layers_of_their_own_are_vllms(
+    of_other_kinds: tuple[dict[str, Run], dict[str, str]], method: str
+) -> None:
     wanted, found = of_other_kinds[0][f"{method} by vLLM"], of_other_kinds[0][method]
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert (found.tokens, found.drafts) == (wanted.tokens, wanted.drafts)
@@ -186,7 +190,7 @@ def test_drafts_by_layers_of_their_own_are_vllms(of_other_kinds: tuple[dict[str,
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(
-    of_other_kinds: tuple[dict[str, Run], str], in_one_process: tuple[dict[str, Run], str]
+    of_other_kinds: tuple[dict[str, Run], dict[str, str]], in_one_process: tuple[dict[str, Run], str]
 ) -> None:
     found = of_other_kinds[0]["itself"]
     assert found.backends == [{OWN}]
@@ -219,7 +223,7 @@ def under_the_runner_of_gpus(models: dict[str, Path]) -> tuple[dict[str, Run], s
 
 def test_triton_runs_under_the_runner_of_gpus(
     under_the_runner_of_gpus: tuple[dict[str, Run], str],
-    of_other_kinds: tuple[dict[str, Run], str],
+    of_other_kinds: tuple[dict[str, Run], dict[str, str]],
     in_one_process: tuple[dict[str, Run], str],
 ) -> None:
     """``TRITON_ATTN`` with drafts, whose lengths the host does not know, and a pair: prefills by another backend."""
@@ -276,25 +280,25 @@ def test_ranks_share_the_contexts_of_mla(
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoders_give_vllms_vectors(of_other_kinds: tuple[dict[str, Run], str], name: str) -> None:
+def test_encoders_give_vllms_vectors(of_other_kinds: tuple[dict[str, Run], dict[str, str]], name: str) -> None:
     """A ModernBERT has windows to both sides, which are shorter than its longest prompts."""
-    runs, log = of_other_kinds
+    runs, logs = of_other_kinds
     wanted, found = runs[f"{name} by vLLM"], runs[name]
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert len(found.vectors) == 5
     for row, expected in zip(found.vectors, wanted.vectors, strict=True):
         assert row == pytest.approx(expected, abs=2e-6)
-    assert CHOSEN.format("encoder_only") in log
+    assert CHOSEN.format("encoder_only") in logs[ENCODERS[0]]  # said once in a process
 
 
-def test_a_whisper_hears_as_with_vllms_kernel(of_other_kinds: tuple[dict[str, Run], str]) -> None:
+def test_a_whisper_hears_as_with_vllms_kernel(of_other_kinds: tuple[dict[str, Run], dict[str, str]]) -> None:
     """Its decoder's layers attend to the cache of what its encoder made of a sound."""
-    runs, log = of_other_kinds
+    runs, logs = of_other_kinds
     wanted, found = runs["whisper by vLLM"], runs["whisper"]
     assert (wanted.backends, found.backends) == ([{"CPU_ATTN"}], [{OWN}])
     assert found.tokens == wanted.tokens
     assert sum(len(set(row)) > 8 for row in wanted.tokens) > 2  # few different tokens would prove nothing
-    assert CHOSEN.format("cross_attention") in log
+    assert CHOSEN.format("cross_attention") in logs["whisper"]
 
 
 def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tuple[dict[str, Run], str]) -> None:
