@@ -57,7 +57,13 @@ SPARE_BYTES = 4 << 30
 """Device memory that stays free for the kernels' workspaces and the oracle."""
 SPARE_HOST_BYTES = 1 << 30
 """Of this machine's memory, where kernels run on the CPU."""
+LONGEST_US = 40000.0
+"""A round of a backend that is far slower than the roofline takes about this long: it runs fewer layers."""
 LEAST_ROUNDS = 3
+SETTLED_ROUNDS = 5
+"""Rounds after which ``settled`` may end a batch."""
+EAGER_LAYERS, EAGER_REPEATS = 16, 3
+"""Layers of an eager step, and how often it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,25 @@ class Candidate:
     dispatch: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EagerCost:
+    """What a step of several layers costs where the host launches every kernel.
+
+    Attributes:
+        build_us: host time of building the step's metadata, once a step, microseconds.
+        host_us: host time of one layer's call, until it returns.
+        wall_us: time of one layer, from the first call until the device is done, over the number of layers.
+        reserved_bytes: scratch memory that the plans say their backends keep.
+        peak_bytes: device memory that a call takes beside that, and gives back; None on a CPU.
+    """
+
+    build_us: float
+    host_us: float
+    wall_us: float
+    reserved_bytes: int
+    peak_bytes: int | None
+
+
 @dataclass(slots=True)
 class Timed:
     """What was measured of one candidate on one batch.
@@ -111,6 +136,7 @@ class Timed:
         kernel: kernel name for each phase of the batch.
         block_size: tokens per block of the cache.
         samples_us: time of one layer's step in each round, microseconds.
+        eager: what a step costs that no graph replays; None where that was not asked for.
         method: ``graph``, or ``eager`` where nothing could be captured.
         why_eager: why it was not.
         first_call_s: seconds of the first call, compilation included.
@@ -124,6 +150,7 @@ class Timed:
     kernel: dict[str, str] = field(default_factory=dict)
     block_size: int | None = None
     samples_us: list[float] = field(default_factory=list)
+    eager: EagerCost | None = None
     method: Method = "graph"
     why_eager: str | None = None
     first_call_s: float = 0.0
@@ -199,6 +226,9 @@ class Bench:
         environment: libraries and variables; None probes this machine.
         rules: as in ``select``.
         rounds: most rounds per batch.
+        settled: end a batch's rounds once the 95 % intervals of all medians are within this share of them; None: run
+            ``rounds``.
+        eager: time eager steps too.
         progress: called with a text whenever something new begins.
         ranks: all that share the layers' caches. Each rank measures the same, and the slowest rank's time counts.
 
@@ -215,7 +245,11 @@ class Bench:
         rounds: int = 20,
         progress: Callable[[str], None] | None = None,
         ranks: ContextParallel | None = None,
+        *,
+        settled: float | None = None,
+        eager: bool = False,
     ) -> None:
+        self._settled, self._eager = settled, eager
         found = detect_device()
         self.detection, self.device = found, found.device
         self.environment, self.rules, self.rounds, self.ranks = environment, rules, rounds, ranks
@@ -401,6 +435,9 @@ class Bench:
             found.seconds = seconds_now
             if number >= self.rounds or (number >= LEAST_ROUNDS and found.seconds > seconds):
                 return
+            if self._settled is not None and number >= SETTLED_ROUNDS:
+                if max(uncertainty(each.timed.samples_us) for each in ready) <= self._settled:
+                    return
 
     def _memory(self, steps: Sequence[Step], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
         """Return the caches' memory and how many layers a round runs, a multiple of the number of caches.
@@ -447,14 +484,20 @@ class Bench:
             step.output.fill_(torch.nan)
             began = time.perf_counter()
             calls = step.calls()
-            for index, call in enumerate(calls):
-                call()
-                if index == 0:
-                    self._synchronize()
-                    timed.first_call_s = time.perf_counter() - began
+            calls[0]()
             self._synchronize()
+            again = time.perf_counter()
+            timed.first_call_s = again - began
+            calls[-1]()
+            self._synchronize()
+            once_us = (time.perf_counter() - again) * 1e6
+            for call in calls[1:-1]:
+                call()
+            if self._eager:
+                timed.eager = self._eager_cost(step, calls, once_us)
             calls = step.calls()  # anew: what the first calls have filled in would stay out of the graph
-            each.layers = calls * (layers // len(calls))
+            layers = min(layers, max(1, int(LONGEST_US / once_us)))
+            each.layers = (calls * -(-layers // len(calls)))[:layers]
             if not self.on_gpu:
                 timed.method = "eager"
                 return
@@ -467,6 +510,37 @@ class Bench:
             except Exception as error:
                 timed.method, timed.why_eager = "eager", failure_text(error)
                 self._synchronize()
+
+    def _eager_cost(self, step: Step, calls: Sequence[Call], once_us: float) -> EagerCost:
+        """Time a step's build and its layers without a graph, the host ahead of the device wherever it can be."""
+        count = max(1, min(EAGER_LAYERS, int(LONGEST_US / once_us)))
+        layers = ([*calls] * -(-count // len(calls)))[:count]
+        peak = None
+        self._synchronize()
+        if self.on_gpu:
+            before = torch.cuda.memory_allocated(self.torch_device)
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            layers[0]()
+            self._synchronize()
+            peak = torch.cuda.max_memory_allocated(self.torch_device) - before
+        found: list[tuple[float, float, float]] = []
+        for _ in range(EAGER_REPEATS):
+            self._clear()
+            self._synchronize()
+            began = time.perf_counter()
+            step.build()
+            built = time.perf_counter()
+            self._synchronize()
+            first = time.perf_counter()
+            for call in layers:
+                call()
+            issued = time.perf_counter()
+            self._synchronize()
+            found.append((built - began, (issued - first) / count, (time.perf_counter() - first) / count))
+        build, host, wall = (statistics.median(times) * 1e6 for times in zip(*found, strict=True))
+        plans = [plan for each in step.group.served.values() for plan in each.context.plans.values()]
+        reserved = {plan.kernel: plan.workspace_bytes for plan in plans}
+        return EagerCost(build, host, wall, sum(reserved.values()), peak)
 
     def _check(self, each: Ready) -> None:
         """Run once more, and compare what is left in the output with the oracle."""
@@ -574,7 +648,7 @@ def untimed(config: LayerConfig, ranks: ContextParallel | None = None) -> str | 
     if size != here:
         started = f"{here} process{'es were' if here > 1 else ' was'} started"
         return f"its cache lies on {size} rank{'s' if size > 1 else ''} (--dcp {size}), but {started}: see torchrun"
-    return "sparse MLA needs an indexer's choice of tokens" if config.sparse else unserved(config)
+    return None if config.sparse else unserved(config)
 
 
 def check_runnable(config: LayerConfig, batch: BatchShape, ranks: ContextParallel | None = None) -> None:
@@ -589,6 +663,13 @@ def check_runnable(config: LayerConfig, batch: BatchShape, ranks: ContextParalle
     if not config.has_cache and any(group.query_len != group.seq_len for group in batch.groups):
         text = f"batch = {str(batch)!r}: a layer without a KV cache attends to the new tokens alone"
         raise ConfigError(text, fields=["batch"], hint="leave the sequence lengths out: 4q512")
+
+
+def uncertainty(samples: Sequence[float]) -> float:
+    """Return half the width of a median's 95 % interval as a share of it, by the quartiles of at least two samples."""
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    # A normal distribution's quartiles lie 1.349 deviations apart; its median's standard error is 1.2533 of the mean's.
+    return 1.96 * 1.2533 * (high - low) / 1.349 / len(samples) ** 0.5 / middle
 
 
 def failure_text(error: BaseException) -> str:

@@ -17,9 +17,15 @@ from torch import Tensor
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.dtypes import is_quantized
+from attn_select.layer.layouts import FP8_DS_MLA, FP8_DS_MLA_BYTES
 from attn_select.reference.comparison import relative_error
 from attn_select.reference.oracle import attention_options, attention_reference
-from attn_select.reference.oracle_mla import absorb_query, mla_absorbed_reference, project_output
+from attn_select.reference.oracle_mla import (
+    absorb_query,
+    mla_absorbed_reference,
+    project_output,
+    sparse_mla_reference,
+)
 from attn_select.reference.oracle_paged import gather_reference, slot_mapping_reference
 from attn_select.reference.oracle_quant import quantize_query
 from attn_select.reference.problems import FP8_SCALE, Request, alibi_slopes, softmax_scale
@@ -56,14 +62,28 @@ class CacheMemory:
     def __init__(self, config: AttentionConfig, num_bytes: int, count: int, device: torch.device) -> None:
         self._stride = -(-num_bytes // 4096) * 4096
         self._memory = torch.empty(count, self._stride, dtype=torch.uint8, device=device)
-        first = self._memory[0].view(cache_dtype("", config))
+        draw, packed = torch.Generator(device).manual_seed(0), config.sparse and is_quantized(config.cache_dtype)
+        first = self._memory[0].view(torch.float8_e4m3fn if packed else cache_dtype("", config))
         spread = 1 / FP8_SCALE if is_quantized(config.cache_dtype) else 1.0
-        draw = torch.Generator(device).manual_seed(0)
         for start in range(0, len(first), _CHUNK):
             part = first[start : start + _CHUNK]
             part.copy_(torch.randn(part.shape, generator=draw, device=device).mul_(spread))
+        if packed:
+            self._pack(draw)
         for other in self._memory[1:]:
             other.copy_(self._memory[0])
+
+    def _pack(self, draw: torch.Generator) -> None:
+        """Write what a token has in ``FP8_DS_MLA`` beside its 512 numbers: four scales, and a rope part in bfloat16.
+
+        Of that only bytes are taken that are finite numbers in FP8 too, since other layouts read them so.
+        """
+        count = self._stride // FP8_DS_MLA_BYTES
+        tokens = self._memory[0, : count * FP8_DS_MLA_BYTES].view(-1, FP8_DS_MLA_BYTES)
+        tokens[:, 512:528] = torch.full((count, 4), FP8_SCALE, device=draw.device).view(torch.uint8)
+        powers = torch.randint(-1, 2, (count, 64), generator=draw, device=draw.device).float().exp2()
+        signs = torch.randint(0, 2, (count, 64), generator=draw, device=draw.device) * 2 - 1
+        tokens[:, 528:] = (powers * signs).bfloat16().view(torch.uint8)
 
     def caches(self, step: LayerStep) -> list[Tensor]:
         """Return the caches as a step's layers want them."""
@@ -76,7 +96,8 @@ class LayerStep:
     """One batch for layers of one kind.
 
     Args:
-        selection: for a device that is here; its layers are neither sparse MLA nor cross-attention.
+        selection: for a device that is here; its layers are no cross-attention. With sparse MLA every token attends to
+            an even choice of what it sees, as long as ``sparse_top_k`` allows.
         requests: ``(query_len, seq_len)`` of each; decodes come first.
         phases: the phases whose backends are loaded; None: all.
         device: None: the selection's.
@@ -116,6 +137,7 @@ class LayerStep:
         self._inputs = self._random_inputs(sum(query_lens))
         width = config.v_head_dim or config.value_head_size
         self.output = self._inputs[0].new_empty(sum(query_lens), config.num_heads, width)
+        self._chosen = [self._choose_slots()] if config.sparse else []
 
     def _block_table(self, seq_lens: Sequence[int]) -> BlockTable:
         """Give every request blocks in random order, and work out the cache that holds them."""
@@ -162,6 +184,24 @@ class LayerStep:
             for index in range(len(caches))
         ]
 
+    def _choose_slots(self) -> Tensor:
+        """Return the slots that each token attends to, int32 ``(T, sparse_top_k)``, -1 behind the last."""
+        assert self.table is not None
+        top_k, device, size = self.config.sparse_top_k or 0, self.group.device, self.table.block_size
+        places = torch.arange(top_k, device=device)
+        shuffled = torch.randperm(top_k, generator=self._draw, device=device)
+        chosen = []
+        for row, (query_len, seq_len) in enumerate(self.requests):
+            seen = torch.arange(seq_len - query_len + 1, seq_len + 1, device=device)[:, None]
+            within = torch.rand(query_len, top_k, generator=self._draw, device=device)
+            # One of each of ``top_k`` equal parts of a long context, in any order; all of a short one.
+            spread = ((places + within) * (seen / top_k)).long().minimum(seen - 1)[:, shuffled]
+            positions = torch.where(seen > top_k, spread, places)
+            slots = self.table.device_table[row].long()[(positions // size).clamp_max(-(-seq_len // size) - 1)]
+            slots = slots * size + positions % size
+            chosen.append(torch.where((positions < seen), slots, -1).int())
+        return torch.cat(chosen)
+
     def _weight(self) -> Tensor:
         config, rank = self.config, self.config.kv_lora_rank or 0
         width = (config.qk_nope_head_dim or 0) + (config.v_head_dim or 0)
@@ -176,11 +216,15 @@ class LayerStep:
         width = (config.qk_nope_head_dim or 0) + (config.v_head_dim or 0) if config.mla else 0
         return config.num_heads * width * (config.kv_lora_rank or 0) * PLAIN_DTYPES[config.dtype].itemsize
 
+    def build(self) -> Any:
+        """Return the step's metadata, made anew."""
+        return self.group.build(self.common)
+
     def calls(self) -> list[Call]:
         """Build the step's metadata anew, and return for each layer the call that runs it."""
-        metadata = self.group.build(self.common)
+        metadata = self.build()
         return [
-            partial(layer, *self._inputs, cache, metadata, self.output)
+            partial(layer, *self._inputs, cache, metadata, self.output, *self._chosen)
             for layer, cache in zip(self._made, self._caches, strict=True)
         ]
 
@@ -238,6 +282,8 @@ class LayerStep:
         cache = self._caches[-1]
         assert self.table is not None
         assert cache is not None
+        if config.sparse:
+            return self._sparse_reference(query, cache, self._chosen[0][rows + first], fp8_query and dtype)
         positions = torch.arange(seq_len, device=self.group.device)
         slots = slot_mapping_reference(self.table.device_table[request], positions, self.table.block_size)
         own = {"k_scale": scales.k, "v_scale": None if config.mla else scales.v} if quantized else {}
@@ -250,9 +296,27 @@ class LayerStep:
         latents = keys[:, 0]
         if phase == "prefill":  # attends to the step's own latents as they are
             latents[seq_len - query_len :] = torch.cat(inputs[1:], dim=-1).double()
-        by_head = self._made[-1].kv_b_proj.view(config.num_heads, -1, rank).permute(2, 0, 1)
+        by_head = self._by_head()
         absorbed = absorb_query(query[..., :nope], query[..., nope:], by_head[..., :nope])
         if fp8_query and phase == "decode":
             absorbed = quantize_query(absorbed.to(query.dtype), dtype, scales.q)
         latent, _ = mla_absorbed_reference(absorbed, latents[:, :rank], latents[:, rank:], **options)
+        return project_output(latent, by_head[..., nope:])
+
+    def _by_head(self) -> Tensor:
+        """Return the last layer's decompressing weight, ``(R, H, P + V)``."""
+        weight: Tensor = self._made[-1].kv_b_proj
+        return weight.view(self.config.num_heads, -1, self.config.kv_lora_rank or 0).permute(2, 0, 1)
+
+    def _sparse_reference(self, query: Tensor, cache: Tensor, chosen: Tensor, query_dtype: str | None) -> Tensor:
+        config, scales, nope = self.config, self._options["scales"], self.config.qk_nope_head_dim or 0
+        by_head = self._by_head()
+        absorbed = absorb_query(query[..., :nope], query[..., nope:], by_head[..., :nope])
+        fp8: dict[str, Any] = {}
+        if is_quantized(config.cache_dtype) and self.group.kv_layout != FP8_DS_MLA:
+            fp8["k_scale"] = scales.k
+        if query_dtype:
+            absorbed, fp8 = absorbed.to(query.dtype), {**fp8, "query_dtype": query_dtype, "q_scale": scales.q}
+        given = (absorbed, cache, self.group.kv_layout, chosen, config, softmax_scale(config))
+        latent, _ = sparse_mla_reference(*given, sinks=self._options["sinks"], **fp8)
         return project_output(latent, by_head[..., nope:])

@@ -21,6 +21,7 @@ from attn_select.reference.state_problems import DrawnGates, layer_reference
 from attn_select.reference.state_serving import state_error
 from attn_select.runtime import prepare_batch
 from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StateSlots, zeros_slot
+from attn_select.runtime.states.state_batch import StateMetadata
 from attn_select.runtime.states.state_pool import FROM_ZERO
 from attn_select.runtime.timer import Call
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
@@ -127,9 +128,13 @@ class StateStep:
         self._caches = [*caches]
         self._layers = [LinearAttention(self.group, self._weight) for _ in self._caches]
 
+    def build(self) -> StateMetadata:
+        """Return the step's metadata, made anew."""
+        return self.group.build(self.common, self._slots)
+
     def calls(self) -> list[Call]:
         """Build the step's metadata anew, and return for each layer the call that runs it."""
-        metadata, tokens = self.group.build(self.common, self._slots), self._tokens
+        metadata, tokens = self.build(), self._tokens
         gates = self._gates.of(tokens)
         if not any(layer.raw_gates for layer in self._layers):  # engines activate gates before the layer
             gates = Gates(gates.log_decay, gates.write_strength)

@@ -1,0 +1,197 @@
+"""Runs the first call of many steps in processes of their own, side by side, so that their kernels are compiled then.
+
+Kernels are found again in the compilers' caches on the disk. A step runs as it will be timed, on a cache of one block.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from attn_select.layer.config import Phase
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.machine.environment import Environment
+from attn_select.reference.problems import Request
+
+MEMORY_SHARE = 0.9
+"""Of the device's memory, for all processes together."""
+END_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCall:
+    """What a process runs.
+
+    Attributes:
+        key: names it in the results.
+        backend: whose it is.
+        config: the layer.
+        requests: query and sequence length of each request.
+        asked: the backend, or one for each phase, as ``select`` takes it.
+        phases: the phases whose backends run; None: all.
+    """
+
+    key: tuple[int, str]
+    backend: str
+    config: LayerConfig
+    requests: tuple[Request, ...]
+    asked: Any
+    phases: tuple[Phase, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a first call ended.
+
+    Attributes:
+        seconds: that it took, imports that nobody else had needed before included.
+        failure: why it did not end; None where it did, or raised an error, which it will raise again when it is timed.
+    """
+
+    seconds: float
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    task: FirstCall | None = None
+    began: float = field(default=0.0)
+
+
+class FirstCalls:
+    """Processes that run first calls until ``close``.
+
+    Args:
+        jobs: how many processes.
+        environment: of the decisions.
+    """
+
+    def __init__(self, jobs: int, environment: Environment) -> None:
+        self._context = get_context("spawn")
+        self._share, self._environment = MEMORY_SHARE / jobs, environment
+        self._workers = [self._start() for _ in range(jobs)]
+        self._slowest: dict[str, float] = {}
+
+    def _start(self) -> _Worker:
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(theirs, self._environment, self._share), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, mine)
+
+    def run(self, tasks: Sequence[FirstCall], seconds: float) -> dict[tuple[int, str], Ended]:
+        """Run first calls, those of backends that took longest so far at the end; stop what runs after ``seconds``."""
+        todo = sorted(tasks, key=lambda task: self._slowest.get(task.backend, 0.0), reverse=True)
+        found: dict[tuple[int, str], Ended] = {}
+        ends = time.monotonic() + seconds
+        while (now := time.monotonic()) < ends:
+            for worker in self._workers:
+                if worker.task is None and todo:
+                    self._give(worker, todo.pop())
+            busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
+            if not busy:
+                return found
+            for ready in wait([*busy], ends - now):
+                self._take(busy[ready], found)  # type: ignore[index]
+        for index, worker in enumerate(self._workers):
+            if worker.task is not None:
+                found[worker.task.key] = Ended(seconds, f"its first call did not end within {seconds:.0f} s")
+                self._slowest[worker.task.backend] = seconds
+                _kill(worker)
+                self._workers[index] = self._start()
+        for task in todo:
+            found[task.key] = Ended(0.0, f"the {seconds:.0f} s for first calls were over before its own began")
+        return found
+
+    def _give(self, worker: _Worker, task: FirstCall) -> None:
+        worker.task, worker.began = task, time.monotonic()
+        with suppress(OSError):  # it has died: reading says so
+            worker.connection.send(task)
+
+    def _take(self, worker: _Worker, found: dict[tuple[int, str], Ended]) -> None:
+        task = worker.task
+        assert task is not None
+        try:
+            ended: Ended = worker.connection.recv()
+        except (EOFError, OSError):
+            _kill(worker)
+            ended = Ended(time.monotonic() - worker.began, "the process of its first call died")
+            self._workers[self._workers.index(worker)] = self._start()
+        worker.task = None
+        found[task.key] = ended
+        self._slowest[task.backend] = max(ended.seconds, self._slowest.get(task.backend, 0.0))
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.connection.close()  # which ends an idle one
+        for worker in self._workers:
+            if worker.task is None:
+                worker.process.join(END_SECONDS)
+            _kill(worker)
+
+
+def _kill(worker: _Worker) -> None:
+    """End a process and the compilers that it started."""
+    worker.connection.close()
+    if worker.process.is_alive() and worker.process.pid is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.process.pid, signal.SIGKILL)  # once it has a group of its own
+        worker.process.kill()
+    worker.process.join()
+
+
+def _work(connection: Connection, environment: Environment, share: float) -> None:
+    """Run first calls until the other end is closed, or the device fails."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end decides
+    import torch
+
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_per_process_memory_fraction(share)
+    while True:
+        try:
+            task: FirstCall = connection.recv()
+        except EOFError:
+            return
+        began = time.monotonic()
+        with suppress(Exception):  # of a kernel library, of any kind; or its share of the memory is too little
+            _run(task, environment)
+        seconds = time.monotonic() - began
+        gc.collect()
+        if on_gpu:
+            torch.cuda.synchronize()  # ends the process where the device has failed
+            torch.cuda.empty_cache()
+        connection.send(Ended(seconds))
+
+
+def _run(task: FirstCall, environment: Environment) -> None:
+    import torch
+
+    from attn_select.decide.selector import select
+    from attn_select.machine.detection import detect_device
+    from attn_select.runtime import Capacity
+    from attn_select.runtime.compile_ahead import stand_in
+    from attn_select.runtime.warm_up import GroupSteps, Step
+
+    selection = select(task.config, detect_device().device, None, task.asked, environment=environment)
+    queries, lens = [query for query, _ in task.requests], [length for _, length in task.requests]
+    capacity = Capacity(len(queries), sum(queries), max(lens))
+    with torch.inference_mode():
+        layer = stand_in(selection, None, capacity, phases=task.phases)
+        GroupSteps(layer.group).run(Step(task.requests))
+        if layer.group.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,133 @@
+"""``attn-select survey``: times every valid backend on layers and batches drawn from the space of real models."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attn_select_measure.bench import Seconds, benching_module
+
+if TYPE_CHECKING:
+    from attn_select.machine.environment import Environment
+
+EPILOG = """\b
+Examples:
+  attn-select survey --out h200.jsonl
+  attn-select survey --out h200.jsonl --workloads 300 --seconds 540
+  attn-select survey --out h200.jsonl --backend TRITON_ATTN
+  attn-select survey --check h200.jsonl --with vllm==0.26.0
+
+Each workload is a layer and a batch, drawn by the seed and its number, and becomes one line of the file. A file that is
+there is gone on with. --backend with a file that has workloads times that backend anew on them, the oldest times
+first, and keeps the others' times. Kernels are compiled first, for some workloads at a time, in processes side by side
+(--jobs); FLASHINFER_DISABLE_JIT=1 keeps FlashInfer from compiling modules that are not there. FLEX_ATTENTION, which
+compiles for each shape, is timed where it is named alone.
+
+--check compares the times' fingerprints with the kernels that are here, and measures nothing.
+
+Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times are stale, 2 wrong input, 130 interrupted.
+"""
+
+
+@click.command("survey", epilog=EPILOG, short_help="Time every valid backend on drawn layers and batches.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False, writable=True), metavar="FILE", help="The file.")
+@click.option(
+    "--check",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="Say which times of a file are of other kernels than those that are here.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of the draws.")
+@click.option(
+    "--workloads", type=click.IntRange(1), default=600, show_default=True, metavar="N", help="How many of the seed."
+)
+@click.option("--seconds", type=Seconds(0, min_open=True), metavar="S", help="End by then [default: when all is done].")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Time this one alone; can be given again.")
+@click.option("--with", "pins", multiple=True, metavar="NAME==VERSION", help="Count a library as installed.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Processes that compile [default: two less than cores, 14 at most; without a GPU none].",
+)
+@click.option(
+    "--compile-seconds",
+    type=Seconds(0, min_open=True),
+    default=120.0,
+    show_default=True,
+    metavar="S",
+    help="That first calls may take, for some workloads at a time.",
+)
+def command(
+    out: Path | None,
+    check: Path | None,
+    seed: int,
+    workloads: int,
+    seconds: float | None,
+    backends: tuple[str, ...],
+    pins: tuple[str, ...],
+    jobs: int | None,
+    compile_seconds: float,
+) -> int:
+    """Time every valid backend on layers and batches drawn from the space of real models, one line for each."""
+    from attn_select.decide.selector import environment_for
+    from attn_select.errors import UnknownNameError
+    from attn_select.machine.detection import detect_device
+    from attn_select.machine.environment import parse_pins
+    from attn_select.rules.plugins import load_plugins
+    from attn_select_cli.output import require_writable
+
+    began = time.monotonic()
+    if (out is None) == (check is None):
+        raise click.UsageError("give either --out FILE or --check FILE")
+    specs = load_plugins().specs
+    for name in backends:
+        if name not in specs:
+            raise UnknownNameError("backend", name, specs)
+    environment = environment_for(detect_device().device, parse_pins(pins))
+    if check is not None:
+        return _check(check, environment)
+    assert out is not None
+    require_writable(out, "--out")
+    benching_module()
+    from attn_select_measure import surveying
+
+    if jobs is None:
+        jobs = surveying.default_jobs(not detect_device().device.is_cpu)
+    settings = surveying.Settings(out, seed, workloads, seconds, backends, jobs, compile_seconds)
+    try:
+        complete = surveying.survey(settings, environment, lambda text: click.echo(text, err=True))
+    except surveying.DeviceLost as error:
+        click.echo(f"the device failed ({error}): going on in a new process", err=True)
+        left = [] if seconds is None else ["--seconds", str(max(1.0, seconds - (time.monotonic() - began)))]
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *left])  # of two --seconds the last counts
+    if not complete:
+        click.echo("time is up: the same command goes on", err=True)
+    return 0 if complete else 1
+
+
+def _check(path: Path, environment: Environment) -> int:
+    """Print which times of a file are stale; return the exit code."""
+    from attn_select.rules.plugins import load_plugins
+    from attn_select_measure.survey_records import check_survey, read_survey
+
+    checked = check_survey(read_survey(path), load_plugins(), environment)
+    for each in checked:
+        why = f": {', '.join(each.why)}" if each.why else ""
+        if each.stale:
+            click.echo(f"{each.backend}: {each.stale} of {each.times} times are stale{why}")
+        elif each.unknown:
+            click.echo(f"{each.backend}: {each.unknown} of {each.times} times cannot be judged{why}")
+        else:
+            click.echo(f"{each.backend}: {each.times} times are of the kernels that are here")
+    stale = [each.backend for each in checked if each.stale]
+    if stale:
+        again = " ".join(f"--backend {name}" for name in stale)
+        click.echo(f"to measure them again: attn-select survey --out {path} {again}")
+    return 1 if stale else 0

@@ -1,0 +1,295 @@
+"""Draws what a survey times: a layer and a batch at once, from the space of real models and of what services ask them.
+
+Half of the layers are of models that are known by name, on as many ranks as somebody may run them on; the other half
+are put together from sizes that models have. Lengths and numbers of requests are log-uniform. Families of layers and
+phases take turns, so that every one gets its share, however many workloads are drawn. Workload ``i`` of a seed is the
+same whatever is drawn beside it, and on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from attn_select.errors import AttnSelectError
+from attn_select.layer.config import MLA_DIMS, AttentionConfig
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.layer.layouts import FLASH_ATTN_NHD, MLA, bytes_per_token
+from attn_select.layer.models import configs_from_model
+from attn_select.layer.models.presets import presets
+from attn_select.machine.device import lookup
+from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.roofline import roofline_us
+from attn_select.times.timed_layer import timed_layer
+
+FAMILIES = (
+    "gqa", "mla", "window", "gqa", "sinks", "fp8", "mla", "gqa", "drafts", "sparse", "gqa", "cap",
+    "mla fp8", "gqa", "window", "fp8", "mla", "mla drafts", "gqa", "drafts", "sinks", "sparse", "gqa",
+)  # fmt: skip
+"""In turn; their number and that of ``PHASES`` have no common factor, so that every pair comes up."""
+PHASES = (
+    "decode", "prefill", "uneven", "mixed", "decode", "chunk", "spread",
+    "decode", "mixed", "uneven", "prefill", "spread", "chunk", "decode",
+)  # fmt: skip
+"""Decodes of one length, of few long among many short ones (``uneven``) and of many lengths (``spread``); whole prompts;
+prompts with history (``chunk``); both kinds in one step."""
+OF_MODELS = 0.5
+"""Share of the layers that are of known models, where the family has some."""
+MOST_US = 6000.0
+"""What a step may take by an H100's roofline."""
+MOST_CACHE_BYTES = 4 << 30
+"""Of one layer: 32 of them fill a large GPU."""
+RANKS: Mapping[int, float] = {1: 4, 2: 3, 4: 3, 8: 3, 16: 1}
+"""Tensor-parallel degrees and their weights."""
+HEAD_SIZES: Mapping[int, float] = {64: 3, 80: 1, 96: 1, 112: 0.5, 128: 8, 192: 1, 256: 3, 512: 0.5}
+KV_HEADS: Mapping[int, float] = {1: 4, 2: 3, 4: 3, 8: 4, 16: 1, 32: 1}
+GROUPS: Mapping[int, float] = {1: 3, 2: 2, 3: 0.5, 4: 4, 5: 1, 6: 0.5, 7: 1, 8: 3, 10: 0.5, 12: 0.5, 16: 2}
+"""Query heads per KV head."""
+MOST_HEADS = 128
+WINDOWS: Mapping[int, float] = {128: 2, 512: 2, 1024: 3, 2048: 1, 4096: 3}
+DRAFTS: Mapping[int, float] = {1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 7: 2}
+MLA_HEADS: Mapping[int, float] = {8: 2, 16: 4, 32: 2, 64: 2, 128: 3}
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MLA_SIZES: Sequence[tuple[dict[str, int], float]] = (
+    (DEEPSEEK, 8),
+    ({"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}, 1),  # MiniCPM3
+    ({"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}, 1),  # GLM-5
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """How large what is drawn may be.
+
+    Attributes:
+        requests: most requests of a step.
+        contexts: least and most tokens of a request that decodes, or of a prompt's history.
+        prompts: least and most new tokens of a request that prefills.
+        tokens: most new tokens of a step.
+        tiny: whether layers are of a size for a CPU.
+    """
+
+    requests: int = 512
+    contexts: tuple[int, int] = (64, 1 << 18)
+    prompts: tuple[int, int] = (16, 1 << 15)
+    tokens: int = 1 << 15
+    tiny: bool = False
+
+
+SPACE = Space()
+TINY = Space(requests=4, contexts=(8, 64), prompts=(4, 24), tokens=64, tiny=True)
+"""What a CPU is tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One workload of a survey.
+
+    Attributes:
+        number: from 0.
+        family, phase: of ``FAMILIES`` and ``PHASES``.
+        config: the layer.
+        batch: the step.
+    """
+
+    number: int
+    family: str
+    phase: str
+    config: LayerConfig
+    batch: BatchShape
+
+
+def draw(seed: int, number: int, space: Space = SPACE) -> Drawn:
+    """Return workload ``number`` of a seed."""
+    family, phase = FAMILIES[number % len(FAMILIES)], PHASES[number % len(PHASES)]
+    rng = random.Random(f"{seed} {number}")
+    while True:
+        config = _layer(rng, family, space.tiny)
+        for _ in range(50):
+            batch = _BATCHES[phase](rng, space, config.max_decode_query_len)
+            if _fits(config, batch, space):
+                return Drawn(number, family, phase, config, batch)
+
+
+def kind_of(config: LayerConfig) -> str:
+    """Return one text for all layers that are alike but for what changes no time, to leave kinds out by."""
+    fields = timed_layer(config).to_dict()
+    if isinstance(config, AttentionConfig):
+        first = f"{config.num_heads}:{config.num_kv_heads} {config.head_size}"
+        if config.mla:
+            first = f"mla {config.num_heads} " + "+".join(str(fields.pop(name)) for name in MLA_DIMS)
+        named = ("num_heads", "num_kv_heads", "head_size")
+        return " ".join([first, *[f"{name}={value}" for name, value in fields.items() if name not in named]])
+    return " ".join([f"{name}={value}" for name, value in fields.items()])
+
+
+def _fits(config: LayerConfig, batch: BatchShape, space: Space) -> bool:
+    assert isinstance(config, AttentionConfig)
+    most_tokens = space.tokens // (4 if config.sparse else 1)  # each has its own list of tokens
+    if batch.num_requests > space.requests or batch.num_tokens - batch.num_requests > most_tokens:
+        return False
+    per_token = bytes_per_token(MLA if config.mla else FLASH_ATTN_NHD, config)
+    if batch.num_kv_tokens * per_token > MOST_CACHE_BYTES:
+        return False
+    floor = roofline_us(config, batch, lookup("h100"))
+    return floor is not None and floor <= MOST_US
+
+
+def _pick(rng: random.Random, weights: Mapping[int, float]) -> int:
+    return rng.choices([*weights], [*weights.values()])[0]
+
+
+def _layer(rng: random.Random, family: str, tiny: bool) -> AttentionConfig:
+    base, _, extra = family.partition(" ")
+    more: dict[str, Any] = {}
+    if family == "sparse":
+        more["kv_cache_dtype"] = rng.choice(("auto", "fp8_e4m3"))
+    if base in ("fp8", "drafts"):  # one in three of such layers has a window or sinks, too
+        base, extra = rng.choice(("gqa", "gqa", "gqa", "gqa", "window", "sinks")), base
+    if extra == "fp8":
+        more["kv_cache_dtype"] = "fp8_e4m3"
+    elif extra == "drafts":
+        more["num_speculative_tokens"] = min(_pick(rng, DRAFTS), 3 if base == "mla" else 7)
+    known = [] if tiny else _of_models(base)
+    fields: Mapping[str, Any]
+    if known and rng.random() < OF_MODELS:
+        fields = _on_ranks(rng.choice(known), _pick(rng, RANKS))
+    else:
+        fields = _made_up(rng, base, tiny)
+    return AttentionConfig(**{**fields, **more})
+
+
+def _made_up(rng: random.Random, base: str, tiny: bool) -> dict[str, Any]:
+    """Return the fields of a layer that is put together from sizes that models have."""
+    if base in ("mla", "sparse"):
+        dims = rng.choices([each for each, _ in MLA_SIZES], [weight for _, weight in MLA_SIZES])[0]
+        if base == "sparse":
+            return {"num_heads": 2 if tiny else _pick(rng, MLA_HEADS), **DEEPSEEK, "sparse_top_k": 64 if tiny else 2048}
+        if tiny:
+            dims = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+        return {"num_heads": 2 if tiny else _pick(rng, MLA_HEADS), **dims}
+    while True:
+        kv_heads, group = (rng.choice((1, 2)), 2) if tiny else (_pick(rng, KV_HEADS), _pick(rng, GROUPS))
+        if kv_heads * group <= MOST_HEADS:
+            break
+    size = 32 if tiny else _pick(rng, HEAD_SIZES)
+    found: dict[str, Any] = {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_size": size}
+    if base == "window":
+        found["sliding_window"] = 16 if tiny else _pick(rng, WINDOWS)
+    if base == "cap":
+        found["logits_soft_cap"] = 50.0
+        if rng.random() < 0.5:
+            found["sliding_window"] = 16 if tiny else 4096
+    if base == "sinks":
+        found["sinks"] = True
+        if not tiny and rng.random() < 0.7:
+            found["head_size"] = 64
+        if rng.random() < 0.5:
+            found["sliding_window"] = 16 if tiny else 128
+    return found
+
+
+@functools.cache
+def _of_models(base: str) -> list[Mapping[str, Any]]:
+    """Return the fields of the known models' layers of a family, each kind once."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in presets():
+        for kind in configs_from_model(name).kinds:
+            config = kind.config
+            if isinstance(config, AttentionConfig) and config.attn_type == "decoder" and _base_of(config) == base:
+                found.setdefault(kind_of(config), {**timed_layer(config).to_dict(), "dtype": "bfloat16"})
+    return [*found.values()]
+
+
+def _base_of(config: AttentionConfig) -> str | None:
+    if config.attention_chunk_size is not None or config.alibi or config.mm_prefix or config.kv_cache_dtype != "auto":
+        return None
+    if config.mla:
+        return "sparse" if config.sparse else "mla"
+    if config.sinks or config.logits_soft_cap:
+        return "sinks" if config.sinks else "cap"
+    return "window" if config.sliding_window else "gqa"
+
+
+def _on_ranks(fields: Mapping[str, Any], ranks: int) -> Mapping[str, Any]:
+    """Return a layer's fields on one of so many ranks, or of half as many, where its heads cannot be shared so."""
+    heads, kv_heads = fields["num_heads"], fields.get("num_kv_heads", 1)
+    while ranks > 1 and (heads % ranks or (kv_heads % ranks and ranks % kv_heads)):
+        ranks //= 2
+    here = {**fields, "num_heads": heads // ranks}
+    if "num_kv_heads" in fields:
+        here["num_kv_heads"] = max(1, kv_heads // ranks)
+    try:
+        AttentionConfig(**here)
+    except AttnSelectError:
+        return fields
+    return here
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _decode(rng: random.Random, space: Space, new: int) -> BatchShape:
+    length = max(new, _log_uniform(rng, *space.contexts))
+    return BatchShape((RequestGroup(_log_uniform(rng, 1, space.requests), new, length),))
+
+
+def _uneven(rng: random.Random, space: Space, new: int) -> BatchShape:
+    low, high = space.contexts
+    short = _log_uniform(rng, low, high // 4)
+    long = _log_uniform(rng, 4 * short, high)
+    many = RequestGroup(_log_uniform(rng, 2, space.requests), new, max(new, short))
+    return BatchShape((many, RequestGroup(_log_uniform(rng, 1, max(1, many.count // 8)), new, long)))
+
+
+def _spread(rng: random.Random, space: Space, new: int) -> BatchShape:
+    """Draw lengths as a service has them: log-normal, by twelve quantiles at most."""
+    low, high = space.contexts
+    requests, middle = _log_uniform(rng, 2, space.requests), _log_uniform(rng, low, high // 8)
+    sigma, kinds = rng.uniform(0.3, 1.5), min(12, requests)
+    counts = [requests // kinds + (index < requests % kinds) for index in range(kinds)]
+    places = [NormalDist().inv_cdf((index + 0.5) / kinds) for index in range(kinds)]
+    lengths = [min(high, max(new, round(middle * math.exp(sigma * place)))) for place in places]
+    return BatchShape(tuple([RequestGroup(n, new, length) for n, length in zip(counts, lengths, strict=True)]))
+
+
+def _prompts(rng: random.Random, space: Space, new: int, history: bool, most: int) -> list[RequestGroup]:
+    """Draw prompts, all of one length or each of its own; with ``history`` some of it is cached already."""
+    found = []
+    equal = rng.random() < 0.5
+    count = _log_uniform(rng, 1, most)
+    for _ in range(1 if equal else count):
+        query = max(new + 1, _log_uniform(rng, *space.prompts))
+        cached = _log_uniform(rng, *space.contexts) if history else 0
+        found.append(RequestGroup(count if equal else 1, query, max(query, min(query + cached, space.contexts[1]))))
+    return found
+
+
+def _prefill(rng: random.Random, space: Space, new: int) -> BatchShape:
+    return BatchShape(tuple(_prompts(rng, space, new, False, 16)))
+
+
+def _chunk(rng: random.Random, space: Space, new: int) -> BatchShape:
+    return BatchShape(tuple(_prompts(rng, space, new, True, 8)))
+
+
+def _mixed(rng: random.Random, space: Space, new: int) -> BatchShape:
+    prompts = _prompts(rng, space, new, rng.random() < 0.5, 4)
+    decodes = rng.choice((_decode, _uneven, _spread))(rng, space, new)
+    return BatchShape((*prompts, *decodes.groups))
+
+
+_BATCHES: Mapping[str, Callable[[random.Random, Space, int], BatchShape]] = {
+    "decode": _decode,
+    "uneven": _uneven,
+    "spread": _spread,
+    "prefill": _prefill,
+    "chunk": _chunk,
+    "mixed": _mixed,
+}

@@ -1,0 +1,374 @@
+"""Times the workloads of a survey one after the other, and writes each as a line of its file."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_select.decide.selector import select
+from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.layer_config import LayerConfig, layer_of
+from attn_select.layer.state import StateConfig
+from attn_select.machine.environment import Environment
+from attn_select.rules.plugins import load_plugins
+from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.fingerprint import fingerprint
+from attn_select.times.timed_layer import timed_layer
+from attn_select.times.workload import phases_of
+from attn_select_measure.benching import Bench, Candidate, Timed, TimedBatch, failure_text
+from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls
+from attn_select_measure.survey_draw import SPACE, TINY, draw, kind_of
+from attn_select_measure.survey_records import Record, append_record, merged, read_survey, write_survey
+
+PAIR = " + "
+"""Between the backend of a step's prefills and that of its decodes, where they differ."""
+UNASKED = ("FLEX_ATTENTION",)
+"""Timed where they are named alone: it compiles for half a minute at each new shape."""
+ROUNDS, SETTLED, ROUNDS_SECONDS = 12, 0.01, 1.0
+"""Most rounds of a workload, how sure its medians need to be, and seconds after which no further round begins."""
+MOST_JOBS = 14
+WORKLOADS_PER_JOB = 4
+"""Workloads whose first calls run together, for each process."""
+COMPILE_SHARE = 0.4
+"""Of the time that is left, for the first calls of the next workloads at most."""
+FIRST_PACE = 2.0
+"""Seconds that a workload is thought to take before one was timed."""
+
+
+class DeviceLost(Exception):
+    """The device fails at whatever it is asked, until this process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One workload to be timed.
+
+    Attributes:
+        row: its record so far; without ``timed`` where it has none.
+    """
+
+    row: Record
+    config: LayerConfig
+    batch: BatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a survey is asked for.
+
+    Attributes:
+        out: its file.
+        seed: of the draws.
+        workloads: how many of the seed.
+        seconds: that the whole run may take; None: no limit.
+        backends: the only ones that are timed; empty: all valid ones.
+        jobs: processes that run first calls side by side before workloads are timed; 0: none.
+        compile_seconds: that they may take each time.
+    """
+
+    out: Path
+    seed: int
+    workloads: int
+    seconds: float | None
+    backends: tuple[str, ...]
+    jobs: int
+    compile_seconds: float
+
+
+def default_jobs(on_gpu: bool) -> int:
+    """Return how many processes run first calls, unless somebody says so."""
+    return max(1, min(MOST_JOBS, (os.cpu_count() or 1) - 2)) if on_gpu else 0
+
+
+def survey(settings: Settings, environment: Environment, say: Callable[[str], None]) -> bool:
+    """Time what is asked for and not there yet, and append it to the file.
+
+    Args:
+        say: told a line for each workload.
+
+    Returns:
+        Whether everything that was asked for is in the file now.
+
+    Raises:
+        DeviceLost: a kernel broke the device; its workload is in the file, without times.
+        MeasurementError: the file is not a survey's, or is one of another GPU.
+    """
+    began = time.monotonic()
+    known = read_survey(settings.out)
+    doing: deque[str] = deque(maxlen=1)
+    bench = Bench(environment, rounds=ROUNDS, progress=doing.append, settled=SETTLED, eager=True)
+    todo = [*_again(known, settings.backends)] if known and settings.backends else [*_drawn(known, settings, bench)]
+    for work in todo:
+        if "gpu" in work.row:
+            merged(work.row, {"gpu": bench.gpu, "timed": []})
+    if settings.out.exists():
+        write_survey(settings.out, known)
+    rates = f"copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.0f} TFLOP/s"
+    say(f"{bench.gpu}: {rates}; {len(todo)} workloads to time, {len(known)} in {settings.out}")
+    run = _Run(settings, bench, began, say, len(todo), doing)
+    try:
+        return run.all(todo)
+    finally:
+        run.close()
+
+
+def _drawn(known: Sequence[Record], settings: Settings, bench: Bench) -> Iterator[Work]:
+    """Yield the seed's workloads that are not in the file."""
+    done = {(record["seed"], record["number"]) for record in known}
+    for number in range(settings.workloads):
+        if (settings.seed, number) not in done:
+            drawn = draw(settings.seed, number, SPACE if bench.on_gpu else TINY)
+            row = {
+                "seed": settings.seed,
+                "number": number,
+                "family": drawn.family,
+                "phase": drawn.phase,
+                "kind": kind_of(drawn.config),
+                "config": timed_layer(drawn.config).to_dict(),
+                "batch": str(drawn.batch),
+            }
+            yield Work(row, drawn.config, drawn.batch)
+
+
+def _again(known: Sequence[Record], backends: tuple[str, ...]) -> Iterator[Work]:
+    """Yield the file's workloads, those first whose times of these backends are oldest, or missing."""
+
+    def dated(record: Record) -> str:
+        dates = [timed["date"] for timed in record["timed"] if timed["backend"] in backends]
+        return min(dates, default="")
+
+    for record in sorted(known, key=dated):
+        yield Work(record, layer_of(record["config"]), parse_batch_shape(record["batch"]))
+
+
+class _Run:
+    """One run of a survey."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        bench: Bench,
+        began: float,
+        say: Callable[[str], None],
+        workloads: int,
+        doing: deque[str],
+    ) -> None:
+        self._settings, self._bench, self._began, self._say, self._doing = settings, bench, began, say, doing
+        self._left, self._done, self._timed_s, self._longest_s = workloads, 0, 0.0, 0.0
+        self._first_calls: FirstCalls | None = None
+
+    def close(self) -> None:
+        if self._first_calls is not None:
+            self._first_calls.close()
+
+    @property
+    def _remaining(self) -> float:
+        seconds = self._settings.seconds
+        return math.inf if seconds is None else seconds - (time.monotonic() - self._began)
+
+    def all(self, todo: Sequence[Work]) -> bool:
+        """Time the workloads until time is up; return whether all were timed."""
+        start = 0
+        while start < len(todo):
+            pace = self._timed_s / self._done if self._done else FIRST_PACE
+            count = min(max(1, WORKLOADS_PER_JOB * self._settings.jobs), len(todo) - start)
+            if self._remaining < 2 * max(pace, self._longest_s):
+                return False
+            count = int(max(1, min(count, self._remaining * (1 - COMPILE_SHARE) / pace)))
+            some = [(work, self._candidates(work)) for work in todo[start : start + count]]
+            ended = self._compile(some)
+            for work, candidates in some:
+                if not candidates and "timed" in work.row:
+                    self._left -= 1
+                    continue
+                if self._remaining < self._longest_s:
+                    return False
+                if not self._time(work, candidates, ended):
+                    raise KeyboardInterrupt
+            start += count
+        return True
+
+    def _compile(self, some: Sequence[tuple[Work, list[Candidate]]]) -> dict[tuple[int, str], Ended]:
+        """Run the first calls of backends that compile."""
+        if self._settings.jobs == 0:
+            return {}
+        tasks = [
+            FirstCall(
+                (number, each.name),
+                each.name,
+                work.config,
+                tuple(sorted([(g.query_len, g.seq_len) for g in work.batch.groups for _ in range(g.count)])),
+                {phase: each.selection.selected[phase] for phase in each.phases or work.config.phases},
+                each.phases,
+            )
+            for number, (work, candidates) in enumerate(some)
+            for each in candidates
+            if each.selection is not None and _compiles(each, work.config)
+        ]
+        if not tasks:
+            return {}
+        if self._first_calls is None:
+            self._first_calls = FirstCalls(self._settings.jobs, self._bench.environment or Environment())
+        began = time.monotonic()
+        seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
+        found = self._first_calls.run(tasks, seconds)
+        failed = sum(each.failure is not None for each in found.values())
+        spent = time.monotonic() - began
+        self._say(f"{len(tasks)} first calls of {len(some)} workloads in {spent:.0f} s, {failed} of them did not end")
+        rows = [work.row for work, _ in some]
+        return {(rows[index]["seed"], rows[index]["number"], name): each for (index, name), each in found.items()}
+
+    def _candidates(self, work: Work) -> list[Candidate]:
+        asked = self._settings.backends
+        found = self._bench.candidates(work.config, work.batch)
+        phases = phases_of(work.batch, work.config)
+        # Of backends that serve one of two phases pairs are timed.
+        found = [each for each in found if each.selection is not None or len(phases) == 1]
+        if isinstance(work.config, AttentionConfig) and work.config.mla and len(phases) > 1:
+            found += self._pairs(work.config, {each.name for each in found})
+        if asked:
+            return [each for each in found if {*each.name.split(PAIR)} & {*asked}]
+        return [each for each in found if each.name not in UNASKED]
+
+    def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
+        """Yield for backends that serve decodes alone the pairs with the first backend for prefills."""
+        bench = self._bench
+        ranked = select(config, bench.device, environment=bench.environment).candidates
+        able: dict[str, list[str]] = {
+            phase: [
+                each.backend for each in ranked if phase in each.phases and each.phases[phase].verdict != "rejected"
+            ]
+            for phase in config.phases
+        }
+        for name in able["decode"]:
+            if name not in whole and able["prefill"]:
+                asked: dict[Phase, str] = {"prefill": able["prefill"][0], "decode": name}
+                both = select(config, bench.device, backend=asked, environment=bench.environment)
+                if both.selected == asked:
+                    yield Candidate(f"{asked['prefill']}{PAIR}{name}", both)
+
+    def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Any, Ended]) -> bool:
+        """Time one workload and write its line; return False where the user stopped it."""
+        began, bench = time.monotonic(), self._bench
+        key = work.row["seed"], work.row["number"]
+        first = {each.name: ended.get((*key, each.name)) for each in candidates}
+        ready = []
+        for each in candidates:
+            call = first[each.name]
+            ready.append(each if call is None or call.failure is None else Candidate(each.name, failure=call.failure))
+        lost = None
+        try:
+            found = bench.measure(work.config, work.batch, ready, ROUNDS_SECONDS)
+            if bench.on_gpu:
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            lost = f"{failure_text(error)} (at {self._doing[-1]})"
+            timed = [Timed(each.name, failure=f"the device failed: {lost}") for each in candidates]
+            found = TimedBatch(work.batch, None, timed)
+        if not found.complete:
+            return False
+        chosen = {each.name: each for each in candidates}
+        record = {
+            **work.row,
+            "gpu": bench.gpu,
+            "gpu_name": bench.device.name,
+            "compute_capability": bench.device.capability_text,
+            "driver": bench.detection.driver_version,
+            "rates": {"copy_gbps": round(bench.rates.copy / 1e9, 1), "tflops": round(bench.rates.matmul / 1e12, 2)},
+            "timed": [
+                self._entry(work.config, each, chosen[each.backend], first[each.backend]) for each in found.timed
+            ],
+        }
+        append_record(self._settings.out, record if "timed" not in work.row else merged(work.row, record))
+        spent = time.monotonic() - began
+        self._done, self._left = self._done + 1, self._left - 1
+        self._timed_s, self._longest_s = self._timed_s + spent, max(spent, 0.9 * self._longest_s)
+        self._say(self._line(work, found))
+        if lost is not None:
+            raise DeviceLost(lost)
+        return True
+
+    def _entry(self, config: LayerConfig, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
+        """Return one backend's part of a line; ``docs/times.md`` lists its keys."""
+        failure = timed.failure
+        if failure is None and not timed.exact:
+            failure = f"wrong: a relative error of {timed.error:.2g}, above its bound of {timed.bound:.2g}"
+        eager = timed.eager
+        has_time = bool(timed.samples_us)
+        return {
+            "backend": timed.backend,
+            "failure": failure,
+            "kernel": dict(timed.kernel),
+            "fingerprint": self._fingerprints(candidate, timed),
+            "libraries": self._libraries(config, timed.backend),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "block_size": timed.block_size,
+            "time_us": _rounded(timed.time_us) if has_time else None,
+            "spread_us": [_rounded(each) for each in timed.spread_us] if has_time else None,
+            "rounds": len(timed.samples_us),
+            "method": timed.method,
+            "why_eager": timed.why_eager,
+            "eager": None
+            if eager is None
+            else {
+                "build_us": _rounded(eager.build_us),
+                "host_us": _rounded(eager.host_us),
+                "wall_us": _rounded(eager.wall_us),
+                "reserved_bytes": eager.reserved_bytes,
+                "peak_bytes": eager.peak_bytes,
+            },
+            "first_call_s": round(timed.first_call_s, 3),
+            "compile_s": None if first is None else round(first.seconds, 2),
+            "error": None if timed.error is None else _rounded(timed.error),
+            "bound": timed.bound,
+            "unchecked": timed.unchecked,
+        }
+
+    def _fingerprints(self, candidate: Candidate, timed: Timed) -> dict[str, dict[str, str]]:
+        selection = candidate.selection
+        if selection is None:
+            return {}
+        found: dict[str, dict[str, str]] = {}
+        for phase in timed.kernel:
+            spec, plan = selection.backends[phase], selection.plans[phase]
+            if spec is not None and plan is not None:
+                found.setdefault(spec.name, {}).update(fingerprint(spec, selection.environment, plan.provider))
+        return found
+
+    def _libraries(self, config: LayerConfig, name: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for backend in name.split(PAIR):
+            found |= self._bench.libraries(backend, config)
+        return found
+
+    def _line(self, work: Work, found: TimedBatch) -> str:
+        spent = time.monotonic() - self._began
+        left = self._left * spent / self._done
+        times = [
+            f"{each.backend} {each.time_us:.1f}" if each.failure is None else f"{each.backend} –"
+            for each in found.timed
+        ]
+        number = f"{self._done}/{self._done + self._left}"
+        return f"{number:>9} {spent:5.0f} s, {left:5.0f} s left  {work.row['kind']}  {work.batch}: {', '.join(times)}"
+
+
+def _compiles(candidate: Candidate, config: LayerConfig) -> bool:
+    """Whether a first call of a candidate may compile."""
+    specs = load_plugins().specs
+    return not isinstance(config, StateConfig) and any(
+        specs[name].compile_key(config) is not None for name in candidate.name.split(PAIR)
+    )
+
+
+def _rounded(number: float) -> float:
+    """Return four digits of a number: more were noise."""
+    return float(f"{number:.4g}")
