@@ -435,9 +435,10 @@ class Bench:
             found.seconds = seconds_now
             if number >= self.rounds or (number >= LEAST_ROUNDS and found.seconds > seconds):
                 return
-            if self._settled is not None and number >= SETTLED_ROUNDS:
-                if max(uncertainty(each.timed.samples_us) for each in ready) <= self._settled:
-                    return
+            if self._settled is None or number < SETTLED_ROUNDS:
+                continue
+            if max(uncertainty(each.timed.samples_us) for each in ready) <= self._settled:
+                return
 
     def _memory(self, steps: Sequence[Step], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
         """Return the caches' memory and how many layers a round runs, a multiple of the number of caches.

@@ -36,8 +36,8 @@ PHASES = (
     "decode", "prefill", "uneven", "mixed", "decode", "chunk", "spread",
     "decode", "mixed", "uneven", "prefill", "spread", "chunk", "decode",
 )  # fmt: skip
-"""Decodes of one length, of few long among many short ones (``uneven``) and of many lengths (``spread``); whole prompts;
-prompts with history (``chunk``); both kinds in one step."""
+"""Decodes of one length, of few long ones among many short (``uneven``) and of many lengths (``spread``); whole
+prompts; prompts with history (``chunk``); both kinds in one step."""
 OF_MODELS = 0.5
 """Share of the layers that are of known models, where the family has some."""
 MOST_US = 6000.0

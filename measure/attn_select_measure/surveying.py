@@ -104,12 +104,11 @@ def survey(settings: Settings, environment: Environment, say: Callable[[str], No
     """
     began = time.monotonic()
     known = read_survey(settings.out)
-    doing: deque[str] = deque(maxlen=1)
+    doing = deque(["its beginning"], maxlen=1)
     bench = Bench(environment, rounds=ROUNDS, progress=doing.append, settled=SETTLED, eager=True)
     todo = [*_again(known, settings.backends)] if known and settings.backends else [*_drawn(known, settings, bench)]
-    for work in todo:
-        if "gpu" in work.row:
-            merged(work.row, {"gpu": bench.gpu, "timed": []})
+    for record in known:
+        merged(record, {"gpu": bench.gpu, "timed": []})
     if settings.out.exists():
         write_survey(settings.out, known)
     rates = f"copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.0f} TFLOP/s"

@@ -1,0 +1,97 @@
+"""What a survey draws: the same for a seed and a number, of every kind and phase, and within its limits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from attn_select.layer.config import AttentionConfig
+from attn_select.machine.device import lookup
+from attn_select.times.roofline import roofline_us
+from attn_select.times.workload import phases_of
+from attn_select_measure.survey_draw import (
+    FAMILIES,
+    MOST_CACHE_BYTES,
+    MOST_US,
+    PHASES,
+    SPACE,
+    TINY,
+    Drawn,
+    draw,
+    kind_of,
+)
+
+ALL = len(FAMILIES) * len(PHASES)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Drawn]:
+    return [draw(3, number) for number in range(ALL)]
+
+
+def layer(each: Drawn) -> AttentionConfig:
+    assert isinstance(each.config, AttentionConfig)
+    return each.config
+
+
+def test_a_workload_depends_on_its_seed_and_number_alone(drawn: list[Drawn]) -> None:
+    assert [draw(3, number) for number in (ALL - 1, 7)] == [drawn[ALL - 1], drawn[7]]
+    assert [draw(4, number) for number in range(20)] != drawn[:20]
+
+
+def test_every_family_comes_in_every_phase(drawn: list[Drawn]) -> None:
+    pairs = Counter((each.family, each.phase) for each in drawn)
+    assert len(pairs) == len(set(FAMILIES)) * len(set(PHASES))
+    for each in drawn:
+        phases = {"decode", "prefill"} if each.phase == "mixed" else {"prefill"}
+        wanted = phases if each.phase in ("mixed", "prefill", "chunk") else {"decode"}
+        assert set(phases_of(each.batch, each.config)) == wanted, each
+
+
+def test_steps_and_caches_are_bounded(drawn: list[Drawn]) -> None:
+    for each in drawn:
+        floor = roofline_us(each.config, each.batch, lookup("h100"))
+        assert floor is not None
+        assert floor <= MOST_US
+        assert each.batch.num_requests <= SPACE.requests
+        assert each.batch.max_seq_len <= SPACE.contexts[1]
+        config = layer(each)
+        per_token = 1 if config.cache_dtype.startswith("fp8") else 2
+        per_token *= config.head_size if config.mla else 2 * config.num_kv_heads * config.head_size
+        assert each.batch.num_kv_tokens * per_token <= MOST_CACHE_BYTES
+
+
+def test_the_space_is_wide(drawn: list[Drawn]) -> None:
+    layers = [layer(each) for each in drawn]
+    attention = [each for each in layers if not each.mla]
+    assert {each.num_heads // each.num_kv_heads for each in attention} >= {1, 2, 4, 8, 16}
+    assert {each.head_size for each in attention} >= {64, 80, 96, 112, 128, 192, 256, 512}
+    assert {each.num_speculative_tokens for each in layers} >= {0, 1, 3, 7}
+    assert {each.num_heads for each in layers if each.mla} >= {8, 16, 32, 64, 128}
+    assert max(each.num_heads for each in layers) <= 128
+    assert any(each.sinks and each.sliding_window for each in layers)
+    assert any(each.logits_soft_cap for each in layers)
+    assert any(each.sparse and each.kv_cache_dtype == "fp8_e4m3" for each in layers)
+    assert len({kind_of(each) for each in layers}) > ALL / 2
+    lengths = sorted(each.batch.max_seq_len for each in drawn)
+    assert lengths[ALL // 10] < 1024
+    assert lengths[-ALL // 10] > 1 << 16
+
+
+def test_a_kind_is_one_text_for_layers_that_take_the_same_time() -> None:
+    plain = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+    same = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, block_size=64, kv_cache_dtype="bfloat16")
+    assert kind_of(plain) == kind_of(same) == "32:8 128"
+    fp8 = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8_e4m3", sinks=True)
+    assert kind_of(fp8) == "32:8 128 kv_cache_dtype=fp8_e4m3 sinks=True"
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    assert kind_of(AttentionConfig(num_heads=16, **dims)) == "mla 16 512+128+64+128"
+
+
+def test_a_cpu_is_tried_with_small_ones() -> None:
+    for number in range(ALL):
+        each = draw(0, number, TINY)
+        assert each.batch.num_requests <= 8
+        assert each.batch.max_seq_len <= 64
+        assert layer(each).num_heads <= 4
