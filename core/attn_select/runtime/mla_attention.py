@@ -135,7 +135,7 @@ class MLAAttention(nn.Module):
                 ``torch.compile``.
             output: ``(T', num_heads, v_head_dim)``, written; None makes one. Rows behind ``num_actual_tokens`` are left
                 alone.
-            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding; over
+            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding, anywhere; over
                 several ranks the scheduler's, the same on all of them.
             output_lse: float32 ``(T', num_heads)``, written if given; only for plans that return the LSE.
 
