@@ -1,8 +1,8 @@
 """``FLASH_ATTN_MLA_SPARSE`` at run time: every token is a request of one query, whose keys are its chosen slots.
 
 FA3 reads pages of any size, so the slots of ``topk_indices``, in front of what is -1, are a block table of pages of one
-token. It packs the query heads of a token into the rows of one tile: 8 heads cost what 8 heads are, where FlashMLA's sparse
-kernel computes 64 (vLLM pull request 46189). FA4 takes the slots as a list of rows of the flat cache.
+token. It packs the query heads of a token into the rows of one tile: 8 heads cost what 8 heads are, where FlashMLA's
+sparse kernel computes 64 (vLLM pull request 46189). FA4 takes the slots as a list of rows of the flat cache.
 """
 
 from __future__ import annotations
