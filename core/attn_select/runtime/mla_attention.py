@@ -135,7 +135,7 @@ class MLAAttention(nn.Module):
                 ``torch.compile``.
             output: ``(T', num_heads, v_head_dim)``, written; None makes one. Rows behind ``num_actual_tokens`` are left
                 alone.
-            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding; over
+            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding, anywhere; over
                 several ranks the scheduler's, the same on all of them.
             output_lse: float32 ``(T', num_heads)``, written if given; only for plans that return the LSE.
 
@@ -293,14 +293,6 @@ class MLAAttention(nn.Module):
             raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
         if group.checked:
             group.check_contents(self.scales, given, kv_cache, metadata.common)
-            if (indices := given["topk_indices"]) is not None and not _capturing(indices):
-                assert kv_cache is not None
-                checks.check_indices(indices[:tokens], group.num_slots(kv_cache))
-
-
-def _capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is captured, in which nothing can be read back."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _aligned(tensor: Tensor) -> bool:

@@ -98,10 +98,6 @@ class MLALayerGroup(LayerGroup):
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache."""
 
-    @abstractmethod
-    def num_slots(self, kv_cache: Tensor) -> int:
-        """Return how many slots may be chosen from."""
-
     def check_capture(self, common: CommonAttentionMetadata, latents_alone: bool) -> None:
         """Make sure that a batch can be captured.
 
@@ -293,10 +289,6 @@ class MLAAttentionGroup(MLALayerGroup):
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots ``(T, sparse_top_k)`` in this group's own cache: all of them."""
         return topk_indices
-
-    def num_slots(self, kv_cache: Tensor) -> int:
-        """Return how many slots may be chosen from."""
-        return kv_cache.shape[0] * kv_cache.shape[1]
 
 
 def check_mergeable(served: Served, context: Tensor) -> None:

@@ -206,10 +206,6 @@ class ContextParallelMLAGroup(MLALayerGroup):
         """Return the chosen slots that lie on this rank, in its cache, -1 behind a token's last one."""
         return self.shares.chosen(topk_indices)
 
-    def num_slots(self, kv_cache: Tensor) -> int:
-        """Return how many of the scheduler's slots may be chosen from."""
-        return self.dense.num_slots(kv_cache) * self.shares.size
-
     def _decoder(self) -> MLAAttentionGroup:
         if self.latent is None:
             self.dense.loaded.server(self.dense.loaded.ways.usual, "decode")  # raises
