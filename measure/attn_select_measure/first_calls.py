@@ -27,6 +27,10 @@ MEMORY_SHARE = 0.9
 END_SECONDS = 5.0
 
 
+Key = tuple[int, int, str]
+"""Seed and number of a workload, and what runs it."""
+
+
 @dataclass(frozen=True, slots=True)
 class FirstCall:
     """What a process runs.
@@ -40,7 +44,7 @@ class FirstCall:
         phases: the phases whose backends run; None: all.
     """
 
-    key: tuple[int, str]
+    key: Key
     backend: str
     config: LayerConfig
     requests: tuple[Request, ...]
@@ -90,10 +94,10 @@ class FirstCalls:
         theirs.close()
         return _Worker(process, mine)
 
-    def run(self, tasks: Sequence[FirstCall], seconds: float) -> dict[tuple[int, str], Ended]:
+    def run(self, tasks: Sequence[FirstCall], seconds: float) -> dict[Key, Ended]:
         """Run first calls, those of backends that took longest so far at the end; stop what runs after ``seconds``."""
         todo = sorted(tasks, key=lambda task: self._slowest.get(task.backend, 0.0), reverse=True)
-        found: dict[tuple[int, str], Ended] = {}
+        found: dict[Key, Ended] = {}
         ends = time.monotonic() + seconds
         while (now := time.monotonic()) < ends:
             for worker in self._workers:
@@ -119,7 +123,7 @@ class FirstCalls:
         with suppress(OSError):  # it has died: reading says so
             worker.connection.send(task)
 
-    def _take(self, worker: _Worker, found: dict[tuple[int, str], Ended]) -> None:
+    def _take(self, worker: _Worker, found: dict[Key, Ended]) -> None:
         task = worker.task
         assert task is not None
         try:
