@@ -58,11 +58,13 @@ class Ended:
 
     Attributes:
         seconds: that it took, imports that nobody else had needed before included.
-        failure: why it did not end; None where it did, or raised an error, which it will raise again when it is timed.
+        failure: why it did not end; None where it did.
+        error: that it raised, in words, and will raise again when it is timed; None: none.
     """
 
     seconds: float
     failure: str | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -162,6 +164,8 @@ def _work(connection: Connection, environment: Environment, share: float) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end decides
     import torch
 
+    from attn_select_measure.benching import failure_text
+
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -171,15 +175,17 @@ def _work(connection: Connection, environment: Environment, share: float) -> Non
             task: FirstCall = connection.recv()
         except EOFError:
             return
-        began = time.monotonic()
-        with suppress(Exception):  # of a kernel library, of any kind; or its share of the memory is too little
+        began, text = time.monotonic(), None
+        try:
             _run(task, environment)
+        except Exception as error:  # of a kernel library, of any kind; or its share of the memory is too little
+            text = failure_text(error)
         seconds = time.monotonic() - began
         gc.collect()
         if on_gpu:
             torch.cuda.synchronize()  # ends the process where the device has failed
             torch.cuda.empty_cache()
-        connection.send(Ended(seconds))
+        connection.send(Ended(seconds, error=text))
 
 
 def _run(task: FirstCall, environment: Environment) -> None:

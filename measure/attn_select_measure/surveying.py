@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -221,8 +221,11 @@ class _Run:
         seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
         found = self._first_calls.run(tasks, seconds)
         failed = sum(each.failure is not None for each in found.values())
-        spent = time.monotonic() - began
-        self._say(f"{len(tasks)} first calls of {len(some)} workloads in {spent:.0f} s, {failed} of them did not end")
+        raised = Counter(f"{key[2]}: {each.error}" for key, each in found.items() if each.error is not None)
+        told = f"{len(tasks)} first calls of {len(some)} workloads in {time.monotonic() - began:.0f} s"
+        self._say(f"{told}; {failed} did not end, {sum(raised.values())} raised an error")
+        for text, count in raised.items():
+            self._say(f"  {count} times {text}")
         return found
 
     def _candidates(self, work: Work) -> list[Candidate]:
