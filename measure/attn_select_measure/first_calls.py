@@ -27,6 +27,10 @@ MEMORY_SHARE = 0.9
 END_SECONDS = 5.0
 
 
+Key = tuple[int, int, str]
+"""Seed and number of a workload, and what runs it."""
+
+
 @dataclass(frozen=True, slots=True)
 class FirstCall:
     """What a process runs.
@@ -40,7 +44,7 @@ class FirstCall:
         phases: the phases whose backends run; None: all.
     """
 
-    key: tuple[int, str]
+    key: Key
     backend: str
     config: LayerConfig
     requests: tuple[Request, ...]
@@ -54,11 +58,13 @@ class Ended:
 
     Attributes:
         seconds: that it took, imports that nobody else had needed before included.
-        failure: why it did not end; None where it did, or raised an error, which it will raise again when it is timed.
+        failure: why it did not end; None where it did.
+        error: that it raised, in words, and will raise again when it is timed; None: none.
     """
 
     seconds: float
     failure: str | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -90,10 +96,10 @@ class FirstCalls:
         theirs.close()
         return _Worker(process, mine)
 
-    def run(self, tasks: Sequence[FirstCall], seconds: float) -> dict[tuple[int, str], Ended]:
+    def run(self, tasks: Sequence[FirstCall], seconds: float) -> dict[Key, Ended]:
         """Run first calls, those of backends that took longest so far at the end; stop what runs after ``seconds``."""
         todo = sorted(tasks, key=lambda task: self._slowest.get(task.backend, 0.0), reverse=True)
-        found: dict[tuple[int, str], Ended] = {}
+        found: dict[Key, Ended] = {}
         ends = time.monotonic() + seconds
         while (now := time.monotonic()) < ends:
             for worker in self._workers:
@@ -119,7 +125,7 @@ class FirstCalls:
         with suppress(OSError):  # it has died: reading says so
             worker.connection.send(task)
 
-    def _take(self, worker: _Worker, found: dict[tuple[int, str], Ended]) -> None:
+    def _take(self, worker: _Worker, found: dict[Key, Ended]) -> None:
         task = worker.task
         assert task is not None
         try:
@@ -158,6 +164,8 @@ def _work(connection: Connection, environment: Environment, share: float) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end decides
     import torch
 
+    from attn_select_measure.benching import failure_text
+
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -167,15 +175,17 @@ def _work(connection: Connection, environment: Environment, share: float) -> Non
             task: FirstCall = connection.recv()
         except EOFError:
             return
-        began = time.monotonic()
-        with suppress(Exception):  # of a kernel library, of any kind; or its share of the memory is too little
+        began, text = time.monotonic(), None
+        try:
             _run(task, environment)
+        except Exception as error:  # of a kernel library, of any kind; or its share of the memory is too little
+            text = failure_text(error)
         seconds = time.monotonic() - began
         gc.collect()
         if on_gpu:
             torch.cuda.synchronize()  # ends the process where the device has failed
             torch.cuda.empty_cache()
-        connection.send(Ended(seconds))
+        connection.send(Ended(seconds, error=text))
 
 
 def _run(task: FirstCall, environment: Environment) -> None:

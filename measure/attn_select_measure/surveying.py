@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attn_select.decide.selector import select
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import LayerConfig, layer_of
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
@@ -25,7 +25,7 @@ from attn_select.times.fingerprint import fingerprint
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import phases_of
 from attn_select_measure.benching import Bench, Candidate, Timed, TimedBatch, failure_text
-from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls
+from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
 from attn_select_measure.survey_draw import SPACE, TINY, draw, kind_of
 from attn_select_measure.survey_records import Record, append_record, merged, read_survey, write_survey
 
@@ -196,20 +196,20 @@ class _Run:
             start += count
         return True
 
-    def _compile(self, some: Sequence[tuple[Work, list[Candidate]]]) -> dict[tuple[int, str], Ended]:
+    def _compile(self, some: Sequence[tuple[Work, list[Candidate]]]) -> dict[Key, Ended]:
         """Run the first calls of backends that compile."""
         if self._settings.jobs == 0:
             return {}
         tasks = [
             FirstCall(
-                (number, each.name),
+                (work.row["seed"], work.row["number"], each.name),
                 each.name,
                 work.config,
                 tuple(sorted([(g.query_len, g.seq_len) for g in work.batch.groups for _ in range(g.count)])),
                 {phase: each.selection.selected[phase] for phase in each.phases or work.config.phases},
                 each.phases,
             )
-            for number, (work, candidates) in enumerate(some)
+            for work, candidates in some
             for each in candidates
             if each.selection is not None and _compiles(each, work.config)
         ]
@@ -221,10 +221,12 @@ class _Run:
         seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
         found = self._first_calls.run(tasks, seconds)
         failed = sum(each.failure is not None for each in found.values())
-        spent = time.monotonic() - began
-        self._say(f"{len(tasks)} first calls of {len(some)} workloads in {spent:.0f} s, {failed} of them did not end")
-        rows = [work.row for work, _ in some]
-        return {(rows[index]["seed"], rows[index]["number"], name): each for (index, name), each in found.items()}
+        raised = Counter(f"{key[2]}: {each.error}" for key, each in found.items() if each.error is not None)
+        told = f"{len(tasks)} first calls of {len(some)} workloads in {time.monotonic() - began:.0f} s"
+        self._say(f"{told}; {failed} did not end, {sum(raised.values())} raised an error")
+        for text, count in raised.items():
+            self._say(f"  {count} times {text}")
+        return found
 
     def _candidates(self, work: Work) -> list[Candidate]:
         asked = self._settings.backends
@@ -250,12 +252,12 @@ class _Run:
         }
         for name in able["decode"]:
             if name not in whole and able["prefill"]:
-                asked: dict[Phase, str] = {"prefill": able["prefill"][0], "decode": name}
+                asked: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
                 both = select(config, bench.device, backend=asked, environment=bench.environment)
                 if both.selected == asked:
                     yield Candidate(f"{asked['prefill']}{PAIR}{name}", both)
 
-    def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Any, Ended]) -> bool:
+    def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Key, Ended]) -> bool:
         """Time one workload and write its line; return False where the user stopped it."""
         began, bench = time.monotonic(), self._bench
         key = work.row["seed"], work.row["number"]
@@ -327,7 +329,7 @@ class _Run:
             },
             "first_call_s": round(timed.first_call_s, 3),
             "compile_s": None if first is None else round(first.seconds, 2),
-            "error": None if timed.error is None else _rounded(timed.error),
+            "error": _rounded(timed.error) if timed.error is not None and math.isfinite(timed.error) else None,
             "bound": timed.bound,
             "unchecked": timed.unchecked,
         }
@@ -337,9 +339,8 @@ class _Run:
         if selection is None:
             return {}
         found: dict[str, dict[str, str]] = {}
-        for phase in timed.kernel:
-            spec, plan = selection.backends[phase], selection.plans[phase]
-            if spec is not None and plan is not None:
+        for phase, plan in selection.plans.items():
+            if phase in timed.kernel and (spec := selection.backends[phase]) is not None:
                 found.setdefault(spec.name, {}).update(fingerprint(spec, selection.environment, plan.provider))
         return found
 

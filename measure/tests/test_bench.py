@@ -159,13 +159,24 @@ def test_mla_is_timed_by_both_of_its_paths(run: Any, dtype: str) -> None:
     assert [set(kernel) for kernel in kernels] == [{"decode"}, {"prefill", "decode"}, {"prefill"}]
 
 
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla"])
+def test_sparse_mla_is_timed_over_tokens_that_are_chosen_for_it(run: Any, dtype: str) -> None:
+    dims = ("--kv-lora-rank", "512", "--qk-rope-head-dim", "64", "--qk-nope-head-dim", "16", "--v-head-dim", "16")
+    layer = ("--mla", "--num-heads", "2", *dims, "--sparse-top-k", "32", "--kv-cache-dtype", dtype)
+    # Requests of fewer tokens than it may choose, and of more.
+    data = run("bench", *layer, "--workload", "2q1s80_q1s9,2q9s40_q1s30", "--rounds", "1", "--no-save", "--json").json
+    assert data["ok"], data
+    for batch in data["layers"][0]["batches"]:
+        assert 0 < batch["backends"][0]["error"] <= batch["backends"][0]["error_bound"]
+
+
 def test_a_model_names_its_layers_and_leaves_out_what_cannot_be_run_alone(run: Any, tmp_path: Path) -> None:
-    sparse = (*MLA, "--sparse-top-k", "16", "--workload", "2q1s40", "--no-save")
-    result = run("bench", *sparse)
+    across = (*LAYER, "--attn-type", "encoder_decoder", "--workload", "2q1s40", "--no-save")
+    result = run("bench", *across)
     assert result.code == 1
-    assert "not timed: sparse MLA needs an indexer's choice of tokens" in result.out
-    kind = run("bench", *sparse, "--json").json["layers"][0]["kind"]
-    result = run("bench", *sparse, "--layer", kind)
+    assert "not timed: cross-attention needs an encoder's tokens" in result.out
+    kind = run("bench", *across, "--json").json["layers"][0]["kind"]
+    result = run("bench", *across, "--layer", kind)
     assert result.code == 2
     assert "cannot be timed alone" in result.err
 
@@ -323,6 +334,7 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 20))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(cuda, name, lambda *_: None)
+    monkeypatch.setattr(benching, "LONGEST_US", 1e9)  # what a CPU needs says nothing here
     bench.graphs = []
 
     def captured(calls: Sequence[Any]) -> FakeGraph:
@@ -362,6 +374,42 @@ def test_long_steps_are_few(gpu_bench: Any) -> None:
     assert timed.failure is None
     (graph,) = gpu_bench.graphs
     assert 1 <= graph.count < 10
+
+
+def test_a_backend_that_is_far_slower_than_the_roofline_runs_fewer_layers(
+    gpu_bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AttentionConfig(num_heads=2, num_kv_heads=1, head_size=32)
+    monkeypatch.setattr(benching, "LONGEST_US", 1.0)
+    made = benching.CacheMemory.caches
+
+    def caches(memory: Any, step: Any) -> list[Any]:
+        *others, last = made(memory, step)
+        for other in others:  # as other backends' new tokens in other layouts leave them
+            other.zero_()
+        return [*others, last]
+
+    monkeypatch.setattr(benching.CacheMemory, "caches", caches)
+    timed = timed_by(gpu_bench, config, "2q128s256", "TORCH_SDPA")
+    assert (timed.failure, timed.method) == (None, "graph")
+    assert timed.exact  # what is compared ran on the cache that it is compared on
+    (graph,) = gpu_bench.graphs
+    assert graph.count == 1
+
+
+def test_rounds_end_once_all_medians_are_sure(known_machine: None) -> None:
+    batch, wide = parse_batch_shape("2q1s40"), 1e9
+    for settled, rounds in ((wide, benching.SETTLED_ROUNDS), (0.0, 9), (None, 9)):
+        bench = benching.Bench(rounds=9, settled=settled)
+        found = bench.measure(CONFIG, batch, bench.candidates(CONFIG, batch, ["TORCH_SDPA"]))
+        assert len(found.timed[0].samples_us) == rounds
+
+
+def test_the_uncertainty_of_a_median_is_a_share_of_it() -> None:
+    assert benching.uncertainty([5.0] * 7) == 0.0
+    few, many = [9.0, 10.0, 11.0] * 3, [9.0, 10.0, 11.0] * 12
+    assert benching.uncertainty(few) == pytest.approx(2 * benching.uncertainty(many))
+    assert benching.uncertainty(few) == pytest.approx(1.96 * 1.2533 * 2 / 1.349 / 3 / 10)
 
 
 def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

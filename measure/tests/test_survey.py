@@ -216,13 +216,13 @@ def first_calls() -> Any:
 def first_call(number: int, backend: str = "TORCH_SDPA") -> FirstCall:
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32)
     return FirstCall(
-        (number, backend), backend, config, ((1, 40), (9, 9)), {"decode": backend, "prefill": backend}, None
+        (0, number, backend), backend, config, ((1, 40), (9, 9)), {"decode": backend, "prefill": backend}, None
     )
 
 
 def test_first_calls_run_in_other_processes(first_calls: FirstCalls) -> None:
     found = first_calls.run([first_call(0), first_call(1, "TORCH_MLA"), first_call(2)], 300)
-    assert set(found) == {(0, "TORCH_SDPA"), (1, "TORCH_MLA"), (2, "TORCH_SDPA")}  # one serves no such layers
+    assert set(found) == {(0, 0, "TORCH_SDPA"), (0, 1, "TORCH_MLA"), (0, 2, "TORCH_SDPA")}  # one serves no such layers
     for ended in found.values():
         assert ended.failure is None
         assert ended.seconds > 0
@@ -233,7 +233,7 @@ def test_first_calls_that_take_too_long_are_ended(first_calls: FirstCalls) -> No
     told = sorted(str(ended.failure) for ended in found.values())
     assert told[0].startswith("its first call did not end within")
     assert told[1].startswith("the 0 s for first calls were over")
-    assert first_calls.run([first_call(2)], 300)[2, "TORCH_SDPA"].failure is None  # a new process serves the next
+    assert first_calls.run([first_call(2)], 300)[0, 2, "TORCH_SDPA"].failure is None  # a new process serves the next
 
 
 def test_what_did_not_compile_in_time_is_not_timed(run: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,7 +381,7 @@ def test_tensors_between_each_others_elements_are_apart(call: Call) -> None:
 def test_a_new_cache_of_one_block_is_refused_without_checked_mode(make_toy: Factory, make_group: Factory) -> None:
     toy, problem = make_toy(), random_problem(3, CONFIG, FLASH)
     call = Call(toy, make_group(CONFIG, toy), problem, common_of(problem))
-    with pytest.raises(BatchError, match="kv_cache of shape .*: several elements share one address"):
+    with pytest.raises(BatchError, match=r"kv_cache of shape .*: several elements share one address"):
         call(kv_cache=call.cache[:, :1].expand_as(call.cache))
     assert toy.calls == []
 

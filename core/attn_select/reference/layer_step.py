@@ -62,24 +62,33 @@ class CacheMemory:
     def __init__(self, config: AttentionConfig, num_bytes: int, count: int, device: torch.device) -> None:
         self._stride = -(-num_bytes // 4096) * 4096
         self._memory = torch.empty(count, self._stride, dtype=torch.uint8, device=device)
-        draw, packed = torch.Generator(device).manual_seed(0), config.sparse and is_quantized(config.cache_dtype)
-        first = self._memory[0].view(torch.float8_e4m3fn if packed else cache_dtype("", config))
-        spread = 1 / FP8_SCALE if is_quantized(config.cache_dtype) else 1.0
-        for start in range(0, len(first), _CHUNK):
-            part = first[start : start + _CHUNK]
-            part.copy_(torch.randn(part.shape, generator=draw, device=device).mul_(spread))
-        if packed:
-            self._pack(draw)
+        self._packed = config.sparse and is_quantized(config.cache_dtype)
+        self._dtype = torch.float8_e4m3fn if self._packed else cache_dtype("", config)
+        self._spread = 1 / FP8_SCALE if is_quantized(config.cache_dtype) else 1.0
+        self._fill(self._memory[0])
         for other in self._memory[1:]:
             other.copy_(self._memory[0])
 
-    def _pack(self, draw: torch.Generator) -> None:
+    def _fill(self, memory: Tensor) -> None:
+        draw, numbers = torch.Generator(memory.device).manual_seed(0), memory.view(self._dtype)
+        for start in range(0, len(numbers), _CHUNK):
+            part = numbers[start : start + _CHUNK]
+            part.copy_(torch.randn(part.shape, generator=draw, device=memory.device).mul_(self._spread))
+        if self._packed:
+            self._pack(memory, draw)
+
+    def mend(self) -> None:
+        """Make the last cache what it was, where other layouts' new tokens may have made it no numbers in a layout."""
+        if self._packed:
+            self._fill(self._memory[-1])
+
+    def _pack(self, memory: Tensor, draw: torch.Generator) -> None:
         """Write what a token has in ``FP8_DS_MLA`` beside its 512 numbers: four scales, and a rope part in bfloat16.
 
         Of that only bytes are taken that are finite numbers in FP8 too, since other layouts read them so.
         """
         count = self._stride // FP8_DS_MLA_BYTES
-        tokens = self._memory[0, : count * FP8_DS_MLA_BYTES].view(-1, FP8_DS_MLA_BYTES)
+        tokens = memory[: count * FP8_DS_MLA_BYTES].view(-1, FP8_DS_MLA_BYTES)
         tokens[:, 512:528] = torch.full((count, 4), FP8_SCALE, device=draw.device).view(torch.uint8)
         powers = torch.randint(-1, 2, (count, 64), generator=draw, device=draw.device).float().exp2()
         signs = torch.randint(0, 2, (count, 64), generator=draw, device=draw.device) * 2 - 1
@@ -283,7 +292,7 @@ class LayerStep:
         assert self.table is not None
         assert cache is not None
         if config.sparse:
-            return self._sparse_reference(query, cache, self._chosen[0][rows + first], fp8_query and dtype)
+            return self._sparse_reference(query, cache, self._chosen[0][rows + first], dtype if fp8_query else None)
         positions = torch.arange(seq_len, device=self.group.device)
         slots = slot_mapping_reference(self.table.device_table[request], positions, self.table.block_size)
         own = {"k_scale": scales.k, "v_scale": None if config.mla else scales.v} if quantized else {}

@@ -277,7 +277,7 @@ def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Ge
             slots = slot_mapping_reference(row, positions, block_size)
             padded = torch.nn.functional.pad(slots, (0, top_k - len(slots)), value=-1)
             chosen.append(padded if len(chosen) % 2 else padded[torch.randperm(top_k, generator=draw)])
-    return torch.stack(chosen).int()
+    return torch.stack(chosen).int() if chosen else torch.empty(0, top_k, dtype=torch.int32)
 
 
 def _normal(config: AttentionConfig, draw: torch.Generator, *shape: int) -> Tensor:

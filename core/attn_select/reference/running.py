@@ -297,6 +297,8 @@ def check_result(
     references: dict[str | None, tuple[Tensor, Tensor]] = {}
     for phase, parts in by_phase.items():
         plan, chosen = plans[phase], torch.cat(parts)
+        if not len(chosen):  # requests without query tokens alone
+            continue
         query_dtype = plan.query_dtype if is_quantized(plan.query_dtype) else None
         if query_dtype not in references:
             given: dict[str, Any] = {"kv_cache": result.kv_cache, "query_dtype": query_dtype}

@@ -32,14 +32,16 @@ BF16, F16, E4M3, I32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch
 Made = Callable[[], Any]
 
 
-def prefill(backend: str, query: Any, cache: Any, size: int, value_size: int = 0, window: bool = False) -> Made:
+def prefill(
+    backend: str, query: Any, cache: Any, size: int, value_size: int = 0, window: bool = False, cap: bool = False
+) -> Made:
     """Return what makes a paged or ragged kernel; fa2's serves native decode too."""
     output = BF16 if query == E4M3 else query
     sizes = (size, value_size or size)
     made = gen_batch_prefill_module
     if backend == "fa2":  # of 0.7.2 on its wrappers load one for equal strides of K and V
         made = getattr(modules, "_gen_batch_prefill_primary_module", made)
-    return lambda: made(backend, query, cache, output, I32, *sizes, 0, window, False, False)
+    return lambda: made(backend, query, cache, output, I32, *sizes, 0, window, cap, False)
 
 
 def mla(backend: str, query: Any, cache: Any) -> Made:
@@ -77,6 +79,20 @@ MODULES: dict[str, Made] = {
     "xqa-gemma": xqa(16, 128, window=True, group=2),
     "xqa-gpt-oss": xqa(16, 64, window=True, group=8),
     "xqa-three-drafts": xqa(16, 128, drafts=3),
+    # the most frequent of those that a survey draws
+    "xqa-64": xqa(16, 64),
+    "xqa-64-mha": xqa(16, 64, group=1),
+    "xqa-64-sinks": xqa(16, 64, group=8),
+    "xqa-group5": xqa(16, 128, group=5),
+    "xqa-group8": xqa(16, 128, group=8),
+    "xqa-group16": xqa(16, 128, group=16),
+    "xqa-256-fp8": xqa(16, 256, E4M3),
+    "fa3-64": prefill("fa3", BF16, BF16, 64),
+    "fa3-256": prefill("fa3", BF16, BF16, 256),
+    "fa3-window-128": prefill("fa3", BF16, BF16, 128, window=True),
+    "fa3-sinks-window": sinks("fa3", window=True),
+    "fa2-cap": prefill("fa2", BF16, BF16, 128, cap=True),
+    "fa2-cap-window": prefill("fa2", BF16, BF16, 128, window=True, cap=True),
     "fa2": prefill("fa2", BF16, BF16, 128),
     "fa2-fp8": prefill("fa2", BF16, E4M3, 128),
     "fa2-sinks": sinks("fa2", window=False),

@@ -182,7 +182,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
         parts: list[MLAPart] = []
-        if split.num_decodes:
+        if split.num_decode_tokens:
             latent = self._decoder()
             decodes = self._by_query(common.requests(0, split.num_decodes))
             local = self._local.shared(decodes, slots)
