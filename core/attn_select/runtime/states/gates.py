@@ -85,11 +85,20 @@ class Gates:
             return Gates(raw=RawGates(A_log=raw.A_log, a=raw.a[rows], dt_bias=raw.dt_bias, b=b))
         return Gates(self.log_decay[rows], None if self._strength is None else self._strength[rows])
 
-    def check(self, config: StateConfig, tokens: int) -> None:
+    def given(self) -> dict[str, Tensor]:
+        """Return the tensors that were given, by name."""
+        if (raw := self.raw) is None:
+            named = {"log_decay": self._decay, "write_strength": self._strength}
+        else:
+            named = {"A_log": raw.A_log, "a": raw.a, "dt_bias": raw.dt_bias, "b": raw.b}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def check(self, config: StateConfig, tokens: int, device: torch.device) -> None:
         """Compare the tensors with the layer.
 
         Raises:
-            BatchError: one has the wrong shape or dtype, or is missing or unwanted; it is named, with what is accepted.
+            BatchError: one is no tensor, has the wrong shape or dtype, lies elsewhere, or is missing or unwanted; it is
+                named, with what is accepted.
         """
         dtype, heads = PLAIN_DTYPES[config.dtype], (tokens, config.num_v_heads)
         width = (config.head_size,) if config.rule.decay == "channel" else ()
@@ -112,5 +121,11 @@ class Gates:
             if (tensor is not None) is not present:
                 seen, fits = ("a tensor", "None") if tensor is not None else ("None", f"{accepted} {shape}")
                 raise BatchError(f"{name} is {seen} with recurrence {config.recurrence} (accepted: {fits})")
-            if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype is not accepted):
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise BatchError(f"{name} is a {type(tensor).__name__}: accepted is {accepted} {shape}")
+            if tensor.shape != shape or tensor.dtype is not accepted:
                 raise BatchError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: accepted is {accepted} {shape}")
+            if tensor.device != device:
+                raise BatchError(f"{name} is on {tensor.device}: accepted is {device}")

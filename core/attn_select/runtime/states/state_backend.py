@@ -49,6 +49,9 @@ class StateImpl(ABC):
 
     raw_gates: ClassVar[tuple[Phase, ...]] = ()
     """The phases whose kernels activate gates themselves: their ``gates`` have ``raw``."""
+    least_log_decay: ClassVar[Mapping[Phase, float]] = {}
+    """Per phase the least log-decay that its kernels compute right; checked mode refuses less. A phase that is not here
+    takes any, minus infinity too."""
 
     def __init__(self, context: StateContext) -> None:
         self.context = context
