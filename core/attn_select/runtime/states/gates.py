@@ -40,7 +40,7 @@ class Gates:
         log_decay: float32 ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``: at most 0.
         write_strength: float32 ``(T, num_v_heads)``; None for lightning attention, which has none.
         raw: in the place of both: kernels that activate gates themselves take them so, and for others the numbers are
-            computed once, when they are first asked for.
+            computed once, when they are first asked for, and keep no graph.
 
     Raises:
         BatchError: numbers are given beside ``raw``, or neither.
@@ -73,10 +73,11 @@ class Gates:
 
     def _activate(self) -> None:
         assert self.raw is not None
-        step = functional.softplus(self.raw.a.float() + self.raw.dt_bias)
-        rate = -self.raw.A_log.exp()
-        self._decay = step * (rate if step.ndim == 2 else rate[:, None])
-        self._strength = step if self.raw.b is None else self.raw.b.float().sigmoid()
+        with torch.no_grad():
+            step = functional.softplus(self.raw.a.float() + self.raw.dt_bias)
+            rate = -self.raw.A_log.exp()
+            self._decay = step * (rate if step.ndim == 2 else rate[:, None])
+            self._strength = step if self.raw.b is None else self.raw.b.float().sigmoid()
 
     def rows(self, rows: slice) -> Gates:
         """Return the gates of some of the tokens."""

@@ -91,7 +91,7 @@ class LinearAttention(nn.Module):
             for phase, impl in self.impls.items()
             if (each := impl.least_log_decay.get(phase)) is not None
         }
-        self._cache_seen: object = None
+        self._cache_seen: object = ()
 
     @property
     def raw_gates(self) -> bool:
