@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from weakref import ref
+
 import torch
 from torch import Tensor, nn
 
@@ -91,7 +94,7 @@ class LinearAttention(nn.Module):
             for phase, impl in self.impls.items()
             if (each := impl.least_log_decay.get(phase)) is not None
         }
-        self._cache_seen: object = ()
+        self._cache_seen: tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]] = (_none, _none)
 
     @property
     def raw_gates(self) -> bool:
@@ -132,19 +135,17 @@ class LinearAttention(nn.Module):
                 return self.forward(channels, gates, cache, metadata, output)
         self._check(channels, gates, cache, metadata, output)
         config, tokens = self.group.config, metadata.num_actual_tokens
-        capturing = channels.is_cuda and torch.cuda.is_current_stream_capturing()
-        watched = self.group.checked and not capturing
+        watched, weights = self.group.checked and not _capturing(channels), self._buffers
         if watched:
-            weights = {"conv_weight": self.conv_weight, "conv_bias": self.conv_bias, "skip": self.skip}
             named = {"channels": channels, "output": output}
             self.group.checks.contents(named, gates, weights, cache, metadata, self._least)
         if output is None:
             output = channels.new_empty((channels.shape[0], *self._output_row))
         mixed = channels[:tokens]
-        if (weight := self.conv_weight) is not None:
+        if (weight := weights["conv_weight"]) is not None:
             assert cache.conv is not None
             assert metadata.conv is not None
-            mixed = causal_conv(mixed, weight, self.conv_bias, cache.conv, metadata.conv)
+            mixed = causal_conv(mixed, weight, weights["conv_bias"], cache.conv, metadata.conv)
         widths = [self._widths[name] for name in self._order]
         by_name = dict(zip(self._order, torch.split(mixed, widths, dim=-1), strict=True))
         query = by_name["query"].reshape(tokens, config.num_heads, config.head_size)
@@ -162,7 +163,7 @@ class LinearAttention(nn.Module):
                 part,
                 output[own],
             )
-        if (skip := self.skip) is not None:
+        if (skip := weights["skip"]) is not None:
             output[:tokens] += (skip[:, None] * value).to(output.dtype)
         if watched:
             self.group.checks.wrote(cache, metadata)
@@ -185,14 +186,15 @@ class LinearAttention(nn.Module):
             if tensor is None:
                 continue
             if tensor.shape != (rows, *row) or tensor.dtype is not dtype or tensor.device != group.device:
-                seen = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-                raise BatchError(f"{name} is {seen}: accepted is {dtype} {(rows, *row)} on {group.device}")
+                text = f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                raise BatchError(f"{text}: accepted is {dtype} {(rows, *row)} on {group.device}")
         if rows < metadata.num_actual_tokens:
             raise BatchError(f"channels has {rows} rows, and the step has {metadata.num_actual_tokens} tokens")
         gates.check(group.config, rows, group.device)
-        if (seen := _of_memory(cache)) != self._cache_seen:
+        state, conv = self._cache_seen  # engines bring the same one every time
+        if type(cache) is not StateCache or state() is not cache.state or conv() is not cache.conv:
             group.checks.cache(cache)
-            self._cache_seen = seen  # engines bring the same one every time
+            self._cache_seen = ref(cache.state), _none if cache.conv is None else ref(cache.conv)
         for phase, _ in metadata.parts:
             if gates.raw is None and phase in self.impls[phase].raw_gates:
                 name = self.group.served[phase].spec.name
@@ -202,9 +204,10 @@ class LinearAttention(nn.Module):
                 )
 
 
-def _of_memory(cache: StateCache) -> object:
-    """Return what says whether a cache is like the last one; None where it is none."""
-    if not isinstance(cache, StateCache):
-        return None
-    each = (cache.state, cache.conv)
-    return [t if not isinstance(t, Tensor) else (t.shape, t.stride(), t.dtype, t.device) for t in each]
+def _none() -> None:
+    """In the place of a reference to a tensor that there is not."""
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured: nothing can be read back then."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -167,6 +167,8 @@ def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: Sta
         if wrong is not None:
             raise BatchError(f"slot {show(wrong)} to {name}: accepted are integers from {least} to {num_slots - 1}")
     others = {slot: request for request, writes in enumerate(slots.write) for slot in writes}
+    if others.keys().isdisjoint(slots.read):
+        return
     for request, slot in enumerate(slots.read):
         if others.get(slot, request) != request:
             raise BatchError(

@@ -85,22 +85,14 @@ class StateChecks:
             if (held := planned.pool.num_slots) > self.num_slots:
                 text = f"the slots are of a pool of {held}: the group's layers have {self.num_slots} slots"
                 raise BatchError(text, hint="StatePool(group.num_slots)")
-            lens = common.query_lens_cpu.tolist()
-            for request, (wanted, found) in enumerate(zip(planned.num_tokens.values(), lens, strict=True)):
-                if wanted != found:
-                    text = f"request {request} has {found} tokens in the batch, and {wanted} by the pool's step"
-                    raise BatchError(f"{text} (accepted: the same)")
+            what = "has {} tokens in the batch, and {} by the pool's step"
+            _check_same(what, [*planned.num_tokens.values()], common.query_lens_cpu)
         if not self.checked:
             return
         checks.check_copies(common, self.device)
         if planned is not None:
-            computed = common.num_computed_tokens_cpu.tolist()
-            for request, (wanted, found) in enumerate(zip(planned.before, computed, strict=True)):
-                if wanted != found:
-                    raise BatchError(
-                        f"request {request} had {found} tokens before this step by seq_lens, and its state has seen "
-                        f"{wanted} by the pool (accepted: the same)"
-                    )
+            what = "had {} tokens before this step by seq_lens, and its state has seen {} by the pool"
+            _check_same(what, planned.before, common.num_computed_tokens_cpu)
 
     def cache(self, cache: StateCache) -> None:
         """Check one layer's states: shape, dtype, device, and that a slot's numbers lie side by side. Cheap.
@@ -217,9 +209,16 @@ class StateChecks:
         if slots is None:
             return
         book = self._books.setdefault(_key(cache), {})
-        stamps = [] if slots.planned is None else slots.planned.write_stamps
-        for request, writes in enumerate(slots.write):
-            book.update(zip(writes, stamps[request] if stamps else [0] * len(writes), strict=True))
+        stamp = 0 if slots.planned is None else slots.planned.stamp
+        book.update((slot, stamp) for writes in slots.write for slot in writes)
+
+
+def _check_same(what: str, planned: list[int], found: Tensor) -> None:
+    """Compare a number of each request's, on the host, with the pool's."""
+    if (seen := found.tolist()) != planned:
+        request = next(i for i, pair in enumerate(zip(seen, planned, strict=True)) if pair[0] != pair[1])
+        text = what.format(seen[request], planned[request])
+        raise BatchError(f"request {request} {text} (accepted: the same)")
 
 
 def check_weight(name: str, tensor: Tensor, device: torch.device, checked: bool) -> None:

@@ -53,17 +53,17 @@ class PlannedStep:
         pool: that planned it.
         num_tokens: new tokens of each request, in the order of the slots.
         before: tokens that each request's state has seen before the step.
-        read_stamps: which state each request reads, a number of its own for each state that a layer of a built step
-            writes; 0: it is zero, or no layer wrote it.
-        write_stamps: of the states to write, filled in by ``commit``; empty where no layer writes them.
+        read_stamps: the ``stamp`` of the step that wrote the state that each request reads; 0: it is zero, or no layer
+            wrote it.
+        stamp: a number of the step's own, from when it is committed; 0 where no layer writes its states.
         refused: whether the last group that was to build it refused: its requests may be planned anew.
     """
 
     pool: StatePool
     num_tokens: dict[RequestId, int]
-    before: list[int]
+    before: list[int] = field(default_factory=list)
     read_stamps: list[int] = field(default_factory=list)
-    write_stamps: list[list[int]] = field(default_factory=list)
+    stamp: int = 0
     refused: bool = False
 
 
@@ -206,38 +206,40 @@ class StatePool:
             self._drop(step)
         # Which slots a request holds alone is settled before any changes: one that two requests of the step share is
         # read by both, and so written by neither.
-        wanted: dict[RequestId, tuple[int, list[int]]] = {}
+        references, free = self._references, self._free
+        wanted: list[tuple[_Held, int, list[int]]] = []
+        missing = 0
         for request, tokens in num_tokens.items():
             held = self._requests[request]
-            is_decode = self._drafts > 0 and held.state != FROM_ZERO and tokens <= 1 + self._drafts
-            own = [slot for slot in held.slots if self._references[slot] == 1]
-            own.sort(key=lambda slot, state=held.state: slot == state)  # type: ignore[misc]  # its state the last
-            wanted[request] = (tokens if is_decode else 1, own)
-        missing = sum(max(0, states - len(own)) for states, own in wanted.values())
-        spare = len(self._free) - missing
+            states = tokens if self._drafts and held.state != FROM_ZERO and tokens <= 1 + self._drafts else 1
+            own = [slot for slot in held.slots if references[slot] == 1 and slot != held.state]
+            if held.state != FROM_ZERO and references[held.state] == 1:
+                own.append(held.state)  # the last that is written over
+            missing += max(0, states - len(own))
+            wanted.append((held, states, own))
+        spare = len(free) - missing
         if spare < 0:
             raise OutOfSlotsError(
-                f"the step needs {missing} slots more than its requests hold, and {len(self._free)} of "
-                f"{self.num_slots} are free",
+                f"the step needs {missing} slots more than its requests hold, and {len(free)} of {self.num_slots} "
+                "are free",
                 next(iter(num_tokens)),
                 hint="free a request, or leave some out of the step",
             )
-        before = [self._requests[request].seen for request in wanted]
-        planned = PlannedStep(self, dict(num_tokens), before)
+        planned = PlannedStep(self, dict(num_tokens))
         slots = StateSlots([], [], planned)
-        for request, (states, own) in wanted.items():
-            held = self._requests[request]
-            over_its_state = states >= len(own) > 0 and own[-1] == held.state
-            if over_its_state and spare > 0:
-                own, spare = own[:-1], spare - 1
-            taken = [self._free.pop() for _ in range(states - len(own))]
+        for held, states, own in wanted:
+            if spare and 0 < len(own) <= states and own[-1] == held.state:
+                own.pop()
+                spare -= 1
+            taken = [free.pop() for _ in range(states - len(own))]
             for slot in taken:
-                self._references[slot] = 1
-            writes = [*own[:states], *taken]
+                references[slot] = 1
+            writes = own[:states] + taken
+            held.next = _Next(planned, writes, own[states:], taken)
             slots.read.append(held.state)
             slots.write.append(writes)
+            planned.before.append(held.seen)
             planned.read_stamps.append(0 if held.state == FROM_ZERO else self._stamps[held.state])
-            held.next = _Next(planned, writes, own[states:], taken)
         return slots
 
     def commit(self, slots: StateSlots, *, stamped: bool = False) -> None:
@@ -255,29 +257,29 @@ class StatePool:
                 of one was built.
         """
         step = self._step_of(slots)
-        fresh = [request for request in step.num_tokens if self._of(request).last is not step]
-        for request in fresh:
-            following = self._of(request).next
-            if following is None or following.step is not step:
+        held_by = [(request, self._of(request)) for request in step.num_tokens]
+        for request, held in held_by:
+            if held.last is not step and (held.next is None or held.next.step is not step):
                 raise PoolError(
                     f"the slots are of a step of request {request!r} that was taken back, or that a later one followed",
                     request,
                     hint="give group.build what the last pool.step returned",
                 )
-        for request in fresh:
-            held = self._requests[request]
+        fresh = [pair for pair in held_by if pair[1].last is not step]
+        for request, held in fresh:
             following = held.next
             assert following is not None
-            holds = [*following.writes, *following.keeps]
-            self._release([slot for slot in held.slots if slot not in holds])
+            holds = following.writes + following.keeps
+            if held.slots != holds:
+                self._release([slot for slot in held.slots if slot not in holds])
             held.slots, held.written, held.state = holds, following.writes, following.writes[-1]
             held.seen += step.num_tokens[request]
             held.last, held.accepted, held.next = step, False, None
         if fresh or not stamped:
-            for writes in slots.write:
-                for slot in writes:
-                    self._stamps[slot] = next(_STAMPS) if stamped else 0
-            step.write_stamps = [[self._stamps[slot] for slot in writes] for writes in slots.write] if stamped else []
+            step.stamp = next(_STAMPS) if stamped else 0
+            for _, held in held_by:
+                for slot in held.written:
+                    self._stamps[slot] = step.stamp
 
     def take_back(self, slots: StateSlots) -> None:
         """Drop a planned step that will not run: its requests have the states that they had.
