@@ -14,12 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("attn_select_torch")
 
-from attn_select import AttnSelectError, ConfigError, select  # noqa: E402
+from attn_select import AttentionConfig, AttnSelectError, ConfigError, select  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
 from attn_select.reference.state_step import StateStep  # noqa: E402
-from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
+from attn_select.runtime import BatchError, Capacity, attention_group, prepare_batch  # noqa: E402
 from attn_select.runtime.block_pool import PoolError  # noqa: E402
+from attn_select.runtime.cuda_graph import StaticBatch, load_step  # noqa: E402
 from attn_select.runtime.states import (  # noqa: E402
     Gates,
     LinearAttention,
@@ -170,6 +171,23 @@ def test_a_static_step_is_committed_or_refused_too() -> None:
     step = pool.step({"a": 1})
     static.load(prepare_batch([1], [3]), step, 2)
     assert pool.step({"a": 1}).read == step.write[0]
+
+
+def test_what_attention_refuses_is_not_committed() -> None:
+    states = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu"), cuda_graphs=True)
+    states.allocate(6)
+    config = AttentionConfig(num_heads=2, head_size=32, dtype="float32")
+    attention = attention_group(select(config, "cpu"), "cpu", Capacity(4, 16, 64))
+    batches = {states: StaticStates(states, 1, 4), attention: StaticBatch(attention, 1)}
+    pool, common = StatePool(6), prepare_batch([1], [1])
+    pool.add("a")
+    slots = pool.step({"a": 1})
+    with pytest.raises(BatchError, match="block_table_tensor is None: layers with a KV cache need it"):
+        load_step(batches, {states: common, attention: common}, {states: slots}, 2)
+    pool.take_back(slots)  # it is not committed
+    with pytest.raises(BatchError, match="slots are missing of a group of layers that keep a state"):
+        load_step(batches, {states: common, attention: common}, {}, 2)
+    assert pool.step({"a": 1}).read == [-1]
 
 
 def test_a_step_runs_again_and_gives_the_same() -> None:

@@ -4,6 +4,7 @@
 
 - *The recurrence* is the one of ``attn_select.layer.state``; normalising queries and keys is the backend's part of it.
 - *Outputs* are written into the caller's tensor.
+- *Log-decays* are at most 0, and minus infinity forgets everything (``StateImpl.least_log_decay``).
 - *Slots*: a request whose read slot is -1 starts from zero. A state is written to the slots that the part names and to
   no other, also where a request reads a slot that it does not write. Free slots may hold anything, NaN included.
 """

@@ -155,8 +155,9 @@ class StateGroup:
     def build(self, common: CommonAttentionMetadata, slots: StateSlots) -> StateMetadata:
         """Return the metadata of a step, and commit it in its pool; no device is asked.
 
-        Groups that share a pool build the same slots. Where the batch is refused, the pool keeps the states that the
-        requests had: build it again, or plan another step.
+        Where the batch is refused, the pool keeps the states that the requests had: build it again, or plan another
+        step. Groups that share a pool build the same slots. In a hybrid model build the groups of attention first: what
+        they refuse is not committed then.
 
         Args:
             common: the batch, decodes first: queries of up to ``config.max_decode_query_len`` tokens.
