@@ -30,12 +30,16 @@ def main() -> None:
     layer = LinearAttention(group, conv_weight=torch.randn(config.conv_dim, config.conv_kernel_size) / 2)
     cache = group.allocate(pool.num_slots)
 
+    seen = {"one": 0, "two": 0}  # tokens that each request's state has seen
+
     def step(num_tokens: dict[str, int]) -> torch.Tensor:
         """Run the new tokens of each request, decodes first: the projections of a model stand for the inputs."""
-        total, lens = sum(num_tokens.values()), list(num_tokens.values())
+        total = sum(num_tokens.values())
+        seen.update({request: seen[request] + tokens for request, tokens in num_tokens.items()})
+        common = prepare_batch(list(num_tokens.values()), [seen[request] for request in num_tokens])
         channels = torch.randn(total, config.conv_dim)
         gates = Gates(-torch.rand(total, config.num_v_heads), torch.rand(total, config.num_v_heads))
-        metadata = group.build(prepare_batch(lens, lens), pool.step(num_tokens))
+        metadata = group.build(common, pool.step(num_tokens))
         output: torch.Tensor = layer(channels, gates, cache, metadata)
         return output
 
@@ -47,6 +51,8 @@ def main() -> None:
     print(f"a decode with drafts: output {tuple(output.shape)}, {pool.num_free_slots} of {pool.num_slots} slots free")
     pool.accept("one", 1)  # its drafts are rejected: the next step starts behind its first token
     pool.accept("two", 3)
+    seen["one"] -= DRAFTS
+    seen["three"] = seen["two"]
     pool.fork("two", "three")  # shares the state until one of the two has written
     step({"one": 1 + DRAFTS, "two": 1, "three": 1})
     print(f"after a fork: {pool.num_free_slots} of {pool.num_slots} slots free")

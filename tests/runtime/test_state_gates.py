@@ -46,7 +46,7 @@ def test_raw_gates_are_activated_as_the_papers_say(recurrence: str) -> None:
     layer = config(recurrence=recurrence, num_heads=4)
     raw = drawn(layer)
     gates = Gates(raw=raw)
-    gates.check(layer, 3)
+    gates.check(layer, 3, torch.device("cpu"))
     for token in range(3):
         for head in range(4):
             rate, row, bias = math.exp(raw.A_log[head]), raw.a[token, head], raw.dt_bias[head]
@@ -89,7 +89,7 @@ def test_wrong_raw_gates_are_named(recurrence: str, changes: dict[str, Any], tex
     raw = drawn(layer)
     given = {name: changes.get(name, getattr(raw, name)) for name in ("A_log", "a", "dt_bias")}
     with pytest.raises(BatchError) as caught:
-        Gates(raw=RawGates(**given, b=changes.get("b", raw.b))).check(layer, 3)
+        Gates(raw=RawGates(**given, b=changes.get("b", raw.b))).check(layer, 3, torch.device("cpu"))
     assert text in caught.value.message
 
 

@@ -101,7 +101,7 @@ def test_what_static_states_refuse() -> None:
     static = StaticStates(group, 1, 4)
     with pytest.raises(BatchError, match="request 1 has a query of 3 tokens: these graphs were captured for uniform"):
         static.load(prepare_batch([1, 3], [3, 3]), StateSlots([0, 1], [[0], [1]]), 4)
-    with pytest.raises(BatchError, match="slot 6 to write: accepted are 0 to 5"):  # the padding's own
+    with pytest.raises(BatchError, match="slot 6 to write: accepted are integers from 0 to 5"):  # the padding's own
         static.load(prepare_batch([1], [3]), StateSlots([0], [[6]]), 4)
 
 

@@ -61,7 +61,11 @@ def test_values_are_added_to_the_output() -> None:
 @pytest.mark.parametrize(
     ("position", "wrong", "text"),
     [
-        (0, torch.zeros(3, WIDTH + 1), f"channels is torch.float32 (3, {WIDTH + 1}): accepted is"),
+        (0, torch.zeros(3, WIDTH + 1), f"channels is torch.float32 (3, {WIDTH + 1}) on cpu: accepted is"),
+        (0, torch.zeros(3, WIDTH, device="meta"), "on meta: accepted is"),
+        (0, [[0.0]], "channels is a list: accepted is a tensor"),
+        (1, torch.zeros(3, 4, device="meta"), "log_decay is on meta: accepted is cpu"),
+        (2, [[0.0]], "write_strength is a list: accepted is torch.float32 (3, 4)"),
         (0, torch.zeros(3, WIDTH, dtype=torch.bfloat16), "channels is torch.bfloat16"),
         (0, torch.zeros(2, WIDTH), "channels has 2 rows, and the step has 3 tokens"),
         (1, torch.zeros(3, 4, 8), "log_decay is torch.float32 (3, 4, 8): accepted is torch.float32 (3, 4)"),
@@ -90,10 +94,12 @@ def test_wrong_tensors_are_named(position: int, wrong: Any, text: str) -> None:
     [
         (StateSlots([-1], [[0]]), "of a batch of 2: accepted is one entry per request"),
         (StateSlots([-1, -1], [[0], [0]]), "slot 0 is written twice in one step"),
-        (StateSlots([-1, 4], [[0], [1]]), "slot 4 to read: accepted are -1 to 2"),
-        (StateSlots([-1, -1], [[0], [3]]), "slot 3 to write: accepted are 0 to 2"),
+        (StateSlots([-1, 4], [[0], [1]]), "slot 4 to read: accepted are integers from -1 to 2"),
+        (StateSlots([-1, -1], [[0], [3]]), "slot 3 to write: accepted are integers from 0 to 2"),
         (StateSlots([1, 2], [[0], [1]]), "request 0 reads slot 1, which request 1 writes"),
         (StateSlots([-1, -1], [[0, 2], [1]]), "request 0 of 1 tokens writes 2 states"),
+        (StateSlots([0.5, -1], [[0], [1]]), "slot 0.5 to read: accepted are integers"),  # type: ignore[list-item]
+        (StateSlots([-1, -1], [[True], [0]]), "slot True to write: accepted are integers"),
     ],
 )
 def test_wrong_slots_are_named(slots: StateSlots, text: str) -> None:
@@ -117,6 +123,7 @@ def test_the_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[st
 
 def test_decodes_come_first() -> None:
     made = group()
+    made.allocate(2)
     with pytest.raises(BatchError, match="decodes of up to 1 tokens must come first"):
         made.build(prepare_batch([4, 1], [4, 1]), StateSlots([-1, -1], [[0], [1]]))
 

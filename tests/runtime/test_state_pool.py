@@ -1,4 +1,5 @@
-"""The pool of states: slots are shared until they are written, drafts are undone, and misuse is refused by name."""
+"""The pool of states: slots are shared until they are written, steps and drafts are undone, and misuse is refused by
+name."""
 
 from __future__ import annotations
 
@@ -10,22 +11,52 @@ pytest.importorskip("torch")
 
 from attn_select.errors import ConfigError
 from attn_select.runtime.block_pool import PoolError
-from attn_select.runtime.states import OutOfSlotsError, StatePool
+from attn_select.runtime.states import OutOfSlotsError, StatePool, StateSlots
+
+
+def run(pool: StatePool, num_tokens: dict[str, int]) -> StateSlots:
+    """Plan a step and commit it."""
+    slots = pool.step(num_tokens)
+    pool.commit(slots)
+    return slots
 
 
 def test_a_new_request_reads_no_slot_and_then_its_own() -> None:
     pool = StatePool(2)
     pool.add("a")
-    first = pool.step({"a": 5})
+    first = run(pool, {"a": 5})
     assert (first.read, len(first.write[0])) == ([-1], 1)
-    second = pool.step({"a": 1})
-    assert second.read == first.write[0] == second.write[0]
+    second = run(pool, {"a": 1})
+    assert second.read == first.write[0]
+
+
+def test_a_step_writes_beside_the_state_that_it_reads_while_a_slot_is_free() -> None:
+    pool = StatePool(3)
+    for name in ("a", "b"):
+        pool.add(name)
+    first = run(pool, {"a": 1, "b": 1})
+    second = run(pool, {"a": 1, "b": 1})
+    assert second.read == [slot for writes in first.write for slot in writes]
+    beside = [writes != [slot] for slot, writes in zip(second.read, second.write, strict=True)]
+    assert beside == [True, False]  # one slot was free
+    assert pool.num_free_slots == 1
+
+
+def test_a_step_with_drafts_keeps_the_state_that_it_reads() -> None:
+    pool = StatePool(5, num_speculative_tokens=2)
+    pool.add("a")
+    run(pool, {"a": 9})
+    for kept in (1, 3, 2):
+        drafts = run(pool, {"a": 3})
+        assert drafts.read[0] not in drafts.write[0]
+        assert pool.num_free_slots == 2
+        pool.accept("a", kept)
 
 
 def test_a_reused_slot_starts_from_zero() -> None:
     pool = StatePool(1)
     pool.add("a")
-    pool.step({"a": 1})
+    run(pool, {"a": 1})
     pool.free("a")
     pool.add("b")
     assert pool.step({"b": 1}).read == [-1]
@@ -34,10 +65,10 @@ def test_a_reused_slot_starts_from_zero() -> None:
 def test_a_fork_shares_the_state_until_both_have_written() -> None:
     pool = StatePool(3)
     pool.add("a")
-    shared = pool.step({"a": 1}).write[0][0]
+    shared = run(pool, {"a": 1}).write[0][0]
     pool.fork("a", "b")
     assert pool.num_free_slots == 2
-    step = pool.step({"a": 1, "b": 1})
+    step = run(pool, {"a": 1, "b": 1})
     assert step.read == [shared, shared]
     assert shared not in (step.write[0][0], step.write[1][0])
     assert step.write[0] != step.write[1]
@@ -47,10 +78,10 @@ def test_a_fork_shares_the_state_until_both_have_written() -> None:
 def test_one_of_a_fork_may_go_on_alone() -> None:
     pool = StatePool(2)
     pool.add("a")
-    shared = pool.step({"a": 1}).write[0][0]
+    shared = run(pool, {"a": 1}).write[0][0]
     pool.fork("a", "b")
-    pool.step({"a": 1})
-    assert pool.step({"b": 1}).read == [shared]
+    run(pool, {"a": 1})
+    assert run(pool, {"b": 1}).read == [shared]
     pool.free("a")
     assert pool.num_free_slots == 1
 
@@ -58,8 +89,8 @@ def test_one_of_a_fork_may_go_on_alone() -> None:
 def test_rejected_drafts_are_undone() -> None:
     pool = StatePool(4, num_speculative_tokens=3)
     pool.add("a")
-    pool.step({"a": 10})
-    drafts = pool.step({"a": 4})
+    run(pool, {"a": 10})
+    drafts = run(pool, {"a": 4})
     assert len(set(drafts.write[0])) == 4
     pool.accept("a", 2)
     assert pool.step({"a": 4}).read == [drafts.write[0][1]]
@@ -68,24 +99,105 @@ def test_rejected_drafts_are_undone() -> None:
 def test_a_decode_needs_its_slots() -> None:
     pool = StatePool(3, num_speculative_tokens=3)
     pool.add("a")
-    pool.step({"a": 10})
+    run(pool, {"a": 10})
     with pytest.raises(OutOfSlotsError, match="needs 3 slots more than its requests hold, and 2 of 3 are free"):
         pool.step({"a": 4})
     assert pool.num_free_slots == 2
     assert pool.step({"a": 3}).read != [-1]
 
 
+def test_a_step_changes_nothing_until_it_is_committed() -> None:
+    pool = StatePool(4)
+    pool.add("a")
+    state = run(pool, {"a": 2}).write[0][0]
+    planned = pool.step({"a": 3})
+    assert pool.num_free_slots == 2
+    pool.take_back(planned)
+    assert pool.num_free_slots == 3
+    again = pool.step({"a": 1})
+    assert again.read == [state]
+    pool.commit(again)
+    pool.commit(again)  # by the next group of the pool
+    assert pool.step({"a": 1}).read == again.write[0]
+
+
+def test_a_planned_step_is_settled_before_its_requests_go_on() -> None:
+    pool = StatePool(8, num_speculative_tokens=2)
+    for name in ("a", "b"):
+        pool.add(name)
+    run(pool, {"a": 4, "b": 4})
+    planned = pool.step({"a": 3})
+    with pytest.raises(PoolError, match="request 'a': its last step was neither built nor taken back"):
+        pool.step({"b": 1, "a": 3})
+    with pytest.raises(PoolError, match="request 'a': its last step was neither built nor taken back"):
+        pool.fork("a", "c")
+    with pytest.raises(PoolError, match="request 'a': its last step was neither built nor taken back"):
+        pool.accept("a", 1)
+    run(pool, {"b": 3})  # a step of others is in nobody's way
+    pool.commit(planned)
+    pool.accept("a", 1)
+    assert pool.step({"a": 3}).read == [planned.write[0][0]]
+
+
+def test_what_is_committed_is_the_last_step() -> None:
+    pool, other = StatePool(4), StatePool(4)
+    for each in (pool, other):
+        each.add("a")
+    first = run(pool, {"a": 2})
+    back = pool.step({"a": 1})
+    pool.take_back(back)
+    with pytest.raises(PoolError, match="was taken back, or that a later one followed"):
+        pool.commit(back)
+    with pytest.raises(PoolError, match="was built, or taken back before"):
+        pool.take_back(back)
+    run(pool, {"a": 1})
+    with pytest.raises(PoolError, match="was taken back, or that a later one followed"):
+        pool.commit(first)
+    with pytest.raises(PoolError, match="was built, or taken back before"):
+        pool.take_back(first)
+    for slots in (other.step({"a": 1}), StateSlots([-1], [[0]]), [[0]]):
+        with pytest.raises(PoolError, match="none that a step of this pool returned"):
+            pool.commit(slots)  # type: ignore[arg-type]
+
+
+def test_a_freed_request_takes_its_planned_step_with_it() -> None:
+    pool = StatePool(4)
+    for name in ("a", "b"):
+        pool.add(name)
+    planned = pool.step({"a": 1, "b": 1})
+    pool.free("a")
+    assert pool.num_free_slots == 3
+    with pytest.raises(PoolError, match="request 'a' is not in the pool"):
+        pool.commit(planned)
+    pool.take_back(planned)
+    assert pool.num_free_slots == 4
+    assert pool.step({"b": 2}).read == [-1]
+
+
 def test_misuse_is_refused() -> None:
-    pool = StatePool(2)
+    pool = StatePool(4, num_speculative_tokens=2)
     pool.add("a")
     with pytest.raises(PoolError, match="request 'a' is in the pool already"):
         pool.add("a")
     with pytest.raises(PoolError, match="request 'b' is not in the pool"):
         pool.step({"a": 1, "b": 1})
-    with pytest.raises(PoolError, match="gets 0 tokens: accepted are integers from 1"):
-        pool.step({"a": 0})
-    with pytest.raises(PoolError, match="2 tokens accepted, of a step that wrote 0 states"):
+    for tokens in (0, -1, 1.5, True, "1", None):
+        with pytest.raises(PoolError, match=f"gets {tokens!r} tokens: accepted are integers from 1"):
+            pool.step({"a": tokens})  # type: ignore[dict-item]
+    with pytest.raises(PoolError, match="num_tokens is a list: accepted is a mapping of requests to numbers of tokens"):
+        pool.step([("a", 1)])  # type: ignore[arg-type]
+    with pytest.raises(PoolError, match=r"2 tokens accepted, of a step that wrote 0 states$"):
         pool.accept("a", 2)
+    run(pool, {"a": 5})
+    with pytest.raises(PoolError, match="its last step was no decode, and all of its 5 tokens stay"):
+        pool.accept("a", 1)
+    run(pool, {"a": 3})
+    for tokens in (0, 4, True, 1.0):
+        with pytest.raises(PoolError, match=r"of a step that wrote 3 states \(accepted: from 1 to 3\)"):
+            pool.accept("a", tokens)  # type: ignore[arg-type]
+    pool.accept("a", 1)
+    with pytest.raises(PoolError, match="tokens of its last step were accepted already"):
+        pool.accept("a", 3)
     with pytest.raises(PoolError, match="not in the pool"):
         pool.free("b")
     with pytest.raises(PoolError, match="not in the pool"):
@@ -138,6 +250,10 @@ class Pools(RuleBasedStateMachine):
             slots = self.pool.step(lens)
         except OutOfSlotsError:
             return
+        if data.draw(st.booleans()):
+            self.pool.take_back(slots)
+            return
+        self.pool.commit(slots)
         for request, slot in zip(chosen, slots.read, strict=True):
             assert (None if slot < 0 else self.contents[slot]) == self.expected[request]
         for request, writes in zip(chosen, slots.write, strict=True):
@@ -147,6 +263,8 @@ class Pools(RuleBasedStateMachine):
                 self.contents[slot] = self.clock
                 stamps.append(self.clock)
             self.written[request], self.expected[request] = stamps, stamps[-1]
+            if len(stamps) < lens[request]:  # no decode: all tokens stay
+                del self.written[request]
 
     @precondition(lambda self: self.written)
     @rule(data=st.data())
@@ -154,7 +272,7 @@ class Pools(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(sorted(self.written)))
         kept = data.draw(st.integers(1, len(self.written[request])))
         self.pool.accept(request, kept)
-        self.expected[request] = self.written[request][kept - 1]
+        self.expected[request] = self.written.pop(request)[kept - 1]
 
     @invariant()
     def slots_are_held_or_free(self) -> None:

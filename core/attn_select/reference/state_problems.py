@@ -46,6 +46,8 @@ class Tokens:
 
 
 _NAMES = ("channels", "log_decay", "a", "b")
+_FORGETS = 2.0
+"""Standard deviations: one number of 44 lies above."""
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
@@ -89,10 +91,14 @@ class DrawnGates:
         channels = normal(count, config.width)
         if not config.rule.normalized:  # a sum of many products: keep it near 1
             channels = channels * config.head_size**-0.25
-        # A chunk's decays multiply to less than a float32 holds.
+        # A chunk's decays multiply to less than a float32 holds. Some forget everything.
         spread = normal(count, *self._shape) * self._spread
+        forgets = normal(count, *self._shape) > _FORGETS
         if not config.rule.writes:
-            return Tokens(channels.to(dtype), -torch.exp(spread * 2.5 - 1.0).clamp(max=60.0), None, None)
+            log_decay = -torch.exp(spread * 2.5 - 1.0)
+            return Tokens(channels.to(dtype), log_decay.masked_fill(forgets, -torch.inf), None, None)
+        if config.rule.delta_rule:  # a step of Mamba-2 is what it writes, too
+            spread = spread.masked_fill(forgets, 200.0)
         b = None if config.recurrence == "mamba2" else normal(count, config.num_v_heads).to(dtype)
         return Tokens(channels.to(dtype), None, (spread - 1.0).to(dtype), b)
 

@@ -52,12 +52,18 @@ def state_error(actual: Tensor, reference: Tensor, usual: Tensor) -> RelativeErr
 
 @dataclass(slots=True)
 class _Known:
-    """What the reference knows of a request: its state and window, and those behind each token of its last step."""
+    """What the reference knows of a request: its state and window, and those behind each token of its last step.
+
+    Attributes:
+        seen: tokens that the state has seen, ``last`` of them in the last step.
+    """
 
     state: Tensor | None = None
     window: Tensor | None = None
     states: list[Tensor] = field(default_factory=list)
     windows: list[Tensor | None] = field(default_factory=list)
+    seen: int = 0
+    last: int = 0
 
 
 class _Unrecorded:
@@ -131,7 +137,7 @@ class StateServing:
         """Add ``target`` with the state of ``source``."""
         self.pool.fork(source, target)
         known = self._known[source]
-        self._known[target] = _Known(known.state, known.window)
+        self._known[target] = _Known(known.state, known.window, seen=known.seen)
 
     def free(self, request: object) -> None:
         """Give back a request's slots, which hold NaN then unless another request holds them too."""
@@ -146,6 +152,7 @@ class StateServing:
         self.pool.accept(request, num_tokens)
         known = self._known[request]
         known.state, known.window = known.states[num_tokens - 1], known.windows[num_tokens - 1]
+        known.seen += num_tokens - known.last
 
     def drafts_of(self, request: object) -> int:
         """Return how many states the request's last step wrote: ``accept`` takes from 1 to as many."""
@@ -165,8 +172,12 @@ class StateServing:
         drawn = {name: self._gates.tokens(count, self._draw) for name, count in lens.items()}
         device, counts = self.group.device, list(lens.values())
         inputs = joined([*drawn.values()]).map(lambda each: each.to(device)).named()
+        for name, count in lens.items():
+            self._known[name].last = count
+            self._known[name].seen += count
         began = time.perf_counter()
-        common, slots = prepare_batch(counts, counts, device=device), self.pool.step(lens)
+        common = prepare_batch(counts, [self._known[name].seen for name in lens], device=device)
+        slots = self.pool.step(lens)
         if (graphs := self._graphs_of(counts)) is None:
             found = self._layer_of(inputs, {self.group: self.group.build(common, slots)})
         else:

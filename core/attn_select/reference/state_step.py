@@ -20,7 +20,7 @@ from attn_select.reference.problems import Request
 from attn_select.reference.state_problems import DrawnGates, layer_reference
 from attn_select.reference.state_serving import state_error
 from attn_select.runtime import prepare_batch
-from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StateSlots, zeros_slot
+from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StateSlots
 from attn_select.runtime.states.state_batch import StateMetadata
 from attn_select.runtime.states.state_pool import FROM_ZERO
 from attn_select.runtime.timer import Call
@@ -57,11 +57,9 @@ class StateMemory:
     def caches(self, step: StateStep) -> list[StateCache]:
         """Return the caches as a step's layers want them."""
         shape = state_shape(step.layout, step.config)[1:]
-        if step.group.reads_zeros:
-            self._states[:, zeros_slot(self._states[0])] = 0.0
         windows = [None] * len(self._states) if self._windows is None else list(self._windows)
         return [
-            StateCache(states.view(-1, *map(int, shape)), window)
+            step.group.adopt(StateCache(states.view(-1, *map(int, shape)), window))
             for states, window in zip(self._states, windows, strict=True)
         ]
 

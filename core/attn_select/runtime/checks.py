@@ -35,16 +35,13 @@ def checks_enabled() -> bool:
     return value == "1"
 
 
-def check_shapes(common: CommonAttentionMetadata, config: AttentionConfig, block_size: int | None) -> None:
-    """Compare the shapes and dtypes of a batch with its own numbers. Cheap: no device is asked.
-
-    Args:
-        block_size: tokens per block of the batch's table; None: unknown.
+def check_lengths(common: CommonAttentionMetadata) -> None:
+    """Compare the shapes and dtypes of a batch's lengths with its number of requests. Cheap: no device is asked.
 
     Raises:
         BatchError: names the argument, what was seen and what is accepted.
     """
-    count, decodes = common.num_reqs, common.num_decodes
+    count = common.num_reqs
     for name, tensor, length, size in (
         ("query_start_loc", common.query_start_loc, count + 1, "num_reqs + 1"),
         ("query_start_loc_cpu", common.query_start_loc_cpu, count + 1, "num_reqs + 1"),
@@ -54,6 +51,19 @@ def check_shapes(common: CommonAttentionMetadata, config: AttentionConfig, block
         if tensor.dtype is not torch.int32 or tensor.shape != (length,):
             text = f"{name} is {_kind(tensor)}: accepted is torch.int32 ({length},), since {size} = {length}"
             raise BatchError(text)
+
+
+def check_shapes(common: CommonAttentionMetadata, config: AttentionConfig, block_size: int | None) -> None:
+    """Compare the shapes and dtypes of a batch with its own numbers. Cheap: no device is asked.
+
+    Args:
+        block_size: tokens per block of the batch's table; None: unknown.
+
+    Raises:
+        BatchError: names the argument, what was seen and what is accepted.
+    """
+    check_lengths(common)
+    count, decodes = common.num_reqs, common.num_decodes
     if decodes is not None and not 0 <= decodes <= count:
         raise BatchError(f"num_decodes = {decodes}: accepted are 0 to num_reqs = {count}")
     table, slots = common.block_table_tensor, common.slot_mapping
@@ -94,15 +104,9 @@ def check_common(
         BatchError: a device or length does not fit; names argument, request and bound.
     """
     count = common.num_reqs
-    for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+    for name in ("block_table_tensor", "slot_mapping"):
         _check_device(name, getattr(common, name), device)
-        _check_device(f"{name}_cpu", getattr(common, f"{name}_cpu", None), torch.device("cpu"))
-    for name in ("query_start_loc", "seq_lens"):
-        here, there = getattr(common, name).cpu(), getattr(common, f"{name}_cpu")
-        if not torch.equal(here, there):
-            request = int((here != there).int().argmax())
-            text = f"{name}[{request}] is {int(here[request])} on the device and {int(there[request])} in {name}_cpu"
-            raise BatchError(text)
+    check_copies(common, device)
     bounds, query_lens, seq_lens = common.query_start_loc_cpu, common.query_lens_cpu, common.seq_lens_cpu
     if int(bounds[0]) != 0 or int(bounds[-1]) > common.num_actual_tokens:
         raise BatchError(
@@ -141,6 +145,22 @@ def check_common(
     if table.shape[1] > 1 and table.stride(1) != 1:
         raise BatchError(f"block_table_tensor has strides {table.stride()}: the last dimension must be contiguous")
     _check_width(common, table.shape[1], block_size)
+
+
+def check_copies(common: CommonAttentionMetadata, device: torch.device) -> None:
+    """Compare a batch's lengths on the device with those on the host. Synchronises.
+
+    Raises:
+        BatchError: they differ, or one lies elsewhere; names argument, request and values.
+    """
+    for name in ("query_start_loc", "seq_lens"):
+        _check_device(name, getattr(common, name), device)
+        _check_device(f"{name}_cpu", getattr(common, f"{name}_cpu"), torch.device("cpu"))
+        here, there = getattr(common, name).cpu(), getattr(common, f"{name}_cpu")
+        if not torch.equal(here, there):
+            request = int((here != there).int().argmax())
+            text = f"{name}[{request}] is {int(here[request])} on the device and {int(there[request])} in {name}_cpu"
+            raise BatchError(text)
 
 
 def check_blocks(

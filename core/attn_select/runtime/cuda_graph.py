@@ -273,13 +273,7 @@ class CudaGraphRunner(Generic[G]):
         tokens = first.num_actual_tokens
         for name, static in self.inputs.items():
             static[:tokens].copy_(inputs[name][:tokens], non_blocking=True)
-        for group, batch in self.batches.items():
-            if isinstance(batch, StaticStates):
-                if slots is None or group not in slots:
-                    raise BatchError("slots are missing of a group of layers that keep a state", hint="StatePool.step")
-                batch.load(commons[group], slots[group], size)
-            else:
-                batch.group.build(batch.load(commons[group], size))
+        load_step(self.batches, commons, slots or {}, size)
         graph, output = self._graphs[size]
         graph.replay()
         return output[:tokens]
@@ -290,6 +284,23 @@ class CudaGraphRunner(Generic[G]):
 
     def _capture_metadata(self, size: int) -> dict[Any, Any]:
         return {group: batch.metadata(size) for group, batch in self.batches.items()}
+
+
+def load_step(batches: Mapping[Any, StaticBatch | StaticStates], commons: Commons, slots: Slots, size: int) -> None:
+    """Copy a step into the buffers of all groups; states the last, since that commits their pool's step.
+
+    Raises:
+        BatchError: a group refuses its batch, or slots are missing; no step is committed then.
+        PoolError: as ``StaticStates.load``.
+    """
+    if any(isinstance(batch, StaticStates) and group not in slots for group, batch in batches.items()):
+        raise BatchError("slots are missing of a group of layers that keep a state", hint="StatePool.step")
+    for group, batch in batches.items():
+        if isinstance(batch, StaticBatch):
+            batch.group.build(batch.load(commons[group], size))
+    for group, batch in batches.items():
+        if isinstance(batch, StaticStates):
+            batch.load(commons[group], slots[group], size)
 
 
 def static_batch(group: LayerGroup | StateGroup, query_len: int | None, largest: int) -> StaticBatch | StaticStates:

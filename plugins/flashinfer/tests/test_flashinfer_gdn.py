@@ -18,7 +18,7 @@ from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.testing.state_conformance import StateConformance
-from attn_select.testing.toolkit import environment_of
+from attn_select.testing.toolkit import environment_of, selection_of
 from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
 from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
 from attn_select_flashinfer.facts.mamba import FLASHINFER_MAMBA, RATIOS
@@ -118,6 +118,48 @@ def test_pieces_begin_with_requests_and_with_chunks() -> None:
     assert request.tolist() == [0] * 5 + [1] * 123 + [2] * 172
     assert [*zip(chunk.tolist(), offset.tolist(), strict=True)] == [(0, 0), (0, 5), (1, 0), (2, 0)]
     assert chunk.dtype is offset.dtype is request.dtype is torch.int32
+
+
+@pytest.mark.parametrize(
+    ("spec", "layer", "least"),
+    [
+        (FLASHINFER_KDA, StateConfig(recurrence="kda", num_heads=2, head_size=128, state_dtype="bfloat16"), -3000),
+        (
+            FLASHINFER_MAMBA,
+            StateConfig(recurrence="mamba2", num_heads=2, head_size=128, v_head_size=64, state_dtype="float32"),
+            -400,
+        ),
+    ],
+)
+def test_prefills_name_decays_that_they_cannot_compute(
+    monkeypatch: pytest.MonkeyPatch, emulate: Callable[..., Any], spec: BackendSpec, layer: StateConfig, least: int
+) -> None:
+    torch = pytest.importorskip("torch")
+    from attn_select.runtime import BatchError, prepare_batch
+    from attn_select.runtime.states import Gates, LinearAttention, RawGates, StateGroup, StatePool
+
+    emulate((10, 0), release=fi.RELEASES[1])
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+    group = StateGroup(selection_of(spec, layer, lookup("b200"), environment=environment_of()), "cpu")
+    linear, cache, pool = LinearAttention(group), group.allocate(4), StatePool(4)
+    width = (128,) if layer.recurrence == "kda" else ()
+    channels = torch.randn(5, layer.width).bfloat16()
+    for name, largest in (("within", -least * 0.9), ("beyond", -least * 1.1)):
+        pool.add(name)
+        a = torch.randn(5, 2, *width).bfloat16()
+        a[2] = largest  # softplus of it is the number itself, and A is -1
+        raw = RawGates(
+            A_log=torch.zeros(2),
+            a=a,
+            dt_bias=torch.zeros(2, *width),
+            b=None if layer.recurrence == "mamba2" else torch.randn(5, 2).bfloat16(),
+        )
+        metadata = group.build(prepare_batch([5], [5]), pool.step({name: 5}))
+        if name == "within":
+            assert linear(channels, Gates(raw=raw), cache, metadata).isfinite().all()
+            continue
+        with pytest.raises(BatchError, match=f"in prefill: {spec.name} loses digits below {least}"):
+            linear(channels, Gates(raw=raw), cache, metadata)
 
 
 @pytest.mark.gpu

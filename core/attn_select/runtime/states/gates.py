@@ -40,7 +40,7 @@ class Gates:
         log_decay: float32 ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``: at most 0.
         write_strength: float32 ``(T, num_v_heads)``; None for lightning attention, which has none.
         raw: in the place of both: kernels that activate gates themselves take them so, and for others the numbers are
-            computed once, when they are first asked for.
+            computed once, when they are first asked for, and keep no graph.
 
     Raises:
         BatchError: numbers are given beside ``raw``, or neither.
@@ -73,10 +73,11 @@ class Gates:
 
     def _activate(self) -> None:
         assert self.raw is not None
-        step = functional.softplus(self.raw.a.float() + self.raw.dt_bias)
-        rate = -self.raw.A_log.exp()
-        self._decay = step * (rate if step.ndim == 2 else rate[:, None])
-        self._strength = step if self.raw.b is None else self.raw.b.float().sigmoid()
+        with torch.no_grad():
+            step = functional.softplus(self.raw.a.float() + self.raw.dt_bias)
+            rate = -self.raw.A_log.exp()
+            self._decay = step * (rate if step.ndim == 2 else rate[:, None])
+            self._strength = step if self.raw.b is None else self.raw.b.float().sigmoid()
 
     def rows(self, rows: slice) -> Gates:
         """Return the gates of some of the tokens."""
@@ -85,11 +86,20 @@ class Gates:
             return Gates(raw=RawGates(A_log=raw.A_log, a=raw.a[rows], dt_bias=raw.dt_bias, b=b))
         return Gates(self.log_decay[rows], None if self._strength is None else self._strength[rows])
 
-    def check(self, config: StateConfig, tokens: int) -> None:
+    def given(self) -> dict[str, Tensor]:
+        """Return the tensors that were given, by name."""
+        if (raw := self.raw) is None:
+            named = {"log_decay": self._decay, "write_strength": self._strength}
+        else:
+            named = {"A_log": raw.A_log, "a": raw.a, "dt_bias": raw.dt_bias, "b": raw.b}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def check(self, config: StateConfig, tokens: int, device: torch.device) -> None:
         """Compare the tensors with the layer.
 
         Raises:
-            BatchError: one has the wrong shape or dtype, or is missing or unwanted; it is named, with what is accepted.
+            BatchError: one is no tensor, has the wrong shape or dtype, lies elsewhere, or is missing or unwanted; it is
+                named, with what is accepted.
         """
         dtype, heads = PLAIN_DTYPES[config.dtype], (tokens, config.num_v_heads)
         width = (config.head_size,) if config.rule.decay == "channel" else ()
@@ -112,5 +122,11 @@ class Gates:
             if (tensor is not None) is not present:
                 seen, fits = ("a tensor", "None") if tensor is not None else ("None", f"{accepted} {shape}")
                 raise BatchError(f"{name} is {seen} with recurrence {config.recurrence} (accepted: {fits})")
-            if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype is not accepted):
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise BatchError(f"{name} is a {type(tensor).__name__}: accepted is {accepted} {shape}")
+            if tensor.shape != shape or tensor.dtype is not accepted:
                 raise BatchError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: accepted is {accepted} {shape}")
+            if tensor.device != device:
+                raise BatchError(f"{name} is on {tensor.device}: accepted is {device}")

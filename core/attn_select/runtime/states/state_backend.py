@@ -4,6 +4,7 @@
 
 - *The recurrence* is the one of ``attn_select.layer.state``; normalising queries and keys is the backend's part of it.
 - *Outputs* are written into the caller's tensor.
+- *Log-decays* are at most 0, and minus infinity forgets everything (``StateImpl.least_log_decay``).
 - *Slots*: a request whose read slot is -1 starts from zero. A state is written to the slots that the part names and to
   no other, also where a request reads a slot that it does not write. Free slots may hold anything, NaN included.
 """
@@ -49,6 +50,9 @@ class StateImpl(ABC):
 
     raw_gates: ClassVar[tuple[Phase, ...]] = ()
     """The phases whose kernels activate gates themselves: their ``gates`` have ``raw``."""
+    least_log_decay: ClassVar[Mapping[Phase, float]] = {}
+    """Per phase the least log-decay that its kernels compute right; checked mode refuses less. A phase that is not here
+    takes any, minus infinity too."""
 
     def __init__(self, context: StateContext) -> None:
         self.context = context

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attn_select.errors import show
+from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
@@ -75,28 +77,37 @@ class StateMetadata:
     """One step, the same for all layers of a kind. Treat as immutable.
 
     Attributes:
+        group: the ``StateGroup`` that built it.
         num_actual_tokens: tokens of the step; what lies behind is neither read nor written.
         decode: the requests whose query is no longer than a decode's; None where there are none.
         prefill: the others; None where there are none.
         conv: what convolutions gather; None for layers without one.
+        common, slots: what it was built of; None at fixed addresses, for graphs.
     """
 
+    group: object
     num_actual_tokens: int
     decode: StatePart | None
     prefill: StatePart | None
     conv: ConvIndices | None
+    common: CommonAttentionMetadata | None = None
+    slots: StateSlots | None = None
+
+    @property
+    def parts(self) -> list[tuple[Phase, StatePart]]:
+        """The parts that there are, decodes first."""
+        both: tuple[tuple[Phase, StatePart | None], ...] = (("decode", self.decode), ("prefill", self.prefill))
+        return [(phase, part) for phase, part in both if part is not None]
 
 
 def build_states(
-    config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int | None, device: torch.device
+    group: object, config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, device: torch.device
 ) -> StateMetadata:
-    """Return the metadata of a step. It reads host copies only.
+    """Return the metadata of a step whose slots fit its batch. It reads host copies only.
 
     Raises:
-        BatchError: the slots are of another number of requests, lie outside the pool, are written twice, or a decode
-            stands behind a prefill.
+        BatchError: a decode stands behind a prefill.
     """
-    check_slots(config, common, slots, num_slots)
     split = split_decodes_and_prefills(common, config.max_decode_query_len)
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
     decodes = split.num_decodes
@@ -126,14 +137,15 @@ def build_states(
         )
 
     conv = _conv_indices(config.conv_kernel_size, bounds, slots, device) if config.conv_kernel_size else None
-    return StateMetadata(common.num_actual_tokens, part(0, decodes), part(decodes, common.num_reqs), conv)
+    parts = (part(0, decodes), part(decodes, common.num_reqs))
+    return StateMetadata(group, common.num_actual_tokens, *parts, conv, common, slots)
 
 
-def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int | None) -> None:
+def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int) -> None:
     """Compare the slots of a step with its batch.
 
     Raises:
-        BatchError: as ``build_states``.
+        BatchError: the slots are of another number of requests, lie outside the pool, or are written twice.
     """
     count = common.num_reqs
     if not len(slots.read) == len(slots.write) == count:
@@ -141,6 +153,8 @@ def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: Sta
         raise BatchError(f"{text}, of a batch of {count}: accepted is one entry per request", hint="StatePool.step")
     lens = common.query_lens_cpu.tolist()
     for request, (writes, tokens) in enumerate(zip(slots.write, lens, strict=True)):
+        if tokens < 1:
+            raise BatchError(f"request {request} has {tokens} tokens: accepted are requests with tokens to run")
         if len(writes) not in (1, tokens) or len(writes) > config.max_decode_query_len:
             text = f"request {request} of {tokens} tokens writes {len(writes)} states"
             raise BatchError(f"{text}: accepted is 1, or in a decode with drafts one per token")
@@ -148,12 +162,13 @@ def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: Sta
     if len(set(written)) < len(written):
         twice = next(slot for slot in written if written.count(slot) > 1)
         raise BatchError(f"slot {twice} is written twice in one step: accepted is a slot of its own for each state")
-    most = num_slots if num_slots is not None else 2**31
     for name, least, found in (("read", FROM_ZERO, slots.read), ("write", 0, written)):
-        wrong = next((slot for slot in found if not least <= slot < most), None)
+        wrong = next((slot for slot in found if type(slot) is not int or not least <= slot < num_slots), None)
         if wrong is not None:
-            raise BatchError(f"slot {wrong} to {name}: accepted are {least} to {most - 1}")
+            raise BatchError(f"slot {show(wrong)} to {name}: accepted are integers from {least} to {num_slots - 1}")
     others = {slot: request for request, writes in enumerate(slots.write) for slot in writes}
+    if others.keys().isdisjoint(slots.read):
+        return
     for request, slot in enumerate(slots.read):
         if others.get(slot, request) != request:
             raise BatchError(

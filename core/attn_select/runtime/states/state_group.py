@@ -12,11 +12,13 @@ from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.state import StateConfig
+from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.loaded import device_of
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.states.state_backend import StateBackend, StateContext
 from attn_select.runtime.states.state_batch import StateMetadata, build_states
 from attn_select.runtime.states.state_cache import StateCache, allocate_states, zeros_slot
+from attn_select.runtime.states.state_checks import StateChecks
 from attn_select.runtime.states.state_pool import StateSlots
 
 
@@ -37,11 +39,12 @@ class StateGroup:
         device: where the layers run; None: the device of the selection.
         cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
         phases: the phases that the group serves; None: all.
+        checked: whether batches and tensors are read back and checked; None: as ``ATTN_SELECT_CHECK`` says.
 
     Attributes:
         selection, config, device, cuda_graphs: as given.
         served: what runs each phase.
-        num_slots: slots of each layer's states; None before the first ``allocate``.
+        checks: compares steps and calls with the group.
 
     Raises:
         ConfigError: ``selection`` is none of a ``StateConfig``, or it is for another device.
@@ -56,6 +59,7 @@ class StateGroup:
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
+        checked: bool | None = None,
     ) -> None:
         if not isinstance(selection, Selection) or not isinstance(selection.config, StateConfig):
             text = f"selection = {show(selection)}: accepted is what attn_select.select returns for a StateConfig"
@@ -65,12 +69,13 @@ class StateGroup:
         self.selection, self.config = selection, selection.config
         self.device, self.cuda_graphs = device_of(selection, device), cuda_graphs
         self._layout = selection.kv_layout
-        self.num_slots: int | None = None
         specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
         self.served: dict[Phase, ServedStates] = {}
         for name, plans in selection.plans_by_backend(phases).items():
             made = self._serve(specs[name], plans)
             self.served.update(dict.fromkeys(plans, made))
+        on = checks_enabled() if checked is None else checked
+        self.checks = StateChecks(self.config, self._layout, self.device, on, self.extra_slots)
 
     def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan]) -> ServedStates:
         backend: type[StateBackend] = spec.get_class()
@@ -82,6 +87,16 @@ class StateGroup:
             state_layout=self._layout,
         )
         return ServedStates(spec, backend, context)
+
+    @property
+    def checked(self) -> bool:
+        """Whether batches and tensors are read back and checked."""
+        return self.checks.checked
+
+    @property
+    def num_slots(self) -> int | None:
+        """Slots of each layer's states that requests may have; None before the first ``allocate`` or ``adopt``."""
+        return self.checks.num_slots
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -111,23 +126,53 @@ class StateGroup:
         """
         if type(num_slots) is not int or num_slots < 1:
             raise ConfigError(f"num_slots = {show(num_slots)}: accepted are integers from 1", fields=["num_slots"])
-        if self.num_slots not in (None, num_slots):
-            text = f"num_slots = {show(num_slots)}: the group's other layers have {self.num_slots}"
-            raise ConfigError(text, fields=["num_slots"])
-        made = allocate_states(self.config, self._layout, num_slots + self.extra_slots, self.device)
+        return self.adopt(allocate_states(self.config, self._layout, num_slots + self.extra_slots, self.device))
+
+    def adopt(self, cache: StateCache) -> StateCache:
+        """Take memory of the caller's as the states of one layer, and return it.
+
+        Args:
+            cache: in the selection's layout, with ``extra_slots`` slots behind the requests' ones. Slots may lie apart.
+
+        Raises:
+            ConfigError: it has another number of slots than the group's other layers, or none for requests.
+            BatchError: a tensor has another shape, dtype or device, or numbers of a slot lie apart.
+        """
+        found = cache.state.shape[0] - self.extra_slots
+        if found < 1 or self.num_slots not in (None, found):
+            wanted = "integers from 1" if self.num_slots is None else f"the group's other layers have {self.num_slots}"
+            raise ConfigError(f"num_slots = {found}: {wanted}", fields=["num_slots"])
+        before, self.checks.num_slots = self.num_slots, found
+        try:
+            self.checks.cache(cache)
+        except BatchError:
+            self.checks.num_slots = before
+            raise
         if self.reads_zeros:
-            made.state[zeros_slot(made.state)].zero_()
-        self.num_slots = num_slots
-        return made
+            cache.state[zeros_slot(cache.state)].zero_()
+        return cache
 
     def build(self, common: CommonAttentionMetadata, slots: StateSlots) -> StateMetadata:
-        """Return the metadata of a step; no device is asked.
+        """Return the metadata of a step, and commit it in its pool; no device is asked.
+
+        Where the batch is refused, the pool keeps the states that the requests had: build it again, or plan another
+        step. Groups that share a pool build the same slots. In a hybrid model build the groups of attention first: what
+        they refuse is not committed then.
 
         Args:
             common: the batch, decodes first: queries of up to ``config.max_decode_query_len`` tokens.
             slots: what ``StatePool.step`` returned for its requests, in the same order.
 
         Raises:
-            BatchError: the slots do not fit the batch, or a decode stands behind a prefill.
+            BatchError: the slots do not fit the batch or the group's states, the batch has other numbers of tokens than
+                the pool's step, or a decode stands behind a prefill; in checked mode also: lengths differ between
+                device and host, or from the tokens that a state has seen.
+            PoolError: the step was taken back since, or a later one was built.
         """
-        return build_states(self.config, common, slots, self.num_slots, self.device)
+        with self.checks.step(common, slots, seen=True):
+            made = build_states(self, self.config, common, slots, self.device)
+            for phase, part in made.parts:
+                if phase not in self.served:
+                    text = f"{part.num_reqs} requests are in {phase}: the group serves {' and '.join(self.served)}"
+                    raise BatchError(text, hint="StateGroup(selection, phases=…)")
+        return made

@@ -1,20 +1,24 @@
 """Hands out slots of states to requests, shares them by reference count, and refuses every misuse by name.
 
 Slots are plain Python integers; nothing here touches a tensor, and nothing is ever copied. A step reads each request's
-state from one slot and writes it to another where the first one is shared: so a fork and a snapshot cost nothing, and
-a rejected draft is undone by reading an earlier slot. A request that is new reads no slot: its state is zero, whatever
-the slots hold.
+state from one slot and writes it to another, so a fork and a snapshot cost nothing, a step can run again, and a
+rejected draft is undone by reading an earlier slot. Only where too few slots are free does a request that holds its
+state alone write over it. A request that is new reads no slot: its state is zero, whatever the slots hold.
+
+``step`` plans, and ``commit`` makes it so: the pool goes on from what was built, never from what was refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from attn_select.errors import ConfigError, show
 from attn_select.runtime.block_pool import PoolError, RequestId
 
+_STAMPS = count(1)
 FROM_ZERO = -1
 """The slot that a request reads whose state is zero."""
 
@@ -33,23 +37,76 @@ class StateSlots:
         read: the slot of the state before the step; ``FROM_ZERO``: it is zero.
         write: one slot, of the state behind the request's last token; of decodes with drafts one slot for each token,
             of the state behind it.
+        planned: by which pool, and for what; None: made by hand.
     """
 
     read: list[int]
     write: list[list[int]]
+    planned: PlannedStep | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStep:
+    """What ``StatePool.step`` planned.
+
+    Attributes:
+        pool: that planned it.
+        num_tokens: new tokens of each request, in the order of the slots.
+        before: tokens that each request's state has seen before the step.
+        read_stamps: the ``stamp`` of the step that wrote the state that each request reads; 0: it is zero, or no layer
+            wrote it.
+        stamp: a number of the step's own, from when it is committed; 0 where no layer writes its states.
+        refused: whether the last group that was to build it refused: its requests may be planned anew.
+    """
+
+    pool: StatePool
+    num_tokens: dict[RequestId, int]
+    before: list[int] = field(default_factory=list)
+    read_stamps: list[int] = field(default_factory=list)
+    stamp: int = 0
+    refused: bool = False
 
 
 @dataclass(slots=True)
 class _Held:
-    """The slots of one request: which it may write, which one holds its state, and its last step's tokens."""
+    """The slots of one request: which it holds, which one is its state, and its last step.
+
+    Attributes:
+        slots: that it holds, alone or with others.
+        state: the slot of its state.
+        seen: tokens that the state has seen.
+        written: the slots of the last step's states.
+        last: that step, built; its drafts stay or go by ``accept``, once.
+        next: the step that was planned since, not yet built, with the slots it will hold and the free ones among them.
+    """
 
     slots: list[int] = field(default_factory=list)
     state: int = FROM_ZERO
+    seen: int = 0
     written: list[int] = field(default_factory=list)
+    last: PlannedStep | None = None
+    accepted: bool = False
+    next: _Next | None = None
+
+
+@dataclass(slots=True)
+class _Next:
+    """A planned step of one request: the states' slots, those it keeps beside them, and those taken from the pool."""
+
+    step: PlannedStep
+    writes: list[int]
+    keeps: list[int]
+    taken: list[int]
 
 
 class StatePool:
     """A fixed number of slots with reference counts.
+
+    A step is planned by ``step`` and committed by ``StateGroup.build`` (``CudaGraphRunner`` commits what it replays),
+    or by ``commit`` where neither runs it. Until then the requests have the state that they had; a second step of
+    theirs is refused, unless a group refused the first one or it was taken back.
+
+    A slot that a commit gives back may be written by the next step: steps run in the order in which they were planned.
 
     Args:
         num_slots: slots in the pool, ids ``0 .. num_slots - 1``; the size of ``StateGroup.allocate``.
@@ -67,6 +124,7 @@ class StatePool:
         self._drafts = num_speculative_tokens
         self._free = list(range(num_slots - 1, -1, -1))
         self._references = [0] * num_slots
+        self._stamps = [0] * num_slots
         self._requests: dict[RequestId, _Held] = {}
 
     @property
@@ -88,80 +146,171 @@ class StatePool:
         """Add ``target`` with the present state of ``source``. Both hold it until each has written one of its own.
 
         Raises:
-            PoolError: there is no ``source``, or there is a ``target`` already.
+            PoolError: there is no ``source``, a step of it is planned, or there is a ``target`` already.
         """
-        held = self._of(source)
+        held = self._settled(source)
         self.add(target)
         if held.state != FROM_ZERO:
             self._references[held.state] += 1
-            self._requests[target] = _Held([held.state], held.state)
+            self._requests[target] = _Held([held.state], held.state, held.seen)
 
     def free(self, request: RequestId) -> None:
-        """Give back a request's slots.
+        """Give back a request's slots, those of a planned step too: that step can no longer be built.
 
         Raises:
             PoolError: the pool has no such request.
         """
-        self._release(self._of(request).slots)
+        held = self._of(request)
+        if held.next is not None:
+            self._release(held.next.taken)
+        self._release(held.slots)
         del self._requests[request]
 
     def step(self, num_tokens: Mapping[Any, int]) -> StateSlots:
-        """Return where a step's requests read and write, in the order of ``num_tokens``.
+        """Plan a step: return where its requests read and write, in the order of ``num_tokens``.
 
-        A request of a pool with drafts that has a state and gets no more tokens than a decode writes one slot for each
-        token; ``accept`` says afterwards which of them stay. Otherwise all tokens stay.
+        Give the slots to ``StateGroup.build`` before the next step of these requests. A request of a pool with drafts
+        that has a state and gets no more tokens than a decode writes one slot for each token; ``accept`` says
+        afterwards which of them stay. Otherwise all tokens stay.
 
         Args:
             num_tokens: tokens of each request in the step, from 1.
 
         Raises:
-            PoolError: the pool has no such request, or it gets no token.
+            PoolError: the pool has no such request, it gets no token, or its last step was neither built nor refused
+                nor taken back, or not built by all groups.
             OutOfSlotsError: too few slots are free. The pool is unchanged.
         """
+        if not isinstance(num_tokens, Mapping):
+            text = (
+                f"num_tokens is a {type(num_tokens).__name__}: accepted is a mapping of requests to numbers of tokens"
+            )
+            raise PoolError(text, None)
+        refused: list[PlannedStep] = []
+        for request, tokens in num_tokens.items():
+            held = self._of(request)
+            if type(tokens) is not int or tokens < 1:
+                text = f"request {request!r} gets {show(tokens)} tokens: accepted are integers from 1"
+                raise PoolError(text, request)
+            if held.next is not None:
+                if not held.next.step.refused:
+                    raise _unsettled(request)
+                refused.append(held.next.step)
+            elif held.last is not None and held.last.refused:
+                raise PoolError(
+                    f"request {request!r}: a group refused its last step, which another group built",
+                    request,
+                    hint="build that step's slots with every group of the pool, or free the request",
+                )
+        for step in refused:
+            self._drop(step)
         # Which slots a request holds alone is settled before any changes: one that two requests of the step share is
         # read by both, and so written by neither.
-        wanted: dict[RequestId, tuple[int, list[int]]] = {}
-        for request, count in num_tokens.items():
-            held = self._of(request)
-            if count < 1:
-                raise PoolError(f"request {request!r} gets {count} tokens: accepted are integers from 1", request)
-            is_decode = self._drafts > 0 and held.state != FROM_ZERO and count <= 1 + self._drafts
-            own = [slot for slot in held.slots if self._references[slot] == 1]
-            wanted[request] = (count if is_decode else 1, own)
-        missing = sum(max(0, count - len(own)) for count, own in wanted.values())
-        if missing > len(self._free):
+        references, free = self._references, self._free
+        wanted: list[tuple[_Held, int, list[int]]] = []
+        missing = 0
+        for request, tokens in num_tokens.items():
+            held = self._requests[request]
+            states = tokens if self._drafts and held.state != FROM_ZERO and tokens <= 1 + self._drafts else 1
+            own = [slot for slot in held.slots if references[slot] == 1 and slot != held.state]
+            if held.state != FROM_ZERO and references[held.state] == 1:
+                own.append(held.state)  # the last that is written over
+            missing += max(0, states - len(own))
+            wanted.append((held, states, own))
+        spare = len(free) - missing
+        if spare < 0:
             raise OutOfSlotsError(
-                f"the step needs {missing} slots more than its requests hold, and {len(self._free)} of "
-                f"{self.num_slots} are free",
+                f"the step needs {missing} slots more than its requests hold, and {len(free)} of {self.num_slots} "
+                "are free",
                 next(iter(num_tokens)),
                 hint="free a request, or leave some out of the step",
             )
-        slots = StateSlots([], [])
-        shared: list[int] = []
-        for request, (count, own) in wanted.items():
-            held, writes = self._requests[request], own[:count]
-            while len(writes) < count:
-                slot = self._free.pop()
-                self._references[slot] = 1
-                writes.append(slot)
+        planned = PlannedStep(self, dict(num_tokens))
+        slots = StateSlots([], [], planned)
+        for held, states, own in wanted:
+            if spare and 0 < len(own) <= states and own[-1] == held.state:
+                own.pop()
+                spare -= 1
+            taken = [free.pop() for _ in range(states - len(own))]
+            for slot in taken:
+                references[slot] = 1
+            writes = own[:states] + taken
+            held.next = _Next(planned, writes, own[states:], taken)
             slots.read.append(held.state)
             slots.write.append(writes)
-            shared += [slot for slot in held.slots if slot not in own]
-            held.slots, held.state, held.written = [*writes, *own[count:]], writes[-1], writes
-        self._release(shared)
+            planned.before.append(held.seen)
+            planned.read_stamps.append(0 if held.state == FROM_ZERO else self._stamps[held.state])
         return slots
+
+    def commit(self, slots: StateSlots, *, stamped: bool = False) -> None:
+        """Make a planned step so: its requests have the states behind it. A second time it does nothing.
+
+        For steps that no group builds: states that were received and copied into the slots to write, or kernels of
+        one's own.
+
+        Args:
+            slots: what ``step`` returned.
+            stamped: whether layers will write these states where checked mode sees it; ``StateGroup.build`` says so.
+
+        Raises:
+            PoolError: another pool planned them, they were taken back, a request of theirs was freed, or a later step
+                of one was built.
+        """
+        step = self._step_of(slots)
+        held_by = [(request, self._of(request)) for request in step.num_tokens]
+        for request, held in held_by:
+            if held.last is not step and (held.next is None or held.next.step is not step):
+                raise PoolError(
+                    f"the slots are of a step of request {request!r} that was taken back, or that a later one followed",
+                    request,
+                    hint="give group.build what the last pool.step returned",
+                )
+        fresh = [pair for pair in held_by if pair[1].last is not step]
+        for request, held in fresh:
+            following = held.next
+            assert following is not None
+            holds = following.writes + following.keeps
+            if held.slots != holds:
+                self._release([slot for slot in held.slots if slot not in holds])
+            held.slots, held.written, held.state = holds, following.writes, following.writes[-1]
+            held.seen += step.num_tokens[request]
+            held.last, held.accepted, held.next = step, False, None
+        if fresh or not stamped:
+            step.stamp = next(_STAMPS) if stamped else 0
+            for _, held in held_by:
+                for slot in held.written:
+                    self._stamps[slot] = step.stamp
+
+    def take_back(self, slots: StateSlots) -> None:
+        """Drop a planned step that will not run: its requests have the states that they had.
+
+        Raises:
+            PoolError: another pool planned the slots, or the step was built or taken back before.
+        """
+        step = self._step_of(slots)
+        if not self._drop(step):
+            raise PoolError("the slots are of a step that was built, or taken back before", None)
 
     def accept(self, request: RequestId, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens of a request's last step, which was a decode with drafts.
 
         Raises:
-            PoolError: the last step did not write a state behind that token.
+            PoolError: the last step did not write a state behind that token, its tokens were accepted already, or
+                a step is planned.
         """
-        held = self._of(request)
-        if not 1 <= num_tokens <= len(held.written):
-            text = f"request {request!r}: {num_tokens} tokens accepted, of a step that wrote {len(held.written)} states"
-            raise PoolError(f"{text} (accepted: from 1 to {len(held.written)})", request)
-        held.state = held.written[num_tokens - 1]
+        held = self._settled(request)
+        if type(num_tokens) is not int or not 1 <= num_tokens <= len(held.written):
+            wrote = len(held.written)
+            text = f"request {request!r}: {show(num_tokens)} tokens accepted, of a step that wrote {wrote} states"
+            raise PoolError(f"{text} (accepted: from 1 to {wrote})" if wrote else text, request)
+        assert held.last is not None
+        if held.accepted:
+            raise PoolError(f"request {request!r}: tokens of its last step were accepted already", request)
+        if (tokens := held.last.num_tokens[request]) > len(held.written):
+            text = f"request {request!r}: its last step was no decode, and all of its {tokens} tokens stay"
+            raise PoolError(text, request)
+        held.state, held.accepted = held.written[num_tokens - 1], True
+        held.seen += num_tokens - tokens
 
     def written_of(self, request: RequestId) -> int:
         """Return how many states the request's last step wrote, of which ``accept`` takes one; 0 before the first step.
@@ -185,8 +334,39 @@ class StatePool:
             raise PoolError(f"request {request!r} is not in the pool", request, hint="add it first")
         return held
 
+    def _settled(self, request: RequestId) -> _Held:
+        """Return what a request holds, no step of which is planned."""
+        held = self._of(request)
+        if held.next is not None:
+            raise _unsettled(request)
+        return held
+
+    def _step_of(self, slots: StateSlots) -> PlannedStep:
+        if not isinstance(slots, StateSlots) or slots.planned is None or slots.planned.pool is not self:
+            raise PoolError("the slots are none that a step of this pool returned", None)
+        return slots.planned
+
+    def _drop(self, step: PlannedStep) -> bool:
+        """Give back what a planned step took; return whether any of its requests had it still before them."""
+        waiting = [held for request in step.num_tokens if (held := self._requests.get(request)) is not None]
+        waiting = [held for held in waiting if held.next is not None and held.next.step is step]
+        for held in waiting:
+            assert held.next is not None
+            self._release(held.next.taken)
+            held.next = None
+        return bool(waiting)
+
     def _release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._references[slot] -= 1
             if self._references[slot] == 0:
                 self._free.append(slot)
+
+
+def _unsettled(request: RequestId) -> PoolError:
+    """Return the error of a call about a request with a planned step."""
+    return PoolError(
+        f"request {request!r}: its last step was neither built nor taken back",
+        request,
+        hint="give the step's slots to group.build, or to pool.commit or pool.take_back where no group runs it",
+    )

@@ -12,7 +12,6 @@ from attn_select.runtime.states.state_batch import (
     ConvIndices,
     StateMetadata,
     StatePart,
-    check_slots,
     conv_rows,
 )
 from attn_select.runtime.states.state_group import StateGroup
@@ -48,23 +47,25 @@ class StaticStates:
         return self._made[size]
 
     def load(self, common: CommonAttentionMetadata, slots: StateSlots, size: int) -> None:
-        """Copy a batch's slots into the buffers, padded to ``size`` requests. Does not synchronise.
+        """Copy a batch's slots into the buffers, padded to ``size`` requests, and commit the pool's step. Does not
+        synchronise.
 
         Raises:
             BatchError: the slots do not fit the batch, or a query has another length.
+            PoolError: as ``StateGroup.build``.
         """
-        check_uniform(common, self.query_len)
-        check_slots(self.group.config, common, slots, self.group.num_slots)
-        rest = size - common.num_reqs
-        device = self.group.device
-        read = torch.tensor(slots.read + [FROM_ZERO] * rest)
-        write = torch.tensor([writes[-1] for writes in slots.write] + [NOWHERE] * rest)
-        self._read[:size].copy_(to_device(read, device))
-        self._write[:size].copy_(to_device(write, device))
-        if self._tokens is not None:
-            rows = [[NOWHERE] * (self.query_len - len(writes)) + writes for writes in slots.write]
-            tokens = torch.tensor(rows + [[NOWHERE] * self.query_len] * rest)
-            self._tokens[:size].copy_(to_device(tokens, device))
+        with self.group.checks.step(common, slots, seen=False):  # replays pass by the layers
+            check_uniform(common, self.query_len)
+            rest = size - common.num_reqs
+            device = self.group.device
+            read = torch.tensor(slots.read + [FROM_ZERO] * rest)
+            write = torch.tensor([writes[-1] for writes in slots.write] + [NOWHERE] * rest)
+            self._read[:size].copy_(to_device(read, device))
+            self._write[:size].copy_(to_device(write, device))
+            if self._tokens is not None:
+                rows = [[NOWHERE] * (self.query_len - len(writes)) + writes for writes in slots.write]
+                tokens = torch.tensor(rows + [[NOWHERE] * self.query_len] * rest)
+                self._tokens[:size].copy_(to_device(tokens, device))
 
     def _metadata(self, size: int) -> StateMetadata:
         device, each = self.group.device, self.query_len
@@ -77,4 +78,4 @@ class StaticStates:
             taps, windows = conv_rows(width, bounds.long().numpy(), [each] * size)
             written = write if tokens is None else tokens.view(-1)
             conv = ConvIndices(read, taps.to(device), written, windows.to(device))
-        return StateMetadata(size * each, part, None, conv)
+        return StateMetadata(self.group, size * each, part, None, conv)

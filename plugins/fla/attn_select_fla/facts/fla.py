@@ -50,6 +50,14 @@ CAPABILITIES = StateCapabilities(
     speculative_tokens=Fact(MOST_SPECULATIVE_TOKENS, "the runtime runs decodes token by token"),
 )
 
+LEAST_LOG_DECAY = Fact(
+    -60.0,
+    f"{_OPS}/common/chunk_o.py, chunk_scaled_dot_kkt.py and kda/chunk_intra.py, {_RELEASE}: decays between tokens are "
+    "differences of running sums over a chunk of 64 tokens in float32: the digits of small ones are lost behind a "
+    "large one, and all are NaN behind minus infinity. exp(-60) of a state is nothing beside 16-bit numbers",
+)
+"""What prefills take in the place of anything less."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlaKernel:

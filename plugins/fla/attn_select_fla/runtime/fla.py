@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_select.layer.layouts import STATE_VK
 from attn_select.runtime.states import GatheredStateImpl, StateBackend, StateContext, StatePart
-from attn_select_fla.facts.fla import FlaKernel
+from attn_select_fla.facts.fla import LEAST_LOG_DECAY, FlaKernel
 
 Operation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -51,6 +51,7 @@ class FlaImpl(GatheredStateImpl):
         part: StatePart,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of all tokens, and the states behind each request's last one."""
+        log_decay = log_decay.clamp(min=LEAST_LOG_DECAY.value)
         tokens = [None if x is None else x.unsqueeze(0) for x in (query, key, value, log_decay, strength)]
         found, behind = self._operations["prefill"](
             **self._arguments(*tokens), initial_state=state, cu_seqlens=part.query_start_loc.long()

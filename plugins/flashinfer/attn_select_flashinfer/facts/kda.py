@@ -57,6 +57,13 @@ PREFILL = StateCapabilities(
     speculative_tokens=PREFILL_DRAFTS,
 )
 
+LEAST_LOG_DECAY = Fact(
+    -3000.0,
+    "flashinfer-ai/flashinfer csrc/kda/flashkda_bf16_fused_m128.cu 0.7.2.post1: decays between tokens are differences "
+    "of running sums over 16 tokens in float32, which lose what bfloat16 holds behind a larger one",
+)
+"""The least log-decay that prefills compute right."""
+
 
 @dataclass(frozen=True, slots=True)
 class KdaKernel:

@@ -58,6 +58,13 @@ PREFILL = StateCapabilities(
     speculative_tokens=PREFILL_DRAFTS,
 )
 
+LEAST_LOG_DECAY = Fact(
+    -400.0,
+    f"{_SSD}: decays between tokens are differences of running sums over 128 tokens in float32, which lose what "
+    "bfloat16 holds behind a larger one",
+)
+"""The least log-decay that prefills compute right."""
+
 
 @dataclass(frozen=True, slots=True)
 class MambaKernel:

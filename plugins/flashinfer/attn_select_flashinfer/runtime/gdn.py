@@ -55,6 +55,8 @@ class FlashInferGdnImpl(StateImpl):
             q=_normalised(query),
             k=_normalised(key),
             v=value.contiguous(),
+            # The kernels add 1e-10 before their logarithm, in 0.6.14 (include/flashinfer/flat/hopper/collective) as in
+            # 0.7.2 (flashinfer/gdn_kernels): a decay of 0 is no infinity.
             g=gates.log_decay.exp().contiguous(),
             beta=gates.write_strength,
             scale=self.context.config.scale,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from attn_select.layer.config import Phase
 from attn_select.runtime.states import Gates, StateContext, StateImpl, StatePart, slots_in_pool
+from attn_select_flashinfer.facts.kda import LEAST_LOG_DECAY
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
@@ -21,6 +23,7 @@ class FlashInferKdaImpl(StateImpl):
     """
 
     raw_gates = ("prefill",)
+    least_log_decay: ClassVar[Mapping[Phase, float]] = {"prefill": LEAST_LOG_DECAY.value}
 
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)

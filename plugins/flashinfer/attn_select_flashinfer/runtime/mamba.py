@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from attn_select.runtime.states import (
     gathered_states,
     slots_in_pool,
 )
-from attn_select_flashinfer.facts.mamba import CHUNK
+from attn_select_flashinfer.facts.mamba import CHUNK, LEAST_LOG_DECAY
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
@@ -30,6 +33,7 @@ class FlashInferMambaImpl(StateImpl):
     """
 
     raw_gates = ("prefill", "decode")
+    least_log_decay: ClassVar[Mapping[Phase, float]] = {"prefill": LEAST_LOG_DECAY.value}
 
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)

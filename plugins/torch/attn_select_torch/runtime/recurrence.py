@@ -1,9 +1,10 @@
 """The recurrence of ``attn_select.layer.state`` in float32: one token of many requests, or a chunk of one request.
 
-A chunk of C tokens with the state ``S`` before it, and ``G`` the running sum of its log-decays. With ``u`` what each
-token writes, the state behind token i is ``exp(G_i) S + sum_{j <= i} exp(G_i - G_j) k_j u_j^T``. By the delta rule
-``u_i = beta_i (v_i - exp(G_i) k_i S - sum_{j < i} (k_i . exp(G_i - G_j) k_j) u_j)``: a triangular system for all
-tokens of the chunk. The differences of ``G`` are taken before the exponential, so that nothing overflows.
+A chunk of C tokens with the state ``S`` before it, and ``G_ij`` the sum of the log-decays behind token j up to token i.
+With ``u`` what each token writes, the state behind token i is ``exp(G_i) S + sum_{j <= i} exp(G_ij) k_j u_j^T``. By the
+delta rule ``u_i = beta_i (v_i - exp(G_i) k_i S - sum_{j < i} (k_i . exp(G_ij) k_j) u_j)``: a triangular system for all
+tokens of the chunk. Each sum is of its own tokens, and no difference of running sums: these would lose the digits of
+small decays behind a large one, and be NaN behind a decay that forgets everything, whose logarithm is minus infinity.
 """
 
 from __future__ import annotations
@@ -53,22 +54,29 @@ def one_chunk(
         state: ``(H, K, V)``.
         delta_rule: whether what the key gives already is not written again.
     """
-    total = log_decay.cumsum(1)
-    since_start = total.exp()
-    to_end = (total[:, -1:] - total).exp()
+    since_start = log_decay.cumsum(1).exp()
+    between = _decays_between(log_decay)
+    to_end = between[:, -1]
     writes = strength[..., None] * value
     if delta_rule:
         known = strength[..., None] * ((key * since_start) @ state)
-        system = strength[..., None] * _decayed_products(key, key, total).tril(-1)
+        system = strength[..., None] * _decayed_products(key, key, between).tril(-1)
         writes = torch.linalg.solve_triangular(system, writes - known, upper=False, unitriangular=True)
-    output = (query * since_start) @ state + _decayed_products(query, key, total).tril() @ writes
+    output = (query * since_start) @ state + _decayed_products(query, key, between).tril() @ writes
     return output, state * since_start[:, -1, :, None] + (key * to_end).mT @ writes
 
 
-def _decayed_products(rows: Tensor, columns: Tensor, total: Tensor) -> Tensor:
-    """Return ``rows_i . exp(total_i - total_j) columns_j`` of all tokens, ``(H, C, C)``; above the diagonal anything
-    finite."""
-    between = (total[:, :, None] - total[:, None, :]).clamp(max=0.0).exp()
-    if total.shape[-1] == 1:
+def _decays_between(log_decay: Tensor) -> Tensor:
+    """Return ``exp(G_ij)`` of all tokens, ``(H, C, C, K)``; on and above the diagonal 1."""
+    heads, count, channels = log_decay.shape
+    behind = torch.ones(count, count, dtype=torch.bool, device=log_decay.device).triu(1)
+    # (H, K, j, i): a sum runs over numbers that lie side by side.
+    each = log_decay.mT[:, :, None].expand(heads, channels, count, count)
+    return each.where(behind, 0.0).cumsum(-1).exp().permute(0, 3, 2, 1)
+
+
+def _decayed_products(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:
+    """Return ``rows_i . between_ij columns_j`` of all tokens, ``(H, C, C)``; above the diagonal anything finite."""
+    if between.shape[-1] == 1:
         return (rows @ columns.mT) * between[..., 0]
     return torch.einsum("hik,hjk,hijk->hij", rows, columns, between)

@@ -32,6 +32,7 @@ class TritonStateImpl(StateImpl):
     ) -> None:
         """Run the decodes of a step, as ``StateImpl.forward`` documents it."""
         rule = self.context.config.rule
+        written = packed(output)
         self._decode(
             packed(query),
             packed(key),
@@ -43,12 +44,14 @@ class TritonStateImpl(StateImpl):
             part.read_slots,
             part.write_slots,
             part.token_slots,
-            output,
+            written,
             scale=self.context.config.scale,
             delta_rule=rule.delta_rule,
             normalized=rule.normalized,
             v_first=self.context.state_layout == STATE_VK,
         )
+        if written is not output:
+            output.copy_(written)
 
 
 class TritonStateBackend(StateBackend):

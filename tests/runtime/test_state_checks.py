@@ -1,0 +1,602 @@
+"""Steps and calls of layers that keep a state: what is refused leaves everything as it was, checked mode sees contents,
+and no graph is kept."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("attn_select_torch")
+
+from attn_select import AttentionConfig, AttnSelectError, ConfigError, select  # noqa: E402
+from attn_select.layer.state import StateConfig  # noqa: E402
+from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
+from attn_select.reference.state_step import StateStep  # noqa: E402
+from attn_select.runtime import BatchError, Capacity, attention_group, prepare_batch  # noqa: E402
+from attn_select.runtime.block_pool import PoolError  # noqa: E402
+from attn_select.runtime.cuda_graph import StaticBatch, load_step  # noqa: E402
+from attn_select.runtime.states import (  # noqa: E402
+    Gates,
+    LinearAttention,
+    RawGates,
+    StateCache,
+    StateGroup,
+    StateMetadata,
+    StatePool,
+    StateSlots,
+    StaticStates,
+    zeros_slot,
+)
+from attn_select.runtime.timer import Call  # noqa: E402
+from attn_select.testing.toolkit import selection_of  # noqa: E402
+from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
+from attn_select_torch.runtime.state import TorchStateBackend, TorchStateImpl  # noqa: E402
+
+CONFIG = StateConfig(recurrence="gated_delta_net", num_heads=2, head_size=8, dtype="float32")
+"""Both layouts of its states have one shape."""
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for checked mode."""
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+
+
+class Served:
+    """One layer, its cache of 6 slots and its pool; the lengths of its requests are kept here."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = CONFIG.model_copy(update=changes)
+        self.group = StateGroup(select(self.config, "cpu"))
+        self.layer = LinearAttention(self.group, self.weight())
+        self.cache = self.group.allocate(6)
+        self.pool = StatePool(6, self.config.num_speculative_tokens)
+        self.seen: dict[str, int] = {}
+
+    def weight(self) -> Any:
+        return torch.randn(self.config.conv_dim, width) if (width := self.config.conv_kernel_size) else None
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            self.pool.add(name)
+            self.seen[name] = 0
+
+    def batch(self, **num_tokens: int) -> Any:
+        for name, tokens in num_tokens.items():
+            self.seen[name] += tokens
+        return prepare_batch(list(num_tokens.values()), [self.seen[name] for name in num_tokens])
+
+    def build(self, **num_tokens: int) -> StateMetadata:
+        return self.group.build(self.batch(**num_tokens), self.pool.step(num_tokens))
+
+    def inputs(self, tokens: int) -> tuple[Any, Gates]:
+        decay, strength = -torch.rand(tokens, self.config.num_v_heads), torch.rand(tokens, self.config.num_v_heads)
+        return torch.randn(tokens, self.config.width), Gates(decay, strength)
+
+    def run(self, **num_tokens: int) -> Any:
+        metadata = self.build(**num_tokens)
+        return self.layer(*self.inputs(metadata.num_actual_tokens), self.cache, metadata)
+
+
+def test_no_graph_is_kept() -> None:
+    served = Served(conv_kernel_size=4)
+    served.add("a")
+    project = torch.nn.Linear(8, served.config.width)
+    made = LinearAttention(served.group, torch.nn.Parameter(served.weight()), skip=torch.nn.Parameter(torch.ones(2)))
+    for tokens in (4, 1, 1):
+        decay = (-torch.rand(tokens, 2)).requires_grad_()
+        gates = Gates(decay, torch.rand(tokens, 2).requires_grad_())
+        output = made(project(torch.randn(tokens, 8)), gates, served.cache, served.build(a=tokens))
+        raw = RawGates(
+            A_log=torch.nn.Parameter(torch.randn(2)),
+            a=torch.randn(tokens, 2).requires_grad_(),
+            dt_bias=torch.nn.Parameter(torch.randn(2)),
+            b=torch.randn(tokens, 2),
+        )
+        activated = Gates(raw=raw)
+        made(project(torch.randn(tokens, 8)), activated, served.cache, served.build(a=tokens))
+        kept = (output, served.cache.state, served.cache.conv, activated.log_decay, activated.write_strength)
+        assert [tensor.requires_grad for tensor in kept if tensor is not None] == [False] * 5
+
+
+@pytest.mark.parametrize("on", ["0", "1"])
+def test_a_refused_batch_takes_no_token(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
+    """The step is planned anew, or its slots are built with a batch that is right."""
+    monkeypatch.setenv("ATTN_SELECT_CHECK", on)
+    for again in (True, False):
+        served = Served(conv_kernel_size=2)
+        served.cache.state.fill_(torch.nan)
+        served.cache.conv.fill_(torch.nan)  # type: ignore[union-attr]
+        served.add("a", "b")
+        for _ in range(2):
+            wanted = {"b": 5, "a": 1}
+            slots = served.pool.step(wanted)
+            with pytest.raises(BatchError, match="is a decode behind request 0"):
+                served.group.build(prepare_batch([5, 1], [served.seen["b"] + 5, served.seen["a"] + 1]), slots)
+            with pytest.raises(BatchError, match="of a batch of 1: accepted is one entry per request"):
+                served.group.build(prepare_batch([5], [5]), slots)
+            if again:
+                metadata = served.build(a=1, b=5)
+            else:
+                served.pool.take_back(slots)
+                slots = served.pool.step({"a": 1, "b": 5})
+                with pytest.raises(BatchError, match="request 1 has 4 tokens in the batch, and 5 by the pool's step"):
+                    served.group.build(prepare_batch([1, 4], [1, 4]), slots)
+                metadata = served.group.build(served.batch(a=1, b=5), slots)
+            assert served.layer(*served.inputs(6), served.cache, metadata).isfinite().all()
+
+
+def test_groups_of_one_pool_build_a_step_together() -> None:
+    served, other = Served(), StateGroup(select(CONFIG, "cpu"))
+    other.allocate(6)
+    served.add("a")
+    slots, common = served.pool.step({"a": 3}), prepare_batch([3], [3])
+    for group in (served.group, other):
+        assert group.build(common, slots).group is group
+    slots = served.pool.step({"a": 1})
+    served.group.build(prepare_batch([1], [4]), slots)
+    with pytest.raises(BatchError, match="request 0 has 2 tokens in the batch, and 1 by the pool's step"):
+        other.build(prepare_batch([2], [5]), slots)
+    with pytest.raises(PoolError, match="a group refused its last step, which another group built"):
+        served.pool.step({"a": 1})
+    other.build(prepare_batch([1], [4]), slots)
+    assert served.pool.step({"a": 1}).read == slots.write[0]
+
+
+def test_a_step_that_is_over_is_not_built() -> None:
+    served = Served()
+    served.add("a")
+    old = served.pool.step({"a": 1})
+    served.group.build(prepare_batch([1], [1]), old)
+    served.group.build(prepare_batch([1], [2]), served.pool.step({"a": 1}))
+    with pytest.raises(PoolError, match="was taken back, or that a later one followed"):
+        served.group.build(prepare_batch([1], [1]), old)
+
+
+def test_a_static_step_is_committed_or_refused_too() -> None:
+    group = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu"), cuda_graphs=True)
+    group.allocate(6)
+    pool, static = StatePool(6), StaticStates(group, 1, 4)
+    pool.add("a")
+    slots = pool.step({"a": 2})
+    with pytest.raises(BatchError, match="these graphs were captured for uniform"):
+        static.load(prepare_batch([2], [2]), slots, 2)
+    group.build(prepare_batch([2], [2]), slots)  # it runs eagerly instead
+    step = pool.step({"a": 1})
+    static.load(prepare_batch([1], [3]), step, 2)
+    assert pool.step({"a": 1}).read == step.write[0]
+
+
+def test_what_attention_refuses_is_not_committed() -> None:
+    states = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu"), cuda_graphs=True)
+    states.allocate(6)
+    config = AttentionConfig(num_heads=2, head_size=32, dtype="float32")
+    attention = attention_group(select(config, "cpu"), "cpu", Capacity(4, 16, 64))
+    batches = {states: StaticStates(states, 1, 4), attention: StaticBatch(attention, 1)}
+    pool, common = StatePool(6), prepare_batch([1], [1])
+    pool.add("a")
+    slots = pool.step({"a": 1})
+    with pytest.raises(BatchError, match="block_table_tensor is None: layers with a KV cache need it"):
+        load_step(batches, {states: common, attention: common}, {states: slots}, 2)
+    pool.take_back(slots)  # it is not committed
+    with pytest.raises(BatchError, match="slots are missing of a group of layers that keep a state"):
+        load_step(batches, {states: common, attention: common}, {}, 2)
+    assert pool.step({"a": 1}).read == [-1]
+
+
+def test_a_step_runs_again_and_gives_the_same() -> None:
+    for changes, lens in (({}, (4, 2, 1)), ({"conv_kernel_size": 4, "num_speculative_tokens": 2}, (9, 3, 3))):
+        served = Served(**changes)
+        served.add("a")
+        for tokens in lens:
+            metadata, given = served.build(a=tokens), served.inputs(tokens)
+            first = served.layer(*given, served.cache, metadata)
+            assert torch.equal(served.layer(*given, served.cache, metadata), first)
+
+
+def test_threads_share_a_pool() -> None:
+    pool, errors = StatePool(64), []
+
+    def serve(thread: int) -> None:
+        try:
+            for number in range(200):
+                pool.add((thread, number))
+                pool.commit(pool.step({(thread, number): 1}))
+                pool.free((thread, number))
+        except AttnSelectError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert pool.num_free_slots == 64
+
+
+def test_inputs_have_any_strides() -> None:
+    served = Served()
+    served.add("a", "b")
+    channels, gates = served.inputs(4)
+    strided = torch.empty(served.config.width, 4).T.copy_(channels)
+    cut = Gates(*(torch.stack([each, each], -1)[..., 0] for each in (gates.log_decay, gates.write_strength)))
+    expected = served.layer(channels, gates, served.cache, served.build(a=4))
+    torch.testing.assert_close(served.layer(strided, cut, served.cache, served.build(b=4)), expected)
+
+
+def test_weights_go_where_the_module_goes() -> None:
+    served = Served(conv_kernel_size=4)
+    served.add("a")
+    weight, bias = served.weight(), torch.randn(served.config.conv_dim)
+    layer = LinearAttention(served.group, weight, bias, skip=torch.randn(2))
+    assert not layer.state_dict()  # they are the model's
+    assert not [*layer.parameters()]
+    assert {name for name, _ in layer.named_buffers()} == {"conv_weight", "conv_bias", "skip"}
+    given = served.inputs(4)
+    metadata = served.build(a=4)
+    first = layer(*given, served.cache, metadata)
+    layer.half()
+    assert layer.conv_weight is not None
+    assert layer.conv_weight.dtype is torch.float16
+    torch.testing.assert_close(layer(*given, served.cache, metadata), first, atol=5e-3, rtol=5e-3)
+    assert weight.dtype is torch.float32
+    assert layer.to("meta").conv_weight.device.type == "meta"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["conv_weight", "conv_bias", "skip"])
+def test_weights_are_checked_when_a_layer_is_made(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    served = Served(conv_kernel_size=4)
+    right = {"conv_weight": served.weight(), "conv_bias": torch.zeros(served.config.conv_dim), "skip": torch.zeros(2)}
+
+    def made(group: StateGroup, wrong: Any) -> LinearAttention:
+        return LinearAttention(group, **{**right, name: wrong})
+
+    for wrong, text in (
+        ([[1.0]], f"{name} is a list"),
+        (right[name].double(), f"{name} is torch.float64 on cpu: accepted are"),
+        (right[name].int(), f"{name} is torch.int32 on cpu: accepted are"),
+        (right[name][:1], f"{name} has shape"),
+    ):
+        with pytest.raises(ConfigError, match=text) as caught:
+            made(served.group, wrong)
+        assert caught.value.fields == (name,) or list(caught.value.fields) == [name]
+    holes = torch.full_like(right[name], torch.nan)
+    made(served.group, holes)
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+    watching = Served(conv_kernel_size=4)
+    with pytest.raises(ConfigError, match=f"{name} holds NaN or infinity: accepted are finite numbers"):
+        made(watching.group, holes)
+    layer = made(watching.group, right[name])
+    watching.add("a")
+    right[name].fill_(torch.inf)  # as a loader writes later
+    with pytest.raises(BatchError, match=f"{name} holds NaN or infinity"):
+        layer(*watching.inputs(1), watching.cache, watching.build(a=1))
+
+
+def other_group(served: Served, given: dict[str, Any]) -> None:
+    other = Served()
+    other.add("a")
+    given["metadata"] = other.build(a=4)
+
+
+def of_common(served: Served, given: dict[str, Any]) -> None:
+    given["metadata"] = prepare_batch([4], [4])
+
+
+def with_state(change: Callable[[Any], Any]) -> Callable[[Served, dict[str, Any]], None]:
+    def put(served: Served, given: dict[str, Any]) -> None:
+        given["cache"] = replace(served.cache, state=change(served.cache.state))
+
+    return put
+
+
+def with_conv(change: Callable[[Any], Any]) -> Callable[[Served, dict[str, Any]], None]:
+    def put(served: Served, given: dict[str, Any]) -> None:
+        given["cache"] = replace(served.cache, conv=change(served.cache.conv))
+
+    return put
+
+
+def with_argument(name: str, value: Any) -> Callable[[Served, dict[str, Any]], None]:
+    def put(served: Served, given: dict[str, Any]) -> None:
+        given[name] = value
+
+    return put
+
+
+ALWAYS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
+    "metadata of another group": (other_group, "metadata was built by another group than the layer's"),
+    "the batch for the metadata": (of_common, "metadata is a CommonAttentionMetadata"),
+    "another dtype": (
+        with_state(torch.Tensor.half),
+        r"cache.state is torch.float16 \(6, 2, 8, 8\) on cpu: accepted is",
+    ),
+    "other heads": (with_state(lambda state: state[:, :1]), "cache.state is torch.float32"),
+    "too few slots": (with_state(lambda state: state[:0]), r"cache.state is torch.float32 \(0, 2, 8, 8\)"),
+    "too many slots": (with_state(lambda state: torch.cat([state, state])), r"cache.state is torch.float32 \(12, 2"),
+    "a transposed view": (with_state(lambda state: state.mT), "cache.state has strides"),
+    "slots in one place": (with_state(lambda state: state[:1].expand(6, 2, 8, 8)), "cache.state has strides"),
+    "elsewhere": (with_state(lambda state: state.to("meta")), r"cache.state is torch.float32 \(6, 2, 8, 8\) on meta"),
+    "no window": (with_conv(lambda conv: None), r"cache.conv is None: accepted is torch.float32 \(6, 3, 48\) on cpu"),
+    "a shorter window": (with_conv(lambda conv: conv[:, 1:]), r"cache.conv is torch.float32 \(6, 2, 48\)"),
+    "no cache": (with_argument("cache", torch.zeros(6, 2, 8, 8)), "cache is a Tensor: accepted is a StateCache"),
+    "no gates": (with_argument("gates", torch.zeros(4, 2)), "gates is a Tensor: accepted is Gates"),
+    "inputs elsewhere": (with_argument("channels", torch.zeros(4, 48, device="meta")), "on meta: accepted is"),
+    "a number": (with_argument("channels", torch.tensor(1.0)), r"channels is torch.float32 \(\) on cpu: accepted is"),
+    "an output elsewhere": (with_argument("output", torch.zeros(4, 2, 8, device="meta")), "output is torch.float32"),
+}
+"""What each mode refuses, and how it is named."""
+
+
+def numbers(name: str, value: float, token: int = 2) -> Callable[[Served, dict[str, Any]], None]:
+    def put(served: Served, given: dict[str, Any]) -> None:
+        gates = given["gates"]
+        tensor = given["channels"] if name == "channels" else getattr(gates, name)
+        tensor[token, 1] = value
+
+    return put
+
+
+def raw_number(name: str) -> Callable[[Served, dict[str, Any]], None]:
+    def put(served: Served, given: dict[str, Any]) -> None:
+        tensors = {"A_log": torch.zeros(2), "a": torch.zeros(4, 2), "dt_bias": torch.zeros(2), "b": torch.zeros(4, 2)}
+        tensors[name].view(-1)[-1] = torch.inf
+        given["gates"] = Gates(raw=RawGates(**tensors))
+
+    return put
+
+
+def inside(served: Served, given: dict[str, Any]) -> None:
+    given["output"] = given["channels"][:, :16].view(4, 2, 8)
+
+
+def in_the_states(served: Served, given: dict[str, Any]) -> None:
+    given["output"] = served.cache.state[4:].flatten()[:64].view(4, 2, 8)
+
+
+def in_one_place(served: Served, given: dict[str, Any]) -> None:
+    given["output"] = torch.zeros(1, 2, 8).expand(4, 2, 8)
+
+
+CONTENTS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
+    "NaN channels": (numbers("channels", torch.nan), r"channels\[2\] holds NaN or infinity \(token 2 of request 0\)"),
+    "NaN decay": (
+        numbers("log_decay", torch.nan),
+        r"log_decay\[2\] = nan \(of request 0\): accepted are numbers up to",
+    ),
+    "positive decay": (numbers("log_decay", 0.5, 0), r"log_decay\[0\] = 0.5 \(of request 0\)"),
+    "infinite strength": (numbers("write_strength", torch.inf), r"write_strength\[2\] holds NaN or infinity"),
+    "raw a": (raw_number("a"), r"a\[3\] holds NaN or infinity"),
+    "raw b": (raw_number("b"), r"b\[3\] holds NaN or infinity"),
+    "raw A_log": (raw_number("A_log"), "A_log holds NaN or infinity"),
+    "raw dt_bias": (raw_number("dt_bias"), "dt_bias holds NaN or infinity"),
+    "an output inside the channels": (inside, "output and channels overlap"),
+    "an output inside the states": (in_the_states, "output and cache.state overlap"),
+    "an output in one place": (in_one_place, "several elements share one address"),
+}
+"""What checked mode refuses beside it."""
+
+
+@pytest.mark.parametrize("case", [*ALWAYS, *CONTENTS])
+def test_wrong_calls_write_nothing(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1" if case in CONTENTS else "0")
+    change, text = {**ALWAYS, **CONTENTS}[case]
+    served = Served(conv_kernel_size=4)
+    served.add("a")
+    served.cache.state.fill_(7.0)
+    channels, gates = served.inputs(4)
+    given = {"channels": channels, "gates": gates, "cache": served.cache, "metadata": served.build(a=4), "output": None}
+    change(served, given)
+    before = served.cache.state.clone()
+    with pytest.raises(BatchError, match=text):
+        served.layer(*given.values())
+    assert torch.equal(served.cache.state, before)
+
+
+@pytest.mark.usefixtures("checked")
+def test_what_is_right_passes() -> None:
+    served = Served(conv_kernel_size=4)
+    served.add("a")
+    channels, gates = served.inputs(6)
+    channels[4:] = torch.nan  # padding
+    gates.log_decay[1] = -torch.inf
+    wide = torch.zeros(6, 2, 32)
+    output = served.layer(channels, gates, served.cache, served.build(a=4), wide[..., 8:16])  # beside its neighbours
+    assert output[:4].isfinite().all()
+    assert not wide[..., :8].any()
+    assert not wide[..., 16:].any()
+    served.run(a=1)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("graphs", [False, True])
+def test_serving_passes(seed: int, graphs: bool) -> None:
+    """Chunks, decodes, drafts, forks, slots that are reused, steps in place, replays in between: nothing is refused."""
+    config = CONFIG.model_copy(update={"conv_kernel_size": 4, "num_speculative_tokens": 2})
+
+    def capturable(*given: Any) -> Any:
+        return replace(TORCH_STATE.plan(*given), cuda_graph="UNIFORM_BATCH")
+
+    spec = replace(TORCH_STATE, plan=capturable) if graphs else TORCH_STATE
+    rng, bound = random.Random(seed), state_bound(config)
+    serving = StateServing(selection_of(spec, config, "cpu"), 13, seed, cuda_graphs=graphs)
+    assert serving.group.checked
+    live = list(range(3))
+    for name in live:
+        serving.add(name)
+    for number in range(12):
+        if number == 5:
+            serving.fork(live[0], "fork")
+            live.append("fork")  # type: ignore[arg-type]
+        if number == 9:
+            serving.free(live.pop(1))
+        chosen = rng.sample(live, rng.randint(1, len(live)))
+        short = number % 2 == 1
+        lens = dict.fromkeys(chosen, rng.choice((1, 3))) if short else {name: rng.choice((1, 3, 9)) for name in chosen}
+        assert serving.step(lens).norm <= bound.norm
+        for name in chosen:
+            if (kept := serving.drafts_of(name)) > 1:
+                serving.accept(name, rng.randint(1, kept))
+    assert bool(serving.replays) is graphs
+
+
+@pytest.mark.usefixtures("checked")
+def test_lengths_are_what_the_states_have_seen() -> None:
+    served = Served(num_speculative_tokens=2)
+    served.add("a")
+    with pytest.raises(BatchError, match="had 99 tokens before this step by seq_lens, and its state has seen 0"):
+        served.group.build(prepare_batch([1], [100]), served.pool.step({"a": 1}))
+    served.run(a=4)
+    with pytest.raises(BatchError, match="had 0 tokens before this step by seq_lens, and its state has seen 4"):
+        served.group.build(prepare_batch([3], [3]), served.pool.step({"a": 3}))
+    served.run(a=3)
+    served.pool.accept("a", 1)
+    with pytest.raises(BatchError, match="had 7 tokens before this step by seq_lens, and its state has seen 5"):
+        served.group.build(prepare_batch([1], [8]), served.pool.step({"a": 1}))
+    served.pool.free("a")
+    served.add("b")
+    common = prepare_batch([2], [2])
+    common.seq_lens = common.seq_lens + 1
+    with pytest.raises(BatchError, match=r"seq_lens\[0\] is 3 on the device and 2 in seq_lens_cpu"):
+        served.group.build(common, served.pool.step({"b": 2}))
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("conv", [0, 4])
+def test_a_cache_holds_what_its_requests_read(conv: int) -> None:
+    served = Served(conv_kernel_size=conv)
+    served.add("a", "b")
+    served.run(a=4)
+    turned = replace(served.cache, state=served.cache.state.mT.contiguous())
+    given, metadata = served.inputs(1), served.build(a=1)
+    with pytest.raises(BatchError, match="reads slot 0, whose state in this cache is none that a layer wrote"):
+        served.layer(*given, turned, metadata)
+    if conv:
+        with pytest.raises(BatchError, match="none that a layer wrote"):
+            served.layer(*given, replace(served.cache, conv=torch.zeros_like(served.cache.conv)), metadata)
+    served.layer(*given, served.cache, metadata)
+    served.build(a=1)  # a step that no layer runs
+    skipped = served.build(a=1)
+    with pytest.raises(BatchError, match="request 0 reads slot"):
+        served.layer(*given, served.cache, skipped)
+    pool = StatePool(6)  # of another cache
+    pool.add("a")
+    served.group.build(prepare_batch([4], [4]), pool.step({"a": 4}))
+    foreign = served.group.build(prepare_batch([1], [5]), pool.step({"a": 1}))
+    with pytest.raises(BatchError, match="whose state in this cache is another step's"):
+        served.layer(*given, served.cache, foreign)
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_step_in_place_runs_once() -> None:
+    served = Served()
+    names = ("a", "b", "c", "d", "e", "f")  # as many as slots
+    served.add(*names)
+    served.run(**dict.fromkeys(names, 3))
+    metadata, given = served.build(**dict.fromkeys(names, 1)), served.inputs(6)
+    served.layer(*given, served.cache, metadata)
+    with pytest.raises(BatchError, match="request 0 reads slot 0, whose state in this cache is another step's"):
+        served.layer(*given, served.cache, metadata)
+
+
+@pytest.mark.usefixtures("checked")
+def test_states_from_elsewhere_are_committed_by_hand() -> None:
+    sender, receiver = Served(conv_kernel_size=4), Served(conv_kernel_size=4)
+    receiver.layer = LinearAttention(receiver.group, sender.layer.conv_weight)
+    sender.add("a")
+    receiver.add("a")
+    sender.run(a=9)
+    slot, slots = sender.pool.slots_of("a")[0], receiver.pool.step({"a": 9})
+    for there, here in ((sender.cache.state, receiver.cache.state), (sender.cache.conv, receiver.cache.conv)):
+        here[slots.write[0][0]] = there[slot]  # type: ignore[index]
+    receiver.pool.commit(slots)
+    receiver.seen["a"] = 9
+    given = sender.inputs(1)
+    found = [side.layer(*given, side.cache, side.build(a=1)) for side in (sender, receiver)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_kernel_that_loses_digits_refuses_such_decays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chunked(TorchStateImpl):
+        least_log_decay = {"prefill": -400.0}  # noqa: RUF012
+
+    monkeypatch.setattr(TorchStateBackend, "impl_cls", Chunked)
+    served = Served()
+    served.add("a", "b")
+    channels, gates = served.inputs(5)
+    gates.log_decay[0] = -1e6  # the decode's
+    gates.log_decay[1] = -399.0
+    metadata = served.build(a=1, b=4)
+    assert served.layer(channels, gates, served.cache, metadata).isfinite().all()
+    gates.log_decay[3] = -401.0
+    with pytest.raises(BatchError, match="log_decay of -401 in prefill: TORCH_STATE loses digits below -400"):
+        served.layer(channels, gates, served.cache, metadata)
+
+
+def test_a_group_builds_what_it_has_states_and_kernels_for() -> None:
+    group = StateGroup(select(CONFIG, "cpu"), phases=["decode"])
+    with pytest.raises(BatchError, match="the group's layers have no states yet"):
+        group.build(prepare_batch([1], [1]), StateSlots([-1], [[0]]))
+    group.allocate(4)
+    with pytest.raises(BatchError, match="1 requests are in prefill: the group serves decode"):
+        group.build(prepare_batch([5], [5]), StateSlots([-1], [[0]]))
+    with pytest.raises(BatchError, match="request 0 has 0 tokens: accepted are requests with tokens to run"):
+        group.build(prepare_batch([0], [3]), StateSlots([-1], [[0]]))
+    with pytest.raises(BatchError, match="common is a NoneType: accepted is a CommonAttentionMetadata"):
+        group.build(None, StateSlots([-1], [[0]]))  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="slots is a list: accepted is a StateSlots"):
+        group.build(prepare_batch([1], [1]), [[0]])  # type: ignore[arg-type]
+    larger = StatePool(9)
+    larger.add("a")
+    with pytest.raises(BatchError, match="the slots are of a pool of 9: the group's layers have 4 slots"):
+        group.build(prepare_batch([1], [1]), larger.step({"a": 1}))
+    short = prepare_batch([1], [1])
+    short.seq_lens = short.seq_lens[:0]
+    with pytest.raises(BatchError, match=r"seq_lens is torch.int32 \(0,\): accepted is"):
+        group.build(short, StateSlots([-1], [[0]]))
+
+
+def test_memory_of_ones_own_becomes_a_layers_states() -> None:
+    served = Served()
+    pages = torch.randn(6, 200)  # a state and something else in each page
+    adopted = served.group.adopt(StateCache(pages[:, :128].view(6, 2, 8, 8), None))
+    served.add("a", "b")
+    metadata, given = served.build(a=4), served.inputs(4)
+    expected = served.layer(*given, served.cache, metadata)
+    beside = pages[:, 128:].clone()
+    assert torch.equal(served.layer(*given, adopted, metadata), expected)
+    assert torch.equal(pages[:, 128:], beside)
+    with pytest.raises(ConfigError, match="num_slots = 5: the group's other layers have 6"):
+        served.group.adopt(StateCache(torch.zeros(5, 2, 8, 8), None))
+    empty = StateGroup(select(CONFIG, "cpu"))
+    with pytest.raises(BatchError, match=r"cache.state is torch.float16"):
+        empty.adopt(StateCache(torch.zeros(5, 2, 8, 8).half(), None))
+    assert empty.num_slots is None
+
+
+def test_a_group_that_reads_zeros_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchStateBackend, "reads_zeros", True)
+    group = StateGroup(select(CONFIG, "cpu"))
+    cache = group.adopt(StateCache(torch.ones(5, 2, 8, 8), None))
+    assert group.num_slots == 3
+    assert not cache.state[zeros_slot(cache.state)].any()
+
+
+@pytest.mark.usefixtures("checked")
+def test_a_step_to_be_timed_passes() -> None:
+    step = StateStep(select(CONFIG, "cpu"), [(1, 5), (7, 7), (1, 1), (4, 9)])
+    step.make_layers(step.memory(2).caches(step))
+    calls: list[Call] = step.calls()
+    for _ in range(2):
+        for call in calls:
+            call()
+    assert step.error() < 2e-5
