@@ -20,13 +20,13 @@ KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton is one whose compiled kernels were seen to take all arguments, constants included."""
 
 
-_add_function = getattr(getattr(jit, "DependenciesFinder", None), "_update_hash", None)
+_add_function: Any = getattr(getattr(jit, "DependenciesFinder", None), "_update_hash", None)
 
 
 def _add_hashed(self: Any, function: Any) -> None:
     """Add a function that a kernel calls to the kernel's key in the cache on the disk, after its own key is made.
 
-    Triton 3.6 takes over the function's globals before (triton/runtime/jit.py, ``_update_hash``): whether they are known
+    Triton 3.6 takes over its globals before (triton/runtime/jit.py, ``_update_hash``): whether these are known
     then depends on what the process launched before, and one that launches in another order compiles anew.
     """
     _ = function.cache_key
@@ -35,6 +35,7 @@ def _add_hashed(self: Any, function: Any) -> None:
 
 if _add_function is not None:
     jit.DependenciesFinder._update_hash = _add_hashed
+
 _compiled_only: ContextVar[Callable[[Any, Any], None] | None] = ContextVar("compiled_only", default=None)
 
 
