@@ -13,11 +13,28 @@ from typing import Any
 
 import triton
 from torch import Tensor
+from triton.runtime import jit
 from triton.runtime.driver import driver
 
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton is one whose compiled kernels were seen to take all arguments, constants included."""
 
+
+_add_function: Any = getattr(getattr(jit, "DependenciesFinder", None), "_update_hash", None)
+
+
+def _add_hashed(self: Any, function: Any) -> None:
+    """Add a function that a kernel calls to the kernel's key in the cache on the disk, after its own key is made.
+
+    Triton 3.6 takes over its globals before (triton/runtime/jit.py, ``_update_hash``): whether these are known
+    then depends on what the process launched before, and one that launches in another order compiles anew.
+    """
+    _ = function.cache_key
+    _add_function(self, function)
+
+
+if _add_function is not None:
+    jit.DependenciesFinder._update_hash = _add_hashed
 
 _compiled_only: ContextVar[Callable[[Any, Any], None] | None] = ContextVar("compiled_only", default=None)
 
