@@ -180,11 +180,11 @@ def test_slots_beyond_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def run(collectives: ThreadCollectives) -> None:
         group = group_of(collectives, config)
         layer, cache = layer_of(group), group.allocate_kv_cache(2)
-        table = BlockTable(1, 1, group.block_size, "cpu")
-        table.set_row(0, [0])
+        table = BlockTable(1, 2, group.block_size, "cpu")
+        table.set_row(0, [0, 1])
         given = layer.dummy_inputs(1)
         for slot, accepted in ((31, True), (32, False)):
-            metadata = group.build(prepare_batch([1], [1], table))
+            metadata = group.build(prepare_batch([1], [32], table))
             given["topk_indices"] = torch.tensor([[slot, -1, -1, -1]], dtype=torch.int32)
             if accepted:
                 layer(**given, kv_cache=cache, attn_metadata=metadata)

@@ -138,6 +138,20 @@ def test_a_batch_of_one_phase_is_one_part(
     assert len(prefill.builds) == (requests == MIXED[3:])
 
 
+@pytest.mark.parametrize("backends", [1, 2])
+def test_no_backend_is_asked_for_requests_without_tokens_alone(
+    make_toy: Factory, make_group: Factory, make_batch: Factory, backends: int
+) -> None:
+    toys = (
+        [make_toy("TOY")] if backends == 1 else [make_toy("D", phases=("decode",)), make_toy("P", phases=("prefill",))]
+    )
+    group = make_group(CONFIG, *toys)
+    assert group.build(make_batch([(0, 9), (0, 0)])).parts == ()
+    parts = group.build(make_batch([(0, 9), (30, 40)])).parts
+    assert [(part.start, part.end) for part in parts] == [(0, 30)]
+    assert [len(toy.builds) for toy in toys] == ([1] if backends == 1 else [0, 1])
+
+
 def test_speculative_queries_are_decodes(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
     decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
     group = make_group(AttentionConfig(**SMALL, num_speculative_tokens=3), decode, prefill)

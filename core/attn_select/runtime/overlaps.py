@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_select.runtime.metadata import BatchError
 
-_MOST_WORK = 100_000
+_MOST_WORK: Any = 100_000  # NumPy's stubs know two names for numbers alone
 """Of NumPy's search for a common address. It takes a handful of steps for what layers are given; what needs more is
 taken to be apart."""
 
