@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from operator import attrgetter
 from typing import Any, cast
 
@@ -41,7 +42,8 @@ class Attention(nn.Module):
 
     Raises:
         ConfigError: the group is of MLA layers; the scale is not a finite number above 0; slopes, sinks or scales are
-            missing, unwanted or of the wrong shape; or the target's cache is not one that this layer reads.
+            missing, unwanted, not finite, no floating-point tensors or of the wrong shape; or the target's cache is not
+            one that this layer reads.
     """
 
     layer_name: str
@@ -338,9 +340,9 @@ def layer_scale(scale: float | None, size: int) -> float:
     """
     if scale is None:
         return float(size**-0.5)
-    if not 0 < scale < math.inf:
-        raise ConfigError(f"scale = {scale}: accepted are finite numbers above 0", fields=["scale"])
-    return scale
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not 0 < scale < math.inf:
+        raise ConfigError(f"scale = {show(scale)}: accepted are finite numbers above 0", fields=["scale"])
+    return float(scale)
 
 
 def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
@@ -378,14 +380,30 @@ def layer_scales(group: LayerGroup, scales: Scales | None) -> Scales:
 def per_head(
     name: str, tensor: Tensor | None, wanted: bool, group: LayerGroup, dtype: torch.dtype | None
 ) -> Tensor | None:
-    """Return a ``(num_heads,)`` tensor on the group's device, and compare its presence with the config."""
+    """Return a ``(num_heads,)`` tensor on the group's device, after a comparison with the config.
+
+    Raises:
+        ConfigError: it is missing or unwanted, no floating-point tensor of that shape, or holds NaN or an infinity
+            (a sink of -inf is none, and accepted).
+    """
     if wanted != (tensor is not None):
         seen = "missing" if tensor is None else "given"
         field = name.removesuffix("_slopes")
         raise ConfigError(f"{name} {seen}, but the layers were selected with {field} = {wanted}", fields=[name])
     if tensor is None:
         return None
+    check_float(name, tensor)
     if tuple(tensor.shape) != (group.config.num_heads,):
         text = f"{name} of shape {tuple(tensor.shape)}: accepted is ({group.config.num_heads},), one per query head"
         raise ConfigError(text, fields=[name])
+    wrong = [number for number in tensor.tolist() if not (math.isfinite(number) or (number < 0 and name == "sinks"))]
+    if wrong:
+        raise ConfigError(f"{name} holds {wrong[0]}: accepted are finite numbers", fields=[name])
     return tensor.to(group.device, dtype or tensor.dtype).contiguous()
+
+
+def check_float(name: str, tensor: object) -> None:
+    """Raise ConfigError where a layer is given something else than a tensor of floating-point numbers."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        what = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise ConfigError(f"{name} is {what}: accepted is a floating-point tensor", fields=[name])

@@ -174,8 +174,9 @@ class LayerGroup(ABC):
                 the cache's device.
 
         Raises:
-            ConfigError, BatchError: the layers keep no cache, or this is no cache of this group.
-            ValueError: an id is outside the cache. The ids of a tensor are not read, so they are not checked.
+            ConfigError: the layers keep no cache.
+            BatchError: this is no cache of this group, or an id is no integer or outside the cache. The ids of a tensor
+                are not read, so only their dtype is checked.
         """
         self.cache.zero_blocks(kv_cache, block_ids)
 

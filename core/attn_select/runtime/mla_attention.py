@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
-from attn_select.runtime.attention import foreign_metadata, layer_scale, layer_scales, per_head
+from attn_select.runtime.attention import check_float, foreign_metadata, layer_scale, layer_scales, per_head
 from attn_select.runtime.backend import MLAAttentionImpl
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
@@ -93,6 +93,7 @@ class MLAAttention(nn.Module):
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
         """Keep the decompressing weight, and views of it for both sides of decode."""
+        check_float("kv_b_proj", kv_b_proj)
         wanted = (self.heads * (self.nope + self.value_size), self.rank)
         if tuple(kv_b_proj.shape) != wanted:
             text = f"kv_b_proj of shape {tuple(kv_b_proj.shape)}: accepted is {wanted}"

@@ -21,6 +21,7 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.integers import size
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.loaded import LoadedBackends
@@ -169,13 +170,11 @@ class MLAAttentionGroup(MLALayerGroup):
                 "the selection's layers are not MLA: make their group with attention_group or AttentionGroup",
                 fields=["kv_lora_rank"],
             )
-        if workspace_tokens < 1:
-            text = f"workspace_tokens = {workspace_tokens}: accepted are integers from 1"
-            raise ConfigError(text, fields=["workspace_tokens"])
+        workspace_tokens = size("workspace_tokens", workspace_tokens)
         loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases, dispatch=dispatch)
         # Dense prefill reads no cache through a backend, so alone it leaves the block size open.
-        size = loaded.cache.kernel_block_size or loaded.cache.block_size
-        super().__init__(selection, loaded, cache=replace(loaded.cache, kernel_block_size=size), checked=checked)
+        of_kernel = loaded.cache.kernel_block_size or loaded.cache.block_size
+        super().__init__(selection, loaded, cache=replace(loaded.cache, kernel_block_size=of_kernel), checked=checked)
         self.latents_alone = self.config.sparse and self.unified
         loaded.prepare_dispatch(self.reorder_batch_threshold)
         self.workspace = torch.empty(
