@@ -325,9 +325,7 @@ def test_a_model_type_that_is_not_known_is_not_assumed(run: Any, tmp_path: Path)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no such owner here")
-@pytest.mark.parametrize(
-    "command", ["explain --model gemma-3-27b --gpu h100", "run --head-size 32 --num-heads 2", "matrix"]
-)
+@pytest.mark.parametrize("command", ["explain --model gemma-3-27b --gpu h100", "run --head-size 32 --num-heads 2"])
 def test_rules_of_another_user_are_named_once(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
