@@ -317,6 +317,9 @@ def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert import_error("broken_kernels") == "ImportError: libcudart.so.12: cannot open shared object file"
     assert import_error("json") is None
+    (tmp_path / "warning_kernels.py").write_text("import warnings; warnings.warn('flash-attn is not installed')\n")
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    assert import_error("warning_kernels") is None
 
 
 @pytest.mark.parametrize("command", ["doctor", "doctor --no-import", "backends", "explain --gpu h100", "run"])

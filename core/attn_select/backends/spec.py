@@ -24,6 +24,7 @@ from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.machine.environment import Library as Library  # plugins find all that a spec is made of here
+from attn_select.machine.library_imports import warnings_logged
 
 T_co = TypeVar("T_co", covariant=True)
 UNVERIFIED = "unverified"
@@ -330,6 +331,10 @@ class BackendSpec:
             ImportError: the runtime needs a library that is not installed, such as torch.
             KernelMismatchError: the kernel library is not one that the plugin was written for.
         """
+        with warnings_logged(self.name):
+            return self._prepared()
+
+    def _prepared(self) -> Any:
         module, _, name = self.load.partition(":")
         try:
             found = getattr(importlib.import_module(module), name, None)
