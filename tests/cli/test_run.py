@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("torch", reason="running a layer needs torch")
 
+from attn_select.errors import BackendError
+from attn_select.rules.plugins import load_plugins
 from attn_select_cli import serving
 
 SMALL = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--prompt-tokens", "40", "--decode-steps", "3")
@@ -157,6 +159,31 @@ def test_layers_that_cannot_be_served_alone_say_so(run: Any) -> None:
     alone = run("run", "--model", "whisper-large-v3", "--layer", "cross_attention", *SHORT)
     assert alone.code == 2
     assert "this layer cannot be served alone: cross-attention needs an encoder's tokens" in alone.err
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("variables", [{}, {"ATTN_SELECT_TRACEBACK": "1"}], ids=["told", "traceback"])
+def test_a_backend_that_fails_is_named(run: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    spec = load_plugins().specs["TORCH_SDPA"]
+
+    def forward(*_: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(spec.get_class().impl_cls, "forward", forward)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if variables:
+        with pytest.raises(BackendError) as caught:
+            run("run", *SMALL)
+        assert isinstance(caught.value.__cause__, KeyError)
+        return
+    result = run("run", *SMALL)
+    assert result.code == 2
+    assert f"error: backend TORCH_SDPA ({spec.distribution}): forward() raised KeyError: 'x'" in result.err
+    assert "attn-select-torch" in spec.distribution
+    assert "run it again" not in result.err
+    as_json = run("run", *SMALL, "--json").json
+    assert as_json["error"]["code"] == "backend-failed"
 
 
 @CPU_ONLY

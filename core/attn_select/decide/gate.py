@@ -334,8 +334,9 @@ def _block_size_problem(
     if isinstance(config, StateConfig) or isinstance(capabilities, StateCapabilities) or not plan.kv_layouts:
         return None
     asked, sizes = config.block_size, plan.kernel_block_sizes
-    bound = asked is not None and config.has_cache and capabilities.reads_cache
-    if not bound or any(asked % size == 0 for size in sizes):
+    if asked is None or not config.has_cache or not capabilities.reads_cache:
+        return None
+    if any(asked % size == 0 for size in sizes):
         return None
     return (
         f"block_sizes declares that blocks of {asked} are read, and plan().kernel_block_sizes = {show(sizes)} "
@@ -344,4 +345,4 @@ def _block_size_problem(
 
 
 def _plugin_error(spec: BackendSpec, what: str) -> Reason:
-    return Reason("plugin-error", f"bug in the plugin that registers {spec.name}: {what}", None, None)
+    return Reason("plugin-error", spec.bug(what), None, None)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +28,12 @@ def warnings_logged(name: str) -> Iterator[None]:
         try:
             yield
         finally:
-            added = [each for each in warnings.filters if each not in before]
+            added: list[Any] = [each for each in warnings.filters if each not in before]
             for each in caught:
                 logger.info("import of %s: %s: %s", name, each.category.__name__, each.message)
     for action, message, category, module, line in reversed(added):
-        warnings.filterwarnings(
-            action,  # type: ignore[arg-type]
-            getattr(message, "pattern", message) or "",
-            category,
-            getattr(module, "pattern", module) or "",
-            line,
-        )
+        patterns = [getattr(each, "pattern", each) or "" for each in (message, module)]
+        warnings.filterwarnings(action, patterns[0], category, patterns[1], line)
 
 
 def import_library(module: str) -> ModuleType:

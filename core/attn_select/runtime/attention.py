@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from numbers import Real
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from attn_select.errors import ConfigError, show
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
+from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.group import AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
@@ -24,6 +25,7 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 OUTPUT_DTYPES = {"fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
 """The output's dtype per ``output_quantization``; one byte holds two FP4 numbers."""
+WRITTEN = "the output that it wrote"
 
 
 class Attention(nn.Module):
@@ -78,9 +80,7 @@ class Attention(nn.Module):
         self._may_write_nothing = config.has_cache and elsewhere
         self._by_name: dict[str, AttentionImpl[Any]] = {}
         for served in group.backends if self._in_parts is None else ():
-            impl = cast(type[AttentionImpl[Any]], served.backend.impl_cls)
-            made = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
-            self._by_name[served.spec.name] = made
+            self._by_name[served.spec.name] = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=logits)
         impls = {} if self._in_parts is not None else {p: self._by_name[s.spec.name] for p, s in group.served.items()}
         self.impls: dict[Phase, AttentionImpl[Any]] = impls
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
@@ -171,21 +171,32 @@ class Attention(nn.Module):
             backend, metadata = parts[0].backend, parts[0].metadata
             cache = self._cache_for(backend, kv_cache) if self._block_sizes else kv_cache
             written = (output, output_lse, output_scale, output_block_scale)
-            return self._by_name[backend].forward(self, query, key, value, cache, metadata, *written)
+            try:
+                found = self._by_name[backend].forward(self, query, key, value, cache, metadata, *written)
+            except Exception as error:
+                blame(self.group.spec_of(backend), "forward()", error)
+                raise
+            return found if found is not None else returned_nothing(self.group.spec_of(backend), "forward()", WRITTEN)
         for part in parts:
             rows = slice(part.start, part.end)
-            self._by_name[part.backend].forward(
-                self,
-                query[rows],
-                None if key is None else key[rows],
-                None if value is None else value[rows],
-                self._cache_for(part.backend, kv_cache),
-                part.metadata,
-                output[rows],
-                None if output_lse is None else output_lse[rows],
-                output_scale,
-                None,
-            )
+            try:
+                found = self._by_name[part.backend].forward(
+                    self,
+                    query[rows],
+                    None if key is None else key[rows],
+                    None if value is None else value[rows],
+                    self._cache_for(part.backend, kv_cache),
+                    part.metadata,
+                    output[rows],
+                    None if output_lse is None else output_lse[rows],
+                    output_scale,
+                    None,
+                )
+            except Exception as error:
+                blame(self.group.spec_of(part.backend), "forward()", error)
+                raise
+            if found is None:
+                returned_nothing(self.group.spec_of(part.backend), "forward()", WRITTEN)
         return output
 
     def write(self, key: Tensor, value: Tensor, kv_cache: Tensor | None, slot_mapping: Tensor | None) -> None:
@@ -194,7 +205,11 @@ class Attention(nn.Module):
             cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
             assert cache is not None
             assert slot_mapping is not None
-            self._by_name[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
+            try:
+                self._by_name[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
+            except Exception as error:
+                blame(self.group.spec_of(writer), "do_kv_cache_update()", error)
+                raise
 
     def _cache_for(self, backend: str, kv_cache: Tensor | None) -> Tensor | None:
         """Return the cache in the blocks of a backend's kernel."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_select.backends.spec import BackendSpec
 from attn_select.decide.selection import Selection
 from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import CudaGraphLevel, Phase
@@ -136,6 +137,10 @@ class LayerGroup(ABC):
     def workspace_bytes(self) -> dict[str, int]:
         """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
         return self.loaded.workspace_bytes
+
+    def spec_of(self, backend: str) -> BackendSpec:
+        """Return the spec of one of the group's backends."""
+        return next(served.spec for served in self.backends if served.spec.name == backend)
 
     def layer_in_parts(self, layer: type[Any], **options: Any) -> Any:
         """Return what computes a layer in parts (ranks, trees of drafts); None where the kernels alone do."""

@@ -222,7 +222,7 @@ class MLAAttentionGroup(MLALayerGroup):
         way = self.loaded.ways.to_capture(common_attn_metadata, self.cudagraph_support)
         served = self.loaded.server(way, "decode")
         common = self.loaded.tables.in_kernel_blocks(served.context, common_attn_metadata)
-        decode = served.builder.build_for_cudagraph_capture(common)
+        decode = served.build_for_capture(common)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
         return self.metadata_of(common_attn_metadata, common_attn_metadata.slot_mapping, [part])
@@ -232,7 +232,7 @@ class MLAAttentionGroup(MLALayerGroup):
     ) -> MLAPart:
         """Return requests that are computed on latents."""
         served = self.loaded.server(way, phase)
-        metadata = served.builder.build(0, self.loaded.tables.in_kernel_blocks(served.context, common), fast_build)
+        metadata = served.build(0, self.loaded.tables.in_kernel_blocks(served.context, common), fast_build)
         rows = slice(first_token, first_token + common.num_actual_tokens)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         return MLAPart(phase, served.spec.name, rows, spans, metadata)
@@ -265,7 +265,7 @@ class MLAAttentionGroup(MLALayerGroup):
             served.spec.name,
             rows=slice(first_token, first_token + common.num_actual_tokens),
             spans=spans_of(self.config, common.query_start_loc_cpu),
-            metadata=served.builder.build_prefill(new),
+            metadata=served.build_prefill(new),
             chunks=cut(served, common, context),
         )
 
@@ -281,7 +281,7 @@ class MLAAttentionGroup(MLALayerGroup):
         assert self.kernel_block_size is not None
         if self.block_size != self.kernel_block_size:
             table = kernel_block_table(table, self.block_size // self.kernel_block_size)
-        return context_chunks(parts, common, self.config, table, served.builder.build_prefill)
+        return context_chunks(parts, common, self.config, table, served.build_prefill)
 
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
