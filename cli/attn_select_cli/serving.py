@@ -444,8 +444,7 @@ class _Layer:
                 stored[positions, : self.rank],
                 stored[positions, self.rank :],
                 scale=self.scale,
-                spread=spread[token : token + 1],
-                **options,
+                **{**options, "spread": spread[token : token + 1]},
             )[0]
             for token, positions in enumerate(chosen)
         ]

@@ -41,7 +41,7 @@ def _problem(backend: Any, base: type, parts: tuple[tuple[str, tuple[type, ...]]
     if not (isinstance(backend, type) and issubclass(backend, base)):
         return f"load names {show(backend)} (accepted: a subclass of {_path(base)})"
     for name, bases in parts:
-        part = getattr(backend, name, None)
+        part: Any = getattr(backend, name, None)
         own = [each for each in bases if isinstance(part, type) and issubclass(part, each)]
         if not own:
             accepted = " or ".join(map(_path, bases))
