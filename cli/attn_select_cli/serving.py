@@ -438,16 +438,12 @@ class _Layer:
         absorbed = absorb_query(query[..., : self.nope], query[..., self.nope :], by_head[..., : self.nope])
         options = attention_options(self.config, self.slopes, self.sinks)
         options["causal"] = False
-        rows = [
-            mla_absorbed_reference(
-                absorbed[token : token + 1],
-                stored[positions, : self.rank],
-                stored[positions, self.rank :],
-                scale=self.scale,
-                **{**options, "spread": spread[token : token + 1]},
-            )[0]
-            for token, positions in enumerate(chosen)
-        ]
+        rows = []
+        for token, positions in enumerate(chosen):
+            options["spread"] = spread[token : token + 1]
+            latents, ropes = stored[positions, : self.rank], stored[positions, self.rank :]
+            row = absorbed[token : token + 1]
+            rows.append(mla_absorbed_reference(row, latents, ropes, scale=self.scale, **options)[0])
         w_uv = by_head[..., self.nope :]
         spread *= (w_uv.shape[2] / self.rank) ** 0.5
         return project_output(torch.cat(rows), w_uv)
