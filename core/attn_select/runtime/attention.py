@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -398,8 +399,8 @@ def per_head(
     """Return a ``(num_heads,)`` tensor on the group's device, after a comparison with the config.
 
     Raises:
-        ConfigError: it is missing or unwanted, no floating-point tensor of that shape, or holds NaN or an infinity
-            (a sink of -inf is none, and accepted).
+        ConfigError: it is missing or unwanted, no floating-point tensor of that shape, or (on a CPU, or in checked
+            mode) holds NaN or an infinity. A sink of -inf is none, and accepted.
     """
     if wanted != (tensor is not None):
         seen = "missing" if tensor is None else "given"
@@ -411,9 +412,11 @@ def per_head(
     if tuple(tensor.shape) != (group.config.num_heads,):
         text = f"{name} of shape {tuple(tensor.shape)}: accepted is ({group.config.num_heads},), one per query head"
         raise ConfigError(text, fields=[name])
-    wrong = [number for number in tensor.tolist() if not (math.isfinite(number) or (number < 0 and name == "sinks"))]
-    if wrong:
-        raise ConfigError(f"{name} holds {wrong[0]}: accepted are finite numbers", fields=[name])
+    if tensor.device.type == "cpu" or group.checked:  # else the host would wait for the device
+        least = -math.inf if name == "sinks" else -sys.float_info.max
+        wrong = [number for number in tensor.tolist() if not least <= number < math.inf]
+        if wrong:
+            raise ConfigError(f"{name} holds {wrong[0]}: accepted are finite numbers", fields=[name])
     return tensor.to(group.device, dtype or tensor.dtype).contiguous()
 
 
