@@ -194,9 +194,11 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
     Return its error's last line, None if it works.
     """
+    from attn_select.machine.interpreter import interpreter
+
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout, check=False
+            interpreter(f"import {module}"), capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
         return f"took longer than {timeout:.0f} s"

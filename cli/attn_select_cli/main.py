@@ -153,8 +153,11 @@ def run(arguments: list[str]) -> int:
         return _fail(as_json, "usage", message, hint, 2)
     except AttnSelectError as error:
         from attn_select.decide.selection import NoBackendError
-        from attn_select.errors import UnknownModelTypeError
+        from attn_select.errors import BackendError, UnknownModelTypeError
+        from attn_select.machine import variables
 
+        if isinstance(error, BackendError) and os.environ.get(variables.TRACEBACK):
+            raise
         code = 1 if isinstance(error, NoBackendError | UnknownModelTypeError) else 2
         return _fail(as_json, error.code, error.message, error.hint, code)
     except BrokenPipeError:

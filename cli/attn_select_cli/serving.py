@@ -203,7 +203,7 @@ def _serve(selection: Selection, workload: Workload, progress: Callable[[int], N
                 kind.steps, kind.tokens = kind.steps + 1, kind.tokens + len(output)
                 kind.seconds += seconds
                 continue
-            error = relative_error(output, layer.reference(batch, num_decode_tokens))
+            error = relative_error(output, *layer.reference(batch, num_decode_tokens))
             kind.error = RelativeError(*map(max, kind.error, error))
             if progress is not None:
                 progress(len(output))
@@ -371,18 +371,23 @@ class _Layer:
         request, start, tokens = part
         return [tensor[start : start + tokens] for tensor in self.inputs[request]]
 
-    def reference(self, batch: Batch, num_decode_tokens: int) -> Tensor:
-        """Return the batch's outputs in float64, ``(T, H, Dv)``."""
+    def reference(self, batch: Batch, num_decode_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the batch's outputs in float64, ``(T, H, Dv)``, and their spread ``(T, H)``."""
         outputs: list[Tensor] = []
+        spreads: list[Tensor] = []
         for request, start, tokens in batch:
             query, key, value, *index = (tensor[: start + tokens] for tensor in self.inputs[request])
+            spreads.append(query.new_empty((tokens, self.config.num_heads), dtype=torch.float64))
             if index:
                 first = sum(map(len, outputs))
                 chosen = self._chosen(request, start, index, self.chosen[first : first + tokens])
-                outputs.append(self._sparse(query[start:], key, value, chosen))
+                outputs.append(self._sparse(query[start:], key, value, chosen, spreads[-1]))
                 continue
             short = tokens <= self.config.max_decode_query_len
-            masks: AttentionOptions = {"mm_prefix_ranges": self._images(request, start + tokens)}
+            masks: AttentionOptions = {
+                "mm_prefix_ranges": self._images(request, start + tokens),
+                "spread": spreads[-1],
+            }
             if self.config.draft_tree and short:
                 masks["tree_mask"] = self._tree((request, start, tokens))
             query = self._quantized(query[start:], "decode" if short else "prefill")
@@ -394,7 +399,7 @@ class _Layer:
             options = attention_options(self.config, self.slopes, self.sinks)
             options |= masks
             outputs.append(attention_reference(query, k, v, scale=self.scale, **options)[0])
-        return torch.cat(outputs)
+        return torch.cat(outputs), torch.cat(spreads)
 
     def _chosen(self, request: int, start: int, index: list[Tensor], slots: Tensor) -> list[Tensor]:
         """Return the positions that each token attends to: the layer's choice, the reference's where that is wrong.
@@ -420,8 +425,11 @@ class _Layer:
             found.append(positions)
         return found
 
-    def _sparse(self, query: Tensor, latent: Tensor, rope: Tensor, chosen: list[Tensor]) -> Tensor:
-        """Attend from each token to the positions that were chosen for it, all as the cache holds them."""
+    def _sparse(self, query: Tensor, latent: Tensor, rope: Tensor, chosen: list[Tensor], spread: Tensor) -> Tensor:
+        """Attend from each token to the positions that were chosen for it, all as the cache holds them.
+
+        ``spread`` is filled: of latents, times what the random ``W_UV`` leaves of their norm.
+        """
         if self.group.kv_layout == FP8_DS_MLA:
             stored = unpack_fp8_ds_mla(pack_fp8_ds_mla(latent, rope))
         else:
@@ -430,17 +438,15 @@ class _Layer:
         absorbed = absorb_query(query[..., : self.nope], query[..., self.nope :], by_head[..., : self.nope])
         options = attention_options(self.config, self.slopes, self.sinks)
         options["causal"] = False
-        rows = [
-            mla_absorbed_reference(
-                absorbed[token : token + 1],
-                stored[positions, : self.rank],
-                stored[positions, self.rank :],
-                scale=self.scale,
-                **options,
-            )[0]
-            for token, positions in enumerate(chosen)
-        ]
-        return project_output(torch.cat(rows), by_head[..., self.nope :])
+        rows = []
+        for token, positions in enumerate(chosen):
+            options["spread"] = spread[token : token + 1]
+            latents, ropes = stored[positions, : self.rank], stored[positions, self.rank :]
+            row = absorbed[token : token + 1]
+            rows.append(mla_absorbed_reference(row, latents, ropes, scale=self.scale, **options)[0])
+        w_uv = by_head[..., self.nope :]
+        spread *= (w_uv.shape[2] / self.rank) ** 0.5
+        return project_output(torch.cat(rows), w_uv)
 
     def _quantized(self, query: Tensor, phase: Phase) -> Tensor:
         dtype = self.plans[phase].query_dtype if phase in self.plans else self.config.dtype

@@ -115,9 +115,15 @@ class MeasurementError(AttnSelectError, ValueError):
 
 
 class PluginError(AttnSelectError):
-    """A plugin that registers something that is not a valid backend spec."""
+    """A plugin that registers something that is not a valid backend spec, or whose runtime is not what a spec says."""
 
     code = "invalid-plugin"
+
+
+class BackendError(AttnSelectError, RuntimeError):
+    """What a backend's own code raised while it was loaded, built metadata or ran a layer; ``__cause__`` is that."""
+
+    code = "backend-failed"
 
 
 class RuntimeMissingError(AttnSelectError, RuntimeError):

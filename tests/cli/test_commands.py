@@ -317,6 +317,34 @@ def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert import_error("broken_kernels") == "ImportError: libcudart.so.12: cannot open shared object file"
     assert import_error("json") is None
+    (tmp_path / "warning_kernels.py").write_text("import warnings; warnings.warn('flash-attn is not installed')\n")
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    assert import_error("warning_kernels") is None
+
+
+@pytest.mark.parametrize("command", ["doctor", "doctor --no-import", "backends", "explain --gpu h100", "run"])
+def test_commands_import_nothing_from_the_working_directory(run: Any, tmp_path: Path, command: str) -> None:
+    modules = {
+        library.module for spec in load_plugins().specs.values() for group in spec.libraries for library in group
+    }
+    assert {"torch", "triton"} <= modules
+    for name in modules | {"numpy", "json", "sitecustomize"}:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    run(*command.split())
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"), [([], True), (["-P"], True), (["-E"], False), (["-I"], False)], ids=lambda x: str(x)
+)
+def test_a_fresh_interpreter_reads_the_variables_that_this_one_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], counts: bool
+) -> None:
+    (tmp_path / "library_of_the_user.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "from attn_select_cli.doctor import import_error; print(import_error('library_of_the_user'))"
+    done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout == "None\n") is counts, done.stdout
 
 
 def test_doctor_finds_a_broken_rules_file(run: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,15 @@ def test_a_model_type_that_is_not_known_is_not_assumed(run: Any, tmp_path: Path)
     assumed = run(*asked, "--assume-attention")
     assert assumed.code == 0
     assert "model type 'brandnew' is not known: read as a Llama-like decoder" in assumed.out
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no such owner here")
+@pytest.mark.parametrize("command", ["explain --model gemma-3-27b --gpu h100", "run --head-size 32 --num-heads 2"])
+def test_rules_of_another_user_are_named_once(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "selector_rules.toml").write_text("version = 1\n[backends.FLASH_ATTN]\nversion = 2\n")
+    assert "another user" not in run(*command.split()).out
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert run(*command.split()).out.count("it belongs to another user") == 1

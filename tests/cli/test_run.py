@@ -9,10 +9,13 @@ import pytest
 
 pytest.importorskip("torch", reason="running a layer needs torch")
 
+from attn_select.errors import BackendError
+from attn_select.rules.plugins import load_plugins
 from attn_select_cli import serving
 
 SMALL = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--prompt-tokens", "40", "--decode-steps", "3")
 SHORT = ("--prompt-tokens", "20", "--decode-steps", "2", "--requests", "2")
+VALUE = ("--v-head-dim", "1", "--prompt-tokens", "60")
 CPU_ONLY = pytest.mark.skipif(serving.torch.cuda.is_available(), reason="pinned to what a CPU selects")
 
 
@@ -47,6 +50,48 @@ def test_every_kind_of_layer_is_within_its_bound(run: Any, options: tuple[str, .
     assert layer["run"]["ok"]
     for step in layer["run"]["steps"]:
         assert 0 < step["error"]["norm"] <= layer["run"]["bound"]["norm"]
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "1"),
+        ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "2"),
+        ("--num-heads", "4", "--head-size", "1", "--dtype", "float32"),
+        ("--num-heads", "4", "--head-size", "1", "--dtype", "float16", "--kv-cache-dtype", "fp8"),
+        ("--num-heads", "1", "--head-size", "1", "--requests", "1", "--decode-steps", "40"),
+        (*("--num-heads", "4", "--kv-lora-rank", "8", "--qk-nope-head-dim", "4", "--qk-rope-head-dim", "4"), *VALUE),
+        (
+            *("--num-heads", "4", "--kv-lora-rank", "8", "--qk-nope-head-dim", "4", "--qk-rope-head-dim", "4"),
+            *(*VALUE, "--sparse-top-k", "16"),
+        ),
+    ],
+    ids=lambda heads: " ".join(heads),
+)
+def test_rows_whose_terms_cancel_are_within_their_bound(run: Any, heads: tuple[str, ...], seed: str) -> None:
+    """A head of one or two numbers is often nearly 0 where the terms of its sum, and their errors, are not."""
+    assert run("run", *heads, "--seed", seed).code == 0
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("head_size", ["1", "32"])
+@pytest.mark.parametrize("rows", ["the last row", "every row"])
+def test_a_row_that_is_off_by_a_twentieth_is_above(
+    run: Any, monkeypatch: pytest.MonkeyPatch, head_size: str, rows: str
+) -> None:
+    reference = serving.attention_reference
+
+    def off(*tensors: Any, **options: Any) -> Any:
+        output, lse = reference(*tensors, **options)
+        output[-1 if rows == "the last row" else slice(None)] *= 1.05
+        return output, lse
+
+    asked = ("run", "--num-heads", "1", "--head-size", head_size, "--prompt-tokens", "60")
+    assert run(*asked).code == 0
+    monkeypatch.setattr(serving, "attention_reference", off)
+    assert run(*asked).code == 1
 
 
 @CPU_ONLY
@@ -114,6 +159,31 @@ def test_layers_that_cannot_be_served_alone_say_so(run: Any) -> None:
     alone = run("run", "--model", "whisper-large-v3", "--layer", "cross_attention", *SHORT)
     assert alone.code == 2
     assert "this layer cannot be served alone: cross-attention needs an encoder's tokens" in alone.err
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("variables", [{}, {"ATTN_SELECT_TRACEBACK": "1"}], ids=["told", "traceback"])
+def test_a_backend_that_fails_is_named(run: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    spec = load_plugins().specs["TORCH_SDPA"]
+
+    def forward(*_: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(spec.get_class().impl_cls, "forward", forward)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if variables:
+        with pytest.raises(BackendError) as caught:
+            run("run", *SMALL)
+        assert isinstance(caught.value.__cause__, KeyError)
+        return
+    result = run("run", *SMALL)
+    assert result.code == 2
+    assert f"error: backend TORCH_SDPA ({spec.distribution}): forward() raised KeyError: 'x'" in result.err
+    assert "attn-select-torch" in spec.distribution
+    assert "run it again" not in result.err
+    as_json = run("run", *SMALL, "--json").json
+    assert as_json["error"]["code"] == "backend-failed"
 
 
 @CPU_ONLY

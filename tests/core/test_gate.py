@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from gate_cases import H100, MLA, PLAIN, SPARSE, T4, WIDE_HEADS, MakeCapabilities, MakeSpec, marks, reasons
+from gate_cases import H100, MLA, PLAIN, SPARSE, T4, WIDE_HEADS, MakeCapabilities, MakePlan, MakeSpec, marks, reasons
 
 from attn_select.backends.spec import ComputeCapabilities, HeadSizes
 from attn_select.layer.config import PHASES
@@ -163,10 +163,12 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("facts", "values"), ACCEPTED)
 def test_no_reason(
-    spec: MakeSpec, capabilities: MakeCapabilities, facts: dict[str, Any], values: dict[str, Any]
+    spec: MakeSpec, capabilities: MakeCapabilities, plan: MakePlan, facts: dict[str, Any], values: dict[str, Any]
 ) -> None:
     both = capabilities(**facts)
-    assert reasons(spec(capabilities={"prefill": both, "decode": both}), values, phase="prefill") == []
+    own = plan(kernel_block_sizes=both.block_sizes.value or (16,))
+    asked = spec(capabilities={"prefill": both, "decode": both}, plan=lambda *_: own)
+    assert reasons(asked, values, phase="prefill") == []
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,22 @@ def test_a_plan_of_the_wrong_shape_is_a_bug_of_the_plugin(
     assert next(iter(changes)) in found[0].message
 
 
+@pytest.mark.parametrize("block_size", [8, 24, 40])
+def test_a_plan_without_the_block_size_that_was_declared_is_a_bug_of_the_plugin(
+    spec: MakeSpec, capabilities: MakeCapabilities, plan: MakePlan, block_size: int
+) -> None:
+    both = capabilities(block_sizes=(8, 16))
+    backend = spec(capabilities={"prefill": both, "decode": both}, plan=lambda *_: plan(kernel_block_sizes=(16,)))
+    (found,) = reasons(backend, {**PLAIN, "block_size": block_size})
+    assert found.code == "plugin-error"
+    assert found.message == (
+        f"bug in the plugin that registers PLAIN: block_sizes declares that blocks of {block_size} are read, and "
+        "plan().kernel_block_sizes = (16,) (accepted: a size that divides it, or a reason against it)"
+    )
+    assert reasons(backend, {**PLAIN, "block_size": 48}) == []
+    assert reasons(backend, PLAIN) == []
+
+
 def test_a_plan_that_reads_no_cache_needs_no_block_size(spec: MakeSpec, plan: MakePlan) -> None:
     assert reasons(spec(plan=lambda *_: plan(kv_layouts=(), kernel_block_sizes=())), PLAIN) == []
 

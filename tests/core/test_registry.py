@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -562,6 +564,61 @@ def test_a_library_that_the_runtime_lacks_is_an_import_error(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
         replace(spec(), load="needs_a_library:Backend").get_class()
+
+
+WARNS = """
+import warnings
+warnings.warn("flash-attn is not installed", ImportWarning)
+warnings.warn("and is deprecated", DeprecationWarning)
+warnings.filterwarnings("ignore", "of the library, later", UserWarning)
+def later():
+    warnings.warn("of the library, later")
+"""
+LOADS = """
+import {library}
+class Backend:
+    library = {library}
+    @classmethod
+    def prepare(cls):
+        import warnings
+        warnings.warn("when it is made ready", RuntimeWarning)
+"""
+
+
+@pytest.mark.parametrize("action", ["error", "default", "ignore"])
+def test_what_a_library_warns_of_when_it_is_imported_is_no_error_and_is_logged(
+    spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, action: Any
+) -> None:
+    names = f"warns_{action}", f"loads_{action}"
+    (tmp_path / f"{names[0]}.py").write_text(WARNS)
+    (tmp_path / f"{names[1]}.py").write_text(LOADS.format(library=names[0]))
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = replace(spec(), load=f"{names[1]}:Backend")
+    with warnings.catch_warnings(record=True) as shown, caplog.at_level(logging.INFO, "attn_select"):
+        warnings.simplefilter(action)
+        before = list(warnings.filters)
+        found = loaded.get_class()
+        found.library.later()  # by a filter that the library set
+        assert warnings.filters[1:] == before
+        if action == "error":
+            with pytest.raises(UserWarning, match="ours"):
+                warnings.warn("ours", stacklevel=1)
+    assert [message for message in caplog.messages if "PLAIN" in message] == [
+        "import of PLAIN: ImportWarning: flash-attn is not installed",
+        "import of PLAIN: DeprecationWarning: and is deprecated",
+        "import of PLAIN: RuntimeWarning: when it is made ready",
+    ]
+    assert [str(each.message) for each in shown] == []
+
+
+def test_a_library_that_warns_and_fails_says_both(
+    spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "warns_and_fails.py").write_text("import warnings\nwarnings.warn('why')\nraise ImportError('that')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.INFO, "attn_select"), pytest.raises(ImportError, match="that"):
+        replace(spec(), load="warns_and_fails:Backend").get_class()
+    assert caplog.messages == ["import of PLAIN: UserWarning: why"]
 
 
 @pytest.mark.parametrize("load", ["", "module", "module:", ":Class", "module.Class", "a:b:c", None])

@@ -14,6 +14,8 @@ import pytest
 from attn_select.errors import RulesError
 from attn_select.rules import RuleSet, load_rules
 from attn_select.rules.layers import candidate_layers, inspect_layers, packaged_rules_path
+from attn_select.rules.lint import doubts, known_names, rule_warnings
+from attn_select.rules.plugins import load_plugins
 
 WriteRules = Callable[..., Path]
 PACKAGED = packaged_rules_path()
@@ -231,3 +233,39 @@ def test_importing_the_rules_is_light() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "attn_select.rules.layers" in loaded
     assert not {"packaging", "platformdirs", "pluggy", "torch", "click"} & {name.split(".")[0] for name in loaded}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no such owner here")
+@pytest.mark.parametrize("body", [RULE.format("theirs", "avoid", "FLASHINFER"), "[backends.FLASH_ATTN]\nversion = 2\n"])
+def test_another_users_rules_in_the_working_directory_are_followed_and_named(
+    world: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    path = world / "cwd" / "selector_rules.toml"
+    write(path, body)
+    known = known_names(load_plugins())
+    assert rule_warnings(load_rules(), known) == []
+    owner = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    rules = load_rules()
+    assert bool(effects(rules)) or "FLASH_ATTN" in rules.options
+    said = f"belongs to another user: uid {owner}, where this process has uid {owner + 1}"
+    (warning,) = rule_warnings(rules, known)
+    assert warning.startswith("selector_rules.toml: its rules are followed")
+    assert said in warning
+    assert [file for file, line, text in doubts(rules, load_plugins()) if said in text] == ["selector_rules.toml"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no such owner here")
+def test_files_that_were_asked_for_or_are_not_followed_may_be_anyones(
+    world: Path, user_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(PACKAGED, world / "cwd" / "selector_rules.toml")
+    write(user_file, RULE.format("mine", "avoid", "FLASHINFER"))
+    given = write(world / "given.toml", RULE.format("given", "avoid", "FLASHINFER"))
+    owner = user_file.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert load_rules([given]).foreign == []
+    write(world / "cwd" / "selector_rules.toml", RULE.format("theirs", "avoid", "FLASHINFER"))
+    assert load_rules(["selector_rules.toml"]).foreign == []
+    assert len(load_rules().foreign) == 1
+    assert load_rules(working_directory=False).foreign == []

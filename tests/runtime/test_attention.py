@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from attn_select import select
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.running import common_of
-from attn_select.runtime import Attention, AttentionGroup, BatchError, Scales, forward_context
+from attn_select.runtime import Attention, AttentionGroup, BatchError, Scales, attention_group, forward_context
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
 
 Factory = Callable[..., Any]
@@ -348,6 +351,21 @@ PER_HEAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sinks missing": ({"sinks": True}, {}, "sinks missing, but the layers were selected with sinks = True"),
     "sinks unwanted": ({}, {"sinks": torch.ones(4)}, "sinks given, but the layers were selected with sinks = False"),
     "sinks of rank 2": ({"sinks": True}, {"sinks": torch.ones(4, 1)}, r"sinks of shape \(4, 1\): accepted is \(4,\)"),
+    "a list of sinks": ({"sinks": True}, {"sinks": [0.0] * 4}, "sinks is a list: accepted is a floating-point tensor"),
+    "a list of slopes": (
+        {"alibi": True},
+        {"alibi_slopes": [1.0] * 4},
+        "alibi_slopes is a list: accepted is a float",
+    ),
+    "integers as sinks": ({"sinks": True}, {"sinks": torch.ones(4).int()}, "sinks is torch.int32: accepted is a float"),
+    "integers as slopes": ({"alibi": True}, {"alibi_slopes": torch.ones(4).long()}, "alibi_slopes is torch.int64: acc"),
+    "sinks of NaN": ({"sinks": True}, {"sinks": torch.tensor([0, 0, nan, 1])}, "sinks holds nan: accepted are finite"),
+    "sinks of infinity": ({"sinks": True}, {"sinks": torch.tensor([0, inf, 0, 1])}, "sinks holds inf: accepted are"),
+    "slopes of NaN": ({"alibi": True}, {"alibi_slopes": torch.tensor([1, 1, 1, nan]).half()}, "alibi_slopes holds nan"),
+    "infinite slopes": ({"alibi": True}, {"alibi_slopes": torch.tensor([1, -inf, 1, 1])}, "alibi_slopes holds -inf: "),
+    "a truth for a scale": ({}, {"scale": True}, "scale = True: accepted are finite numbers above 0"),
+    "a text for a scale": ({}, {"scale": "1"}, "scale = '1': accepted are finite numbers above 0"),
+    "a tensor for a scale": ({}, {"scale": torch.ones(4)}, "scale = tensor.*: accepted are finite numbers above 0"),
     "scales of one tensor": (
         {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True},
         {"scales": Scales.make("cpu", k=2.0)},
@@ -376,6 +394,30 @@ def test_what_a_layer_is_made_of(make_group: Factory, fields: Any, options: Any,
     with pytest.raises(ConfigError, match=message) as caught:
         Attention(make_group(AttentionConfig(**SMALL | fields)), **options)
     assert caught.value.fields
+
+
+@pytest.mark.parametrize("scale", [1, np.float32(1.0), np.float64(1.0), 1.0], ids=repr)
+def test_a_scale_is_a_float_to_the_backend(make_group: Factory, scale: Any) -> None:
+    layer = Attention(make_group(AttentionConfig(**SMALL)), scale=scale)
+    assert (type(layer.scale), layer.scale) == (float, 1.0)
+    assert layer.impls["decode"].scale is layer.scale
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Heads without a sink beside heads that have one."""
+    plain, sunk = (AttentionConfig(**SMALL, sinks=sinks) for sinks in (False, True))
+    layout = attention_group(select(plain, "cpu")).kv_layout
+    problem = random_problem(0, plain, layout, requests=[(1, 40), (7, 9)])
+    outputs = []
+    for config, sinks in ((plain, None), (sunk, torch.tensor([-inf, 0.5, -inf, 3.0]))):
+        group = attention_group(select(config, "cpu"))
+        assert problem.kv_cache is not None
+        cache = problem.kv_cache.clone()
+        metadata = group.build(common_of(problem))
+        outputs.append(Attention(group, sinks=sinks)(problem.query, problem.key, problem.value, cache, metadata))
+    assert outputs[0].isfinite().all()
+    assert torch.allclose(outputs[0][:, ::2], outputs[1][:, ::2], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(outputs[0][:, 1::2], outputs[1][:, 1::2], rtol=1e-3)
 
 
 def test_slopes_and_sinks_reach_the_backend(make_group: Factory) -> None:

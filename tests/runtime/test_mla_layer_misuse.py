@@ -87,6 +87,10 @@ def test_a_weight_of_the_wrong_shape() -> None:
     group = MLAAttentionGroup(select(AttentionConfig(**SMALL), device="cpu", backend="TORCH_MLA"))
     with pytest.raises(ConfigError, match=r"kv_b_proj of shape \(32, 160\): accepted is \(160, 32\)"):
         MLAAttention(group, torch.zeros(32, 160))
+    with pytest.raises(ConfigError, match="kv_b_proj is a list: accepted is a floating-point tensor"):
+        MLAAttention(group, torch.zeros(160, 32).tolist())
+    with pytest.raises(ConfigError, match=r"kv_b_proj is torch.int8: accepted is a floating-point tensor"):
+        MLAAttention(group, torch.zeros(160, 32, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(("phase", "path"), [("prefill", "forward_mha"), ("decode", "forward_mqa")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -377,6 +378,19 @@ def test_the_first_plugin_that_serves_a_device_does(offer: Offer) -> None:
 
     offer("quantize_fp8", a_none=lambda device: None, b_one=lambda device: one, c_two=lambda device: two)
     assert ops.implementation("quantize_fp8", CPU) == (one, "made_up_ops:b_one")
+
+
+def test_a_plugin_whose_library_warns_is_not_left_out(offer: Offer) -> None:
+    """Under ``-W error`` too, which these tests run with."""
+
+    def works(*_: Any) -> Any: ...
+
+    def warns(device: torch.device) -> Any:
+        warnings.warn("a library is not installed", stacklevel=1)
+        return works
+
+    offer("quantize_fp8", a_warns=warns)
+    assert ops.implementation("quantize_fp8", CPU) == (works, "made_up_ops:a_warns")
 
 
 def test_a_broken_plugin_is_named_and_left_out(offer: Offer) -> None:

@@ -126,6 +126,18 @@ def test_equals_loops_over_numbers(features: dict, rows: int, seq_len: int) -> N
     torch.testing.assert_close(attention_reference(query, keys, values, scale=0.35, **features), expected, **EXACT)
 
 
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize(("rows", "seq_len"), [(1, 7), (7, 7), (9, 7)])
+def test_the_spread_is_the_norm_of_terms_that_are_orthogonal(features: dict, rows: int, seq_len: int) -> None:
+    """Each key gets dimensions of its own, so that no two terms share one."""
+    query, keys, values = tensors(rows, seq_len)
+    apart = torch.einsum("shd,st->shtd", values, torch.eye(seq_len, dtype=torch.float64)).flatten(2)
+    wanted = attention_reference(query, keys, apart, scale=0.35, **features)[0].norm(dim=-1)
+    spread = torch.full((rows, 4), torch.nan, dtype=torch.float64)
+    attention_reference(query, keys, values, scale=0.35, spread=spread, **features)
+    torch.testing.assert_close(spread, wanted, **EXACT)
+
+
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 3}, {"mm_prefix_ranges": ((0, 3),)}])
 @pytest.mark.parametrize(("rows", "seq_len"), [(1, 7), (4, 7), (7, 7), (9, 7)])
 def test_a_tree_of_drafts_equals_loops_over_numbers(features: dict, rows: int, seq_len: int) -> None:

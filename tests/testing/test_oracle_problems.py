@@ -180,6 +180,14 @@ def test_relative_error() -> None:
         assert relative_error(torch.full((2, 2), bad), reference) == (math.inf, math.inf)
 
 
+def test_a_row_counts_no_less_than_its_spread() -> None:
+    reference = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    actual = reference + torch.tensor([[0.5, 0.0], [0.0, 0.5]])
+    error = relative_error(actual, reference, torch.tensor([1.0, 2.0]))
+    assert error.row == pytest.approx(0.25)
+    assert error.norm == pytest.approx(math.hypot(0.5, 0.5) / math.hypot(5, 2))
+
+
 def test_rows_of_zeros() -> None:
     reference = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
     assert relative_error(reference.clone(), reference) == (0.0, 0.0)

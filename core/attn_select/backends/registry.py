@@ -171,6 +171,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_r
         else:
             plugin.backends = tuple(spec.name for spec in specs)
             for spec in specs:
+                spec.distribution = f"{distribution} {version}"
                 registered.setdefault(spec.name, []).append((distribution, spec))
     for name, found in registered.items():
         _settle(registry, name, found)

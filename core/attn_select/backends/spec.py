@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict
 
-from attn_select.errors import RuntimeMissingError
+from attn_select.errors import AttnSelectError, BackendError, PluginError, RuntimeMissingError, shorten, show
 from attn_select.layer.config import CudaGraphLevel, Phase, Sort
 from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.machine.environment import Library as Library  # plugins find all that a spec is made of here
+from attn_select.machine.library_imports import warnings_logged
 
 T_co = TypeVar("T_co", covariant=True)
 UNVERIFIED = "unverified"
@@ -303,6 +304,7 @@ class BackendSpec:
             ``attn_select.runtime.backend.AttentionBackend``.
         rank: where it stands unless a rule says otherwise: ``("after", "FLASHINFER")`` or ``("before", "TORCH_SDPA")``,
             next to a backend for the same kind of layers; None: behind all others.
+        distribution: name and version of what brings it, once it is registered; empty before.
     """
 
     name: str
@@ -315,6 +317,16 @@ class BackendSpec:
     options: type[BackendOptions] = BackendOptions
     variables: tuple[str, ...] = ()
     compile_key: Callable[[Any], object] = field(default=_no_compile_key)
+    distribution: str = field(default="", init=False)
+
+    @property
+    def owner(self) -> str:
+        """Its name, with the distribution that brings it."""
+        return f"{self.name} ({self.distribution})" if self.distribution else self.name
+
+    def bug(self, what: str) -> str:
+        """Return the message that says what its plugin does wrong."""
+        return f"bug in the plugin that registers {self.owner}: {what}"
 
     def of_attention(self, phase: Phase) -> Capabilities:
         """Return the capabilities in a phase of a backend for attention."""
@@ -329,7 +341,21 @@ class BackendSpec:
             RuntimeMissingError: ``load`` names no module or class that is there.
             ImportError: the runtime needs a library that is not installed, such as torch.
             KernelMismatchError: the kernel library is not one that the plugin was written for.
+            PluginError: what ``load`` names is no backend.
+            BackendError: its module, or what makes it ready, raised something else.
         """
+        with warnings_logged(self.name):
+            try:
+                found = self._found()
+                found.prepare()
+            except (AttnSelectError, ImportError):
+                raise
+            except Exception as error:
+                text = f"load = {self.load!r} raised {type(error).__name__}: {shorten(error, 300)}"
+                raise BackendError(f"backend {self.owner}: {text}") from error
+        return found
+
+    def _found(self) -> Any:
         module, _, name = self.load.partition(":")
         try:
             found = getattr(importlib.import_module(module), name, None)
@@ -339,7 +365,9 @@ class BackendSpec:
             raise RuntimeMissingError(f"backend {self.name}: load = {self.load!r}: no module {error.name}") from None
         if found is None:
             raise RuntimeMissingError(f"backend {self.name}: load = {self.load!r}: module {module} has no {name}")
-        found.prepare()
+        if not callable(getattr(found, "prepare", None)):
+            accepted = "AttentionBackend or StateBackend of attn_select.runtime"
+            raise PluginError(self.bug(f"load names {show(found)} (accepted: a subclass of {accepted})"))
         return found
 
     def __copy__(self) -> BackendSpec:

@@ -77,7 +77,7 @@ def check(
         return [*against, _graph_reason(plan, config)]
     if against:
         return against
-    if problem := _plan_problem(plan):
+    if problem := _plan_problem(plan) or _block_size_problem(plan, capabilities, config):
         return [_plugin_error(spec, problem)]
     marks = _unverified(capabilities, config)
     return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
@@ -327,5 +327,22 @@ def _plan_problem(plan: BackendPlan) -> str | None:
     return None
 
 
+def _block_size_problem(
+    plan: BackendPlan, capabilities: Capabilities | StateCapabilities, config: LayerConfig
+) -> str | None:
+    """Return what is wrong with a plan that cannot read the blocks asked for, which the capabilities accept."""
+    if isinstance(config, StateConfig) or isinstance(capabilities, StateCapabilities) or not plan.kv_layouts:
+        return None
+    asked, sizes = config.block_size, plan.kernel_block_sizes
+    if asked is None or not config.has_cache or not capabilities.reads_cache:
+        return None
+    if any(asked % size == 0 for size in sizes):
+        return None
+    return (
+        f"block_sizes declares that blocks of {asked} are read, and plan().kernel_block_sizes = {show(sizes)} "
+        "(accepted: a size that divides it, or a reason against it)"
+    )
+
+
 def _plugin_error(spec: BackendSpec, what: str) -> Reason:
-    return Reason("plugin-error", f"bug in the plugin that registers {spec.name}: {what}", None, None)
+    return Reason("plugin-error", spec.bug(what), None, None)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from attn_select.machine.files import replace_file
+from attn_select.machine.interpreter import interpreter
 
 AmxState = Literal["not-listed", "variable-set", "untried", "works", "traps", "unknown"]
 """``not-listed``: the CPU lists no AMX. ``variable-set``: ``ONEDNN_MAX_CPU_ISA`` has a value already. ``untried``:
@@ -203,7 +204,7 @@ def _in_an_interpreter(product: str, seconds: float) -> int | None:
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); {product}"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", limited],
+            interpreter(limited),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

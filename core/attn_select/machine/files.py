@@ -61,10 +61,12 @@ def replace_file(target: Path, content: bytes) -> None:
         OSError: it cannot be written.
     """
     new = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666
+    mode = target.stat().st_mode & 0o777 if target.exists() else None
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(new, flags, mode)
+    descriptor = os.open(new, flags, 0o666 if mode is None else mode)
     try:
+        if mode is not None:
+            os.chmod(new, mode)  # the mode of a new file is what the process's umask leaves of it
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()

@@ -13,7 +13,7 @@ EFFECTS = {
     RULES: "rules files, separated like PATH: above the user's and the working directory's, below --rules",
     MEASUREMENTS: "files of measurements, separated like PATH, read beside the packaged and the user's own",
     CHECK: "1: the runtime checks every batch before a kernel starts; it synchronises with the GPU, so it is slow",
-    TRACEBACK: "1: the command line ends an internal error with its traceback",
+    TRACEBACK: "1: the command line ends an internal error, or a backend's, with its traceback",
     WORKLOAD: "what adapters for engines choose for, as `--workload` takes it: a profile, batches or a file; "
     "observe: watch the engine and write such a file",
     STRICT: "1: adapters for engines end the start where rules or the workload cannot be read, and do not stand aside",

@@ -42,8 +42,12 @@ class RelativeError(NamedTuple):
     """The same per row, one head of one token; the largest. It finds a single wrong row among many right ones."""
 
 
-def relative_error(actual: Tensor, reference: Tensor) -> RelativeError:
+def relative_error(actual: Tensor, reference: Tensor, spread: Tensor | None = None) -> RelativeError:
     """Return the errors of ``actual`` ``(..., Dv)`` against ``reference`` of the same shape.
+
+    Args:
+        spread: ``(...)``, the least that a row counts (``attention_reference``): where its terms cancel, their errors
+            do not, and no bound holds for what is left. None: a row counts what it is.
 
     Where the reference is 0 the error is 0 if the result is 0 too, else inf. A NaN or an infinity in ``actual`` makes
     both inf. Nothing to compare is an error of 0.
@@ -60,6 +64,8 @@ def relative_error(actual: Tensor, reference: Tensor) -> RelativeError:
         return RelativeError(0.0, 0.0)
     difference = torch.linalg.vector_norm(actual - reference, dim=-1)
     size = torch.linalg.vector_norm(reference, dim=-1)
+    if spread is not None:
+        size = size.maximum(spread)
     rows = _ratio(difference, size)
     return RelativeError(float(_ratio(difference.norm(), size.norm())), float(rows.max()))
 

@@ -54,6 +54,7 @@ class AttentionOptions(TypedDict, total=False):
     mm_prefix_ranges: Sequence[tuple[int, int]]
     query_positions: Tensor | None
     tree_mask: Tensor | None
+    spread: Tensor | None
 
 
 def attention_reference(
@@ -71,6 +72,7 @@ def attention_reference(
     mm_prefix_ranges: Sequence[tuple[int, int]] = (),
     query_positions: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    spread: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from one request's query rows to its keys. The module's docstring has the formula.
 
@@ -89,6 +91,9 @@ def attention_reference(
         query_positions: ``(T,)`` integer positions of the rows; None: the last T of the S keys. To attend to a part of
             a request's keys, give positions relative to the first key of the part.
         tree_mask: bool ``(T, T)``, which of the last T keys, its own step's, a row sees; None: the rest decides.
+        spread: float64 ``(T, H)``, filled where given: the norm of each row if its terms were orthogonal, the root of
+            ``sum_j w_j^2 ||v_j||^2``. Terms that are rounded one by one have an error in proportion to it, also where
+            they cancel.
 
     Returns:
         Output float64 ``(T, H, Dv)`` and LSE float64 ``(T, H)``, natural logarithm.
@@ -141,6 +146,9 @@ def attention_reference(
         weights = weights.reshape(kv_heads, heads // kv_heads, len(positions), seq_len)
         output[chunk] = torch.einsum("kgts,skd->tkgd", weights, v).flatten(1, 2)
         lse[chunk] = row_lse.T
+        if spread is not None:
+            squares = torch.einsum("kgts,sk->tkg", weights.square(), v.square().sum(dim=-1))
+            spread[chunk] = squares.flatten(1).sqrt()
     return output, lse
 
 

@@ -66,6 +66,7 @@ class RuleSet:
         options: option tables by backend name.
         layers: every file that was looked for, the plugins' fragments first.
         idle: one problem for each rule that disables a rule which no earlier layer has.
+        foreign: one problem where the working directory's file, which nobody asked for, is another user's.
         named: the backends that broken rules name (``Document.named``).
     """
 
@@ -73,6 +74,7 @@ class RuleSet:
     options: dict[str, BackendOptionsTable] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
     idle: list[Problem] = field(default_factory=list)
+    foreign: list[Problem] = field(default_factory=list)
     named: list[Named] = field(default_factory=list)
 
 
@@ -150,7 +152,7 @@ def read_rules(
         if content is not None:
             layer = PACKAGED + index
             documents.append((layer, read_document(content, str(layers[index].path), layer, problems)))
-    rule_set = RuleSet(layers=[*map(_fragment_layer, fragments), *layers])
+    rule_set = RuleSet(layers=[*map(_fragment_layer, fragments), *layers], foreign=_foreign(layers))
     by_name: dict[str, list[Rule]] = {}
     for layer, document in documents:
         plugin = fragments[layer - PACKAGED].plugin if layer < PACKAGED else None
@@ -210,6 +212,20 @@ def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _
             continue
         contents[index] = None
     return contents
+
+
+def _foreign(layers: list[Layer]) -> list[Problem]:
+    """Return what is to be said of the working directory's file: whoever wrote it chooses backends here."""
+    path = next((each.path for each in layers if each.kind == WORKING_DIRECTORY and each.state == "read"), None)
+    if path is None or not hasattr(os, "geteuid"):  # a file has no such owner on Windows
+        return []
+    try:
+        owner = os.stat(path).st_uid
+    except OSError:  # its content was given
+        return []
+    here = os.geteuid()
+    text = f"its rules are followed, but it belongs to another user: uid {owner}, where this process has uid {here}"
+    return [] if owner == here else [(str(path), None, text)]
 
 
 def _same_file(one: Layer, other: Layer) -> bool:

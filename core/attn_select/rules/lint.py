@@ -200,8 +200,11 @@ def _implies(narrow: Condition | None, wide: Condition) -> bool:
 
 
 def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
-    """Return the warnings that a selection carries, one line each: unknown names, idle rules, doubtful conditions."""
-    problems = [*unknown_names(rules, known), *rules.idle]
+    """Return the warnings that a selection carries, one line each.
+
+    They are of files that others wrote, unknown names, idle rules and doubtful conditions.
+    """
+    problems = [*rules.foreign, *unknown_names(rules, known), *rules.idle]
     for rule in rules.rules:
         problems += ((rule.file, rule.line, f"rule {rule.name!r}: {text}") for text in rule.warnings)
     return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
@@ -221,8 +224,12 @@ def once_exclusive(rules: RuleSet) -> list[Problem]:
 
 
 def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
-    """Return what ``rules check`` warns of: doubtful conditions, unknown libraries, rules without any effect."""
-    problems: list[Problem] = [
+    """Return what ``rules check`` warns of.
+
+    That is: files that others wrote, doubtful conditions, unknown libraries, rules without any effect.
+    """
+    problems = list(rules.foreign)
+    problems += [
         (rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rules.rules for text in rule.warnings
     ]
     unknown = unknown_libraries(rules.rules, registry.specs)

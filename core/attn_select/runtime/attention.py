@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+from numbers import Real
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from attn_select.errors import ConfigError, show
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
+from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.group import AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
@@ -23,6 +26,7 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 OUTPUT_DTYPES = {"fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
 """The output's dtype per ``output_quantization``; one byte holds two FP4 numbers."""
+WRITTEN = "the output that it wrote"
 
 
 class Attention(nn.Module):
@@ -41,7 +45,8 @@ class Attention(nn.Module):
 
     Raises:
         ConfigError: the group is of MLA layers; the scale is not a finite number above 0; slopes, sinks or scales are
-            missing, unwanted or of the wrong shape; or the target's cache is not one that this layer reads.
+            missing, unwanted, not finite, no floating-point tensors or of the wrong shape; or the target's cache is not
+            one that this layer reads.
     """
 
     layer_name: str
@@ -76,9 +81,7 @@ class Attention(nn.Module):
         self._may_write_nothing = config.has_cache and elsewhere
         self._by_name: dict[str, AttentionImpl[Any]] = {}
         for served in group.backends if self._in_parts is None else ():
-            impl = cast(type[AttentionImpl[Any]], served.backend.impl_cls)
-            made = impl(served.context, scale=self.scale, alibi_slopes=slopes, sinks=logits)
-            self._by_name[served.spec.name] = made
+            self._by_name[served.spec.name] = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=logits)
         impls = {} if self._in_parts is not None else {p: self._by_name[s.spec.name] for p, s in group.served.items()}
         self.impls: dict[Phase, AttentionImpl[Any]] = impls
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
@@ -170,21 +173,32 @@ class Attention(nn.Module):
             backend, metadata = parts[0].backend, parts[0].metadata
             cache = self._cache_for(backend, kv_cache) if self._block_sizes else kv_cache
             written = (output, output_lse, output_scale, output_block_scale)
-            return self._by_name[backend].forward(self, query, key, value, cache, metadata, *written)
+            try:
+                found = self._by_name[backend].forward(self, query, key, value, cache, metadata, *written)
+            except Exception as error:
+                blame(self.group.spec_of(backend), "forward()", error)
+                raise
+            return found if found is not None else returned_nothing(self.group.spec_of(backend), "forward()", WRITTEN)
         for part in parts:
             rows = slice(part.start, part.end)
-            self._by_name[part.backend].forward(
-                self,
-                query[rows],
-                None if key is None else key[rows],
-                None if value is None else value[rows],
-                self._cache_for(part.backend, kv_cache),
-                part.metadata,
-                output[rows],
-                None if output_lse is None else output_lse[rows],
-                output_scale,
-                None,
-            )
+            try:
+                found = self._by_name[part.backend].forward(
+                    self,
+                    query[rows],
+                    None if key is None else key[rows],
+                    None if value is None else value[rows],
+                    self._cache_for(part.backend, kv_cache),
+                    part.metadata,
+                    output[rows],
+                    None if output_lse is None else output_lse[rows],
+                    output_scale,
+                    None,
+                )
+            except Exception as error:
+                blame(self.group.spec_of(part.backend), "forward()", error)
+                raise
+            if found is None:
+                returned_nothing(self.group.spec_of(part.backend), "forward()", WRITTEN)
         return output
 
     def write(self, key: Tensor, value: Tensor, kv_cache: Tensor | None, slot_mapping: Tensor | None) -> None:
@@ -193,7 +207,11 @@ class Attention(nn.Module):
             cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
             assert cache is not None
             assert slot_mapping is not None
-            self._by_name[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
+            try:
+                self._by_name[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
+            except Exception as error:
+                blame(self.group.spec_of(writer), "do_kv_cache_update()", error)
+                raise
 
     def _cache_for(self, backend: str, kv_cache: Tensor | None) -> Tensor | None:
         """Return the cache in the blocks of a backend's kernel."""
@@ -339,9 +357,9 @@ def layer_scale(scale: float | None, size: int) -> float:
     """
     if scale is None:
         return float(size**-0.5)
-    if not 0 < scale < math.inf:
-        raise ConfigError(f"scale = {scale}: accepted are finite numbers above 0", fields=["scale"])
-    return scale
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not 0 < scale < math.inf:
+        raise ConfigError(f"scale = {show(scale)}: accepted are finite numbers above 0", fields=["scale"])
+    return float(scale)
 
 
 def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
@@ -379,14 +397,32 @@ def layer_scales(group: LayerGroup, scales: Scales | None) -> Scales:
 def per_head(
     name: str, tensor: Tensor | None, wanted: bool, group: LayerGroup, dtype: torch.dtype | None
 ) -> Tensor | None:
-    """Return a ``(num_heads,)`` tensor on the group's device, and compare its presence with the config."""
+    """Return a ``(num_heads,)`` tensor on the group's device, after a comparison with the config.
+
+    Raises:
+        ConfigError: it is missing or unwanted, no floating-point tensor of that shape, or (on a CPU, or in checked
+            mode) holds NaN or an infinity. A sink of -inf is none, and accepted.
+    """
     if wanted != (tensor is not None):
         seen = "missing" if tensor is None else "given"
         field = name.removesuffix("_slopes")
         raise ConfigError(f"{name} {seen}, but the layers were selected with {field} = {wanted}", fields=[name])
     if tensor is None:
         return None
+    check_float(name, tensor)
     if tuple(tensor.shape) != (group.config.num_heads,):
         text = f"{name} of shape {tuple(tensor.shape)}: accepted is ({group.config.num_heads},), one per query head"
         raise ConfigError(text, fields=[name])
+    if tensor.device.type == "cpu" or group.checked:  # else the host would wait for the device
+        least = -math.inf if name == "sinks" else -sys.float_info.max
+        wrong = [number for number in tensor.tolist() if not least <= number < math.inf]
+        if wrong:
+            raise ConfigError(f"{name} holds {wrong[0]}: accepted are finite numbers", fields=[name])
     return tensor.to(group.device, dtype or tensor.dtype).contiguous()
+
+
+def check_float(name: str, tensor: object) -> None:
+    """Raise ConfigError where a layer is given something else than a tensor of floating-point numbers."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        what = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise ConfigError(f"{name} is {what}: accepted is a floating-point tensor", fields=[name])

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_select.errors import ConfigError, show
+from attn_select.errors import show
 from attn_select.runtime.checks import checks_enabled
+from attn_select.runtime.integers import integer, integers, size
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 from attn_select.times.step_choice import lead_of
 
@@ -65,16 +66,10 @@ class BlockTable:
     def __init__(
         self, max_num_reqs: int, max_num_blocks_per_req: int, block_size: int, device: torch.device | str
     ) -> None:
-        sizes = {
-            "max_num_reqs": max_num_reqs,
-            "max_num_blocks_per_req": max_num_blocks_per_req,
-            "block_size": block_size,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"{name} = {size}: accepted are integers from 1", fields=[name])
+        max_num_reqs = size("max_num_reqs", max_num_reqs)
+        max_num_blocks_per_req = size("max_num_blocks_per_req", max_num_blocks_per_req)
         self.device = torch.device(device)
-        self.block_size = block_size
+        self.block_size = size("block_size", block_size)
         # The same memory three times: of an array single numbers are read in a tenth of the time that tensors take.
         self._ids = array("i", bytes(4 * max_num_reqs * max_num_blocks_per_req))
         self.host = torch.frombuffer(self._ids, dtype=torch.int32).view(max_num_reqs, max_num_blocks_per_req)
@@ -93,35 +88,47 @@ class BlockTable:
     def append_row(self, row: int, block_ids: Sequence[int]) -> None:
         """Add blocks to the end of a request's row.
 
+        Args:
+            row: of the request.
+            block_ids: integers, in any sequence but text and bytes, an array or a host tensor of one dimension.
+
         Raises:
             BatchError: there is no such row, it has no room for them, or an id is no integer of 32 bits.
+                The table is unchanged.
         """
-        self._check_row(row)
-        start = self._held[row]
-        end = start + len(block_ids)
-        if end > self.host.shape[1]:
-            raise BatchError(
-                f"row {row} of the block table: {end} blocks, but max_num_blocks_per_req = {self.host.shape[1]}",
-                hint="make the BlockTable with room for the longest request",
-            )
-        first = row * self.host.shape[1]
-        try:
-            ids = array("i", block_ids)
-        except (TypeError, OverflowError) as error:
-            text = f"block_ids = {show(list(block_ids))} for row {row}: accepted are integers of 32 bits"
-            raise BatchError(text) from error
-        self._ids[first + start : first + end] = ids
-        self._held[row] = end
-        self._changed = True
+        row = self._checked_row(row)
+        self._write(row, self._held[row], self._packed(row, self._held[row], block_ids))
 
     def set_row(self, row: int, block_ids: Sequence[int]) -> None:
-        """Give a row to a request: clear it, then append the request's blocks."""
+        """Give a row to a request: clear it, then append the request's blocks. Raises as ``append_row`` does."""
+        row = self._checked_row(row)
+        ids = self._packed(row, 0, block_ids)
         self.clear_row(row)
-        self.append_row(row, block_ids)
+        self._write(row, 0, ids)
+
+    def _packed(self, row: int, start: int, block_ids: object) -> array[int]:
+        """Return ids that a row has room for behind column ``start``."""
+        ids = integers(block_ids)
+        if ids is None or (ids and not -(1 << 31) <= min(ids) <= max(ids) < 1 << 31):
+            text = f"block_ids = {show(block_ids)} for row {row}: accepted are integers of 32 bits, in a list or array"
+            raise BatchError(text)
+        if start + len(ids) > self.host.shape[1]:
+            raise BatchError(
+                f"row {row} of the block table: {start + len(ids)} blocks, but max_num_blocks_per_req = "
+                f"{self.host.shape[1]}",
+                hint="make the BlockTable with room for the longest request",
+            )
+        return array("i", ids)
+
+    def _write(self, row: int, start: int, ids: array[int]) -> None:
+        first = row * self.host.shape[1] + start
+        self._ids[first : first + len(ids)] = ids
+        self._held[row] = start + len(ids)
+        self._changed = True
 
     def clear_row(self, row: int) -> None:
         """Empty a row when its request has finished or was preempted. ``BlockPool.free`` gives the blocks back."""
-        self._check_row(row)
+        row = self._checked_row(row)
         self._changed = True
         self.host[row, : self._held[row]] = 0
         for of_row in self._per_row():
@@ -129,8 +136,7 @@ class BlockTable:
 
     def move_row(self, source: int, target: int) -> None:
         """Move a request to another row and clear its old one, for batches that close a gap."""
-        self._check_row(source)
-        self._check_row(target)
+        source, target = self._checked_row(source), self._checked_row(target)
         if source == target:
             return
         for of_row in (self.host, *self._per_row()):
@@ -139,8 +145,7 @@ class BlockTable:
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two rows, for batches that are reordered."""
-        self._check_row(first)
-        self._check_row(second)
+        first, second = self._checked_row(first), self._checked_row(second)
         self._changed = True
         for of_row in (self.host, *self._per_row()):
             of_row[[first, second]] = of_row[[second, first]]
@@ -179,9 +184,11 @@ class BlockTable:
     def _per_row(self) -> tuple[Tensor, ...]:
         return (self.num_blocks_per_row,) if self._last_step is None else (self.num_blocks_per_row, self._last_step)
 
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < len(self.host):
-            raise BatchError(f"row {row}: the block table has rows 0 to {len(self.host) - 1}")
+    def _checked_row(self, row: object) -> int:
+        found = integer(row)
+        if found is None or not 0 <= found < len(self.host):
+            raise BatchError(f"row {show(row)}: the block table has rows 0 to {len(self.host) - 1}")
+        return found
 
     def few_slots(self, seq_lens: Sequence[int], new_lens: Sequence[int]) -> list[int]:
         """Return the slots of new keys of the first rows' requests, ``block * block_size + offset``.
@@ -264,7 +271,7 @@ def prepare_batch(
     """Return the metadata of a step whose request r is row r of ``block_table``.
 
     Args:
-        query_lens: tokens of each request in this step.
+        query_lens: tokens of each request in this step: a sequence, array or host tensor of integers, like all lengths.
         seq_lens: keys of each request, this step's included.
         block_table: its first ``len(query_lens)`` rows are committed; None for layers without a cache.
         new_lens: keys of each request that this step writes, its last ones; None: as many as it has queries. In
@@ -275,13 +282,19 @@ def prepare_batch(
         tree_mask: see ``CommonAttentionMetadata``; on the device.
 
     Raises:
-        BatchError: there is no request, the counts differ, a request has more new keys than its sequence is long, its
-            row of the table holds too few blocks, or (in checked mode) the row is stale.
+        BatchError: a length is no integer, there is no request, the counts differ, a request has more new keys than its
+            sequence is long, its row of the table holds too few blocks, or (in checked mode) the row is stale.
     """
     target = block_table.device if device is None and block_table is not None else torch.device(device or "cpu")
-    num_reqs = len(query_lens)
+    if not isinstance(query_lens, (list, tuple)):
+        query_lens = _lens("query_lens", query_lens)
+    if not isinstance(seq_lens, (list, tuple)):
+        seq_lens = _lens("seq_lens", seq_lens)
     if new_lens is None:
         new_lens = query_lens
+    elif not isinstance(new_lens, (list, tuple)):
+        new_lens = _lens("new_lens", new_lens)
+    num_reqs = len(query_lens)
     if not num_reqs or len(seq_lens) != num_reqs or len(new_lens) != num_reqs:
         raise BatchError(
             f"{num_reqs} query_lens, {len(seq_lens)} seq_lens and {len(new_lens)} new_lens: accepted are equal numbers "
@@ -340,6 +353,14 @@ def prepare_batch(
         num_keys=sum(seq_lens),
         lead=None if single else lead_of(query_lens, seq_lens),
     )
+
+
+def _lens(name: str, lens: object) -> list[int]:
+    """Return lengths that come in something else than a list as one."""
+    found = integers(lens)
+    if found is None:
+        raise BatchError(f"{name} = {show(lens)}: accepted is a sequence of integers on the host, one per request")
+    return found
 
 
 def _check_integers(**lens: Sequence[int]) -> None:

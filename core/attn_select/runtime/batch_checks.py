@@ -47,6 +47,9 @@ class BatchChecks:
 
     def batch(self, common: CommonAttentionMetadata) -> None:
         """As ``LayerGroup.check_batch``."""
+        if not isinstance(common, CommonAttentionMetadata):
+            what = "None" if common is None else f"a {type(common).__name__}"
+            raise BatchError(f"common_attn_metadata is {what}: accepted is what prepare_batch returns")
         capacity = self.capacity
         if common.num_reqs > capacity.max_num_seqs or common.num_actual_tokens > capacity.max_num_batched_tokens:
             raise BatchError(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from attn_select.errors import AttnSelectError, show
+from attn_select.errors import AttnSelectError, ConfigError, show
+from attn_select.runtime.integers import integer, size
 
 RequestId = Hashable
 
@@ -44,19 +45,17 @@ class BlockPool:
             name none (-1) and weigh it with 0, which does not hide a NaN: the plan's notes say which.
 
     Raises:
-        ValueError: one of the first two is not positive, or there is no block beside the null block.
+        ConfigError: one of the first two is no integer from 1, or there is no block beside the null block.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, null_block: bool = False) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks = {num_blocks} and block_size = {block_size} must both be at least 1")
-        if null_block and num_blocks < 2:
-            raise ValueError(f"num_blocks = {num_blocks} with null_block = True: accepted are integers from 2")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = size("num_blocks", num_blocks), size("block_size", block_size)
+        if null_block and self.num_blocks < 2:
+            text = f"num_blocks = {num_blocks} with null_block = True: accepted are integers from 2"
+            raise ConfigError(text, fields=["num_blocks"])
         # A stack: the block freed last is handed out first, while its lines may still be in cache.
-        self._free = list(range(num_blocks - 1, 0 if null_block else -1, -1))
-        self._references = [0] * num_blocks
+        self._free = list(range(self.num_blocks - 1, 0 if null_block else -1, -1))
+        self._references = [0] * self.num_blocks
         self._blocks: dict[RequestId, list[int]] = {}
 
     @property
@@ -65,8 +64,12 @@ class BlockPool:
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks ``num_tokens`` tokens take."""
-        return -(-num_tokens // self.block_size)
+        """Return how many blocks ``num_tokens`` tokens take.
+
+        Raises:
+            ConfigError: ``num_tokens`` is no integer from 0.
+        """
+        return -(-_tokens(num_tokens) // self.block_size)
 
     def blocks(self, request: RequestId) -> tuple[int, ...]:
         """Return the block ids of a request, in the order of its tokens.
@@ -80,13 +83,11 @@ class BlockPool:
         """Give a request, new or known, room for ``num_tokens`` tokens in all. Returns the block ids added.
 
         Raises:
-            ValueError: ``num_tokens`` is no integer from 0.
+            ConfigError: ``num_tokens`` is no integer from 0.
             OutOfBlocksError: too few blocks are free; the request keeps what it had.
         """
-        if not isinstance(num_tokens, int) or num_tokens < 0:
-            raise ValueError(f"num_tokens = {show(num_tokens)} for request {request!r}: accepted are integers from 0")
         held = self._blocks.get(request, [])
-        missing = self.blocks_for(num_tokens) - len(held)
+        missing = -(-_tokens(num_tokens, request) // self.block_size) - len(held)
         if missing > len(self._free):
             raise OutOfBlocksError(
                 f"request {request!r} needs {missing} more blocks for {num_tokens} tokens; "
@@ -106,14 +107,16 @@ class BlockPool:
         Only whole blocks can be shared, since the requests write different tokens behind the prefix.
 
         Raises:
-            ValueError: ``num_tokens`` is not a positive multiple of the block size.
+            ConfigError: ``num_tokens`` is not a positive multiple of the block size.
             PoolError: ``source`` holds fewer tokens, or ``request`` already holds blocks.
         """
-        if num_tokens < 1 or num_tokens % self.block_size:
-            raise ValueError(
-                f"num_tokens = {num_tokens} to share must be a positive multiple of the block size {self.block_size}"
+        count = self.blocks_for(num_tokens)
+        if not count or count * self.block_size != num_tokens:
+            raise ConfigError(
+                f"num_tokens = {num_tokens} to share must be a positive multiple of the block size {self.block_size}",
+                fields=["num_tokens"],
             )
-        shared = self._held(source, "share_prefix")[: num_tokens // self.block_size]
+        shared = self._held(source, "share_prefix")[:count]
         if len(shared) * self.block_size < num_tokens:
             capacity = len(shared) * self.block_size
             raise PoolError(
@@ -151,11 +154,13 @@ class BlockPool:
         """Return how many requests hold a block.
 
         Raises:
-            ValueError: no such block.
+            ConfigError: no such block.
         """
-        if not 0 <= block < self.num_blocks:
-            raise ValueError(f"block {block} is not in the pool (0 to {self.num_blocks - 1})")
-        return self._references[block]
+        found = integer(block)
+        if found is None or not 0 <= found < self.num_blocks:
+            text = f"block {show(block)} is not in the pool (0 to {self.num_blocks - 1})"
+            raise ConfigError(text, fields=["block"])
+        return self._references[found]
 
     def requests(self) -> Sequence[RequestId]:
         """Return the requests that hold blocks, in the order in which they came."""
@@ -170,3 +175,13 @@ class BlockPool:
                 request,
                 hint=f"requests that hold blocks: {', '.join(map(repr, list(self._blocks)[:8])) or 'none'}",
             ) from None
+
+
+def _tokens(num_tokens: object, *request: RequestId) -> int:
+    """Return a number of tokens as an int; raise ConfigError, which names the request, where it is none."""
+    found = integer(num_tokens)
+    if found is None or found < 0:
+        whose = f" for request {request[0]!r}" if request else ""
+        text = f"num_tokens = {show(num_tokens)}{whose}: accepted are integers from 0"
+        raise ConfigError(text, fields=["num_tokens"])
+    return found

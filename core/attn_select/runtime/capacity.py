@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_select.errors import ConfigError
+from attn_select.runtime.integers import size
 
 
 @dataclass(slots=True)
@@ -23,5 +23,4 @@ class Capacity:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: accepted are integers from 1", fields=[name])
+            setattr(self, name, size(name, getattr(self, name)))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_select.errors import ConfigError
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.integers import size
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata
 
@@ -47,8 +47,7 @@ def common_prefix_len(block_tables: list[tuple[int, ...]], num_computed_tokens: 
     Raises:
         ConfigError: the block size is below 1.
     """
-    if block_size < 1:
-        raise ConfigError(f"block_size = {block_size}: accepted are integers from 1", fields=["block_size"])
+    block_size = size("block_size", block_size)
     if not block_tables:
         return 0
     most = min(num_computed_tokens) // block_size

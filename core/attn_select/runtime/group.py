@@ -128,7 +128,7 @@ class AttentionGroup(LayerGroup):
             start = 0 if phase == "decode" else split.num_decode_tokens
             decodes = last - first if phase == "decode" else 0
             common = self._for_kernel(served, common_attn_metadata.requests(first, last), decodes)
-            metadata = served.builder.build(self._prefix(served, common_prefix_len, common), common, fast_build)
+            metadata = served.build(self._prefix(served, common_prefix_len, common), common, fast_build)
             parts.append(Part(phase, served.spec.name, start, start + common.num_actual_tokens, metadata))
         return self._metadata(common_attn_metadata, parts)
 
@@ -139,7 +139,7 @@ class AttentionGroup(LayerGroup):
         phase = self._only_phase(way, common_attn_metadata)
         served = self.loaded.server(way, phase)
         common = self._for_kernel(served, common_attn_metadata, self._decodes(served, common_attn_metadata))
-        metadata = served.builder.build_for_cudagraph_capture(common)
+        metadata = served.build_for_capture(common)
         part = Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
         return self._metadata(common_attn_metadata, [part])
 
@@ -151,7 +151,7 @@ class AttentionGroup(LayerGroup):
     def _whole(self, way: Way, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
         phase, served = next(iter(way.served.items()))
         common = self._for_kernel(served, common, self._decodes(served, common))
-        metadata = served.builder.build(self._prefix(served, prefix, common), common, fast)
+        metadata = served.build(self._prefix(served, prefix, common), common, fast)
         return Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
 
     def _metadata(self, common: CommonAttentionMetadata, parts: Sequence[Part]) -> AttentionMetadata:

@@ -13,6 +13,10 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import checks
 from attn_select.runtime import kv_cache as caches
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.integers import integers, size
+from attn_select.runtime.metadata import BatchError
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,8 @@ class GroupCache:
             ConfigError: the layers keep no cache, ``num_blocks`` is below 1, or they do not fit in memory.
         """
         layout, kernel_block_size, ratio = self._blocks()
-        if not isinstance(num_blocks, int) or num_blocks < 1:
-            raise ConfigError(f"num_blocks = {show(num_blocks)}: accepted are integers from 1", fields=["num_blocks"])
-        return caches.allocate_kv_cache(layout, self.config, num_blocks * ratio, kernel_block_size, self.device)
+        blocks = size("num_blocks", num_blocks)
+        return caches.allocate_kv_cache(layout, self.config, blocks * ratio, kernel_block_size, self.device)
 
     def num_blocks(self, kv_cache: Tensor | None) -> int:
         """Return how many of the allocator's blocks a layer's cache holds.
@@ -66,11 +69,17 @@ class GroupCache:
         layout, _, ratio = self._blocks()
         held = self.num_blocks(kv_cache)
         if isinstance(block_ids, Tensor):
+            if block_ids.dtype not in _INTEGERS or block_ids.ndim != 1:
+                kind = f"{block_ids.dtype} {tuple(block_ids.shape)}"
+                raise BatchError(f"block_ids is {kind}: accepted is a tensor of integers of one dimension")
             ids = block_ids.to(torch.int64)
         else:
-            if wrong := [block for block in block_ids if not 0 <= block < held]:
-                raise ValueError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {held - 1}")
-            ids = to_device(torch.tensor(block_ids, dtype=torch.int64), self.device)
+            blocks = integers(block_ids)
+            if blocks is None:
+                raise BatchError(f"block_ids = {show(block_ids)}: accepted is a sequence of integers")
+            if wrong := [block for block in blocks if not 0 <= block < held]:
+                raise BatchError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {held - 1}")
+            ids = to_device(torch.tensor(blocks, dtype=torch.int64), self.device)
         if ratio > 1:
             ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).flatten()
         caches.zero_blocks(kv_cache, layout, self.config, ids)

@@ -7,7 +7,6 @@ numbers) in the middle of a step.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -17,6 +16,7 @@ from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.backends.reasons import install_command
 from attn_select.errors import KernelMismatchError
 from attn_select.machine.environment import WRONG_VERSION, Environment
+from attn_select.machine.library_imports import import_library
 
 
 class InstalledBuild:
@@ -50,7 +50,7 @@ class InstalledBuild:
             KernelMismatchError: it cannot be imported.
         """
         try:
-            return importlib.import_module(module)
+            return import_library(module)
         except (ImportError, OSError, RuntimeError) as error:  # a shared library that does not fit raises all of these
             text = f"{self.build.label}: {module} cannot be imported ({type(error).__name__}: {error})"
             raise KernelMismatchError(text, hint=f"install it: {self.build.library.install}") from error

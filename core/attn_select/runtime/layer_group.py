@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_select.backends.spec import BackendSpec
 from attn_select.decide.selection import Selection
 from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import CudaGraphLevel, Phase
@@ -137,6 +138,10 @@ class LayerGroup(ABC):
         """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
         return self.loaded.workspace_bytes
 
+    def spec_of(self, backend: str) -> BackendSpec:
+        """Return the spec of one of the group's backends."""
+        return next(served.spec for served in self.backends if served.spec.name == backend)
+
     def layer_in_parts(self, layer: type[Any], **options: Any) -> Any:
         """Return what computes a layer in parts (ranks, trees of drafts); None where the kernels alone do."""
         return None
@@ -174,8 +179,9 @@ class LayerGroup(ABC):
                 the cache's device.
 
         Raises:
-            ConfigError, BatchError: the layers keep no cache, or this is no cache of this group.
-            ValueError: an id is outside the cache. The ids of a tensor are not read, so they are not checked.
+            ConfigError: the layers keep no cache.
+            BatchError: this is no cache of this group, or an id is no integer or outside the cache. The ids of a tensor
+                are not read, so only their dtype is checked.
         """
         self.cache.zero_blocks(kv_cache, block_ids)
 

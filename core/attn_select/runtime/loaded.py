@@ -13,7 +13,14 @@ from attn_select.decide.shared_cache import kernel_block_sizes, shared_block_siz
 from attn_select.decide.text import byte_text
 from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
-from attn_select.runtime.backend import AttentionBackend, BackendContext
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.backend_faults import blame, load_backend
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.dispatch import Dispatch, check_dispatch, make_dispatch
 from attn_select.runtime.group_cache import GroupCache
@@ -45,6 +52,7 @@ class LoadedBackends:
     Raises:
         NoBackendError: a phase has no backend.
         RuntimeMissingError, ImportError: a backend cannot be loaded.
+        PluginError, BackendError: its classes are not what the runtime calls, or raise something.
         ConfigError: as ``AttentionGroup`` documents it.
     """
 
@@ -82,7 +90,10 @@ class LoadedBackends:
         self.tables = KernelTables(block_size, self.capacity.max_num_seqs, self.capacity.max_model_len)
 
     def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
-        backend: type[AttentionBackend] = spec.get_class()
+        impls = (MLAAttentionImpl,) if self.selection.config.mla else (AttentionImpl,)
+        backend: type[AttentionBackend] = load_backend(
+            spec, AttentionBackend, impl_cls=impls, builder_cls=(AttentionMetadataBuilder,)
+        )
         config, capacity, chunk = self.selection.config, self.capacity, self.selection.config.attention_chunk_size
         requests, longest = capacity.max_num_seqs, capacity.max_model_len
         if all(plan.masks_chunks for plan in plans.values()):
@@ -102,7 +113,12 @@ class LoadedBackends:
             cuda_graphs=self.cuda_graphs,
         )
         chunks = None if chunk is None else VirtualBatches(chunk, context, width_multiple(context))
-        return Served(spec, backend, context, backend.builder_cls(context), chunks)
+        try:
+            builder = backend.builder_cls(context)
+        except Exception as error:
+            blame(spec, "its builder", error)
+            raise
+        return Served(spec, backend, context, builder, chunks)
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:

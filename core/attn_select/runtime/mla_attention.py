@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
-from attn_select.runtime.attention import foreign_metadata, layer_scale, layer_scales, per_head
+from attn_select.runtime.attention import WRITTEN, check_float, foreign_metadata, layer_scale, layer_scales, per_head
 from attn_select.runtime.backend import MLAAttentionImpl
+from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
@@ -88,14 +89,15 @@ class MLAAttention(nn.Module):
         for served in group.backends:
             # What is merged across ranks counts its sinks there.
             counted = logits if served.context.config.sinks else None
-            impl = served.backend.impl_cls(served.context, scale=self.scale, alibi_slopes=slopes, sinks=counted)
+            impl: MLAAttentionImpl = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=counted)
             for phase in served.context.plans:
-                self._by_plan[served.spec.name, phase] = cast(MLAAttentionImpl, impl)
+                self._by_plan[served.spec.name, phase] = impl
         self.impls = {phase: self._by_plan[served.spec.name, phase] for phase, served in group.served.items()}
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
         """Keep the decompressing weight: in no second form, so that writes to it reach both sides of decode."""
+        check_float("kv_b_proj", kv_b_proj)
         wanted = (self.heads * (self.nope + self.value_size), self.rank)
         if tuple(kv_b_proj.shape) != wanted:
             text = f"kv_b_proj of shape {tuple(kv_b_proj.shape)}: accepted is {wanted}"
@@ -211,7 +213,11 @@ class MLAAttention(nn.Module):
         group, tokens = self.group, len(slot_mapping)
         for phase, impl in self.impls.items():
             if group.served[phase].context.kv_layout is not None:
-                impl.do_kv_cache_update(self, kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping)
+                try:
+                    impl.do_kv_cache_update(self, kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping)
+                except Exception as error:
+                    blame(group.served[phase].spec, "do_kv_cache_update()", error)
+                    raise
                 return
         new = (kv_c_normed[:tokens], k_pe[:tokens])
         ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.scales)
@@ -240,9 +246,7 @@ class MLAAttention(nn.Module):
         if self._in_parts is not None:
             self._in_parts.forward(
                 absorbed,
-                lambda gathered, latent, own: impl.forward_mqa(
-                    self, gathered, view, part.metadata, latent, own, indices
-                ),
+                lambda gathered, latent, own: self._latent(part, gathered, view, latent, own, indices),
                 lambda latent, projected: _project(latent, w_uv, projected, part.spans),
                 output,
                 lse,
@@ -250,23 +254,57 @@ class MLAAttention(nn.Module):
             return
         latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
         given: Any = (latent_query, rope) if absorbed is None else absorbed
-        latent = impl.forward_mqa(self, given, view, part.metadata, latent, lse, indices)
+        latent = self._latent(part, given, view, latent, lse, indices)
         _project(latent, w_uv, output, part.spans)
 
+    def _latent(
+        self, part: MLAPart, query: Any, view: Tensor, latent: Tensor, lse: Tensor | None, indices: Tensor | None
+    ) -> Tensor:
+        """Return the latent output of a part, as its backend computes it."""
+        try:
+            found = self._by_plan[part.backend, part.phase].forward_mqa(
+                self, query, view, part.metadata, latent, lse, indices
+            )
+        except Exception as error:
+            blame(self.group.spec_of(part.backend), "forward_mqa()", error)
+            raise
+        return (
+            found if found is not None else returned_nothing(self.group.spec_of(part.backend), "forward_mqa()", WRITTEN)
+        )
+
     def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        group, impl, (query, kv_c, k_pe) = self.group, self._by_plan[part.backend, part.phase], own
+        group, (query, kv_c, k_pe) = self.group, own
         if lse is None and part.chunks:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        impl.forward_mha(self, query, *self._decompressed(kv_c, k_pe, part.spans), part.metadata, output, lse)
+        self._dense(part, query, self._decompressed(kv_c, k_pe, part.spans), part.metadata, output, lse)
         for chunk in part.chunks:
             assert lse is not None
             kv_c, k_pe = group.load_chunk(chunk, kv_cache, self.scales).split_with_sizes([self.rank, self.rope], dim=1)
             merged, merged_lse = output[chunk.rows], lse[chunk.rows]
             some, some_lse = torch.empty_like(merged), torch.empty_like(merged_lse)
             keys_values = self._decompressed(kv_c, k_pe, chunk.spans)
-            impl.forward_mha(self, query[chunk.rows], *keys_values, chunk.metadata, some, some_lse)
+            self._dense(part, query[chunk.rows], keys_values, chunk.metadata, some, some_lse)
             del keys_values  # frees their memory for the next chunk
             ops.merge_attn_states(merged, some, some_lse, merged, merged_lse, merged_lse)
+
+    def _dense(
+        self,
+        part: MLAPart,
+        query: Tensor,
+        keys_values: tuple[Tensor, Tensor],
+        metadata: Any,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend from a part's prefills to decompressed keys and values, as its backend does."""
+        try:
+            impl = self._by_plan[part.backend, part.phase]
+            found = impl.forward_mha(self, query, *keys_values, metadata, output, lse)
+        except Exception as error:
+            blame(self.group.spec_of(part.backend), "forward_mha()", error)
+            raise
+        if found is None:
+            returned_nothing(self.group.spec_of(part.backend), "forward_mha()", WRITTEN)
 
     def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Return keys ``(S, H, P + Pr)`` and values ``(S, H, V)``."""

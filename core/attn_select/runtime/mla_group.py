@@ -21,6 +21,7 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.integers import size
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.loaded import LoadedBackends
@@ -165,13 +166,11 @@ class MLAAttentionGroup(MLALayerGroup):
                 "the selection's layers are not MLA: make their group with attention_group or AttentionGroup",
                 fields=["kv_lora_rank"],
             )
-        if workspace_tokens < 1:
-            text = f"workspace_tokens = {workspace_tokens}: accepted are integers from 1"
-            raise ConfigError(text, fields=["workspace_tokens"])
+        workspace_tokens = size("workspace_tokens", workspace_tokens)
         loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases, dispatch=dispatch)
         # Dense prefill reads no cache through a backend, so alone it leaves the block size open.
-        size = loaded.cache.kernel_block_size or loaded.cache.block_size
-        super().__init__(selection, loaded, cache=replace(loaded.cache, kernel_block_size=size), checked=checked)
+        of_kernel = loaded.cache.kernel_block_size or loaded.cache.block_size
+        super().__init__(selection, loaded, cache=replace(loaded.cache, kernel_block_size=of_kernel), checked=checked)
         self.latents_alone = self.config.sparse and self.unified
         loaded.prepare_dispatch(self.reorder_batch_threshold)
         self.workspace = torch.empty(
@@ -221,7 +220,7 @@ class MLAAttentionGroup(MLALayerGroup):
         way = self.loaded.ways.to_capture(common_attn_metadata, self.cudagraph_support)
         served = self.loaded.server(way, "decode")
         common = self.loaded.tables.in_kernel_blocks(served.context, common_attn_metadata)
-        decode = served.builder.build_for_cudagraph_capture(common)
+        decode = served.build_for_capture(common)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
         return self.metadata_of(common_attn_metadata, common_attn_metadata.slot_mapping, [part])
@@ -231,7 +230,7 @@ class MLAAttentionGroup(MLALayerGroup):
     ) -> MLAPart:
         """Return requests that are computed on latents."""
         served = self.loaded.server(way, phase)
-        metadata = served.builder.build(0, self.loaded.tables.in_kernel_blocks(served.context, common), fast_build)
+        metadata = served.build(0, self.loaded.tables.in_kernel_blocks(served.context, common), fast_build)
         rows = slice(first_token, first_token + common.num_actual_tokens)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         return MLAPart(phase, served.spec.name, rows, spans, metadata)
@@ -264,7 +263,7 @@ class MLAAttentionGroup(MLALayerGroup):
             served.spec.name,
             rows=slice(first_token, first_token + common.num_actual_tokens),
             spans=spans_of(self.config, common.query_start_loc_cpu),
-            metadata=served.builder.build_prefill(new),
+            metadata=served.build_prefill(new),
             chunks=cut(served, common, context),
         )
 
@@ -280,7 +279,7 @@ class MLAAttentionGroup(MLALayerGroup):
         assert self.kernel_block_size is not None
         if self.block_size != self.kernel_block_size:
             table = kernel_block_table(table, self.block_size // self.kernel_block_size)
-        return context_chunks(parts, common, self.config, table, served.builder.build_prefill)
+        return context_chunks(parts, common, self.config, table, served.build_prefill)
 
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from attn_select.machine.library_imports import warnings_logged
 from attn_select.runtime import torch_indexer, torch_ops
 
 ENTRY_POINT_GROUP = "attn_select.ops"
@@ -33,7 +34,8 @@ def implementation(name: str, device: torch.device) -> tuple[Callable[..., Any],
 def _look_up(name: str, device: torch.device) -> tuple[Callable[..., Any], str]:
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name), key=lambda e: e.value):
         try:
-            found = entry.load()(device)
+            with warnings_logged(entry.value):
+                found = entry.load()(device)
         except Exception as error:
             warnings.warn(
                 f"operation {name}: {entry.value} failed to load ({type(error).__name__}: {error}); "

@@ -11,6 +11,7 @@ import torch
 
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.block_pool import BlockPool, PoolError, RequestId
+from attn_select.runtime.integers import size
 
 
 class TokenToKVPool(BlockPool):
@@ -37,19 +38,16 @@ class ReqToTokenPool:
         req_to_token: int32 ``(max_requests, max_context_len)``; 0 behind a request's tokens and in rows that are free.
 
     Raises:
-        ValueError: a size is not positive.
+        ConfigError: a size is no integer from 1.
     """
 
     def __init__(
         self, max_requests: int, max_context_len: int, slots: TokenToKVPool, device: torch.device | str = "cpu"
     ) -> None:
-        if max_requests < 1 or max_context_len < 1:
-            raise ValueError(
-                f"max_requests = {max_requests} and max_context_len = {max_context_len} must both be at least 1"
-            )
-        self.req_to_token = torch.zeros(max_requests, max_context_len, dtype=torch.int32, device=device)
+        rows, columns = size("max_requests", max_requests), size("max_context_len", max_context_len)
+        self.req_to_token = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.slots = slots
-        self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._free_rows = list(range(rows - 1, -1, -1))
         self._rows: dict[RequestId, int] = {}
 
     def row(self, request: RequestId) -> int:
@@ -74,11 +72,12 @@ class ReqToTokenPool:
             The new slots, int32 ``(added,)`` on the pool's device: the slot mapping of the tokens to be written.
 
         Raises:
+            ConfigError: ``num_tokens`` is no integer from 0. The pools are unchanged.
             PoolError: no free row, or more tokens than a row holds. The pools are unchanged.
             OutOfBlocksError: too few free slots. The pools are unchanged.
         """
         most = self.req_to_token.shape[1]
-        if num_tokens > most:
+        if self.slots.blocks_for(num_tokens) > most:
             raise PoolError(
                 f"request {request!r} wants {num_tokens} tokens; a row holds {most} (max_context_len)", request
             )

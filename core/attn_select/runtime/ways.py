@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_select.backends.spec import BackendSpec
-from attn_select.errors import ConfigError
+from attn_select.errors import ConfigError, PluginError
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
+from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.dispatch import Dispatch
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.virtual_batches import VirtualBatches
 from attn_select.times.step_choice import Names, by_phase, lead_of
 from attn_select.times.workload import Workload
+
+BUILT = "the metadata that forward takes"
 
 
 @dataclass(slots=True)
@@ -29,6 +32,51 @@ class Served:
     context: BackendContext
     builder: AttentionMetadataBuilder[Any]
     chunks: VirtualBatches | None = None
+
+    def build(self, prefix: int, common: CommonAttentionMetadata, fast: bool) -> Any:
+        """Return what the builder builds for a step.
+
+        Raises:
+            BackendError, PluginError: it raised something, or returned None.
+        """
+        try:
+            built = self.builder.build(prefix, common, fast)
+        except Exception as error:
+            blame(self.spec, "build()", error)
+            raise
+        return built if built is not None else returned_nothing(self.spec, "build()", BUILT)
+
+    def build_for_capture(self, common: CommonAttentionMetadata) -> Any:
+        """Return what the builder builds for a graph. Raises as ``build`` does."""
+        try:
+            built = self.builder.build_for_cudagraph_capture(common)
+        except Exception as error:
+            blame(self.spec, "build_for_cudagraph_capture()", error)
+            raise
+        return built if built is not None else returned_nothing(self.spec, "build_for_cudagraph_capture()", BUILT)
+
+    def build_prefill(self, varlen: VarlenMetadata) -> Any:
+        """Return what the builder builds for a call of ``forward_mha``. Raises as ``build`` does."""
+        try:
+            built = self.builder.build_prefill(varlen)
+        except Exception as error:
+            blame(self.spec, "build_prefill()", error)
+            raise
+        return built if built is not None else returned_nothing(self.spec, "build_prefill()", BUILT)
+
+    def impl(self, **options: Any) -> Any:
+        """Return the impl of one layer, made with ``options``.
+
+        Raises:
+            BackendError, PluginError: it raised something, or lacks the path of a phase.
+        """
+        try:
+            return self.backend.impl_cls(self.context, **options)
+        except PluginError as error:
+            raise PluginError(self.spec.bug(error.message)) from None
+        except Exception as error:
+            blame(self.spec, "its impl", error)
+            raise
 
 
 @dataclass(slots=True)

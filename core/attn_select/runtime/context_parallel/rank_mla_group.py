@@ -263,7 +263,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         assert self.kernel_block_size is not None
         if size != self.kernel_block_size:
             table = kernel_block_table(table, size // self.kernel_block_size)
-        chunks = context_chunks(parts, common, self.config, table, served.builder.build_prefill)
+        chunks = context_chunks(parts, common, self.config, table, served.build_prefill)
         return tuple(self._of_ranks(chunk, *part) for chunk, part in zip(chunks, parts, strict=True))
 
     def _of_ranks(self, chunk: ContextChunk, starts: Tensor, lengths: Tensor) -> RankChunk:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
+from attn_select.runtime.backend_faults import blame
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_backend import StateImpl
@@ -82,7 +83,11 @@ class LinearAttention(nn.Module):
         self.impls: dict[Phase, StateImpl] = {}
         for phase, served in group.served.items():
             if served.backend not in made:
-                made[served.backend] = served.backend.impl_cls(served.context)
+                try:
+                    made[served.backend] = served.backend.impl_cls(served.context)
+                except Exception as error:
+                    blame(served.spec, "its impl", error)
+                    raise
             self.impls[phase] = made[served.backend]
         keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
         self._widths = {"query": keys, "key": keys, "value": values}
@@ -153,16 +158,12 @@ class LinearAttention(nn.Module):
         value = by_name["value"].reshape(tokens, config.num_v_heads, config.v_head_size)
         for phase, part in metadata.parts:
             own = slice(part.first_token, part.first_token + part.num_tokens)
-            self.impls[phase].forward(
-                phase,
-                query[own],
-                key[own],
-                value[own],
-                gates.rows(own),
-                cache.state,
-                part,
-                output[own],
-            )
+            rows = query[own], key[own], value[own], gates.rows(own)
+            try:
+                self.impls[phase].forward(phase, *rows, cache.state, part, output[own])
+            except Exception as error:
+                blame(self.group.served[phase].spec, "forward()", error)
+                raise
         if (skip := weights["skip"]) is not None:
             output[:tokens] += (skip[:, None] * value).to(output.dtype)
         if watched:

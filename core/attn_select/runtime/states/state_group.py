@@ -12,10 +12,11 @@ from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.state import StateConfig
+from attn_select.runtime.backend_faults import load_backend
 from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.loaded import device_of
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.states.state_backend import StateBackend, StateContext
+from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata, build_states
 from attn_select.runtime.states.state_cache import StateCache, allocate_states, zeros_slot
 from attn_select.runtime.states.state_checks import StateChecks
@@ -50,6 +51,7 @@ class StateGroup:
         ConfigError: ``selection`` is none of a ``StateConfig``, or it is for another device.
         NoBackendError: a phase has no backend.
         RuntimeMissingError, ImportError: a backend cannot be loaded.
+        PluginError, BackendError: its classes are not what the runtime calls, or raise something.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class StateGroup:
         self.checks = StateChecks(self.config, self._layout, self.device, on, self.extra_slots)
 
     def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan]) -> ServedStates:
-        backend: type[StateBackend] = spec.get_class()
+        backend: type[StateBackend] = load_backend(spec, StateBackend, impl_cls=(StateImpl,))
         context = StateContext(
             config=self.config,
             plans=plans,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from attn_select.layer.layouts import STATE_VK
+from attn_select.machine.library_imports import import_library
 from attn_select.runtime.states import GatheredStateImpl, StateBackend, StateContext, StatePart
 from attn_select_fla.facts.fla import LEAST_LOG_DECAY, FlaKernel
 
@@ -21,7 +21,7 @@ def operation(kernel: FlaKernel) -> Operation:
     Raises:
         ImportError: fla-core, or what it needs, is not installed.
     """
-    found: Operation = getattr(importlib.import_module(kernel.module), kernel.function)
+    found: Operation = getattr(import_library(kernel.module), kernel.function)
     return found
 
 
@@ -95,4 +95,4 @@ class FlaBackend(StateBackend):
         Raises:
             ImportError: it is not installed.
         """
-        importlib.import_module("fla.ops")
+        import_library("fla.ops")

@@ -9,7 +9,6 @@ keys go through one workspace that the builder reserves and all layers share.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +17,7 @@ import triton
 from torch import Tensor
 
 from attn_select.errors import KernelMismatchError
+from attn_select.machine.library_imports import import_library
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,
@@ -101,7 +101,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
                 hint="select on the machine that runs the layers",
             )
         if self._launch.hopper:
-            import_module("attn_select_triton.kernels.mla_decode_hopper")  # with Gluon, now and not in the first step
+            import_library("attn_select_triton.kernels.mla_decode_hopper")  # with Gluon, now and not in the first step
         self._sms = sm_count(context.device)
         self._per_token = config.num_heads * (rank + 1)
         room = plan.workspace_bytes // 4
@@ -215,7 +215,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         if planned_prefill(context).warp_specialised and context.device.type == "cuda":
             check_gluon(context.device)
             # Gluon is experimental: other releases of Triton may not have what this module imports.
-            self._warps = import_module("attn_select_triton.kernels.prefill_hopper")
+            self._warps = import_library("attn_select_triton.kernels.prefill_hopper")
 
     def forward_mqa(
         self,

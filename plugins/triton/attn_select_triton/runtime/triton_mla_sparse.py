@@ -10,7 +10,6 @@ and ``sparse_top_k`` alone, so that a batch can be captured in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import cast
 
 import torch
@@ -18,6 +17,7 @@ import triton
 from torch import Tensor
 
 from attn_select.errors import KernelMismatchError
+from attn_select.machine.library_imports import import_library
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,
@@ -127,7 +127,8 @@ class TritonMLASparseImpl(MLAAttentionImpl):
         self._fp8 = context.config.cache_dtype in FP8_DTYPES
         self._launch = launch_of(context)
         if self._launch.gathered:
-            import_module("attn_select_triton.kernels.mla_decode_gathered")  # with Gluon, now and not in the first step
+            # With Gluon, now and not in the first step.
+            import_library("attn_select_triton.kernels.mla_decode_gathered")
         self._run = on_device(context.device, self._attend)
 
     def forward_mqa(
