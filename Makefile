@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo site test test-all test-distributed test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo site test test-ci test-all test-distributed test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,15 @@ demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, 
 
 test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k name -x" goes to pytest)
 	$(PYTEST) -m "not slow and not distributed" --hypothesis-profile=quick $(ARGS)
+
+test-ci: ## Test what lands, step by step, and say how long each took: half an hour on two cores, downloads included
+	@$(PYTHON) tests/steps.py \
+		"venv: make venv" \
+		"engines &: $(TEST_ENV)/bin/python tests/engines/run.py --ci" \
+		"lint and types: make check" \
+		"browser: make test-browser" \
+		"tests: $(PYTEST) -m '(not slow or slow(ci=True)) and not distributed' --hypothesis-profile=quick" \
+		"distributed: make test-distributed"
 
 test-distributed: venv ## Test context parallelism between processes, by gloo
 	$(TEST_ENV)/bin/python -m pytest -m distributed tests/distributed $(ARGS)

@@ -42,7 +42,8 @@ if find_spec("hypothesis") is not None:
         stateful_step_count=30,
         deadline=None,
         derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
+        # A test's own list would replace this one, and make it fail on a slow machine.
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
     settings.register_profile("quick", settings.get_profile("full"), max_examples=50)
     settings.load_profile("full")

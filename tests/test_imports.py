@@ -54,7 +54,7 @@ def loaded(statements: str) -> set[str]:
     """Run ``statements`` in a fresh interpreter; return the top-level names of the modules they loaded, the standard
     library's left out."""
     command = [sys.executable, "-c", PROBE.format(statements=statements)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     names = set(json.loads(result.stdout.splitlines()[-1])) - sys.stdlib_module_names
     return {name for name in names if not name.startswith("_sysconfigdata_")}  # the interpreter's own, unlisted

@@ -16,6 +16,8 @@ pytest.importorskip("playwright", reason="`make test-browser` installs it")
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
+PATIENCE = 600_000.0
+"""Milliseconds after which nothing comes any more. Pages take long on a busy machine, and no test says how long."""
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -24,7 +26,7 @@ def browser() -> Iterator[Browser]:
     assert CHROMIUM, "no chromium: `apt-get install chromium`, or name it in CHROMIUM"
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=flags, timeout=PATIENCE)
         yield started
         started.close()
 
@@ -34,6 +36,7 @@ class Visit:
 
     def __init__(self, browser: Browser, address: str, width: int = 1024, colours: Any = "light") -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colours)
+        self.context.set_default_timeout(PATIENCE)
         self.page: Page = self.context.new_page()
         self.complaints: list[str] = []
         self.requests: list[str] = []

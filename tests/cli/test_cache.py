@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 MODEL = ("--model", "llama-3-8b")
@@ -87,7 +87,7 @@ def test_other_heads_cannot_be_made_to_fit(run: Any) -> None:
     assert "They keep other heads or tokens on a rank, which no conversion changes." in result.out
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=12)
 @given(
     model=st.sampled_from(["llama-3-8b", "gpt-oss-120b", "deepseek-v3", "gemma-3-27b"]),
     gpus=st.tuples(*[st.sampled_from(["a100", "h100", "b200", "rtx5090"])] * 2),

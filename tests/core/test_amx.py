@@ -38,7 +38,7 @@ def listed(tmp_path: Path) -> Path:
 
 def said_and_state(cpuinfo: Path, product: str, **options: Any) -> tuple[list[str], str]:
     said: list[str] = []
-    return said, avoid_trapping_amx(said.append, cpuinfo=cpuinfo, product=product, **options)
+    return said, avoid_trapping_amx(said.append, cpuinfo=cpuinfo, product=product, **{"seconds": 600.0, **options})
 
 
 @linux
@@ -102,7 +102,7 @@ def test_a_process_that_prints_nothing_else(listed: Path) -> None:
     code = (
         "import faulthandler, pathlib, torch; faulthandler.enable()\n"
         "from attn_select.machine.amx import avoid_trapping_amx\n"
-        f"print(avoid_trapping_amx(cpuinfo=pathlib.Path({str(listed)!r}), product={TRAP!r}))"
+        f"print(avoid_trapping_amx(cpuinfo=pathlib.Path({str(listed)!r}), product={TRAP!r}, seconds=600))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "traps\n"

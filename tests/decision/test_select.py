@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 from collections import UserDict, UserList
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -257,8 +258,8 @@ def load_in_worker(selection: Selection) -> tuple[int, list[str], Selection]:
 
 def test_a_worker_loads_a_selection_and_sends_it_back() -> None:
     selection = select(GQA, CPU, backend="TORCH_SDPA")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        pid, loaded, back = pool.apply_async(load_in_worker, (selection,)).get(timeout=120)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pid, loaded, back = pool.submit(load_in_worker, selection).result()
     assert pid != os.getpid()
     assert loaded == [backend.__name__ for backend in selection.load().values()]
     check_copy(back, selection)

@@ -14,20 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+TIMEOUT = timedelta(minutes=30)
+"""The group's: it ends what nothing else does, since a busy machine lets a rank wait long for its first step."""
+
 _context = get_context("forkserver")
 # Imported once: each process is then a copy that starts at once.
 _context.set_forkserver_preload(["torch", "torch.distributed", "attn_select.testing", "attn_select_torch.runtime.sdpa"])
 
 
-def _rank(
-    rank: int, size: int, file: str, seconds: float, variables: Any, function: Any, arguments: Any, results: Any
-) -> None:
+def _rank(rank: int, size: int, file: str, variables: Any, function: Any, arguments: Any, results: Any) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-        )
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=TIMEOUT)
         results.put((rank, function(rank, *arguments)))
     except Exception as error:
         results.put((rank, error if _travels(error) else RuntimeError(traceback.format_exc())))
@@ -52,7 +51,6 @@ def run_processes(
     folder: Path,
     function: Callable[..., Any],
     *arguments: Any,
-    seconds: float = 60.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Return what ``function(rank, *arguments)`` returned or raised on each rank; None for one that died.
@@ -60,7 +58,6 @@ def run_processes(
     Args:
         folder: for the file by which the ranks find each other.
         function: of a module that the processes can import.
-        seconds: the group's timeout, after which collectives fail.
         environment: variables of the processes.
     """
     results: Any = _context.Queue()
@@ -69,7 +66,7 @@ def run_processes(
     processes = [
         _context.Process(
             target=_rank,
-            args=(rank, size, file, seconds, variables, function, arguments, results),
+            args=(rank, size, file, variables, function, arguments, results),
             daemon=True,
         )
         for rank in range(size)

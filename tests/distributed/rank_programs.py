@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from attn_select import AttentionConfig, select
 from attn_select.errors import AttnSelectError
@@ -73,8 +75,9 @@ def steps(rank: int, lens_by_rank: list[int], lost: int | None = None, how: str 
     """Run two decodes of each rank's own lengths, and return the error.
 
     Args:
-        lost: a rank that ends, or falls asleep, before the second.
-        how: ``ends`` or ``sleeps``.
+        lost: a rank that does not come to the second, for which the others wait for a second: they have all met in
+            the first, so no slow machine is taken for a lost rank.
+        how: ``ends``, or ``waits`` for another message, which ends when the others have.
     """
     group = attention_group(select(layer(), "cpu"), capacity=CAPACITY, context_parallel=ContextParallel())
     one = Attention(group)
@@ -87,7 +90,10 @@ def steps(rank: int, lens_by_rank: list[int], lost: int | None = None, how: str 
             if step and rank == lost:
                 if how == "ends":
                     os._exit(1)
-                time.sleep(8)
+                with suppress(RuntimeError):
+                    dist.recv(torch.empty(1), src=1 - rank)
+            elif step and lost is not None:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
             one(query, key, value, cache, group.build(prepare_batch([1], [lens_by_rank[rank] + step], table)))
     except AttnSelectError as error:
         return f"{type(error).__name__}: {error}"

@@ -80,9 +80,9 @@ def test_a_batch_that_one_rank_refuses(tmp_path: Path) -> None:
     assert other.startswith("RankError: ")
 
 
-@pytest.mark.parametrize("how", ["ends", "sleeps"])
+@pytest.mark.parametrize("how", ["ends", "waits"])
 def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(tmp_path: Path, how: str) -> None:
-    found = run_processes(2, tmp_path, programs.steps, [20, 20], 1, how, seconds=4)
+    found = run_processes(2, tmp_path, programs.steps, [20, 20], 1, how)
     assert found[0].startswith("RankError: all_gather failed on rank 0 of 2: ")
     assert "within the group's timeout" in found[0]
     assert found[1] is None or found[1].startswith("RankError")
@@ -94,7 +94,7 @@ def test_the_documented_program_prints_what_the_document_shows(tmp_path: Path) -
     block = re.search(r"(?ms)^```text\n\$ torchrun (.*?)\n(.*?)^```$", text)
     assert block is not None
     found = [sys.executable, "-m", "torch.distributed.run", "--standalone", *block[1].split()]
-    done = subprocess.run(found, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(found, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == block[2]
 
@@ -107,7 +107,7 @@ def bench(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     (folder / "bench.py").write_text(program, "utf-8")
     found = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*found, str(folder / "bench.py"), "bench", *given], capture_output=True, text=True, timeout=120, check=False
+        [*found, str(folder / "bench.py"), "bench", *given], capture_output=True, text=True, check=False
     )
     return done.returncode, json.loads(done.stdout)
 

@@ -44,7 +44,6 @@ def run(command: str) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
             check=False,
         )
     return done.stdout

@@ -4,7 +4,7 @@ Each environment is a virtual one of its own in ``.venv-engines``, made on first
 change. It holds the engine; everything else comes from the environment that runs this program. One release stands for
 all that an adapter meets in the same way. While one environment is made, another one is tested.
 
-    python tests/engines/run.py [--only NAME] [--jobs N] [arguments of pytest]
+    python tests/engines/run.py [--ci] [--only NAME] [--jobs N] [arguments of pytest]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Environment:
         name: of the environment's folder.
         requirements: what pip installs, pinned.
         tests: files or folders, relative to the root.
+        smoke: what ``--ci`` runs instead of ``tests``.
         removed: what is taken out again of all that came along.
         alone: whether nothing comes along: what the requirements ask for is left out.
     """
@@ -41,6 +42,7 @@ class Environment:
     name: str
     requirements: tuple[str, ...]
     tests: tuple[str, ...]
+    smoke: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     alone: bool = False
 
@@ -95,7 +97,17 @@ ENVIRONMENTS = (
         alone=True,
     ),
     # `make test` runs 5.23.0, which keeps the pages of all layers in one tensor as all do from 5.19 on.
-    Environment("transformers-5.17.0", ("transformers==5.17.0",), ("engines/transformers/tests",)),
+    Environment(
+        "transformers-5.17.0",
+        ("transformers==5.17.0",),
+        ("engines/transformers/tests",),
+        smoke=(
+            "engines/transformers/tests/test_registration.py",
+            "engines/transformers/tests/test_generate.py::test_greedy_tokens_are_eagers",
+            "engines/transformers/tests/test_continuous_batching.py::"
+            "test_requests_of_uneven_length_get_the_tokens_that_each_gets_alone",
+        ),
+    ),
 )
 
 
@@ -115,14 +127,15 @@ def made(environment: Environment) -> Path:
     (package / "zz_development.pth").write_text(f"import site; site.addsitedir({base!r})\n")
     pip = [sys.executable, "-m", "pip", "--python", python]
     alone = ["--no-deps"] if environment.alone else []
-    subprocess.run([*pip, "install", "-q", *alone, *environment.requirements], check=True)
+    # Few of an engine's modules are imported, and those are compiled then.
+    subprocess.run([*pip, "install", "-q", "--no-compile", *alone, *environment.requirements], check=True)
     if environment.removed:
         subprocess.run([*pip, "uninstall", "-q", "-y", *environment.removed], check=True)
     stamp.write_text(wanted)
     return python
 
 
-def passes(environment: Environment, arguments: Sequence[str]) -> bool:
+def passes(environment: Environment, arguments: Sequence[str], ci: bool) -> bool:
     """Make an environment and run its tests; print what they said in one piece. Return whether all passed."""
     say = partial(print, f"{environment.name}:", flush=True)
     began = time.monotonic()
@@ -133,7 +146,8 @@ def passes(environment: Environment, arguments: Sequence[str]) -> bool:
         return False
     ready = time.monotonic()
     say(f"made in {ready - began:.0f} s")
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *environment.tests]
+    chosen = ["-m", "not slow or slow(ci=True)", *(environment.smoke or environment.tests)] if ci else environment.tests
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *chosen]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     say(f"tested in {time.monotonic() - ready:.0f} s\n{done.stdout}")
     return done.returncode == 0
@@ -142,6 +156,9 @@ def passes(environment: Environment, arguments: Sequence[str]) -> bool:
 def main() -> int:
     """Run the tests in every environment; return 1 if any fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ci", action="store_true", help="what `make test-ci` runs: no slow tests, smokes of old releases"
+    )
     parser.add_argument("--only", default="", help="the environments whose name contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="environments at a time")
     options, rest = parser.parse_known_args()
@@ -149,7 +166,7 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only {options.only}: of {', '.join(environment.name for environment in ENVIRONMENTS)}")
     with ThreadPoolExecutor(options.jobs) as pool:
-        passed = [*pool.map(partial(passes, arguments=rest), chosen)]
+        passed = [*pool.map(partial(passes, arguments=rest, ci=options.ci), chosen)]
     failed = [environment.name for environment, well in zip(chosen, passed, strict=True) if not well]
     if failed:
         print(f"failed in {', '.join(failed)}")

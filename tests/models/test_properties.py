@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
@@ -102,7 +102,6 @@ def test_any_flags(name: str, overrides: dict[str, Any], ranks: int, device: Dev
     check_read(load(name).raw, tensor_parallel_size=ranks, overrides=overrides, device=device)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example writes the same file anew
 @given(content=st.binary(max_size=200) | (values.map(json.dumps) | st.text()).map(str.encode))
 def test_any_file(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "config.json"

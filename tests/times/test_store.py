@@ -166,7 +166,7 @@ def test_writers_that_meet_lose_nothing(tmp_path: Path) -> None:
         assert writer.stdin is not None
         writer.stdin.write(b"\n")
         writer.stdin.close()
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert [writer.wait() for writer in writers] == [0, 0]
     found = read_measurements(named(path))
     assert not found.problems
     batches = [s.measurement.batch for s in found.measurements]

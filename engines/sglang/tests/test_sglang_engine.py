@@ -23,6 +23,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 
 sglang_on_cpu.define_operations()  # transformers imports torchvision too
 
+by_the_interpreter = pytest.mark.slow(
+    guard="test_tokens_are_sglangs_own, of real engines; test_sglang_kernels and test_sglang_mla, of the same kernels"
+)
 OWN = {"attention_backend": "attn_select_torch_sdpa"}
 SGLANGS = {"attention_backend": "torch_native"}
 IN_CHUNKS = {"page_size": 16, "chunked_prefill_size": 16, "enable_mixed_chunk": True}
@@ -92,12 +95,14 @@ def test_tokens_are_sglangs_own(ran: Ran, name: str) -> None:
     assert sum(count > 10 for count in different) >= 0.7 * len(different), different  # few would prove nothing
 
 
+@by_the_interpreter
 def test_triton_attends_in_steps_of_decodes_and_chunks(ran: Ran, interpreted: Ran) -> None:
     """With windows, as planned for a GPU that is not here. Its second prompts are the same: they take over 7 tokens."""
     wanted = ran[0]["gemma3 tied by SGLang"]
     assert interpreted[0]["gemma3"] == [row[: FEW["max_new_tokens"]] for row in wanted]
 
 
+@by_the_interpreter
 def test_drafts_by_n_grams_change_no_token(ran: Ran, interpreted: Ran) -> None:
     """Trees of drafts, and chains on pages that Triton reads: SGLang's own kernels run by the interpreter too."""
     found, log = interpreted
@@ -108,6 +113,7 @@ def test_drafts_by_n_grams_change_no_token(ran: Ran, interpreted: Ran) -> None:
         assert int(steps) < 0.8 * int(tokens)
 
 
+@by_the_interpreter
 def test_mla_in_chunks(interpreted: Ran) -> None:
     """Prompts are decompressed in chunks, which SGLang cuts with a kernel of Triton's: hence by the interpreter."""
     found, wanted = interpreted[0]["deepseek"], interpreted[0]["deepseek by SGLang"]

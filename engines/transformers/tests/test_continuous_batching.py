@@ -194,9 +194,8 @@ def test_a_manager_takes_requests_while_it_runs(calls: Counter[str]) -> None:
     found = []
     for prompt in prompts:
         name = manager.add_request(prompt, max_new_tokens=NEW)
-        while (result := manager.get_result(request_id=name, timeout=60)) is not None and not result.is_finished():
-            pass
-        assert result is not None
+        *_, result = manager.request_id_iter(name)
+        assert result.is_finished()
         found.append(list(result.generated_tokens))
     manager.stop(block=True)
     assert found == expected

@@ -28,6 +28,9 @@ HERE = Path(__file__).parent
 OWN = "ATTN_SELECT_TORCH_SDPA"
 ENCODERS = ("bert", "modernbert")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+more_engines = pytest.mark.slow(
+    guard="test_tokens_are_vllms_own, of real engines; test_vllm_kernels and test_vllm_drawn_steps, by an emulated vLLM"
+)
 CHOSEN = "chose for {}: TORCH_SDPA (attn-select's kernel, as ATTN_SELECT_TORCH_SDPA)"
 
 
@@ -177,6 +180,7 @@ def of_other_kinds(models: dict[str, Path]) -> tuple[dict[str, Run], dict[str, s
     return dict(zip(engines, runs, strict=True)), dict(zip(engines, logs, strict=True))
 
 
+@more_engines
 @pytest.mark.parametrize("method", ["eagle", "mtp", "at once"])
 def test_drafts_by_layers_of_their_own_are_vllms(
     of_other_kinds: tuple[dict[str, Run], dict[str, str]], method: str
@@ -189,6 +193,7 @@ def test_drafts_by_layers_of_their_own_are_vllms(
         assert 0 < found.drafts[1] < found.drafts[0]
 
 
+@more_engines
 def test_a_model_that_drafts_for_itself_is_always_right(
     of_other_kinds: tuple[dict[str, Run], dict[str, str]], in_one_process: tuple[dict[str, Run], str]
 ) -> None:
@@ -221,6 +226,7 @@ def under_the_runner_of_gpus(models: dict[str, Path]) -> tuple[dict[str, Run], s
     return dict(zip(engines, runs, strict=True)), log
 
 
+@more_engines
 def test_triton_runs_under_the_runner_of_gpus(
     under_the_runner_of_gpus: tuple[dict[str, Run], str],
     of_other_kinds: tuple[dict[str, Run], dict[str, str]],
@@ -250,6 +256,7 @@ SHARED = {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16}
 two_cpus = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need a CPU each")
 
 
+@more_engines
 @two_cpus
 def test_ranks_share_contexts(models: dict[str, Path], under_the_runner_of_gpus: tuple[dict[str, Run], str]) -> None:
     """vLLM wants more ranks than KV heads for it. Steps are mixed."""
@@ -262,6 +269,7 @@ def test_ranks_share_contexts(models: dict[str, Path], under_the_runner_of_gpus:
     assert all(len(set(row)) > 5 for row in whole.tokens)  # few different tokens would prove nothing
 
 
+@more_engines
 @two_cpus
 def test_ranks_share_the_contexts_of_mla(
     models: dict[str, Path], under_the_runner_of_gpus: tuple[dict[str, Run], str]
@@ -279,6 +287,7 @@ def test_ranks_share_the_contexts_of_mla(
     assert all(len(set(row)) > 5 for row in whole.tokens)  # few different tokens would prove nothing
 
 
+@more_engines
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_give_vllms_vectors(of_other_kinds: tuple[dict[str, Run], dict[str, str]], name: str) -> None:
     """A ModernBERT has windows to both sides, which are shorter than its longest prompts."""
@@ -291,6 +300,7 @@ def test_encoders_give_vllms_vectors(of_other_kinds: tuple[dict[str, Run], dict[
     assert CHOSEN.format("encoder_only") in logs[ENCODERS[0]]  # said once in a process
 
 
+@more_engines
 def test_a_whisper_hears_as_with_vllms_kernel(of_other_kinds: tuple[dict[str, Run], dict[str, str]]) -> None:
     """Its decoder's layers attend to the cache of what its encoder made of a sound."""
     runs, logs = of_other_kinds
@@ -311,6 +321,7 @@ def test_a_connector_takes_caches_from_one_engine_to_another(in_one_process: tup
     assert log.count("External Cache Hit!") == len(long)
 
 
+@more_engines
 def test_a_connector_takes_latents_from_one_engine_to_another(models: dict[str, Path], tmp_path: Path) -> None:
     """The first engine computes its prompts, and the second finds them."""
     own = {"attention_backend": "ATTN_SELECT_TRITON_MLA", "dtype": "float16"} | FEW | connected(tmp_path)

@@ -20,7 +20,8 @@ pytest.importorskip("triton", reason="needs triton")
 pytest.importorskip("torch", reason="needs torch")
 
 pytestmark = pytest.mark.long
-slow = pytest.mark.slow(guard="test_a_usual_layer_compiles; the same kernels in the interpreter")
+GUARD = "test_a_usual_layer_compiles; the same kernels in the interpreter"
+slow = pytest.mark.slow(guard=GUARD)
 
 SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute
@@ -28,6 +29,8 @@ capability)."""
 PARTS = {75: 0, 80: 0, 86: 1, 89: 2, 120: 3}
 """Chips for which every kernel is compiled, but only a quarter of the layers, and which quarter. They share most tiles
 of ``tuning.toml`` and the kind of products, so together they have every layer."""
+FAMILIES = (80, 90, 100)
+"""A chip for each instruction of products: mma, wgmma, tcgen05. CI compiles for these alone."""
 TENSOR_MEMORY = 512
 """Columns of tensor memory of a multiprocessor of compute capability 10 (PTX ISA, tcgen05)."""
 SPILLED = 1024
@@ -60,6 +63,10 @@ HOPPER = (
 )  # fmt: skip
 """Written for compute capability 9.0, launched there only."""
 Report = list[dict[str, Any]]
+on_every_chip = pytest.mark.parametrize(
+    "target",
+    [pytest.param(each, marks=pytest.mark.slow(guard=GUARD, ci=each in FAMILIES)) for each in SHARED_MEMORY],
+)
 
 
 def run(script: str, target: int, cache: Path, *options: str) -> str:
@@ -111,8 +118,7 @@ def test_the_decode_of_states_compiles(target: int, tmp_path: Path) -> None:
         assert line["shared"] <= 4096, line
 
 
-@slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@on_every_chip
 def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:
     kernels = [line for line in report(target) if "refused" not in line]
     wanted = {*ATTENTION, *OTHERS, *(HOPPER if target == 90 else []), *(INDEXER if target >= 80 else [])}
@@ -123,8 +129,7 @@ def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Rep
         assert line["tensor_memory"] <= (TENSOR_MEMORY if target == 100 else 0), line
 
 
-@slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@on_every_chip
 def test_the_gate_refuses_what_does_not_compile(target: int, report: Callable[[int], Report]) -> None:
     """e4m3 below compute capability 8.9, of a cache and of an output, and nothing else of what is asked."""
     refused = [line["refused"] for line in report(target) if "refused" in line]
@@ -132,8 +137,7 @@ def test_the_gate_refuses_what_does_not_compile(target: int, report: Callable[[i
     assert bool(refused) == (target < 89)
 
 
-@slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@on_every_chip
 def test_products_run_on_tensor_cores(target: int, report: Callable[[int], Report]) -> None:
     """From 8.0 on, but for float32, which is exact, on FMA units. Wide tiles have the chip's own instruction."""
     multiplying = [line for line in report(target) if line.get("products")]
@@ -146,8 +150,7 @@ def test_products_run_on_tensor_cores(target: int, report: Callable[[int], Repor
             assert newest in line["instructions"], line
 
 
-@slow
-@pytest.mark.parametrize("target", SHARED_MEMORY)
+@on_every_chip
 def test_registers_suffice(target: int, report: Callable[[int], Report]) -> None:
     for line in report(target):
         if "refused" not in line:

@@ -119,6 +119,6 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
         "rank_memory.gather_rank_heads(torch.ones(1, 2, 16, dtype=torch.float16, device='cuda'), memory, 1)\n"
         "torch.cuda.synchronize()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "CUDA error" in done.stderr
