@@ -36,6 +36,8 @@ from attn_select.runtime.kv_cache import kv_cache_shape
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 PADDING = 3
 """Rows of every tensor behind the batch's tokens."""
+WIDER = 16
+"""Numbers behind each row of a tensor that is a part of a wider one; kernels may want rows at multiples of 16 bytes."""
 
 Drawn = Problem | MLAProblem
 Layer = Attention | MLAAttention
@@ -132,7 +134,7 @@ class StepMemory:
 
     Args:
         wide: what has one row per token lies side by side in one tensor, as projections leave it, and outputs and block
-            tables are parts of wider ones.
+            tables are parts of tensors that are wider in their last axis.
     """
 
     def __init__(self, wide: bool = False) -> None:
@@ -167,10 +169,10 @@ class StepMemory:
         return self._memory(f"kv_cache of {id(layer)}", kv_cache.shape, kv_cache).copy_(kv_cache)
 
     def poisoned(self, name: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return poison of a shape ``(T, H, size)``, and the tensor that it is a part of."""
-        whole = self._memory(name, (shape[0], shape[1] + self.wide, *shape[2:]), like, dtype)
+        """Return poison of a shape, and the tensor that it is a part of."""
+        whole = self._memory(name, (*shape[:-1], shape[-1] + WIDER * self.wide), like, dtype)
         whole.view(torch.uint8).fill_(0xFF)
-        return whole[:, : shape[1]], whole
+        return whole[..., : shape[-1]], whole
 
     def check_unchanged(self) -> None:
         """Compare what the layer was to read with what was brought.
@@ -183,7 +185,7 @@ class StepMemory:
                 raise AssertionError(f"{name} was changed: it is the caller's, and other layers read it")
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
-        extra = 3 if self.wide and name == "block_table_tensor" else 0
+        extra = WIDER if self.wide and name == "block_table_tensor" else 0
         whole = self._memory(name, (*tensor.shape[:-1], tensor.shape[-1] + extra), tensor)
         part = whole[..., : tensor.shape[-1]].copy_(tensor)
         self._read[name] = part, tensor
@@ -345,12 +347,11 @@ def run_problem(
     output, whole = memory.poisoned("output", shape, drawn.query, _output_dtype(drawn.query, output_scale))
     written, lse = {"output": whole}, None
     if returns_lse(group) if wants_lse is None else wants_lse:
-        rows, written["LSE"] = memory.poisoned("LSE", (*shape[:2], 1), drawn.query, torch.float32)
-        lse = rows[..., 0]
+        lse, written["LSE"] = memory.poisoned("LSE", shape[:2], drawn.query, torch.float32)
     call_layer(layer, inputs, kv_cache, metadata, lse, output_scale, output)
     for name, tensor in written.items():
         left = tensor.view(torch.uint8).clone()
-        left[:tokens, : shape[1]] = 0xFF
+        left[:tokens, ..., : left.shape[-1] - WIDER * memory.wide * tensor.element_size()] = 0xFF
         if not bool((left == 0xFF).all()):
             raise AssertionError(
                 f"{name} rows behind num_actual_tokens = {tokens}, or memory between rows, were written"

@@ -313,6 +313,9 @@ class BackendConformance:
         )
         if selection is None:
             for phase, plan in plans.items():
+                if len(plans) == 1:
+                    text = f"{phase} by {plan.path} reads no cache in blocks of block_size = {case.config.block_size}"
+                    raise AssertionError(f"{text}: kernel_block_sizes = {plan.kernel_block_sizes}, but it is declared")
                 self._run(case, {phase: plan})
             return
         terms = Terms(self.error_bound, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps)

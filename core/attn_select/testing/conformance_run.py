@@ -60,6 +60,7 @@ LONG = (320, 384, 512, 640, 1024)
 """Tokens of the sequences of large steps, one more or one less: at the edges of tiles, splits and many pages."""
 LONG_QUERY = 257
 """Tokens of the longest query of large steps."""
+MOST_GRAPH_TOKENS = 1024
 MANY_REQUESTS = 130
 FEW_KEYS = 24
 """Tokens of a sequence where there are many."""
@@ -145,14 +146,15 @@ class Batches:
         return [requests[i] for i in decodes_first([query for query, _ in requests], self.longest_decode)]
 
     def uniform(self, seed: int, *, rows_without_keys: bool) -> list[Request]:
-        """Draw decodes of equal query length: the first without context, and if asked for a last one without keys."""
+        """Draw decodes of equal query length, one of them without context, and if asked for one without keys."""
         rng = random.Random(seed)
         query_len = min(self.config.max_decode_query_len, self.longest_decode)
         whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
         lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
         if self.large == "keys":
             lengths[2:] = [seq_len for _, seq_len in self._long(rng)]
-        return [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
+        requests = [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
+        return rng.sample(requests, len(requests))
 
     def many(self, seed: int) -> list[Request]:
         """Draw many short requests of one phase."""
@@ -170,11 +172,11 @@ class Batches:
         return "decode" in self.phases or not self.config.has_cache
 
     def _long(self, rng: random.Random) -> list[Request]:
-        """Draw two long decodes, a long prompt, and a short piece behind a long context."""
+        """Draw two long decodes, a long prompt, and a long piece of a longer one."""
         lengths = [length + rng.choice((-1, 0, 0, 1)) for length in rng.sample(LONG, 3)]
         if not self.config.has_cache:
             return [(min(lengths), min(lengths))]
-        return [(1, lengths[0]), (1, lengths[1]), (LONG_QUERY, LONG_QUERY), (65, lengths[2])]
+        return [(1, lengths[0]), (1, lengths[1]), (LONG_QUERY, LONG_QUERY), (LONG_QUERY, lengths[2])]
 
     def _fitted(self, query_len: int, seq_len: int) -> Request:
         """Return a request like this one of a phase that is served."""
@@ -258,7 +260,7 @@ class Rig:
         config, large = self.config, large_of(seed, self.config)
         requests = MANY_REQUESTS if large == "requests" else MOST_REQUESTS + EMPTY_REQUESTS
         longest = 2048 if large == "keys" else 1024
-        capacity = Capacity(requests, max(1024, 8 * requests), max_model_len=max(longest, 4 * size))
+        capacity = Capacity(requests, max(MOST_GRAPH_TOKENS, FEW_KEYS * requests), max_model_len=max(longest, 4 * size))
         made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": [*selection.backends], "context_parallel": ranks}
         if self.config.mla:
             made["workspace_tokens"] = WORKSPACE_TOKENS
@@ -304,7 +306,8 @@ class Rig:
         if draw.large is None:
             again = int(seed % 4 > 0)
             order = requests[again] if seed % 3 else draw.in_turn(requests[again][::-1])
-            steps.append((draw.draw(seed + 2, order), memories[again] if seed & 2 else StepMemory(), 2))
+            twin = draw.draw(seed + 2, order), memories[again] if seed & 2 else StepMemory(), 2
+            steps = [steps[1 - again], steps[again], twin]
         if draw.takes_empty:
             steps.append((draw.draw(seed + 3, draw.empty(random.Random(seed))), StepMemory(), 1))
         layers: list[Any] = []
@@ -343,7 +346,8 @@ class Rig:
                 query_len = min(self.config.max_decode_query_len, self.longest_decode)
             replays += self._replay([(query_len, 0)] * 5, [2, 5], ((0, 2), (0, 5), (0, 1), (1, 4)), query_len)
         if len(self.plans) == 2 and {plan.cuda_graph for plan in self.plans.values()} == {"ALWAYS"}:
-            requests, most = self.batches.mixed(self.seed), self.group.capacity.max_num_batched_tokens
+            requests = [request for request in self.batches.mixed(self.seed) if request[0]]
+            most = MOST_GRAPH_TOKENS
             replays += self._replay(requests, [most // 2, most], ((0, len(requests)), (0, 2), (1, len(requests))), None)
         return replays
 
@@ -353,7 +357,7 @@ class Rig:
         """Capture, then replay parts of two batches that differ in lengths and tables; return the number of replays."""
         rng = random.Random(self.seed)
         # Equal queries draw equal weights, scales and sinks: one layer serves all.
-        both = [[(query, rng.randint(max(query, 1), LONGEST)) for query, _ in requests] for _ in range(2)]
+        both = [[(query, rng.randint(max(query, 1), max(query, LONGEST))) for query, _ in requests] for _ in range(2)]
         drawn = [self.batches.draw(self.seed, with_lengths) for with_lengths in both]
         group, ranks = self.group, self.ranks
         own = drawn if ranks is None else [part_of_rank(each, group, ranks) for each in drawn]
