@@ -317,6 +317,31 @@ WRONG_TENSORS: dict[str, tuple[Callable[[Call], dict[str, Any]], str]] = {
     ),
     "cache shape": (lambda c: {"kv_cache": c.cache[..., :16]}, "kv_cache of shape .*: layout FLASH_ATTN_NHD is"),
     "cache blocks": (lambda c: {"kv_cache": c.cache.view(2, -1, 8, 2, 32)}, "has 8 tokens per block: accepted are 16"),
+    "a cache of one block": (
+        lambda c: {"kv_cache": c.cache[:, :1].expand_as(c.cache)},
+        r"kv_cache of shape .* has strides \(\d+, 0, .*\): several elements share one address",
+    ),
+    "a cache of sliding windows": (
+        lambda c: {"kv_cache": c.cache.view(-1).as_strided(c.cache.shape, (64, 8, 4, 32, 1))},
+        r"kv_cache of shape .* has strides \(64, 8, 4, 32, 1\): several",
+    ),
+    "an output of one row": (
+        lambda c: {"output": c.problem.query[:1].expand_as(c.problem.query).clone()[:1].expand_as(c.problem.query)},
+        r"output of shape .* has strides \(0, 32, 1\): several elements",
+    ),
+    "an LSE inside the output": (
+        lambda c: {"output": (out := torch.zeros_like(c.problem.query)), "output_lse": out.view(-1, 4)[: len(out)]},
+        "output and output_lse overlap in memory: the layer writes output",
+    ),
+    "an output over the query": (lambda c: {"output": c.problem.query}, "output and query overlap in memory"),
+    "an output inside the cache": (
+        lambda c: {"output": c.cache.view(-1, 4, 32)[: len(c.problem.query)]},
+        "output and kv_cache overlap in memory",
+    ),
+    "keys inside the cache": (
+        lambda c: {"key": c.cache.view(-1, 2, 32)[: len(c.problem.key)]},
+        "kv_cache and key overlap in memory: the layer writes kv_cache",
+    ),
     "too small a cache": (
         lambda c: {"kv_cache": c.cache[:, :3]},
         r"block_table_tensor\[\d, \d\] = \d+: the pool has blocks",
@@ -336,6 +361,29 @@ def test_wrong_tensors_do_not_reach_a_kernel(call: Call, kind: str) -> None:
     with pytest.raises((BatchError, ConfigError), match=message):  # also after a call that was right
         call(**change(call))
     assert call.toy.calls == ["update", "forward"]
+
+
+def test_tensors_between_each_others_elements_are_apart(call: Call) -> None:
+    """Query and output as halves of one buffer, an LSE in its padding, keys and values in one tensor."""
+    problem = call.problem
+    both = torch.zeros(len(problem.query), 4, 72)
+    both[..., :32] = problem.query
+    query, output, lse = both[..., :32], both[..., 32:64], both[..., 64]
+    pairs = torch.stack([problem.key, problem.value], dim=2)
+    wanted = torch.zeros_like(problem.query)
+    call(output=wanted)
+    call(query=query, output=output, key=pairs[:, :, 0], value=pairs[:, :, 1])
+    assert same_bits(output.contiguous(), wanted)
+    with pytest.raises(BatchError, match="output_lse has strides"):
+        call(query=query, output=output, output_lse=lse)
+
+
+def test_a_new_cache_of_one_block_is_refused_without_checked_mode(make_toy: Factory, make_group: Factory) -> None:
+    toy, problem = make_toy(), random_problem(3, CONFIG, FLASH)
+    call = Call(toy, make_group(CONFIG, toy), problem, common_of(problem))
+    with pytest.raises(BatchError, match=r"kv_cache of shape .*: several elements share one address"):
+        call(kv_cache=call.cache[:, :1].expand_as(call.cache))
+    assert toy.calls == []
 
 
 @pytest.mark.usefixtures("checked")

@@ -232,3 +232,20 @@ def test_checked_mode_names_an_index_that_is_no_slot(wrong: int, monkeypatch: py
     chosen[1, 3] = wrong
     with pytest.raises(BatchError, match=rf"topk_indices\[1, 3\] = {wrong}: accepted are slots 0 to 959, and -1 for"):
         layer(*inputs, topk_indices=chosen)
+
+
+@pytest.mark.parametrize("whose", ["another request's", "never written"])
+def test_checked_mode_names_a_slot_of_no_token_of_the_request(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
+    group = group_on("cpu")
+    step = Step(((2, 5), (3, 4)), "fp8_e4m3", "cpu", group)
+    chosen = step.run()
+    layer = MLAAttention(group, torch.zeros(3 * (16 + 24), 32))
+    inputs = (torch.randn(5, 3, 24), torch.randn(5, 32), torch.randn(5, 8), group.allocate_kv_cache(60), step.metadata)
+    layer(*inputs, topk_indices=chosen)
+    first, second = (BLOCK * blocks[0] for blocks in step.blocks)
+    wrong = first + 3 if whose == "another request's" else second + 4
+    chosen[3, 2] = wrong
+    text = rf"topk_indices\[3, 2\] = {wrong} \(token 1 of request 1\): accepted are the slots of the request's 4 tokens"
+    with pytest.raises(BatchError, match=text):
+        layer(*inputs, topk_indices=chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from attn_select import AttentionConfig, select
 from attn_select.layer.layouts import FP8_DS_MLA, MLA
 from attn_select.reference.running import common_of
 from attn_select.runtime import (
+    MLAAttention,
     MLAAttentionGroup,
     Scales,
     ops,
@@ -167,15 +169,41 @@ def test_the_oracle_agrees_with_itself(name: str) -> None:
         torch.testing.assert_close(problem.to("cpu").reference(decodes), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_weights_are_kept_once() -> None:
-    """Of the three forms only the transposed W_UV may be a copy, in bfloat16 on a CPU."""
-    for dtype, copies in (("float32", 0), ("bfloat16", 1)):
-        problem = random_mla_problem(0, AttentionConfig(**SMALL, dtype=dtype), requests=[(1, 1)])
-        group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
-        layer = layer_of(group, problem)
-        places = {tensor.untyped_storage().data_ptr() for tensor in (layer.kv_b_proj, layer.w_uk_t, layer.w_uv)}
-        assert len(places) == 1 + copies
-        assert layer.state_dict() == {}  # they are the model's, whose checkpoint has them
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_weight_is_kept_once_and_followed_by_both_paths(dtype: str) -> None:
+    """What is written to the model's weight later counts from the next call on, for decodes and for prefills."""
+    problem = random_mla_problem(0, AttentionConfig(**SMALL, dtype=dtype), requests=MIXED)
+    model = torch.nn.Parameter(problem.kv_b_proj.clone())
+    other = random_mla_problem(1, problem.step.config, requests=MIXED).kv_b_proj
+    group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
+    layer, metadata = MLAAttention(group, model), group.build(common_of(problem))
+    given = (problem.query, problem.step.key, problem.step.value, problem.step.kv_cache, metadata)
+    assert [buffer.data_ptr() for buffer in layer.buffers()] == [model.data_ptr()]
+    assert layer.state_dict() == {}  # it is the model's, whose checkpoint has it
+    before, after = (MLAAttention(group, weight)(*given) for weight in (problem.kv_b_proj, other))
+    assert same_bits(layer(*given), before)
+    assert not same_bits(before, after)
+    with torch.no_grad():
+        model.copy_(other)
+    assert same_bits(layer(*given), after)
+
+
+def test_a_converted_weight_is_the_layers_own() -> None:
+    """The model's is followed by neither path; what is written to the layer's is followed by both."""
+    problem = random_mla_problem(0, AttentionConfig(**SMALL, dtype="bfloat16"), requests=MIXED)
+    model, other = problem.kv_b_proj.float(), random_mla_problem(1, problem.step.config, requests=MIXED).kv_b_proj
+    group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
+    layer, metadata = MLAAttention(group, model), group.build(common_of(problem))
+    given = (problem.query, problem.step.key, problem.step.value, problem.step.kv_cache, metadata)
+    before, after = (MLAAttention(group, weight)(*given) for weight in (problem.kv_b_proj, other))
+    model.copy_(other)
+    assert same_bits(layer(*given), before)
+    twin = copy.deepcopy(layer)
+    for moved in (layer, twin, twin.float().bfloat16()):  # memory of its own, each time
+        moved.kv_b_proj.copy_(other)
+        assert same_bits(moved(*given), after)
+        moved.kv_b_proj.copy_(problem.kv_b_proj)
+        assert same_bits(moved(*given), before)
 
 
 def test_nothing_carries_a_gradient() -> None:

@@ -113,6 +113,16 @@ def test_reshape_and_cache_from_views() -> None:
     assert same_bits(found, expected)
 
 
+def test_chosen_slots_go_in_front_of_padding() -> None:
+    chosen = torch.tensor([[-1, 7, -5, 3], [1, 2, 3, 0], [-1, -1, -1, -2], [4, -1, -1, -1]], dtype=torch.int32)
+    for given in (chosen, chosen[:0], torch.cat([chosen, chosen], dim=1)[:, 4:]):
+        slots, counts = ops.slots_in_front(given)
+        assert slots.dtype == counts.dtype == torch.int32
+        assert slots.is_contiguous()
+        assert slots.tolist() == [[7, 3, -1, -1], [1, 2, 3, 0], [-1] * 4, [4, -1, -1, -1]][: len(given)]
+        assert counts.tolist() == [2, 4, 0, 1][: len(given)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_quantize_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 
 from attn_select.backends.spec import (
@@ -26,8 +27,8 @@ from attn_select.decide.gate import check
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import CPU, lookup
 from attn_select.machine.environment import Environment
-from attn_select.reference.running import check_result, problem_for, run_problem, shared_prefix
-from attn_select.runtime import Capacity, attention_group
+from attn_select.reference.running import check_result, problem_for, result_of, run_problem, shared_prefix
+from attn_select.runtime import Capacity, attention_group, ops
 from attn_select.testing import (
     ask,
     check_answers,
@@ -242,6 +243,27 @@ def test_a_kernel_that_rounds_to_fp8_itself_has_the_bound_of_an_fp8_query() -> N
     exact, rounded = (error_bound(config, {"decode": plan}) for plan in (PLAN, itself))
     assert rounded == error_bound(config, {"decode": given})
     assert rounded.norm > exact.norm
+
+
+def test_an_fp8_output_that_saturates_is_compared_with_what_it_can_hold(acme: BackendSpec) -> None:
+    declared = {
+        phase: replace(known, output_quantizations=Fact(("fp8",), SOURCE)) for phase, known in acme.capabilities.items()
+    }
+    config = gqa_layer(num_heads=4, num_kv_heads=2, head_size=64, output_quantization="fp8")
+    selection = selection_of(replace(acme, capabilities=declared), config, CPU)
+    group = attention_group(selection, "cpu", Capacity(8, 256, 256))
+    problem = problem_for(group, [(1, 40), (17, 40), (3, 70)], seed=3)
+    exact, scale = problem.reference()[0], torch.tensor(0.0002)
+    assert (exact.abs() > 448 * scale).float().mean() > 0.05
+    rounded = ops.quantize_fp8(exact.float(), scale, torch.float8_e4m3fn)
+    result = result_of(group, problem, rounded, None, None, scale)
+    assert relative_error(result.output, exact).norm > error_bound(config, selection.plans).norm
+    check_result(group, problem, result)
+    overflown = rounded.float().masked_fill(exact.abs() > 448 * scale, torch.nan)
+    for wrong, message in ((-rounded.float(), "output is off by"), (overflown, "holds NaN or infinity")):
+        stored = wrong.to(torch.float8_e4m3fn)
+        with pytest.raises(AssertionError, match=message):
+            check_result(group, problem, result_of(group, problem, stored, None, None, scale))
 
 
 def test_one_wrong_row_among_many_right_ones_is_found(acme: BackendSpec) -> None:

@@ -10,7 +10,8 @@ numbers costs 0.3 to 0.6 u in the norm; the squares of several such errors add u
 - *float32*: nothing is rounded in between, but sums of hundreds of terms are: 32 u, or 64 u where factors are sums too.
 - *FP8 query*: the reference rounds the query likewise, but kernels round the weights to e4m3 too (FlashAttention-3,
   TRT-LLM, FlashMLA): 1 u of e4m3.
-- *FP8 output*: 1 u of e4m3.
+- *FP8 output*: 1 u of e4m3, against the reference saturated to 448 scales, the most that such an output holds: a kernel
+  does right to cut what is larger, and rounding exactly would be off by more than any bound.
 
 A single row may have three times the error of all rows together, since its terms may cancel.
 """

@@ -75,7 +75,7 @@ class Problem:
     tree_mask: Tensor | None = None
     """bool ``(T, 1 + num_speculative_tokens)``, with ``draft_tree``; what is not to be read is random."""
     topk_indices: Tensor | None = None
-    """int32 ``(T, sparse_top_k)``: physical slots, -1 behind the last."""
+    """int32 ``(T, sparse_top_k)``: physical slots, -1 behind or between them."""
     k_scale: Tensor | None = None
     """float32 ``()``, or ``(Hkv,)`` with ``per_head_quant_scales``; None unless the cache is FP8 and lacks its own."""
     v_scale: Tensor | None = None
@@ -267,14 +267,18 @@ def _with_cache(
 
 
 def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Generator) -> Tensor:
-    """Choose for each token up to ``sparse_top_k`` of the positions up to its own; int32 ``(T, top_k)`` slots."""
+    """Choose for each token up to ``sparse_top_k`` of the positions up to its own; int32 ``(T, top_k)`` slots.
+
+    Of every other token the padding stands between them, not behind.
+    """
     top_k = problem.config.sparse_top_k or 0
     chosen = []
     for row, (query_len, seq_len) in zip(block_table, problem.requests, strict=True):
         for position in last_positions(query_len, seq_len).tolist():
             positions = torch.randperm(max(0, position + 1), generator=draw)[:top_k]
             slots = slot_mapping_reference(row, positions, block_size)
-            chosen.append(torch.nn.functional.pad(slots, (0, top_k - len(slots)), value=-1))
+            padded = torch.nn.functional.pad(slots, (0, top_k - len(slots)), value=-1)
+            chosen.append(padded if len(chosen) % 2 else padded[torch.randperm(top_k, generator=draw)])
     return torch.stack(chosen).int() if chosen else torch.empty(0, top_k, dtype=torch.int32)
 
 

@@ -157,7 +157,8 @@ class Attention(nn.Module):
         if self._quantizes or not (output_lse is output_scale is output_block_scale is None):
             self._check_extras(attn_metadata, output_lse, output_scale, output_block_scale)
         if self.group.checked:
-            named = {"query": query, "key": key, "value": value, "output": output, "output_lse": output_lse}
+            written = {"output": output, "output_lse": output_lse, "output_block_scale": output_block_scale}
+            named = {"query": query, "key": key, "value": value, "output_scale": output_scale, **written}
             self.group.check_contents(self.scales, named, kv_cache, attn_metadata.common)
         if self._in_parts is not None:
             self._in_parts.forward(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)

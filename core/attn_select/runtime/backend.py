@@ -314,7 +314,7 @@ class MLAAttentionImpl:
             attn_metadata: what ``build`` built for these requests.
             output: ``(T, num_heads, kv_lora_rank)`` in the compute dtype.
             output_lse: float32 ``(T, num_heads)``, filled where given.
-            topk_indices: int32 ``(T, sparse_top_k)``, with sparse MLA: physical slots, -1 behind a token's last one.
+            topk_indices: int32 ``(T, sparse_top_k)``, with sparse MLA: physical slots, -1 behind or between them.
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward_mqa: its backend serves no decodes")
 

@@ -12,10 +12,14 @@ from attn_select.runtime import checks
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.group_cache import GroupCache
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.overlaps import check_overlaps
 from attn_select.runtime.scales import Scales
 
 _CONTENTS = ("query", "key", "value", "kv_c_normed", "k_pe")
 """What a layer is given that must hold finite numbers; outputs are poisoned in tests."""
+_WRITTEN = ("output", "output_lse", "output_block_scale")
+"""What a layer is given to write, beside its cache."""
+_OF_BATCHES = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
 
 
 class BatchChecks:
@@ -104,6 +108,11 @@ class BatchChecks:
                 "attn_metadata is of an earlier step: group.build has since built another one in the same memory",
                 hint="give the layers what the last group.build(common) returned",
             )
+        written = {name: tensor for name, tensor in tensors.items() if name in _WRITTEN}
+        read = {name: tensor for name, tensor in tensors.items() if name not in _WRITTEN}
+        read |= {"q_scale": scales.q, "k_scale": scales.k, "v_scale": scales.v}
+        read |= {name: getattr(common, name) for name in _OF_BATCHES}
+        check_overlaps({**written, "kv_cache": kv_cache}, read)
         for name, tensor in tensors.items():
             if tensor is not None:
                 checks.check_strides(name, tensor, self.device)
@@ -117,3 +126,5 @@ class BatchChecks:
         assert kv_cache is not None
         checks.check_strides("kv_cache", kv_cache, self.device)
         checks.check_blocks(common, self.config, kv_cache, self.cache.kv_layout, held, self.block_size)
+        if (indices := tensors.get("topk_indices")) is not None:
+            checks.check_indices(indices, common, held * self.block_size, self.block_size)

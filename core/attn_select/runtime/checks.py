@@ -19,6 +19,7 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.machine import variables
 from attn_select.runtime.kv_cache import cache_dtype, check_cache_shape
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
+from attn_select.runtime.overlaps import check_no_self_overlap
 from attn_select.runtime.scales import Scales
 
 
@@ -250,7 +251,8 @@ def check_scales(scales: Scales) -> None:
 def check_cache(
     kv_cache: Tensor | None, layout: str, config: AttentionConfig, device: torch.device, block_size: int
 ) -> int:
-    """Check one layer's cache: presence, shape, dtype, device, tokens per block. Cheap. Return its number of blocks.
+    """Check one layer's cache: presence, shape, strides, dtype, device, tokens per block. Cheap. Return its number
+    of blocks.
 
     Raises:
         BatchError, ConfigError: names what was seen and what is accepted.
@@ -264,6 +266,7 @@ def check_cache(
     wanted = cache_dtype(layout, config)
     if kv_cache.dtype != wanted or kv_cache.device != device:
         raise BatchError(f"kv_cache is {kv_cache.dtype} on {kv_cache.device}: accepted is {wanted} on {device}")
+    check_no_self_overlap("kv_cache", kv_cache)
     return num_blocks
 
 
@@ -290,23 +293,44 @@ def check_strides(name: str, tensor: Tensor, device: torch.device) -> None:
     """
     if tensor.device != device:
         raise BatchError(f"{name} is on {tensor.device}: accepted is {device}")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise BatchError(f"{name} has strides {tensor.stride()}: the last dimension must be contiguous")
 
 
-def check_indices(indices: Tensor, num_slots: int) -> None:
-    """Compare the indices ``(T, top_k)`` of sparse MLA with what a cache holds. Synchronises.
+def check_indices(indices: Tensor, common: CommonAttentionMetadata, num_slots: int, block_size: int) -> None:
+    """Compare the indices ``(T', top_k)`` of sparse MLA with what each token's request has in the cache. Synchronises.
+
+    Args:
+        num_slots: that the cache holds.
+        block_size: tokens per block of the batch's table.
 
     Raises:
-        BatchError: one is neither -1 nor a slot; names the first and where it stands.
+        BatchError: one is neither -1 nor a slot of a token of its request; names the first and where it stands.
     """
-    wrong = ((indices < -1) | (indices >= num_slots)).nonzero()
+    chosen = indices[: common.num_actual_tokens].cpu()
+    wrong = ((chosen < -1) | (chosen >= num_slots)).nonzero()
     if len(wrong):
         token, place = wrong[0].tolist()
         raise BatchError(
-            f"topk_indices[{token}, {place}] = {int(indices[token, place])}: accepted are slots 0 to {num_slots - 1}, "
+            f"topk_indices[{token}, {place}] = {int(chosen[token, place])}: accepted are slots 0 to {num_slots - 1}, "
             "and -1 for none"
         )
+    assert common.block_table_tensor is not None
+    rows, offsets = common.block_table_tensor.cpu(), torch.arange(block_size)
+    bounds = common.query_start_loc_cpu.tolist()
+    for request, seq_len in enumerate(common.seq_lens_cpu.tolist()):
+        blocks = rows[request, : -(-seq_len // block_size)].long()
+        own = torch.zeros(num_slots, dtype=torch.bool)
+        own[(blocks[:, None] * block_size + offsets).flatten()[:seq_len]] = True
+        some = chosen[bounds[request] : bounds[request + 1]].long()
+        wrong = ((some >= 0) & ~own[some.clamp_min(0)]).nonzero()
+        if len(wrong):
+            token, place = wrong[0].tolist()
+            raise BatchError(
+                f"topk_indices[{bounds[request] + token}, {place}] = {int(some[token, place])} (token {token} of "
+                f"request {request}): accepted are the slots of the request's {seq_len} tokens, by its block table in "
+                f"blocks of {block_size}, and -1 for none"
+            )
 
 
 def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) -> None:

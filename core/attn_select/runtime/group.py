@@ -114,6 +114,8 @@ class AttentionGroup(LayerGroup):
         self.check_batch(common_attn_metadata)
         if common_prefix_len:
             self.checks.prefix(common_attn_metadata, common_prefix_len)
+        if not common_attn_metadata.num_actual_tokens:  # kernels need not know of such steps
+            return self._metadata(common_attn_metadata, [])
         way = self.loaded.ways.of_step(common_attn_metadata)
         if way.unified:
             part = self._whole(way, common_attn_metadata, common_prefix_len, fast_build)
@@ -175,7 +177,7 @@ class AttentionGroup(LayerGroup):
 
 
 def _by_phase(split: Split) -> list[tuple[Phase, int, int]]:
-    """Return phase, first and end request of each part that is not empty."""
+    """Return phase, first and end request of each part that has tokens."""
     decodes, total = split.num_decodes, split.num_decodes + split.num_prefills
-    parts: list[tuple[Phase, int, int]] = [("decode", 0, decodes), ("prefill", decodes, total)]
-    return [part for part in parts if part[1] < part[2]]
+    parts: list[tuple[Phase, int, int]] = [("decode", 0, decodes)] if split.num_decode_tokens else []
+    return [*parts, ("prefill", decodes, total)] if split.num_prefills else parts

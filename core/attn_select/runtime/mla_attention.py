@@ -32,7 +32,10 @@ class MLAAttention(nn.Module):
     Args:
         group: the group of layers that it belongs to.
         kv_b_proj: ``(num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank)``, the checkpoint's weight that
-            decompresses a latent (``kv_b_proj.weight``); head by head the rows of ``W_UK``, then of ``W_UV``.
+            decompresses a latent (``kv_b_proj.weight``); head by head the rows of ``W_UK``, then of ``W_UV``. Where it
+            lies on the group's device in the layer's dtype, the layer reads this memory: both computation paths, and
+            captured graphs, follow what is written there later. Else the layer has a converted copy, which follows
+            nothing. ``layer.kv_b_proj`` is what is read in either case: ``layer.kv_b_proj.copy_(weight)`` updates it.
         scale: factor on ``q . k``; None: ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
         alibi_slopes: ``(num_heads,)``; required with ``config.alibi``, refused without.
         sinks: ``(num_heads,)``; required with ``config.sinks``, refused without.
@@ -92,26 +95,30 @@ class MLAAttention(nn.Module):
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
-        """Keep the decompressing weight, and views of it for both sides of decode."""
+        """Keep the decompressing weight: in no second form, so that writes to it reach both sides of decode."""
         wanted = (self.heads * (self.nope + self.value_size), self.rank)
         if tuple(kv_b_proj.shape) != wanted:
             text = f"kv_b_proj of shape {tuple(kv_b_proj.shape)}: accepted is {wanted}"
             raise ConfigError(text, fields=["kv_b_proj"])
         weight = kv_b_proj.detach().to(self.group.device, PLAIN_DTYPES[self.group.config.dtype])
-        by_head = weight.view(self.heads, self.nope + self.value_size, self.rank)
         self.register_buffer("kv_b_proj", weight, persistent=False)
-        w_uv = by_head[:, self.nope :].transpose(1, 2)
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            w_uv = w_uv.contiguous()  # oneDNN would copy it in every call, which takes ten times as long as the product
-        self.register_buffer("w_uk_t", by_head[:, : self.nope], persistent=False)
-        self.register_buffer("w_uv", w_uv, persistent=False)
+        self._viewed: Tensor | None = None
 
     kv_b_proj: Tensor
     """``(num_heads * (P + V), R)``."""
-    w_uk_t: Tensor
-    """``(num_heads, P, R)``: query into latent."""
-    w_uv: Tensor
-    """``(num_heads, R, V)``: latent into output."""
+    _views: tuple[Tensor, Tensor]
+
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """Return ``W_UK (H, P, R)``, query into latent, and ``W_UV (H, R, V)``, latent into output: views.
+
+        They are made once for each tensor that ``kv_b_proj`` is: ``Module.to`` may put another one there.
+        """
+        weight = self.kv_b_proj
+        if self._viewed is not weight:
+            by_head = weight.view(self.heads, self.nope + self.value_size, self.rank)
+            self._views = by_head[:, : self.nope], by_head[:, self.nope :].transpose(1, 2)
+            self._viewed = weight
+        return self._views
 
     def forward(
         self,
@@ -135,7 +142,7 @@ class MLAAttention(nn.Module):
                 ``torch.compile``.
             output: ``(T', num_heads, v_head_dim)``, written; None makes one. Rows behind ``num_actual_tokens`` are left
                 alone.
-            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding; over
+            topk_indices: int32 ``(T', sparse_top_k)``, with sparse MLA: physical slots, -1 is padding, anywhere; over
                 several ranks the scheduler's, the same on all of them.
             output_lse: float32 ``(T', num_heads)``, written if given; only for plans that return the LSE.
 
@@ -220,6 +227,7 @@ class MLAAttention(nn.Module):
         self, part: MLAPart, query: Tensor, kv_cache: Tensor, output: Tensor, *lse_and_indices: Tensor | None
     ) -> None:
         impl, (lse, indices) = self._by_plan[part.backend, part.phase], lse_and_indices
+        w_uk, w_uv = self._sides()
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         view, absorbed = self._view(impl, kv_cache), None
         if impl.takes_query_parts and self._in_parts is None and _aligned(rope):
@@ -228,14 +236,14 @@ class MLAAttention(nn.Module):
             absorbed = query.new_empty(query.shape[0], self.heads, self.rank + self.rope)
             latent_query, rope_query = absorbed.split_with_sizes([self.rank, self.rope], dim=-1)
             rope_query.copy_(rope)
-        _project(nope, self.w_uk_t, latent_query, part.spans)
+        _project(nope, w_uk, latent_query, part.spans)
         if self._in_parts is not None:
             self._in_parts.forward(
                 absorbed,
                 lambda gathered, latent, own: impl.forward_mqa(
                     self, gathered, view, part.metadata, latent, own, indices
                 ),
-                lambda latent, projected: _project(latent, self.w_uv, projected, part.spans),
+                lambda latent, projected: _project(latent, w_uv, projected, part.spans),
                 output,
                 lse,
             )
@@ -243,7 +251,7 @@ class MLAAttention(nn.Module):
         latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
         given: Any = (latent_query, rope) if absorbed is None else absorbed
         latent = impl.forward_mqa(self, given, view, part.metadata, latent, lse, indices)
-        _project(latent, self.w_uv, output, part.spans)
+        _project(latent, w_uv, output, part.spans)
 
     def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
         group, impl, (query, kv_c, k_pe) = self.group, self._by_plan[part.backend, part.phase], own
@@ -293,14 +301,6 @@ class MLAAttention(nn.Module):
             raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
         if group.checked:
             group.check_contents(self.scales, given, kv_cache, metadata.common)
-            if (indices := given["topk_indices"]) is not None and not _capturing(indices):
-                assert kv_cache is not None
-                checks.check_indices(indices[:tokens], group.num_slots(kv_cache))
-
-
-def _capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is captured, in which nothing can be read back."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _aligned(tensor: Tensor) -> bool:
@@ -314,11 +314,18 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
 
 
+_FEW_TOKENS = 16
+"""On a CPU oneDNN copies a transposed bfloat16 weight in every call, which takes ten times as long as the product with
+few tokens; to copy these and their result is cheaper then."""
+
+
 def _project(tokens: Tensor, weight: Tensor, out: Tensor, spans: Spans) -> None:
     """Write ``(T, H, D)`` times ``(H, D, E)`` into ``(T, H, E)``, whatever its strides."""
     left, out = tokens.transpose(0, 1), out.transpose(0, 1)
-    if len(spans) == 1:
-        torch.bmm(left, weight, out=out)
-        return
+    slow = weight.stride(2) != 1 and weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
     for span in spans:
-        torch.bmm(left[:, span], weight, out=out[:, span])
+        some, target = (left, out) if len(spans) == 1 else (left[:, span], out[:, span])
+        if slow and some.shape[1] <= _FEW_TOKENS:
+            target.copy_(torch.bmm(weight.mT, some.mT).mT)
+        else:
+            torch.bmm(some, weight, out=target)

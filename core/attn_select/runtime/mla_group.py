@@ -98,10 +98,6 @@ class MLALayerGroup(LayerGroup):
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache."""
 
-    @abstractmethod
-    def num_slots(self, kv_cache: Tensor) -> int:
-        """Return how many slots may be chosen from."""
-
     def check_capture(self, common: CommonAttentionMetadata, latents_alone: bool) -> None:
         """Make sure that a batch can be captured.
 
@@ -193,6 +189,8 @@ class MLAAttentionGroup(MLALayerGroup):
         self.check_batch(common_attn_metadata)
         common, parts = common_attn_metadata, []
         assert common.slot_mapping is not None
+        if not common.num_actual_tokens:  # kernels need not know of such steps
+            return self.metadata_of(common, common.slot_mapping, [])
         way = self.loaded.ways.of_step(common)
         if self.latents_alone:
             return self.metadata_of(
@@ -201,7 +199,7 @@ class MLAAttentionGroup(MLALayerGroup):
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
-        if split.num_decodes:
+        if split.num_decode_tokens:
             decodes = common.requests(0, split.num_decodes)
             parts.append(self.latent_part(way, "decode", decodes, 0, fast_build))
         if split.num_prefills:
@@ -293,10 +291,6 @@ class MLAAttentionGroup(MLALayerGroup):
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots ``(T, sparse_top_k)`` in this group's own cache: all of them."""
         return topk_indices
-
-    def num_slots(self, kv_cache: Tensor) -> int:
-        """Return how many slots may be chosen from."""
-        return kv_cache.shape[0] * kv_cache.shape[1]
 
 
 def check_mergeable(served: Served, context: Tensor) -> None:

@@ -32,6 +32,22 @@ def concat_and_quantize_mla_q(latent: Tensor, rope: Tensor, scale: Tensor, dtype
     return quantize_fp8(torch.cat((latent, rope), dim=-1), scale, dtype)
 
 
+def slots_in_front(topk_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots of each token in front of its padding, int32 ``(T, K)``, and how many they are, int32 ``(T,)``.
+
+    For kernels that read the first slots of a row. Slots keep their order; behind the last stands -1.
+
+    Args:
+        topk_indices: int32 ``(T, K)``, as ``MLAAttention.forward`` takes them: negative ones are padding, anywhere.
+    """
+    chosen = topk_indices >= 0
+    counts = chosen.sum(1, dtype=torch.int32)
+    # What is left out goes behind the end, one place that is cut off.
+    place = torch.where(chosen, chosen.cumsum(1) - 1, topk_indices.shape[1])
+    front = topk_indices.new_full((topk_indices.shape[0], topk_indices.shape[1] + 1), -1)
+    return front.scatter_(1, place, topk_indices)[:, :-1].contiguous(), counts
+
+
 def _stored(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``(T, heads, size)`` numbers as the cache holds them, FP8 as its bytes."""
     if dtype not in FP8_DTYPES.values():

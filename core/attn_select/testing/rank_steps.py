@@ -116,7 +116,7 @@ def joined(group: LayerGroup, drawn: Drawn, ranks: ContextParallel, own: Result)
         kept = shares_of(rank, group, ranks).positions(step.block_size).to(device)
         for view, part in zip(views, parts, strict=True):
             view[:, kept] = part
-    return Result(output, lse, cache)
+    return Result(output, lse, cache, own.largest)
 
 
 def _moved(values: Any, device: Any) -> Any:

@@ -76,6 +76,24 @@ def configs(
         reject()
 
 
+@st.composite
+def step_lens(
+    draw: st.DrawFn, /, *, longest_decode: int = 1, most: int = 6, most_keys: int = 1000
+) -> tuple[list[int], list[int]]:
+    """Draw query and sequence lengths of a step's requests, decodes first; any request may have no query token.
+
+    Args:
+        longest_decode: queries up to this many tokens are decodes.
+        most: requests.
+        most_keys: tokens of a sequence.
+    """
+    decode = st.integers(0, longest_decode)
+    decodes = draw(st.lists(st.just(0) | decode, max_size=most))
+    prefills = draw(st.lists(st.integers(longest_decode + 1, 40), min_size=not decodes, max_size=most - len(decodes)))
+    queries = [*decodes, *prefills]
+    return queries, [draw(st.integers(query, most_keys)) for query in queries]
+
+
 def capabilities() -> st.SearchStrategy[tuple[int, int] | None]:
     """Draw a compute capability: a known GPU's, one older or newer than all of them, or None for a CPU."""
     known = sorted({gpu.compute_capability for gpu in known_gpus().values() if gpu.compute_capability is not None})

@@ -178,6 +178,18 @@ def test_single_tokens_with_sinks_and_a_window_need_no_causality(emulate: Emulat
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
 
 
+def test_requests_without_tokens_leave_single_tokens_alone(emulate: Emulate) -> None:
+    """With a window, steps that are not causal are served where every query is its sequence's last token."""
+    emulate()
+    group = groups.made(options=NATIVE, sliding_window=8)
+    common, cache = random_batch(group, [0, 1, 0, 1], [70, 30, 0, 40])
+    common.causal = False
+    layer = Attention(group, caller_writes=True)
+    output, _ = groups.run(group, common, cache, layer)
+    expected, _ = groups.reference(group, common, cache, layer)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+
+
 # --- What reaches the native wrappers -------------------------------------------------------------
 
 

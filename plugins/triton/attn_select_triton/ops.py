@@ -106,6 +106,11 @@ def indexer_k_quant_and_cache(device: torch.device) -> Operation | None:
     return _served("indexer_k_quant_and_cache", device)
 
 
+def slots_in_front(device: torch.device) -> Operation | None:
+    """Return the ordering of the slots that sparse MLA attends to."""
+    return _served("slots_in_front", device)
+
+
 def indexer_topk(device: torch.device) -> Operation | None:
     """Return the sparse indexer's choice of tokens."""
     return _served("indexer_topk", device)

@@ -48,7 +48,7 @@ OTHERS = (
     "concat_and_cache_mla_kernel", "gather_cache_mla_kernel", "paged_attention_v2_reduce_kernel",
     "gather_classic_kernel", "quantize_fp8_kernel", "flatten_block_table_kernel",
     "concat_and_quantize_mla_q_kernel",
-    "pack_attn_states_kernel", "merge_rank_states_kernel", "count_chosen_kernel", "list_pieces_kernel",
+    "pack_attn_states_kernel", "merge_rank_states_kernel", "slots_in_front_kernel", "list_pieces_kernel",
 )  # fmt: skip
 INDEXER = (
     "index_logits_kernel", "index_topk_kernel", "index_digit_kernel", "index_kept_kernel", "index_write_kernel",

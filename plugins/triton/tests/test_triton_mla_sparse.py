@@ -20,7 +20,6 @@ from attn_select.runtime import Capacity, attention_group  # noqa: E402
 from attn_select.testing import BackendConformance, codes_of, plan_of, selection_of  # noqa: E402
 from attn_select_triton.facts.planned_kernels import MLASparseKernel  # noqa: E402
 from attn_select_triton.facts.triton_mla_sparse import TRITON_MLA_SPARSE  # noqa: E402
-from attn_select_triton.kernels.mla_decode import count_chosen  # noqa: E402
 from attn_select_triton.runtime import triton_mla_sparse  # noqa: E402
 
 
@@ -90,9 +89,15 @@ def test_keys_are_split_where_tokens_leave_multiprocessors_over(monkeypatch: pyt
     assert splits(group_of(**wide, batch_invariant=True), 1) == 1
 
 
-def test_slots_are_counted(device: torch.device) -> None:
-    slots = torch.tensor([[4, 0, 9], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=device)
-    assert count_chosen(slots).tolist() == [3, 1, 0]
+def test_padding_may_stand_between_slots(device: torch.device) -> None:
+    """Behind the cache's end, and before its beginning, there is NaN."""
+    group = group_of()
+    problem = problem_for(group, [(1, 300), (1, 7), (5, 40), (1, 0), (3, 42)])
+    chosen = problem.step.topk_indices
+    chosen[::2] = chosen[::2].flip(1)
+    chosen[1, :40:3] = -1
+    chosen[2, ::2] = -1
+    check_result(group, problem, run_problem(group, problem))
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,17 @@ def test_quantize_fp8(fp8: torch.dtype, dtype: torch.dtype, device: torch.device
         assert bool(((found.float() == wanted.float()) | both_nan).all())
 
 
+@pytest.mark.parametrize("width", [1, 40, 128, 2048])
+def test_slots_in_front(width: int, device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(width)
+    drawn = torch.randint(-50, 100, (9, 2 * width), generator=draw, dtype=torch.int32).to(device)
+    drawn[3], drawn[4] = -1, 7
+    for given in (drawn[:, :width], drawn[:, width:], drawn[:0], drawn[4:]):
+        for found, wanted in zip(op_kernels.slots_in_front(given), torch_ops.slots_in_front(given), strict=True):
+            assert same_bits(found, wanted)
+            assert found.is_contiguous()
+
+
 @pytest.mark.parametrize("sizes", [(512, 64), (256, 64), (48, 24)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("fp8", FP8)

@@ -182,7 +182,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
         parts: list[MLAPart] = []
-        if split.num_decodes:
+        if split.num_decode_tokens:
             latent = self._decoder()
             decodes = self._by_query(common.requests(0, split.num_decodes))
             local = self._local.shared(decodes, slots)
@@ -205,10 +205,6 @@ class ContextParallelMLAGroup(MLALayerGroup):
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots that lie on this rank, in its cache, -1 behind a token's last one."""
         return self.shares.chosen(topk_indices)
-
-    def num_slots(self, kv_cache: Tensor) -> int:
-        """Return how many of the scheduler's slots may be chosen from."""
-        return self.dense.num_slots(kv_cache) * self.shares.size
 
     def _decoder(self) -> MLAAttentionGroup:
         if self.latent is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError
+from attn_select.runtime import ops
 
 L = TypeVar("L", int, Tensor)
 
@@ -62,12 +63,8 @@ class Shares:
 
     def chosen(self, slots: Tensor) -> Tensor:
         """Return this rank's of each row's slots, int32 ``(T, K)``: in order, -1 behind the last."""
-        local = self.slots(slots.long())
-        own = local >= 0
-        # What is left out goes behind the end, one place that is cut off.
-        place = torch.where(own, own.cumsum(1) - 1, slots.shape[1])
-        found = slots.new_full((slots.shape[0], slots.shape[1] + 1), -1)
-        return found.scatter_(1, place, local.to(slots.dtype))[:, :-1].contiguous()
+        front: Tensor = ops.slots_in_front(self.slots(slots.long()).to(slots.dtype))[0]
+        return front
 
     def positions(self, tokens: int) -> Tensor:
         """Return the positions among the first ``tokens`` that this rank keeps, int64, in order."""

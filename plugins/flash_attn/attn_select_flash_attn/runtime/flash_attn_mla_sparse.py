@@ -1,8 +1,8 @@
 """``FLASH_ATTN_MLA_SPARSE`` at run time: every token is a request of one query, whose keys are its chosen slots.
 
-FA3 reads pages of any size, so the slots of ``topk_indices`` are a block table of pages of one token as they are. It
-packs the query heads of a token into the rows of one tile: 8 heads cost what 8 heads are, where FlashMLA's sparse
-kernel computes 64 (vLLM pull request 46189). FA4 takes the slots as a list of rows of the flat cache.
+FA3 reads pages of any size, so the slots of ``topk_indices``, in front of what is -1, are a block table of pages of one
+token. It packs the query heads of a token into the rows of one tile: 8 heads cost what 8 heads are, where FlashMLA's
+sparse kernel computes 64 (vLLM pull request 46189). FA4 takes the slots as a list of rows of the flat cache.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,
@@ -106,11 +107,11 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         tokens = attn_metadata.num_tokens
         if not tokens:
             return output
-        pages, adapter = topk_indices[:tokens], self._adapter
+        (pages, counts), adapter = ops.slots_in_front(topk_indices[:tokens]), self._adapter
         latent_query, rope_query = self._query_parts(query[:tokens])
         latent, rope = self._parts(kv_cache)
         if isinstance(adapter, GatherAdapter):
-            gathered = self._gather(rope, pages, attn_metadata) | {adapter.latent_query: latent_query}
+            gathered = self._gather(rope, pages, counts, attn_metadata) | {adapter.latent_query: latent_query}
             # The flat cache: (rows, one head, width).
             keys, values = rope.squeeze(1), latent.squeeze(1)
             found, lse = adapter.run(rope_query, keys, values, None, output_lse is not None, self._layer, gathered, {})
@@ -126,7 +127,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
             causal=False,
             window=(-1, -1),
             num_splits=attn_metadata.num_splits,
-            seq_lens=pages.ge(0).sum(1, dtype=torch.int32),
+            seq_lens=counts,
             block_table=pages,
         )
         part, direct = output[:tokens], adapter.build.out.value
@@ -146,7 +147,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
             output_lse[:tokens] = by_token(lse, 3)
         return output
 
-    def _gather(self, rope: Tensor, slots: Tensor, step: SparseStep) -> dict[str, Any]:
+    def _gather(self, rope: Tensor, slots: Tensor, counts: Tensor, step: SparseStep) -> dict[str, Any]:
         """Return FA4's arguments of a step: the rows of each token, -1 behind the last, and how many there are."""
         rows = self._rows.get(len(rope))
         if rows is None:
@@ -158,7 +159,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
             "cu_seqlens_k": step.no_keys,
             "seqused_k": rows[: step.num_tokens],
             "gather_kv_indices": slots,
-            "gather_kv_valid_length": slots.ge(0).sum(1, dtype=torch.int32),
+            "gather_kv_valid_length": counts,
             "causal": False,
         }
 

@@ -47,6 +47,18 @@ def test_slots_are_pages_of_one_token(provider: str, emulate: Emulate) -> None:
     assert call["num_splits"] == 0
 
 
+@pytest.mark.parametrize("provider", ["vllm", "sgl-kernel"])
+def test_padding_may_stand_between_slots(provider: str, emulate: Emulate) -> None:
+    calls = emulate(provider)
+    group = made(provider)
+    problem = problem_for(group, REQUESTS)
+    chosen = problem.step.topk_indices
+    chosen[:, ::3] = -1
+    check_result(group, problem, run_problem(group, problem))
+    name = "block_table" if provider == "vllm" else "page_table"
+    assert torch.equal(*((calls[-1][name] < 0).sort(1).values, calls[-1][name] < 0))
+
+
 def test_padding_of_a_graph_has_no_keys(emulate: Emulate) -> None:
     emulate("vllm")
     group = made("vllm")

@@ -189,15 +189,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             parts += self._trtllm_decodes(common, decodes)
         elif decode_tokens and kernel is not None:
             native = self._native()
-            single = decodes == decode_tokens and (
-                common.max_query_len == 1 or bool((common.query_lens_cpu[:decodes] == 1).all())
-            )
+            alone = common.max_query_len == 1 or bool((common.query_lens_cpu[:decodes] <= 1).all())
+            single = alone and decodes == decode_tokens  # no request without a token
             if single and decodes == requests and (capture or native.pool.is_captured(requests)):
                 return [native.captured(common, kernel)]
             if single and kernel.single_token:
                 parts.append(native.decode(common, kernel, decodes))
             else:
-                parts.append(native.prefill(common, kernel.any_length, 0, decodes, phase="decode", single=single))
+                parts.append(native.prefill(common, kernel.any_length, 0, decodes, phase="decode", alone=alone))
         if decode_tokens < tokens:
             prefill = self._prefill_kernel(common)
             if prefill is None:

@@ -91,17 +91,17 @@ class NativeBuilder:
         phase: str = "prefill",
         label: str | None = None,
         skipped: int = 0,
-        single: bool = False,
+        alone: bool = False,
     ) -> FIPrefill:
         """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence.
 
         Args:
-            single: each has one token, the last of its sequence, so that causality hides no key from it.
+            alone: each has at most one token, the last of its sequence, so that causality hides no key from it.
 
         Raises:
             BatchError: the step is not causal, but the layers have a window.
         """
-        causal = single or (self._causal and common.causal)
+        causal = alone or (self._causal and common.causal)
         if not causal and self._windowed:
             raise BatchError(
                 "the step is not causal and the layers have a sliding window: native kernels cannot hide later keys",

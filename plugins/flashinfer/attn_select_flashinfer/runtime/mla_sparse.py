@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionLayer,
@@ -188,20 +190,14 @@ def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return int32 slots ``(T, k')`` with each row's valid ones in front, and how many there are, int32 ``(T,)``.
 
     Does not synchronise, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``. Behind the valid slots
-    one of them is repeated: the kernel may read what stands there and weigh it with 0, which does not hide the NaN of
+    the first is repeated: the kernel may read what stands there and weigh it with 0, which does not hide the NaN of
     another request. A row without valid slots has zeros.
     """
-    tokens, width = indices.shape
-    valid = indices >= 0
-    seen = valid.cumsum(1)
-    counts = seen[:, -1:]
-    columns = torch.arange(width, device=indices.device)
-    # Invalid slots go behind the valid ones, so that no two are written to one place.
-    places = torch.where(valid, seen - 1, counts + columns - seen)
-    filler = indices.amax(1, keepdim=True).clamp_min_(0)
-    slots = filler.expand(tokens, padded_width(width)).contiguous()
-    slots.scatter_(1, places, torch.where(valid, indices, filler))
-    return slots, counts.squeeze(1).int()
+    front, counts = ops.slots_in_front(indices)
+    filler = front[:, :1].clamp_min(0)
+    missing = padded_width(front.shape[1]) - front.shape[1]
+    padded = functional.pad(front, (0, missing), value=-1) if missing else front
+    return torch.where(padded < 0, filler, padded), counts
 
 
 class FlashInferMLASparseBackend(AttentionBackend):

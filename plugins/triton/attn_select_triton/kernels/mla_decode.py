@@ -24,7 +24,6 @@ from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
 from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
-from attn_select_triton.kernels.relaunch import launch as launched
 from attn_select_triton.limits import GLUON_CAPABILITY, gluon_lacks
 from attn_select_triton.tuning import latent_splits, tile_of
 
@@ -260,25 +259,6 @@ def mla_decode_kernel(
         tl.store(out_ptr + out_rows[:, None] + latent_columns[None, :], out, mask=mask)
         if LSE:
             tl.store(lse_ptr + lse_row, natural_lse(row_max, row_sum), mask=in_rows)
-
-
-@triton.jit(do_not_specialize=["stride"])
-def count_chosen_kernel(slots_ptr, counts_ptr, stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the slots of one token: -1 stands behind the last. Memory traffic: the slots once."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    slots = tl.load(slots_ptr + token * stride + column, mask=column < TOP_K, other=-1)
-    tl.store(counts_ptr + token, tl.sum((slots >= 0).to(tl.int32), 0))
-
-
-def count_chosen(slots: Tensor) -> Tensor:
-    """Return int32 ``(T,)``, how many of the slots int32 ``(T, top_k)`` of each token are not -1."""
-    counts = torch.empty(len(slots), dtype=torch.int32, device=slots.device)
-    top_k = slots.shape[1]
-    launched(
-        count_chosen_kernel, (len(slots),), slots, counts, slots.stride(0), top_k, power_of_two(top_k), num_warps=4
-    )
-    return counts
 
 
 @dataclass(frozen=True, slots=True)

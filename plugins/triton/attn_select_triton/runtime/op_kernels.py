@@ -19,6 +19,7 @@ from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select_triton.facts.triton_support import E4M3_FROM
 from attn_select_triton.kernels import cache, convert, indexer, mla_cache, rank_memory
+from attn_select_triton.kernels.chosen_slots import slots_in_front
 from attn_select_triton.kernels.convert import flatten_block_table
 from attn_select_triton.kernels.launch import capability_of
 from attn_select_triton.kernels.merge import merge_attn_states
@@ -38,6 +39,7 @@ __all__ = [
     "pack_attn_states",
     "quantize_fp8",
     "reshape_and_cache",
+    "slots_in_front",
 ]
 
 

@@ -128,7 +128,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         """
         if self._fixed_split:
             return {"num_splits": self._fixed_splits(common.max_seq_len), "split_tokens": self._fixed_split}
-        units = -(-self.context.config.num_heads * common.max_query_len // self._launch.block_m)
+        rows = self.context.config.num_heads * max(1, common.max_query_len)  # a step may have no tokens at all
+        units = -(-rows // self._launch.block_m)
         most = max(1, room // max(1, common.num_actual_tokens))
         if self._pieces is not None:  # the same at capture and replay: the bound follows from padded sizes
             most = min(most, mla_num_splits(common.num_reqs * units, self.context.max_model_len, self._sms))

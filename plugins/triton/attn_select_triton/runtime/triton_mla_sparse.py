@@ -1,5 +1,6 @@
 """``TRITON_MLA_SPARSE`` at run time: every token is a request of one query, its chosen slots are blocks of one token.
 
+The kernels read as many entries of a row as there are slots, so slots are moved in front of what is -1.
 So ``TRITON_MLA``'s decode kernels run over a cache of such blocks. Shapes follow from the number of tokens
 and ``sparse_top_k`` alone, so that a batch can be captured in a CUDA graph.
 """
@@ -27,10 +28,10 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLASparseKernel
+from attn_select_triton.kernels.chosen_slots import slots_in_front
 from attn_select_triton.kernels.launch import capability_of, sm_count
 from attn_select_triton.kernels.mla_decode import (
     MLALaunch,
-    count_chosen,
     gathered_launch,
     mla_decode,
     mla_launch,
@@ -162,13 +163,14 @@ class TritonMLASparseImpl(MLAAttentionImpl):
         slots: Tensor,
         kv_scale: float,
     ) -> None:
+        front, counts = slots_in_front(slots)
         mla_decode(
             query,
             kv_cache.view(-1, 1, kv_cache.shape[2]),
             output,
             query_start_loc=call.query_start_loc,
-            seq_lens=count_chosen(slots),
-            block_table=slots,
+            seq_lens=counts,
+            block_table=front,
             max_query_len=1,
             scale=self.scale,
             launch=self._launch,

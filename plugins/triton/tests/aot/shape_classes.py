@@ -28,6 +28,7 @@ from attn_select_triton.facts.triton_mla import TRITON_MLA
 from attn_select_triton.facts.triton_mla_sparse import MOST_ROWS, TRITON_MLA_SPARSE
 from attn_select_triton.kernels import (
     cache,
+    chosen_slots,
     convert,
     decode,
     indexer,
@@ -322,9 +323,10 @@ def _chosen(t: Tensors, splits: int, lse: torch.Tensor | None = None) -> None:
     )  # fmt: skip
     if t.target == 90 and t.heads <= MOST_ROWS and t.cache.dtype == t.query.dtype and rope:
         chosen = mla_decode.gathered_launch(t.heads)
+    front, counts = chosen_slots.slots_in_front(slots)
     mla_decode.mla_decode(
         t.query, t.cache.view(-1, 1, t.cache.shape[2]), t.output, query_start_loc=tensor(tokens + 1, dtype=torch.int32),
-        seq_lens=mla_decode.count_chosen(slots), block_table=slots, max_query_len=1, scale=0.1, launch=chosen,
+        seq_lens=counts, block_table=front, max_query_len=1, scale=0.1, launch=chosen,
         num_splits=splits, causal=False, output_lse=lse,
         workspace=tensor(tokens * t.heads * splits * (rank + 1), dtype=torch.float32),
     )  # fmt: skip

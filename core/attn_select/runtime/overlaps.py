@@ -1,0 +1,89 @@
+"""Tensors that share memory with what a layer writes: results would depend on the order in which a kernel writes.
+
+Addresses and strides decide, so views that lie between each other's elements are apart. No memory is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from attn_select.runtime.metadata import BatchError
+
+_MOST_WORK = 100_000
+"""Of NumPy's search for a common address. It takes a handful of steps for what layers are given; what needs more is
+taken to be apart."""
+
+
+def check_overlaps(written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
+    """Check that each written tensor has memory of its own.
+
+    Args:
+        written: by argument; each is compared with all others.
+        read: by argument; these may share memory among each other.
+
+    Raises:
+        BatchError: names the two tensors, or the one that overlaps itself.
+    """
+    targets = _arrays(written)
+    others = targets | _arrays(read)
+    for number, (name, target) in enumerate(targets.items()):
+        check_no_self_overlap(name, written[name])
+        for other in [*others][number + 1 :]:
+            if _share(target, others[other]):
+                raise BatchError(
+                    f"{name} and {other} overlap in memory: the layer writes {name} (accepted: memory that no other "
+                    "argument has)"
+                )
+
+
+def check_no_self_overlap(name: str, tensor: Tensor | None) -> None:
+    """Check that no two elements of a tensor that is written lie at one address, as in an expanded one.
+
+    Raises:
+        BatchError: names the tensor, its shape and its strides.
+    """
+    if tensor is None or tensor.is_contiguous() or not _in_memory(tensor):
+        return
+    array = _array(tensor)
+    for axis in range(array.ndim):
+        before = (slice(None),) * axis
+        # Of two elements at one address that differ along this axis, one may as well be the first along it.
+        if _share(array[*before, :1], array[*before, 1:]):
+            raise BatchError(
+                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several elements share one "
+                "address (accepted: an address for each)"
+            )
+
+
+def _arrays(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {name: _array(tensor) for name, tensor in tensors.items() if tensor is not None and _in_memory(tensor)}
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has addresses: empty ones and those of device ``meta`` have none."""
+    return tensor.numel() > 0 and tensor.data_ptr() != 0
+
+
+def _array(tensor: Tensor) -> Any:
+    """Return a NumPy array at the addresses of a tensor, whatever device they are of: it is never read."""
+    size = tensor.element_size()
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * size for stride in tensor.stride()),
+        "data": (tensor.data_ptr(), False),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _share(one: Any, other: Any) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return False
