@@ -64,7 +64,7 @@ MOST_GRAPH_TOKENS = 1024
 MANY_REQUESTS = 130
 FEW_KEYS = 24
 """Tokens of a sequence where there are many."""
-LARGE_EVERY = 12
+LARGE_EVERY = 24
 """One in so many configurations gets long sequences, another one many requests: they take long."""
 LARGE_CACHE = 16 << 20
 """Bytes of the cache of large steps: as many blocks as that, up to ``LARGE_BLOCKS``, lie around the ones in use."""
@@ -152,7 +152,7 @@ class Batches:
         whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
         lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
         if self.large == "keys":
-            lengths[2:] = [seq_len for _, seq_len in self._long(rng)]
+            lengths[2:] = [seq_len for _, seq_len in self._long(rng)][::2]
         requests = [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
         return rng.sample(requests, len(requests))
 
@@ -172,11 +172,11 @@ class Batches:
         return "decode" in self.phases or not self.config.has_cache
 
     def _long(self, rng: random.Random) -> list[Request]:
-        """Draw two long decodes, a long prompt, and a long piece of a longer one."""
-        lengths = [length + rng.choice((-1, 0, 0, 1)) for length in rng.sample(LONG, 3)]
+        """Draw a long decode, a long prompt and a long piece of a longer one."""
+        short, long = (length + rng.choice((-1, 0, 0, 1)) for length in (rng.choice(LONG[:2]), rng.choice(LONG[2:])))
         if not self.config.has_cache:
-            return [(min(lengths), min(lengths))]
-        return [(1, lengths[0]), (1, lengths[1]), (LONG_QUERY, LONG_QUERY), (LONG_QUERY, lengths[2])]
+            return [(short, short)]
+        return [(1, long), (LONG_QUERY, LONG_QUERY), (LONG_QUERY, short)]
 
     def _fitted(self, query_len: int, seq_len: int) -> Request:
         """Return a request like this one of a phase that is served."""
