@@ -44,7 +44,7 @@ from attn_select.reference import comparison
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.context_parallel.context_parallel import QUERIES
-from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
+from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, large_of, with_known_key
 from attn_select.testing.conformance_facts import refused_values, undeclared
 from attn_select.testing.conformance_run import Rig, Terms
 from attn_select.testing.conformance_summary import SuiteCounts, SummaryPlugin, summary_lines
@@ -324,7 +324,7 @@ class BackendConformance:
             self._tally["batches"] += _run_on_ranks(selection, here, seed, terms)
             return
         try:
-            rig = Rig(selection, here, seed, terms)
+            rig = Rig(selection, here, seed, terms, large=large_of(case.index))
         except RuntimeMissingError as missing:
             self._skip(missing.message)
         self._tally["batches"] += rig.check_batches()

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from attn_select.reference.running import (
 )
 from attn_select.runtime import Capacity, ContextParallel, attention_group, decodes_first
 from attn_select.runtime.cuda_graph import CudaGraphRunner
+from attn_select.testing.conformance_configs import Large
 from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
@@ -64,8 +65,6 @@ MOST_GRAPH_TOKENS = 1024
 MANY_REQUESTS = 130
 FEW_KEYS = 24
 """Tokens of a sequence where there are many."""
-LARGE_EVERY = 24
-"""One in so many configurations gets long sequences, another one many requests: they take long."""
 LARGE_CACHE = 16 << 20
 """Bytes of the cache of large steps: as many blocks as that, up to ``LARGE_BLOCKS``, lie around the ones in use."""
 LARGE_BLOCKS = 300
@@ -81,18 +80,6 @@ class Terms:
     rows_without_keys: bool = True
     exact_alibi_lse: bool = True
     fp8_cache_steps: int = 0
-
-
-Large = Literal["keys", "requests"]
-"""What a configuration's steps have many of."""
-
-
-def large_of(seed: int, config: AttentionConfig) -> Large | None:
-    """Return what the steps of one configuration have many of; most have neither."""
-    far = config.sliding_window is not None and config.sliding_window > LONGEST
-    if far or seed % LARGE_EVERY == 10:
-        return "keys"
-    return "requests" if seed % LARGE_EVERY == 7 else None
 
 
 @dataclass(slots=True)
@@ -152,7 +139,7 @@ class Batches:
         whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
         lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
         if self.large == "keys":
-            lengths[2:] = [seq_len for _, seq_len in self._long(rng)][::2]
+            lengths[2:] = [seq_len for _, seq_len in self._long(rng)]
         requests = [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
         return rng.sample(requests, len(requests))
 
@@ -172,11 +159,11 @@ class Batches:
         return "decode" in self.phases or not self.config.has_cache
 
     def _long(self, rng: random.Random) -> list[Request]:
-        """Draw a long decode, a long prompt and a long piece of a longer one."""
+        """Draw a long decode, and a long piece of a longer prompt."""
         short, long = (length + rng.choice((-1, 0, 0, 1)) for length in (rng.choice(LONG[:2]), rng.choice(LONG[2:])))
         if not self.config.has_cache:
             return [(short, short)]
-        return [(1, long), (LONG_QUERY, LONG_QUERY), (LONG_QUERY, short)]
+        return [(1, long), (LONG_QUERY, short)]
 
     def _fitted(self, query_len: int, seq_len: int) -> Request:
         """Return a request like this one of a phase that is served."""
@@ -242,6 +229,7 @@ class Rig:
         terms: the suite's.
         cuda_graphs: made to be captured.
         ranks: the ranks that the cache lies on, each of which has a rig like this one; None: it lies on one.
+        large: what its steps have many of.
     """
 
     def __init__(
@@ -253,11 +241,12 @@ class Rig:
         *,
         cuda_graphs: bool = False,
         ranks: ContextParallel | None = None,
+        large: Large | None = None,
     ) -> None:
         self.ranks = ranks
         self.config, self.plans, self.seed, self.terms = selection.config, selection.plans, seed, terms
         size = selection.block_size or 16
-        config, large = self.config, large_of(seed, self.config)
+        config = self.config
         requests = MANY_REQUESTS if large == "requests" else MOST_REQUESTS + EMPTY_REQUESTS
         longest = 2048 if large == "keys" else 1024
         capacity = Capacity(requests, max(MOST_GRAPH_TOKENS, FEW_KEYS * requests), max_model_len=max(longest, 4 * size))
