@@ -464,6 +464,7 @@ def of_another_layer(drawn: Problem | MLAProblem) -> Any:
 
 PEAK = 120.0
 """A score whose exponential no float32 holds, and whose inverse neither."""
+E4M3_MAX = 448.0
 _NEXT_TO_PEAK = 0.92
 _NARROW = 32
 """Below this width random keys come too near to a row's own one."""
@@ -474,7 +475,7 @@ def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
 
     The row's query lies along its own key, and the key before it in the context is nearly the same: its score is a
     twelfth smaller. So the row is known exactly however scores are rounded, unless they overflow or are clamped. In a
-    causal row that sees itself alone the score is negative.
+    causal row that sees itself alone the score is negative. With an FP8 cache scores are as large as an FP8 query holds.
     """
     step = drawn.step if isinstance(drawn, MLAProblem) else drawn
     config, width = step.config, drawn.query.shape[-1]
@@ -498,7 +499,10 @@ def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
             met = key.float().repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
             near = _NEXT_TO_PEAK * key, -value
         alone = not before and config.attn_type == "decoder" and not (config.non_causal or config.mm_prefix)
-        query[row] = (-PEAK if alone else PEAK) / step.scale * met / met.square().sum(-1, keepdim=True)
+        factor = PEAK / step.scale / met.square().sum(-1, keepdim=True)
+        if step.q_scale is not None:  # beyond that an FP8 query saturates, as its path has it
+            factor = factor.clamp_max(E4M3_MAX * step.q_scale / met.abs().max())
+        query[row] = (-factor if alone else factor) * met
         if before and cache is not None:
             assert step.layout is not None
             assert step.block_table is not None
