@@ -166,6 +166,7 @@ def random_problem(
     device: torch.device | str = "cpu",
     nan_tails: bool = True,
     spare_blocks: int = 2,
+    scale: float | None = None,
 ) -> Problem:
     """Draw one step of one layer. A seed gives the same problem on every device.
 
@@ -180,6 +181,7 @@ def random_problem(
         nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, which
             FP8 saturates. Spare blocks, and the slots that this step writes, hold NaN in any case.
         spare_blocks: blocks that no request owns, at least 1.
+        scale: factor on ``q . k``; None: ``softmax_scale``.
 
     Raises:
         ValueError: ``layout`` is missing or not wanted, or ``spare_blocks`` is below 1.
@@ -201,7 +203,7 @@ def random_problem(
     problem = Problem(
         config=config,
         requests=requests,
-        scale=softmax_scale(config),
+        scale=softmax_scale(config) if scale is None else scale,
         query=_normal(config, draw, tokens, config.num_heads, config.head_size),
         key=key,
         value=value,
@@ -458,6 +460,63 @@ def of_another_layer(drawn: Problem | MLAProblem) -> Any:
     if not isinstance(drawn, MLAProblem):
         return step
     return dataclasses.replace(drawn, step=step, query=-drawn.query)
+
+
+PEAK = 120.0
+"""A score whose exponential no float32 holds, and whose inverse neither."""
+E4M3_MAX = 448.0
+_NEXT_TO_PEAK = 0.92
+_NARROW = 32
+"""Below this width random keys come too near to a row's own one."""
+
+
+def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
+    """Return the step with scores of about ``PEAK`` in the first rows of two requests, with a context and without.
+
+    The row's query lies along its own key, and the key before it in the context is nearly the same: its score is a
+    twelfth smaller. So the row is known exactly however scores are rounded, unless they overflow or are clamped. In a
+    causal row that sees itself alone the score is negative. With an FP8 cache scores are what an FP8 query holds.
+    """
+    step = drawn.step if isinstance(drawn, MLAProblem) else drawn
+    config, width = step.config, drawn.query.shape[-1]
+    starts = [(index, seq_len - query_len) for index, (query_len, seq_len) in enumerate(step.requests) if query_len]
+    if width < _NARROW or not len(step.key):
+        return drawn
+    rng, query = random.Random(f"peaks {seed}"), drawn.query.clone()
+    cache, topk = (None if each is None else each.clone() for each in (step.kv_cache, step.topk_indices))
+    for group in ([each for each in starts if each[1] > 0], [each for each in starts if each[1] == 0]):
+        if not group:
+            continue
+        index, before = rng.choice(group)
+        row = int(step.query_start_loc[index])
+        key, value = step.key[row], step.value[row]
+        if isinstance(drawn, MLAProblem):
+            w_uk = _weights(drawn.kv_b_proj, config)[0]
+            shared = value.float().expand(config.num_heads, -1)
+            met = torch.cat([torch.einsum("r,rhp->hp", key.float(), w_uk.float()), shared], dim=-1)
+            near = _NEXT_TO_PEAK * key, _NEXT_TO_PEAK * value
+        else:
+            met = key.float().repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
+            near = _NEXT_TO_PEAK * key, -value
+        alone = not before and config.attn_type == "decoder" and not (config.non_causal or config.mm_prefix)
+        factor = PEAK / step.scale / met.square().sum(-1, keepdim=True)
+        if step.q_scale is not None:  # beyond that an FP8 query saturates, as its path has it
+            factor = factor.clamp_max(E4M3_MAX * step.q_scale / met.abs().max())
+        query[row] = (-factor if alone else factor) * met
+        if before and cache is not None:
+            assert step.layout is not None
+            assert step.block_table is not None
+            last = torch.tensor([before - 1], device=cache.device)
+            slots = slot_mapping_reference(step.block_table[index], last, step.block_size or 16)
+            scales: dict[str, Any] = {"k_scale": step.k_scale, "v_scale": step.v_scale}
+            write_reference(cache, near[0][None], near[1][None], slots, step.layout, config, **scales)
+        if topk is not None and step.slot_mapping is not None:
+            own = step.slot_mapping[row]
+            topk[row, 0] = topk[row, 0] if bool((topk[row] == own).any()) else own
+    step = dataclasses.replace(step, kv_cache=cache, topk_indices=topk)
+    if isinstance(drawn, MLAProblem):
+        return _absorbed(dataclasses.replace(drawn, step=step, query=query))
+    return dataclasses.replace(step, query=query)
 
 
 def _absorbed(drawn: MLAProblem) -> MLAProblem:

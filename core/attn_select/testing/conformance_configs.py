@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from attn_select.backends.spec import BackendSpec, Capabilities
 from attn_select.errors import ConfigError
@@ -37,9 +37,16 @@ _MLA = dict(zip(MLA_DIMS, _MLA_DIMS[0], strict=True))
 _RARE = ("decode_context_parallel_size",)
 _DISTANCES = ("sliding_window", "attention_chunk_size", "alibi")
 """No kernel measures the distances of windows, chunks and ALiBi across ranks. Nor are FP4 outputs merged."""
+_ONE_RANK = {"decode_context_parallel_size": 1}
 _CODES = {"kv_lora_rank": "head-size", **{feature.field: feature.code for feature in FEATURES}}
 """Reason codes that are not the field's own name."""
 _MOST_TRIES = 1000
+LARGE_EVERY = 36
+"""Of so many configurations three get large steps, since these take long."""
+WIDE_WINDOW = 200
+"""Tokens: wider than a tile."""
+Large = Literal["keys", "requests"]
+"""What a configuration's steps have many of."""
 
 
 @dataclass(slots=True)
@@ -61,6 +68,12 @@ class Case:
     code: str | None = None
 
 
+def large_of(index: int) -> Large | None:
+    """Return what the steps of a configuration have many of; those of most have neither."""
+    # None of these is drawn from outside in the suite's first configurations.
+    return {7: "requests", 10: "keys", 22: "keys"}.get(index % LARGE_EVERY)  # type: ignore[return-value]
+
+
 def config_text(config: AttentionConfig) -> str:
     """Return the Python expression that makes ``config``."""
     given = config.model_dump(exclude_defaults=True)
@@ -73,6 +86,8 @@ def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
     phase: Phase = rng.choice(list(spec.capabilities))
     capabilities = spec.of_attention(phase)
     config = inside_config(rng, capabilities, heads, phase)
+    if index % LARGE_EVERY == 22 and capabilities.sliding_window.value and config.attn_type == "decoder":
+        config = made_config(own_fields(config) | {"sliding_window": WIDE_WINDOW, **_ONE_RANK}) or config
     if index % 5 in (1, 3):
         changes: dict[tuple[str, str], list[AttentionConfig]] = {}
         for changed, code, fields in _changes(capabilities, config):
