@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FP8_DS_MLA, MLA, cache_shape
 from attn_select.reference.oracle import attention_options, last_positions, varlen_reference
+from attn_select.reference.oracle_indexer import E4M3_MAX
 from attn_select.reference.oracle_mla import absorb_query, mla_reference, project_output, sparse_mla_reference
 from attn_select.reference.oracle_paged import (
     gather_reference,
@@ -464,7 +465,6 @@ def of_another_layer(drawn: Problem | MLAProblem) -> Any:
 
 PEAK = 120.0
 """A score whose exponential no float32 holds, and whose inverse neither."""
-E4M3_MAX = 448.0
 _NEXT_TO_PEAK = 0.92
 _NARROW = 32
 """Below this width random keys come too near to a row's own one."""
@@ -475,7 +475,7 @@ def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
 
     The row's query lies along its own key, and the key before it in the context is nearly the same: its score is a
     twelfth smaller. So the row is known exactly however scores are rounded, unless they overflow or are clamped. In a
-    causal row that sees itself alone the score is negative. With an FP8 cache scores are as large as an FP8 query holds.
+    causal row that sees itself alone the score is negative. With an FP8 cache the query is no larger than FP8 holds.
     """
     step = drawn.step if isinstance(drawn, MLAProblem) else drawn
     config, width = step.config, drawn.query.shape[-1]
