@@ -57,7 +57,7 @@ LONGEST = 96
 MOST_REQUESTS = 6
 EMPTY_REQUESTS = 2
 """Beside them: requests without a query in this step."""
-LONG = (320, 384, 512, 640, 1024)
+LONG = (320, 384, 640, 1152)
 """Tokens of the sequences of large steps, one more or one less: at the edges of tiles, splits and many pages."""
 LONG_QUERY = 257
 """Tokens of the longest query of large steps."""
