@@ -37,14 +37,13 @@ _MLA = dict(zip(MLA_DIMS, _MLA_DIMS[0], strict=True))
 _RARE = ("decode_context_parallel_size",)
 _DISTANCES = ("sliding_window", "attention_chunk_size", "alibi")
 """No kernel measures the distances of windows, chunks and ALiBi across ranks. Nor are FP4 outputs merged."""
-_ONE_RANK = {"decode_context_parallel_size": 1}
 _CODES = {"kv_lora_rank": "head-size", **{feature.field: feature.code for feature in FEATURES}}
 """Reason codes that are not the field's own name."""
 _MOST_TRIES = 1000
-LARGE_EVERY = 36
-"""Of so many configurations three get large steps, since these take long."""
-WIDE_WINDOW = 200
-"""Tokens: wider than a tile."""
+LARGE_EVERY = 12
+"""Of so many configurations two get large steps, since these take long."""
+_WIDE: Fields = {"sliding_window": 200, "attention_chunk_size": None, "decode_context_parallel_size": 1}
+"""Of one of these: a window that is wider than a tile, and what no layer has with it."""
 Large = Literal["keys", "requests"]
 """What a configuration's steps have many of."""
 
@@ -70,8 +69,8 @@ class Case:
 
 def large_of(index: int) -> Large | None:
     """Return what the steps of a configuration have many of; those of most have neither."""
-    # None of these is drawn from outside in the suite's first configurations.
-    return {7: "requests", 10: "keys", 22: "keys"}.get(index % LARGE_EVERY)  # type: ignore[return-value]
+    # The first of these are drawn from inside.
+    return {7: "requests", 10: "keys"}.get(index % LARGE_EVERY)  # type: ignore[return-value]
 
 
 def config_text(config: AttentionConfig) -> str:
@@ -86,8 +85,8 @@ def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
     phase: Phase = rng.choice(list(spec.capabilities))
     capabilities = spec.of_attention(phase)
     config = inside_config(rng, capabilities, heads, phase)
-    if index % LARGE_EVERY == 22 and capabilities.sliding_window.value and config.attn_type == "decoder":
-        config = made_config(own_fields(config) | {"sliding_window": WIDE_WINDOW, **_ONE_RANK}) or config
+    if index % (2 * LARGE_EVERY) == 22 and capabilities.sliding_window.value and config.attn_type == "decoder":
+        config = made_config(own_fields(config) | _WIDE) or config
     if index % 5 in (1, 3):
         changes: dict[tuple[str, str], list[AttentionConfig]] = {}
         for changed, code, fields in _changes(capabilities, config):

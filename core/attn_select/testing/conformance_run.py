@@ -57,7 +57,7 @@ LONGEST = 96
 MOST_REQUESTS = 6
 EMPTY_REQUESTS = 2
 """Beside them: requests without a query in this step."""
-LONG = (320, 384, 512, 640, 1024)
+LONG = (320, 384, 640, 1152)
 """Tokens of the sequences of large steps, one more or one less: at the edges of tiles, splits and many pages."""
 LONG_QUERY = 257
 """Tokens of the longest query of large steps."""
@@ -139,7 +139,7 @@ class Batches:
         whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
         lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
         if self.large == "keys":
-            lengths[2:] = [seq_len for _, seq_len in self._long(rng)]
+            lengths[2:] = [seq_len for _, seq_len in self._long(rng)][::2]
         requests = [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
         return rng.sample(requests, len(requests))
 
@@ -159,11 +159,11 @@ class Batches:
         return "decode" in self.phases or not self.config.has_cache
 
     def _long(self, rng: random.Random) -> list[Request]:
-        """Draw a long decode, and a long piece of a longer prompt."""
+        """Draw a long decode, a long prompt and a long piece of a longer one."""
         short, long = (length + rng.choice((-1, 0, 0, 1)) for length in (rng.choice(LONG[:2]), rng.choice(LONG[2:])))
         if not self.config.has_cache:
             return [(short, short)]
-        return [(1, long), (LONG_QUERY, short)]
+        return [(1, long), (LONG_QUERY, LONG_QUERY), (LONG_QUERY, short)]
 
     def _fitted(self, query_len: int, seq_len: int) -> Request:
         """Return a request like this one of a phase that is served."""
