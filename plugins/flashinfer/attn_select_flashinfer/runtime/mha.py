@@ -353,7 +353,13 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             whole = start == 0 and end == query.shape[0] == output.shape[0]
             rows = output if whole else output[start:end]
             lse = output_lse if output_lse is None or whole else output_lse[start:end]
-            part.attend(terms, query if whole else query[start:end], kv_cache, rows, lse)
+            # The kernels read no strides of what they write.
+            into, lse_into = _packed(rows), None if lse is None else _packed(lse)
+            part.attend(terms, query if whole else query[start:end], kv_cache, into, lse_into)
+            if into is not rows:
+                rows.copy_(into)
+            if lse is not None and lse_into is not None and lse_into is not lse:
+                lse.copy_(lse_into)
         return output
 
     def _new_terms(self, layer: AttentionLayer, output_scale: Tensor | None, block_scale: Tensor | None) -> LayerTerms:
@@ -384,3 +390,10 @@ class FlashInferBackend(AttentionBackend):
     def prepare(cls) -> None:
         """Make sure that FlashInfer is there, in a release that this plugin was written for."""
         library.flashinfer()
+
+
+def _packed(written: Tensor) -> Tensor:
+    """Return the tensor itself, or contiguous memory of its shape."""
+    if written.is_contiguous():
+        return written
+    return torch.empty_like(written, memory_format=torch.contiguous_format)
