@@ -90,7 +90,7 @@ FEATURES: tuple[Feature, ...] = (
         metavar="TOKENS",
         off=None,
         says="window {}",
-        examples=(1, 5, 16, 33, 100),
+        examples=(1, 5, 16, 33, 200),
         belongs_to="past",
     ),
     Feature(

@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FP8_DS_MLA, MLA, cache_shape
 from attn_select.reference.oracle import attention_options, last_positions, varlen_reference
+from attn_select.reference.oracle_indexer import E4M3_MAX
 from attn_select.reference.oracle_mla import absorb_query, mla_reference, project_output, sparse_mla_reference
 from attn_select.reference.oracle_paged import (
     gather_reference,
@@ -166,6 +167,7 @@ def random_problem(
     device: torch.device | str = "cpu",
     nan_tails: bool = True,
     spare_blocks: int = 2,
+    scale: float | None = None,
 ) -> Problem:
     """Draw one step of one layer. A seed gives the same problem on every device.
 
@@ -180,6 +182,7 @@ def random_problem(
         nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, which
             FP8 saturates. Spare blocks, and the slots that this step writes, hold NaN in any case.
         spare_blocks: blocks that no request owns, at least 1.
+        scale: factor on ``q . k``; None: ``softmax_scale``.
 
     Raises:
         ValueError: ``layout`` is missing or not wanted, or ``spare_blocks`` is below 1.
@@ -201,7 +204,7 @@ def random_problem(
     problem = Problem(
         config=config,
         requests=requests,
-        scale=softmax_scale(config),
+        scale=softmax_scale(config) if scale is None else scale,
         query=_normal(config, draw, tokens, config.num_heads, config.head_size),
         key=key,
         value=value,
@@ -270,7 +273,7 @@ def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Ge
     Of every other token the padding stands between them, not behind.
     """
     top_k = problem.config.sparse_top_k or 0
-    chosen = []
+    chosen: list[Tensor] = []
     for row, (query_len, seq_len) in zip(block_table, problem.requests, strict=True):
         for position in last_positions(query_len, seq_len).tolist():
             positions = torch.randperm(max(0, position + 1), generator=draw)[:top_k]
@@ -458,6 +461,63 @@ def of_another_layer(drawn: Problem | MLAProblem) -> Any:
     if not isinstance(drawn, MLAProblem):
         return step
     return dataclasses.replace(drawn, step=step, query=-drawn.query)
+
+
+PEAK = 120.0
+"""A score whose exponential no float32 holds, and whose inverse neither."""
+_OWN_TO_PEAK = 0.92
+_NARROW = 32
+"""Below this width random keys come too near to a row's own one."""
+
+
+def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
+    """Return the step with scores of about ``PEAK`` in the first rows of two requests, with a context and without.
+
+    The row's query lies along its own key, and so does a key of the context, its first, its last or any other one, with
+    a score that is a twelfth larger. So the row is known exactly however scores are rounded, unless they overflow or
+    are clamped, or the key is not read. In a causal row that sees itself alone the score is negative. With an FP8 cache
+    the query is no larger than FP8 holds.
+    """
+    step = drawn.step if isinstance(drawn, MLAProblem) else drawn
+    config, width = step.config, drawn.query.shape[-1]
+    starts = [(index, seq_len - query_len) for index, (query_len, seq_len) in enumerate(step.requests) if query_len]
+    if width < _NARROW or not len(step.key):
+        return drawn
+    rng, query = random.Random(f"peaks {seed}"), drawn.query.clone()
+    cache, topk = (None if each is None else each.clone() for each in (step.kv_cache, step.topk_indices))
+    for group in ([each for each in starts if each[1] > 0], [each for each in starts if each[1] == 0]):
+        if not group:
+            continue
+        index, before = rng.choice(group)
+        row = int(step.query_start_loc[index])
+        key, value = step.key[row], step.value[row]
+        if isinstance(drawn, MLAProblem):
+            w_uk = _weights(drawn.kv_b_proj, config)[0]
+            shared = value.float().expand(config.num_heads, -1)
+            met = torch.cat([torch.einsum("r,rhp->hp", key.float(), w_uk.float()), shared], dim=-1)
+            along = key / _OWN_TO_PEAK, value / _OWN_TO_PEAK
+        else:
+            met = key.float().repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
+            along = key / _OWN_TO_PEAK, -value
+        alone = not before and config.attn_type == "decoder" and not (config.non_causal or config.mm_prefix)
+        factor = (_OWN_TO_PEAK if before else 1.0) * PEAK / step.scale / met.square().sum(-1, keepdim=True)
+        if step.q_scale is not None:  # beyond that an FP8 query saturates, as its path has it
+            factor = factor.clamp_max(E4M3_MAX * step.q_scale / met.abs().max())
+        query[row] = (-factor if alone else factor) * met
+        if before and cache is not None:
+            assert step.layout is not None
+            assert step.block_table is not None
+            place = torch.tensor([rng.choice((0, before - 1, rng.randrange(before)))], device=cache.device)
+            slots = slot_mapping_reference(step.block_table[index], place, step.block_size or 16)
+            scales: dict[str, Any] = {"k_scale": step.k_scale, "v_scale": step.v_scale}
+            write_reference(cache, along[0][None], along[1][None], slots, step.layout, config, **scales)
+        if topk is not None and step.slot_mapping is not None:
+            own = step.slot_mapping[row]
+            topk[row, 0] = topk[row, 0] if bool((topk[row] == own).any()) else own
+    step = dataclasses.replace(step, kv_cache=cache, topk_indices=topk)
+    if isinstance(drawn, MLAProblem):
+        return _absorbed(dataclasses.replace(drawn, step=step, query=query))
+    return dataclasses.replace(step, query=query)
 
 
 def _absorbed(drawn: MLAProblem) -> MLAProblem:

@@ -36,6 +36,8 @@ from attn_select.runtime.kv_cache import kv_cache_shape
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 PADDING = 3
 """Rows of every tensor behind the batch's tokens."""
+WIDER = 16
+"""Numbers behind each row of a tensor that is a part of a wider one; kernels may want rows at multiples of 16 bytes."""
 
 Drawn = Problem | MLAProblem
 Layer = Attention | MLAAttention
@@ -129,6 +131,75 @@ def random_batch(
     return prepare_batch(query_lens, seq_lens, table), cache
 
 
+class StepMemory:
+    """The memory that steps are brought to a layer in. A step of the same shapes takes the place of the one before it.
+
+    Args:
+        wide: what has one row per token lies side by side in one tensor, as projections leave it, and outputs and block
+            tables are parts of tensors that are wider in their last axis.
+    """
+
+    def __init__(self, wide: bool = False) -> None:
+        self.wide = wide
+        self._kept: dict[tuple[Any, ...], Tensor] = {}
+        self._read: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def common(self, drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:
+        """Return a step's batch in this memory, as ``common_of``."""
+        self._read.clear()
+        common = common_of(drawn, **changes)
+        names = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "block_table_tensor")
+        given = {name: getattr(common, name) for name in (*names, "slot_mapping", "tree_mask")}
+        placed: dict[str, Any] = {name: self._placed(name, each) for name, each in given.items() if each is not None}
+        return dataclasses.replace(common, **placed)
+
+    def inputs(self, drawn: Drawn) -> dict[str, Tensor]:
+        """Return ``inputs_of`` in this memory."""
+        inputs = inputs_of(drawn)
+        if not self.wide:
+            return {name: self._placed(name, rows) for name, rows in inputs.items()}
+        side = {name: rows for name, rows in inputs.items() if rows.dtype == inputs["query"].dtype}
+        widths = [rows[0].numel() for rows in side.values()]
+        whole = self._memory("inputs", (len(inputs["query"]), sum(widths)), inputs["query"])
+        for (name, rows), columns in zip(side.items(), torch.split(whole, widths, dim=1), strict=True):
+            inputs[name] = columns.unflatten(1, rows.shape[1:]).copy_(rows)
+            self._read[name] = inputs[name], rows
+        return inputs
+
+    def cache(self, layer: Layer, kv_cache: Tensor) -> Tensor:
+        """Return a copy of one layer's cache in this memory."""
+        return self._memory(f"kv_cache of {id(layer)}", kv_cache.shape, kv_cache).copy_(kv_cache)
+
+    def poisoned(self, name: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return poison of a shape, and the tensor that it is a part of."""
+        whole = self._memory(name, (*shape[:-1], shape[-1] + WIDER * self.wide), like, dtype)
+        whole.view(torch.uint8).fill_(0xFF)
+        return whole[..., : shape[-1]], whole
+
+    def check_unchanged(self) -> None:
+        """Compare what the layer was to read with what was brought.
+
+        Raises:
+            AssertionError: names what was changed.
+        """
+        for name, (tensor, brought) in self._read.items():
+            if not same_bits(tensor, brought):
+                raise AssertionError(f"{name} was changed: it is the caller's, and other layers read it")
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        extra = WIDER if self.wide and name == "block_table_tensor" else 0
+        whole = self._memory(name, (*tensor.shape[:-1], tensor.shape[-1] + extra), tensor)
+        part = (whole[..., : tensor.shape[-1]] if extra else whole).copy_(tensor)
+        self._read[name] = part, tensor
+        return part
+
+    def _memory(self, name: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        key = (name, tuple(shape), dtype or like.dtype)
+        if key not in self._kept:
+            self._kept[key] = torch.zeros(tuple(shape), dtype=dtype or like.dtype, device=like.device)
+        return self._kept[key]
+
+
 def common_of(drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:
     """Return a step's batch as engines hand it over, with fields changed."""
     step = step_of(drawn)
@@ -159,7 +230,10 @@ def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
         num_kv_heads=config.num_kv_heads if config.per_head_quant_scales else 0,
         **{name: scale for name, scale in given.items() if scale is not None},
     )
-    extras = {"scale": step.scale, "alibi_slopes": step.alibi_slopes, "sinks": step.sinks, "scales": scales, **changes}
+    # Copies, so that what a layer does to its own numbers does not reach the reference.
+    own = {"alibi_slopes": step.alibi_slopes, "sinks": step.sinks}
+    own = {name: None if tensor is None else tensor.clone() for name, tensor in own.items()}
+    extras = {"scale": step.scale, "scales": scales, **own, **changes}
     made: Any = group
     return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)
 
@@ -195,16 +269,25 @@ def call_layer(
     metadata: Any,
     lse: Tensor | None,
     output_scale: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Run the layer on a poisoned output; return it as it is, padding included."""
     query, key, value, config = inputs["query"], inputs.get("key"), inputs.get("value"), layer.group.config
-    dtype = query.dtype if output_scale is None else torch.float8_e4m3fn
-    output = poison((len(query), config.num_heads, config.v_head_dim or config.value_head_size), query, dtype)
+    if output is None:
+        output = poison(_output_shape(config, len(query)), query, _output_dtype(query, output_scale))
     if isinstance(layer, MLAAttention):
         layer.forward(query, key, value, kv_cache, metadata, output, inputs.get("topk_indices"), lse)
     else:
         layer.forward(query, key, value, kv_cache, metadata, output, lse, output_scale)
     return output
+
+
+def _output_shape(config: AttentionConfig, tokens: int) -> tuple[int, int, int]:
+    return tokens, config.num_heads, config.v_head_dim or config.value_head_size
+
+
+def _output_dtype(query: Tensor, output_scale: Tensor | None) -> torch.dtype:
+    return query.dtype if output_scale is None else torch.float8_e4m3fn
 
 
 def plans_of_group(group: LayerGroup) -> dict[Phase, BackendPlan]:
@@ -240,28 +323,41 @@ def run_problem(
     metadata: Any = None,
     wants_lse: bool | None = None,
     output_scale: Tensor | None = None,
+    memory: StepMemory | None = None,
     **build: Any,
 ) -> Result:
     """Run a step on a copy of its cache, with poisoned outputs and poisoned rows behind the batch's.
 
     Args:
         layer: left out: ``layer_of``.
-        metadata: left out: what ``group.build(common_of(drawn), **build)`` returns.
+        metadata: left out: what ``group.build(memory.common(drawn), **build)`` returns.
         wants_lse: left out: where every phase returns one.
         output_scale: of an FP8 output, float32 ``()``.
+        memory: left out: of its own.
 
     Raises:
-        AssertionError: rows behind the batch's were written.
+        AssertionError: rows behind the batch's were written, or what was to be read.
     """
-    metadata = group.build(common_of(drawn), **build) if metadata is None else metadata
-    inputs, kv_cache = inputs_of(drawn), kernel_cache(group, drawn)
-    wants_lse = returns_lse(group) if wants_lse is None else wants_lse
-    lse = poison((len(inputs["query"]), group.config.num_heads), drawn.query, torch.float32) if wants_lse else None
-    output = call_layer(layer or layer_of(group, drawn), inputs, kv_cache, metadata, lse, output_scale)
-    tokens = len(drawn.query)
-    for name, tensor in (("output", output), ("LSE", lse)):
-        if tensor is not None and not same_bits(tensor[tokens:], poison(tensor[tokens:].shape, tensor)):
-            raise AssertionError(f"{name} rows behind num_actual_tokens = {tokens} were written")
+    memory = memory or StepMemory()
+    metadata = group.build(memory.common(drawn), **build) if metadata is None else metadata
+    layer = layer or layer_of(group, drawn)
+    inputs, kv_cache = memory.inputs(drawn), kernel_cache(group, drawn)
+    if kv_cache is not None:
+        kv_cache = memory.cache(layer, kv_cache)
+    tokens, shape = len(drawn.query), _output_shape(group.config, len(inputs["query"]))
+    output, whole = memory.poisoned("output", shape, drawn.query, _output_dtype(drawn.query, output_scale))
+    written, lse = {"output": whole}, None
+    if returns_lse(group) if wants_lse is None else wants_lse:
+        lse, written["LSE"] = memory.poisoned("LSE", shape[:2], drawn.query, torch.float32)
+    call_layer(layer, inputs, kv_cache, metadata, lse, output_scale, output)
+    for name, tensor in written.items():
+        left = tensor.view(torch.uint8).clone()
+        left[:tokens, ..., : left.shape[-1] - WIDER * memory.wide * tensor.element_size()] = 0xFF
+        if not bool((left == 0xFF).all()):
+            raise AssertionError(
+                f"{name} rows behind num_actual_tokens = {tokens}, or memory between rows, were written"
+            )
+    memory.check_unchanged()
     return result_of(group, drawn, output, lse, kv_cache, output_scale)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.layer.state import StateConfig
-from attn_select.reference.comparison import ErrorBound, RelativeError
+from attn_select.reference.comparison import ErrorBound, RelativeError, same_bits
 from attn_select.reference.state_problems import DrawnGates, Tokens, joined, layer_reference
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import Commons, CudaGraphRunner, Function, Slots
@@ -158,13 +158,18 @@ class StateServing:
         return state_error(found.cpu(), torch.cat(expected), torch.cat(usual))
 
     def run(self, num_tokens: Mapping[Any, int]) -> tuple[Tensor, dict[Any, Tokens]]:
-        """Run a step of random inputs; return its output, decodes first, and the inputs. The reference lags behind."""
+        """Run a step of random inputs; return its output, decodes first, and the inputs. The reference lags behind.
+
+        Raises:
+            AssertionError: an input was changed.
+        """
         names = list(num_tokens)
         order = decodes_first([num_tokens[name] for name in names], self.config.max_decode_query_len)
         lens = {names[i]: num_tokens[names[i]] for i in order}
         drawn = {name: self._gates.tokens(count, self._draw) for name, count in lens.items()}
         device, counts = self.group.device, list(lens.values())
-        inputs = joined([*drawn.values()]).map(lambda each: each.to(device)).named()
+        brought = joined([*drawn.values()]).named()
+        inputs = {name: each.to(device, copy=True) for name, each in brought.items()}
         began = time.perf_counter()
         common, slots = prepare_batch(counts, counts, device=device), self.pool.step(lens)
         if (graphs := self._graphs_of(counts)) is None:
@@ -175,6 +180,9 @@ class StateServing:
         if found.is_cuda:
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - began
+        for name, each in brought.items():
+            if not same_bits(inputs[name].cpu(), each):
+                raise AssertionError(f"{name} was changed: it is the caller's")
         return found, drawn
 
     def _graphs_of(self, counts: Sequence[int]) -> CudaGraphRunner[StateGroup] | _Unrecorded | None:
