@@ -40,7 +40,7 @@ def test_a_backend_of_one_phase_gets_only_such_requests(right: Variant, phase: P
     variant = right.running(Seen)
     capabilities = {phase: variant.spec.capabilities[phase]}
     assert failures(replace(variant, spec=replace(variant.spec, capabilities=capabilities)).suite(num_configs=10)) == []
-    assert (lengths == {1}) if phase == "decode" else (min(lengths) > 1)
+    assert (lengths == {0, 1}) if phase == "decode" else (min(lengths) > 1)
 
 
 def test_refusing_takes_a_reason(right: Variant) -> None:

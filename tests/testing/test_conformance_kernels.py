@@ -251,6 +251,155 @@ def blocks_in_a_row(forward: Any) -> Any:
     return method
 
 
+def keys_of(limit: int) -> Callable[[Any], Any]:
+    """Drop the first keys where there are more than ``limit``."""
+
+    def few_keys(attend: Any) -> Any:
+        return lambda self, query, keys, values, window: attend(self, query, keys[-limit:], values[-limit:], window)
+
+    return few_keys
+
+
+def first_rows(attend: Any) -> Any:
+    """Leave out the queries of a request behind 256."""
+
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
+        output, lse = attend(self, query, *rest)
+        output[256:] = 0
+        return output, lse
+
+    return method
+
+
+def no_wide_window(attend: Any) -> Any:
+    return lambda self, query, keys, values, window: attend(
+        self, query, keys, values, None if window and window > 64 and len(query) == 1 else window
+    )
+
+
+def multiples_of_64(attend: Any) -> Any:
+    """Leave out 16 keys where there are whole tiles of 64."""
+
+    def method(self: Any, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Any:
+        lost = 16 * (len(keys) > 64 and len(keys) % 64 == 0)
+        return attend(self, query, keys[lost:], values[lost:], window)
+
+    return method
+
+
+def first_requests(forward: Any) -> Any:
+    """Leave out the requests behind 64."""
+
+    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        few = replace(batch, seq_lens=batch.seq_lens[:64])
+        return forward(self, layer, query, key, value, cache, few, *rest)
+
+    return method
+
+
+def first_pages(forward: Any) -> Any:
+    """Read the first block in place of those behind 32."""
+
+    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        table = batch.block_table.clone()
+        table[:, 32:] = table[:, :1]
+        return forward(self, layer, query, key, value, cache, replace(batch, block_table=table), *rest)
+
+    return method
+
+
+def small_ids(forward: Any) -> Any:
+    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        return forward(
+            self, layer, query, key, value, cache, replace(batch, block_table=batch.block_table % 256), *rest
+        )
+
+    return method
+
+
+def not_shifted(attend: Any) -> Any:
+    """Take exponentials of the scores as they are: the sum overflows, or is 0."""
+
+    def method(self: Any, *rest: Any) -> Any:
+        output, lse = attend(self, *rest)
+        total = lse.exp()
+        return output * (total / total).nan_to_num(nan=torch.nan)[..., None].masked_fill(
+            lse.isneginf()[..., None], 1
+        ), lse
+
+    return method
+
+
+def clamped(attend: Any) -> Any:
+    def method(self: Any, *rest: Any) -> Any:
+        output, lse = attend(self, *rest)
+        return output, lse.clamp(-80, 80).masked_fill(lse.isneginf(), -torch.inf)
+
+    return method
+
+
+def usual_scale(attend: Any) -> Any:
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
+        return attend(self, query * (query.shape[-1] ** -0.5 / self.scale), *rest)
+
+    return method
+
+
+def needs_a_query(attend: Any) -> Any:
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
+        return attend(self, query / (len(query) / len(query)), *rest)
+
+    return method
+
+
+def scaled_query(forward: Any) -> Any:
+    """Change the query in place, and back as far as its dtype allows."""
+
+    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
+        query *= 1 + torch.finfo(query.dtype).eps
+        return forward(self, layer, query, *rest)
+
+    return method
+
+
+def cleared_table(forward: Any) -> Any:
+    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        for row, length in zip(batch.block_table, batch.seq_lens, strict=True):
+            row[-(-length // self.context.block_size) :] = 0
+        return forward(self, layer, query, key, value, cache, batch, *rest)
+
+    return method
+
+
+def contiguous_output(forward: Any) -> Any:
+    def method(self: Any, layer: Any, *rest: Any) -> Any:
+        return forward(self, layer, *rest[:5], rest[5].contiguous(), *rest[6:])
+
+    return method
+
+
+def half_again(forward: Any) -> Any:
+    """Halve the output where a layer is called with one metadata twice."""
+
+    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
+        output, again = forward(self, layer, query, *rest), getattr(self, "last", None) is rest[3]
+        self.last = rest[3]
+        output[: rest[3].query_start_loc[-1]] *= 0.5 if again else 1
+        return output
+
+    return method
+
+
+def kept_slots(update: Any) -> Any:
+    """Write to the slots of the first step of as many tokens."""
+
+    def method(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        self.slots = getattr(self, "slots", {})
+        update(self, layer, key, value, cache, self.slots.setdefault(len(slots), slots.clone()))
+
+    return method
+
+
 def next_slot(update: Any) -> Any:
     def method(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         update(self, layer, key, value, cache, torch.where(slots < 0, slots, slots ^ 1))
@@ -302,13 +451,30 @@ def swapped(update: Any) -> Any:
         (overriding("forward", sinks_of_the_first_layer), "output is off by"),
         (overriding("forward", into_the_cache), "bytes of kv_cache"),
         (overriding("forward", no_partial_block), "output is off by"),
+        (overriding("attend", keys_of(300)), "output is off by"),
+        (overriding("attend", keys_of(512)), "output is off by"),
+        (overriding("attend", first_rows), "output is off by"),
+        (overriding("attend", no_wide_window), "decode by einsum: output is off by"),
+        (overriding("attend", multiples_of_64), "AssertionError"),
+        (overriding("forward", first_requests), "output of request 64"),
+        (overriding("forward", first_pages), "output"),
+        (overriding("forward", small_ids), "output"),
+        (overriding("attend", not_shifted), "holds NaN or infinity"),
+        (overriding("attend", clamped), "LSE of request"),
+        (overriding("attend", usual_scale), "output is off by"),
+        (overriding("attend", needs_a_query), "ZeroDivisionError"),
+        (overriding("forward", scaled_query), "query was changed"),
+        (overriding("forward", cleared_table), "block_table_tensor was changed"),
+        (overriding("forward", contiguous_output), "holds NaN or infinity"),
+        (overriding("forward", half_again), "output is off by"),
+        (overriding("do_kv_cache_update", kept_slots), "bytes of kv_cache"),
     ],
     ids=lambda value: value.__closure__[0].cell_contents.__name__ if callable(value) else "",
 )
 def test_a_wrong_kernel_is_found(right: Variant, broken: Break, said: str) -> None:
     found = failures(right.running(broken(right)).suite(), until=said)
     assert found
-    assert all("AssertionError" in text for text in found)
+    assert all("AssertionError" in text or said in text for text in found)
     assert said in found[-1], found[0]
     assert "ACME_ATTN, seed 0, index " in found[0]
     assert "AttentionConfig(num_heads=" in found[0]
@@ -325,7 +491,30 @@ def first_lengths(built: Any, common: Any) -> Any:
     return replace(built[-1], seq_lens=[*lens, *built[-1].seq_lens][: len(built[-1].seq_lens)])
 
 
-@pytest.mark.parametrize("kept", [first_metadata, first_lengths], ids=lambda kept: kept.__name__)
+def table_of_equal_lengths(built: Any, common: Any) -> Any:
+    """Return this step's metadata with the table of the first step of the same lengths."""
+    now = built[-1]
+    same = [each for each in built if (each.seq_lens, each.query_start_loc) == (now.seq_lens, now.query_start_loc)]
+    return replace(now, block_table=same[0].block_table)
+
+
+def table_of_this_memory(built: Any, common: Any) -> Any:
+    """Return this step's metadata with what the table's memory held when it was seen first."""
+    built[-1].kept = common.block_table_tensor.long()
+    same = [each for each in built if each.block_table.data_ptr() == common.block_table_tensor.data_ptr()]
+    return replace(built[-1], block_table=next(each.kept for each in same if each.kept.shape == built[-1].kept.shape))
+
+
+def lengths_of_equal_queries(built: Any, common: Any) -> Any:
+    """Return this step's metadata with the lengths of the step before, if its queries were as long."""
+    same = built[-2:][0].query_start_loc == built[-1].query_start_loc
+    return replace(built[-1], seq_lens=(built[-2:][0] if same else built[-1]).seq_lens)
+
+
+KEPT = [first_metadata, first_lengths, table_of_equal_lengths, table_of_this_memory, lengths_of_equal_queries]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.__name__)
 def test_a_builder_that_keeps_an_earlier_step_is_found(right: Variant, kept: Any) -> None:
     class Keeps(right.spec.get_class().builder_cls):  # type: ignore[misc]
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -370,6 +559,13 @@ def on_hopper_alone(variant: Variant) -> Variant:
         return variant.spec.plan(config, device, *rest) if taken else NO
 
     return replace(variant, spec=replace(variant.spec, plan=plan))
+
+
+def test_a_plan_without_the_declared_block_sizes_is_named(right: Variant) -> None:
+    """The kernel's own blocks are of 16 tokens, and 24 is declared."""
+    found = failures(right.declaring(block_sizes=Fact((16, 24), "this test")).suite(), until="reads no cache")
+    assert "by einsum reads no cache in blocks of block_size = 24" in found[-1], found
+    assert "kernel_block_sizes = (16,)" in found[-1]
 
 
 NO = [Reason("acme-x", "no", 1, 2)]

@@ -44,7 +44,7 @@ from attn_select.reference import comparison
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.context_parallel.context_parallel import QUERIES
-from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, with_known_key
+from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, large_of, with_known_key
 from attn_select.testing.conformance_facts import refused_values, undeclared
 from attn_select.testing.conformance_run import Rig, Terms
 from attn_select.testing.conformance_summary import SuiteCounts, SummaryPlugin, summary_lines
@@ -313,6 +313,9 @@ class BackendConformance:
         )
         if selection is None:
             for phase, plan in plans.items():
+                if len(plans) == 1:
+                    text = f"{phase} by {plan.path} reads no cache in blocks of block_size = {case.config.block_size}"
+                    raise AssertionError(f"{text}: kernel_block_sizes = {plan.kernel_block_sizes}, but it is declared")
                 self._run(case, {phase: plan})
             return
         terms = Terms(self.error_bound, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps)
@@ -321,7 +324,7 @@ class BackendConformance:
             self._tally["batches"] += _run_on_ranks(selection, here, seed, terms)
             return
         try:
-            rig = Rig(selection, here, seed, terms)
+            rig = Rig(selection, here, seed, terms, large=large_of(case.index))
         except RuntimeMissingError as missing:
             self._skip(missing.message)
         self._tally["batches"] += rig.check_batches()

@@ -1,7 +1,7 @@
 """Configurations to test a backend with: from inside its declared capabilities, and from just outside them.
 
 Outside means: one field of a configuration from inside has a value that is not declared. Everything is drawn from a
-seed. Sizes are small, since kernels fail at edges and not because of size.
+seed. Sizes are small, since kernels fail at edges; ``large_of`` says which configurations get large steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from attn_select.backends.spec import BackendSpec, Capabilities
 from attn_select.errors import ConfigError
@@ -40,6 +40,12 @@ _DISTANCES = ("sliding_window", "attention_chunk_size", "alibi")
 _CODES = {"kv_lora_rank": "head-size", **{feature.field: feature.code for feature in FEATURES}}
 """Reason codes that are not the field's own name."""
 _MOST_TRIES = 1000
+LARGE_EVERY = 12
+"""Of so many configurations two get large steps, since these take long."""
+_WIDE: Fields = {"sliding_window": 200, "attention_chunk_size": None, "decode_context_parallel_size": 1}
+"""Of one of these: a window that is wider than a tile, and what no layer has with it."""
+Large = Literal["keys", "requests"]
+"""What a configuration's steps have many of."""
 
 
 @dataclass(slots=True)
@@ -61,6 +67,12 @@ class Case:
     code: str | None = None
 
 
+def large_of(index: int) -> Large | None:
+    """Return what the steps of a configuration have many of; those of most have neither."""
+    # The first of these are drawn from inside.
+    return {7: "requests", 10: "keys"}.get(index % LARGE_EVERY)  # type: ignore[return-value]
+
+
 def config_text(config: AttentionConfig) -> str:
     """Return the Python expression that makes ``config``."""
     given = config.model_dump(exclude_defaults=True)
@@ -73,6 +85,8 @@ def draw_case(spec: BackendSpec, seed: int, index: int, heads: Heads) -> Case:
     phase: Phase = rng.choice(list(spec.capabilities))
     capabilities = spec.of_attention(phase)
     config = inside_config(rng, capabilities, heads, phase)
+    if index % (2 * LARGE_EVERY) == 22 and capabilities.sliding_window.value and config.attn_type == "decoder":
+        config = made_config(own_fields(config) | _WIDE) or config
     if index % 5 in (1, 3):
         changes: dict[tuple[str, str], list[AttentionConfig]] = {}
         for changed, code, fields in _changes(capabilities, config):

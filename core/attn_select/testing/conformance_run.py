@@ -22,11 +22,14 @@ from attn_select.reference.problems import (
     random_mla_problem,
     random_problem,
     random_requests,
+    softmax_scale,
+    with_peaks,
 )
 from attn_select.reference.running import (
     Bound,
     Drawn,
     Result,
+    StepMemory,
     call_layer,
     check_result,
     common_of,
@@ -41,6 +44,7 @@ from attn_select.reference.running import (
 )
 from attn_select.runtime import Capacity, ContextParallel, attention_group, decodes_first
 from attn_select.runtime.cuda_graph import CudaGraphRunner
+from attn_select.testing.conformance_configs import Large
 from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
@@ -51,6 +55,21 @@ OUTPUT_SCALE = 0.02
 LONGEST = 96
 """Tokens of a sequence: several blocks, few enough for a float64 oracle."""
 MOST_REQUESTS = 6
+EMPTY_REQUESTS = 2
+"""Without a query, beside them."""
+LONG = (320, 384, 640, 1152)
+"""Tokens of the sequences of large steps, one more or one less: at the edges of tiles, splits and many pages."""
+LONG_QUERY = 257
+"""Tokens of the longest query of large steps."""
+MOST_GRAPH_TOKENS = 1024
+MANY_REQUESTS = 130
+FEW_KEYS = 24
+"""Tokens of a sequence where there are many."""
+LARGE_CACHE = 16 << 20
+"""Bytes of the cache of large steps: as many blocks as that, up to ``LARGE_BLOCKS``, lie around the ones in use."""
+LARGE_BLOCKS = 300
+SCALES = (1.0, 0.7, 1.3)
+"""Of a layer, in units of the usual one."""
 
 
 @dataclass(slots=True)
@@ -77,6 +96,8 @@ class Batches:
         in_order: decodes come first.
         whole_prompts: a prefill has no cached context, since its parts could not be merged.
         nan_tails: slots behind a sequence's end hold NaN, not large finite numbers.
+        scale: the layer's factor on ``q . k``.
+        large: what there is much of.
     """
 
     config: AttentionConfig
@@ -88,21 +109,61 @@ class Batches:
     in_order: bool
     whole_prompts: bool
     nan_tails: bool
+    scale: float
+    large: Large | None
 
     def mixed(self, seed: int) -> list[Request]:
-        """Draw decodes, whole and chunked prefills, and short queries, in one batch."""
+        """Draw decodes, whole and chunked prefills, short queries and requests without a query, in one batch."""
+        rng = random.Random(f"mixed {seed}")
         sizes = {"num_requests": MOST_REQUESTS, "max_seq_len": LONGEST, "block_size": self.block_size}
         requests = [self._fitted(*request) for request in random_requests(seed, self.config, **sizes)]
-        order = decodes_first([query for query, _ in requests], self.longest_decode if self.in_order else 0)
-        return [requests[i] for i in order]
+        if self.large == "keys":
+            requests[2:] = [self._fitted(*request) for request in self._long(rng)]
+        if self.takes_empty:
+            if self.config.attn_type == "decoder" and rng.random() < 0.25:  # no decode has a query
+                requests = [(0 if query <= self.longest_decode else query, seq_len) for query, seq_len in requests]
+            for request in self.empty(rng):
+                requests.insert(rng.randint(0, len(requests)), request)
+        return self.in_turn(requests)
+
+    def in_turn(self, requests: Sequence[Request]) -> list[Request]:
+        """Return requests with decodes first, where they have to be."""
+        if not self.in_order:
+            return [*requests]
+        return [requests[i] for i in decodes_first([query for query, _ in requests], self.longest_decode)]
 
     def uniform(self, seed: int, *, rows_without_keys: bool) -> list[Request]:
-        """Draw decodes of equal query length: the first without context, and if asked for a last one without keys."""
+        """Draw decodes of equal query length, one of them without context, and if asked for one without keys."""
         rng = random.Random(seed)
         query_len = min(self.config.max_decode_query_len, self.longest_decode)
         whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
         lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
-        return [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
+        if self.large == "keys":
+            lengths[2:] = [seq_len for _, seq_len in self._long(rng)][::2]
+        requests = [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
+        return rng.sample(requests, len(requests))
+
+    def many(self, seed: int) -> list[Request]:
+        """Draw many short requests of one phase."""
+        rng = random.Random(f"many {seed}")
+        lengths = [rng.randint(1, FEW_KEYS) for _ in range(MANY_REQUESTS)]
+        return [self._fitted(length if not self.config.has_cache else 1, length) for length in lengths]
+
+    def empty(self, rng: random.Random) -> list[Request]:
+        """Draw requests without a query, with keys and without."""
+        return [(0, rng.randint(1, LONGEST) if self.config.has_cache else 0), (0, 0)]
+
+    @property
+    def takes_empty(self) -> bool:
+        """Whether requests without a query, which are decodes where there are any, are of a served phase."""
+        return "decode" in self.phases or not self.config.has_cache
+
+    def _long(self, rng: random.Random) -> list[Request]:
+        """Draw a long decode, a long prompt and a long piece of a longer one."""
+        short, long = (length + rng.choice((-1, 0, 0, 1)) for length in (rng.choice(LONG[:2]), rng.choice(LONG[2:])))
+        if not self.config.has_cache:
+            return [(short, short)]
+        return [(1, long), (LONG_QUERY, LONG_QUERY), (LONG_QUERY, short)]
 
     def _fitted(self, query_len: int, seq_len: int) -> Request:
         """Return a request like this one of a phase that is served."""
@@ -114,15 +175,26 @@ class Batches:
             seq_len = query_len
         return query_len, seq_len if self.config.attn_type == "encoder_decoder" else max(query_len, seq_len)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all caches; of large steps more than the requests need, so that ids are large."""
+        size, config = self.block_size, self.config
+        most = (MOST_REQUESTS + EMPTY_REQUESTS) * -(-LONGEST // size) + 2
+        if self.large is None:
+            return most
+        most += 4 * -(-max(LONG) // size) + 4 if self.large == "keys" else MANY_REQUESTS * -(-FEW_KEYS // size)
+        per_block = 4 * size * config.num_kv_heads * (config.head_size + config.value_head_size)
+        return max(most, min(LARGE_BLOCKS, LARGE_CACHE // per_block))
+
     def draw(self, seed: int, requests: Sequence[Request]) -> Drawn:
         """Draw a step of these requests; all steps have caches of the same size."""
-        most = MOST_REQUESTS * -(-LONGEST // self.block_size) + 2
         options: dict[str, Any] = {
             "block_size": self.block_size,
             "requests": requests,
             "nan_tails": self.nan_tails,
-            "spare_blocks": most - sum(-(-seq_len // self.block_size) for _, seq_len in requests),
+            "spare_blocks": self.num_blocks - sum(-(-seq_len // self.block_size) for _, seq_len in requests),
             "device": self.device,
+            "scale": self.scale,
         }
         if self.config.mla and self.kv_layout is not None:
             return random_mla_problem(seed, self.config, self.kv_layout, **options)
@@ -157,6 +229,7 @@ class Rig:
         terms: the suite's.
         cuda_graphs: made to be captured.
         ranks: the ranks that the cache lies on, each of which has a rig like this one; None: it lies on one.
+        large: what its steps have many of.
     """
 
     def __init__(
@@ -168,12 +241,15 @@ class Rig:
         *,
         cuda_graphs: bool = False,
         ranks: ContextParallel | None = None,
+        large: Large | None = None,
     ) -> None:
         self.ranks = ranks
-        self.config, self.plans, self.seed, self.terms = selection.config, selection.plans, seed, terms
+        config = self.config = selection.config
+        self.plans, self.seed, self.terms = selection.plans, seed, terms
         size = selection.block_size or 16
-        requests = MOST_REQUESTS + 2
-        capacity = Capacity(requests, requests * LONGEST, max_model_len=max(1024, 4 * size))
+        requests = MANY_REQUESTS if large == "requests" else MOST_REQUESTS + EMPTY_REQUESTS
+        longest = 2048 if large == "keys" else 1024
+        capacity = Capacity(requests, max(MOST_GRAPH_TOKENS, FEW_KEYS * requests), max_model_len=max(longest, 4 * size))
         made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": [*selection.backends], "context_parallel": ranks}
         if self.config.mla:
             made["workspace_tokens"] = WORKSPACE_TOKENS
@@ -182,7 +258,7 @@ class Rig:
         self.longest_decode = threshold or 1
         prefill = self.plans.get("prefill")
         self.batches = Batches(
-            config=self.config if ranks is None else whole_layer(self.config, ranks, size),
+            config=config if ranks is None else whole_layer(config, ranks, size),
             kv_layout=self.group.kv_layout,
             block_size=size if ranks is None else ranks.size * size,
             device=device,
@@ -191,6 +267,8 @@ class Rig:
             in_order=threshold is not None,
             whole_prompts=self.config.mla and prefill is not None and not prefill.returns_lse,
             nan_tails=self.group.nan_tail_safe,
+            scale=softmax_scale(config) * SCALES[seed % len(SCALES)],
+            large=large,
         )
         quantised = self.config.output_quantization == "fp8"
         self.output_scale = torch.tensor(OUTPUT_SCALE, device=device) if quantised else None
@@ -202,40 +280,53 @@ class Rig:
         return decoder and self.group.cudagraph_support != "NEVER"
 
     def check_batches(self) -> int:
-        """Run a mixed batch and one of equal queries, and compare with the oracle; return the number of runs.
+        """Run drawn batches and compare with the oracle; return the number of runs.
 
-        Two layers of the group take turns, each with caches of its own, and the first batch is built again at the end:
-        what a layer or builder keeps of an earlier call would show.
+        A mixed batch, one of equal queries, then the latter (of one in four the former) again with other tables and
+        tokens, as steps of decodes are: in the memory of the first time or in memory of its own, in the same order or
+        reversed. Two layers of the group take turns over it, each with caches of its own. What a layer or builder keeps
+        of an earlier call shows. The last batch has no token. Large batches come once.
         """
         seed, draw = self.seed, self.batches
-        decodes = "decode" in self.plans and self.config.attn_type == "decoder"
-        second = draw.uniform(seed, rows_without_keys=self.terms.rows_without_keys) if decodes else draw.mixed(seed + 1)
-        drawn = [draw.draw(seed + number, requests) for number, requests in enumerate((draw.mixed(seed), second))]
-        drawn[1] = of_layer(drawn[1], drawn[0])
-        # On several ranks every run makes its layers, so none is called twice.
-        results = [self._run(each) for each in drawn] if self.ranks is not None else self._in_turn(*drawn)
-        runs = len(drawn) if self.ranks is not None else 4
-        for each, result in zip(drawn, results, strict=True):
-            self._check(each, result)
-            if self.config.batch_invariant:
-                runs += self._check_alone(each, result)
+        requests = draw.mixed(seed), self._second()
+        first, second = (draw.draw(seed + number, each) for number, each in enumerate(requests))
+        memories = [StepMemory(wide=bool(seed & 4)), StepMemory(wide=not seed & 4)]
+        own, other = 0, 1
+        steps = [(first, memories[0], (own,)), (second, memories[1], (own,))]
+        if draw.large is None:
+            again = 0 if seed % 4 == 0 else 1
+            order = requests[again] if seed % 3 else draw.in_turn(requests[again][::-1])
+            # A layer that is captured or timed is called twice.
+            turns = (own, own) if seed % 8 == 4 else (other, own)
+            memory = memories[again] if seed & 2 else StepMemory()
+            steps = [steps[1 - again], steps[again], (draw.draw(seed + 2, order), memory, turns)]
+        if draw.takes_empty:
+            steps.append((draw.draw(seed + 3, draw.empty(random.Random(seed))), StepMemory(), (own,)))
+        layers: list[Any] = []
+        if self.ranks is None:  # there every run makes its layers, so none is called twice
+            layers = [layer_of(self.group, each) for each in (first, of_another_layer(first))]
+        runs = 0
+        for number, (step, memory, turns) in enumerate(steps):
+            base = of_layer(step, first)
+            metadata = self.group.build(memory.common(base)) if layers else None
+            for layer in turns if layers else (own,):
+                drawn = with_peaks(seed + number, base if layer == own else of_another_layer(base))
+                given = {"layer": layers[layer], "metadata": metadata, "memory": memory} if layers else {}
+                result = self._run(drawn, **given)
+                self._check(drawn, result)
+                runs += 1
+            if self.config.batch_invariant and number < 2:
+                runs += self._check_alone(drawn, result, memory.wide)
         return runs
 
-    def _in_turn(self, first: Drawn, second: Drawn) -> list[Result]:
-        """Run both batches on two layers in turn, and check the second layer. Return what the first layer left."""
-        another = [of_another_layer(first), of_another_layer(second)]
-        own, other = layer_of(self.group, first), layer_of(self.group, another[0])
-        results = []
-        for number, turns in ((0, (own,)), (1, (other, own)), (0, (other,))):
-            metadata = self.group.build(common_of((first, second)[number]))
-            for layer in turns:
-                drawn = (first, second)[number] if layer is own else another[number]
-                result = run_problem(self.group, drawn, layer=layer, metadata=metadata, output_scale=self.output_scale)
-                if layer is own:
-                    results.append(result)
-                else:
-                    self._check(drawn, result)
-        return results
+    def _second(self) -> list[Request]:
+        """Draw a batch of another kind than the mixed one."""
+        seed, draw = self.seed, self.batches
+        if draw.large == "requests":
+            return draw.many(seed)
+        if "decode" in self.plans and self.config.attn_type == "decoder":
+            return draw.uniform(seed, rows_without_keys=self.terms.rows_without_keys)
+        return draw.mixed(seed + 1)
 
     def check_graphs(self) -> int:
         """Capture what the level allows, replay with other lengths, tables and batch sizes; return the replays."""
@@ -246,7 +337,8 @@ class Rig:
                 query_len = min(self.config.max_decode_query_len, self.longest_decode)
             replays += self._replay([(query_len, 0)] * 5, [2, 5], ((0, 2), (0, 5), (0, 1), (1, 4)), query_len)
         if len(self.plans) == 2 and {plan.cuda_graph for plan in self.plans.values()} == {"ALWAYS"}:
-            requests, most = self.batches.mixed(self.seed), self.group.capacity.max_num_batched_tokens
+            requests = [(max(query, 1), seq_len) for query, seq_len in self.batches.mixed(self.seed)]
+            most = MOST_GRAPH_TOKENS
             replays += self._replay(requests, [most // 2, most], ((0, len(requests)), (0, 2), (1, len(requests))), None)
         return replays
 
@@ -283,20 +375,21 @@ class Rig:
             self._check(whole, result)
         return len(parts)
 
-    def _check_alone(self, drawn: Drawn, result: Result) -> int:
-        """Run every request by itself: bit by bit the same as in the batch."""
-        requests = step_of(drawn).requests
-        for index, request in enumerate(requests):
-            alone = self._run(part_of(drawn, index, index + 1)).output
+    def _check_alone(self, drawn: Drawn, result: Result, wide: bool) -> int:
+        """Run the first requests by themselves, in memory of the same strides: bit by bit the same as in the batch."""
+        requests = [*enumerate(step_of(drawn).requests)][: MOST_REQUESTS + EMPTY_REQUESTS]
+        requests = [(index, request) for index, request in requests if request[0]]
+        for index, request in requests:
+            alone = self._run(part_of(drawn, index, index + 1), memory=StepMemory(wide)).output
             if not same_bits(alone, result.output[rows_of(drawn, index, index + 1)]):
                 name = request_name(index, request)
                 raise AssertionError(f"batch_invariant: {name} gives other bits alone than in the batch")
         return len(requests)
 
-    def _run(self, drawn: Drawn) -> Result:
+    def _run(self, drawn: Drawn, **given: Any) -> Result:
         if self.ranks is not None:
             return run_on_ranks(self.group, drawn, self.ranks, output_scale=self.output_scale)
-        return run_problem(self.group, drawn, output_scale=self.output_scale)
+        return run_problem(self.group, drawn, output_scale=self.output_scale, **given)
 
     def _check(self, drawn: Drawn, result: Result) -> None:
         terms = self.terms

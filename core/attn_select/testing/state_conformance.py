@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any, ClassVar
 
 import pytest
@@ -33,6 +34,7 @@ from attn_select.reference.state_serving import StateServing, state_bound
 from attn_select.testing.toolkit import environment_of, selection_of
 
 Fields = dict[str, Any]
+MANY_REQUESTS = 70
 
 
 class StateConformance:
@@ -94,12 +96,16 @@ class StateConformance:
         selection = self._selected(config, rng)
         drafts = config.num_speculative_tokens
         graphs = any(plan.cuda_graph != "NEVER" for plan in selection.plans.values() if plan is not None)
-        serving = StateServing(selection, 10 * (1 + drafts), state_config, self.device, cuda_graphs=graphs)
+        # A few layers get long chunks, or many requests of a few tokens each.
+        longest = {5: 4 * self.longest, 8: 8}.get(state_config % 12, self.longest)
+        least = MANY_REQUESTS if longest == 8 else 3
+        serving = StateServing(selection, (least + 7) * (1 + drafts), state_config, self.device, cuda_graphs=graphs)
         live: list[int] = []
+        names = count()
         for number in range(self.steps):
-            if len(live) < 3:
-                serving.add(number)
-                live.append(number)
+            while len(live) < least:
+                live.append(next(names))
+                serving.add(live[-1])
             if rng.random() < 0.2:
                 serving.fork(rng.choice(live), -1 - number)
                 live.append(-1 - number)
@@ -108,7 +114,7 @@ class StateConformance:
             chosen = rng.sample(live, rng.randint(1, len(live)))
             # A backend of one phase gets decodes alone, new requests among them, or prefills alone.
             short = [1, 1, 1 + drafts] if "decode" in self.spec.capabilities else []
-            long = [rng.randint(2 + drafts, self.longest)] if "prefill" in self.spec.capabilities else []
+            long = [rng.randint(2 + drafts, longest)] if "prefill" in self.spec.capabilities else []
             same = rng.choice([*short, *long])
             lens = {name: same if graphs else rng.choice([*short, *long]) for name in chosen}
             error = serving.step(lens)
