@@ -273,7 +273,7 @@ def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Ge
     Of every other token the padding stands between them, not behind.
     """
     top_k = problem.config.sparse_top_k or 0
-    chosen = []
+    chosen: list[Tensor] = []
     for row, (query_len, seq_len) in zip(block_table, problem.requests, strict=True):
         for position in last_positions(query_len, seq_len).tolist():
             positions = torch.randperm(max(0, position + 1), generator=draw)[:top_k]

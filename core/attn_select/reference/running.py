@@ -150,7 +150,7 @@ class StepMemory:
         common = common_of(drawn, **changes)
         names = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "block_table_tensor")
         given = {name: getattr(common, name) for name in (*names, "slot_mapping", "tree_mask")}
-        placed = {name: self._placed(name, tensor) for name, tensor in given.items() if tensor is not None}
+        placed: dict[str, Any] = {name: self._placed(name, each) for name, each in given.items() if each is not None}
         return dataclasses.replace(common, **placed)
 
     def inputs(self, drawn: Drawn) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ class StepMemory:
         side = {name: rows for name, rows in inputs.items() if rows.dtype == inputs["query"].dtype}
         widths = [rows[0].numel() for rows in side.values()]
         whole = self._memory("inputs", (len(inputs["query"]), sum(widths)), inputs["query"])
-        for (name, rows), columns in zip(side.items(), whole.split(widths, dim=1), strict=True):
+        for (name, rows), columns in zip(side.items(), torch.split(whole, widths, dim=1), strict=True):
             inputs[name] = columns.unflatten(1, rows.shape[1:]).copy_(rows)
             self._read[name] = inputs[name], rows
         return inputs
@@ -189,7 +189,7 @@ class StepMemory:
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         extra = WIDER if self.wide and name == "block_table_tensor" else 0
         whole = self._memory(name, (*tensor.shape[:-1], tensor.shape[-1] + extra), tensor)
-        part = whole[..., : tensor.shape[-1]].copy_(tensor)
+        part = (whole[..., : tensor.shape[-1]] if extra else whole).copy_(tensor)
         self._read[name] = part, tensor
         return part
 

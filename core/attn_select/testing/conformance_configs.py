@@ -1,7 +1,7 @@
 """Configurations to test a backend with: from inside its declared capabilities, and from just outside them.
 
 Outside means: one field of a configuration from inside has a value that is not declared. Everything is drawn from a
-seed. Sizes are small, since kernels fail at edges and not because of size.
+seed. Sizes are small, since kernels fail at edges; ``large_of`` says which configurations get large steps.
 """
 
 from __future__ import annotations

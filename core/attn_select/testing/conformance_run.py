@@ -56,7 +56,7 @@ LONGEST = 96
 """Tokens of a sequence: several blocks, few enough for a float64 oracle."""
 MOST_REQUESTS = 6
 EMPTY_REQUESTS = 2
-"""Beside them: requests without a query in this step."""
+"""Without a query, beside them."""
 LONG = (320, 384, 640, 1152)
 """Tokens of the sequences of large steps, one more or one less: at the edges of tiles, splits and many pages."""
 LONG_QUERY = 257
@@ -151,7 +151,7 @@ class Batches:
 
     def empty(self, rng: random.Random) -> list[Request]:
         """Draw requests without a query, with keys and without."""
-        return [(0, rng.randint(1, LONGEST) if self.config.has_cache else 0), (0, 0)][:EMPTY_REQUESTS]
+        return [(0, rng.randint(1, LONGEST) if self.config.has_cache else 0), (0, 0)]
 
     @property
     def takes_empty(self) -> bool:
@@ -183,7 +183,7 @@ class Batches:
         if self.large is None:
             return most
         most += 4 * -(-max(LONG) // size) + 4 if self.large == "keys" else MANY_REQUESTS * -(-FEW_KEYS // size)
-        per_block = 4 * size * (config.num_kv_heads * (config.head_size + config.value_head_size))
+        per_block = 4 * size * config.num_kv_heads * (config.head_size + config.value_head_size)
         return max(most, min(LARGE_BLOCKS, LARGE_CACHE // per_block))
 
     def draw(self, seed: int, requests: Sequence[Request]) -> Drawn:
@@ -244,9 +244,9 @@ class Rig:
         large: Large | None = None,
     ) -> None:
         self.ranks = ranks
-        self.config, self.plans, self.seed, self.terms = selection.config, selection.plans, seed, terms
+        config = self.config = selection.config
+        self.plans, self.seed, self.terms = selection.plans, seed, terms
         size = selection.block_size or 16
-        config = self.config
         requests = MANY_REQUESTS if large == "requests" else MOST_REQUESTS + EMPTY_REQUESTS
         longest = 2048 if large == "keys" else 1024
         capacity = Capacity(requests, max(MOST_GRAPH_TOKENS, FEW_KEYS * requests), max_model_len=max(longest, 4 * size))
@@ -282,34 +282,36 @@ class Rig:
     def check_batches(self) -> int:
         """Run drawn batches and compare with the oracle; return the number of runs.
 
-        A mixed batch, one of equal queries, then one of them again with other tables and tokens, as steps of decodes
-        are: in the memory of the first time or in memory of its own. Two layers of the group take turns over it, each
-        with caches of its own. What a layer or builder keeps of an earlier call shows. The last batch has no token.
-        Large batches come once.
+        A mixed batch, one of equal queries, then the latter (of one in four the former) again with other tables and
+        tokens, as steps of decodes are: in the memory of the first time or in memory of its own, in the same order or
+        reversed. Two layers of the group take turns over it, each with caches of its own. What a layer or builder keeps
+        of an earlier call shows. The last batch has no token. Large batches come once.
         """
         seed, draw = self.seed, self.batches
         requests = draw.mixed(seed), self._second()
         first, second = (draw.draw(seed + number, each) for number, each in enumerate(requests))
         memories = [StepMemory(wide=bool(seed & 4)), StepMemory(wide=not seed & 4)]
-        steps = [(first, memories[0], 1), (second, memories[1], 1)]
+        own, other = 0, 1
+        steps = [(first, memories[0], (own,)), (second, memories[1], (own,))]
         if draw.large is None:
-            again = int(seed % 4 > 0)
+            again = 0 if seed % 4 == 0 else 1
             order = requests[again] if seed % 3 else draw.in_turn(requests[again][::-1])
-            twin = draw.draw(seed + 2, order), memories[again] if seed & 2 else StepMemory(), 2
-            steps = [steps[1 - again], steps[again], twin]
+            # A layer that is captured or timed is called twice.
+            turns = (own, own) if seed % 8 == 4 else (other, own)
+            memory = memories[again] if seed & 2 else StepMemory()
+            steps = [steps[1 - again], steps[again], (draw.draw(seed + 2, order), memory, turns)]
         if draw.takes_empty:
-            steps.append((draw.draw(seed + 3, draw.empty(random.Random(seed))), StepMemory(), 1))
+            steps.append((draw.draw(seed + 3, draw.empty(random.Random(seed))), StepMemory(), (own,)))
         layers: list[Any] = []
         if self.ranks is None:  # there every run makes its layers, so none is called twice
             layers = [layer_of(self.group, each) for each in (first, of_another_layer(first))]
         runs = 0
-        for number, (base, memory, turns) in enumerate(steps):
-            base = of_layer(base, first)
+        for number, (step, memory, turns) in enumerate(steps):
+            base = of_layer(step, first)
             metadata = self.group.build(memory.common(base)) if layers else None
-            # A layer that is captured or timed is called twice.
-            for kind in (int(seed % 8 != 4), 0)[-turns if layers else -1 :]:
-                drawn = with_peaks(seed + number, of_another_layer(base) if kind else base)
-                given = {"layer": layers[kind], "metadata": metadata, "memory": memory} if layers else {}
+            for layer in turns if layers else (own,):
+                drawn = with_peaks(seed + number, base if layer == own else of_another_layer(base))
+                given = {"layer": layers[layer], "metadata": metadata, "memory": memory} if layers else {}
                 result = self._run(drawn, **given)
                 self._check(drawn, result)
                 runs += 1
@@ -335,7 +337,7 @@ class Rig:
                 query_len = min(self.config.max_decode_query_len, self.longest_decode)
             replays += self._replay([(query_len, 0)] * 5, [2, 5], ((0, 2), (0, 5), (0, 1), (1, 4)), query_len)
         if len(self.plans) == 2 and {plan.cuda_graph for plan in self.plans.values()} == {"ALWAYS"}:
-            requests = [request for request in self.batches.mixed(self.seed) if request[0]]
+            requests = [(max(query, 1), seq_len) for query, seq_len in self.batches.mixed(self.seed)]
             most = MOST_GRAPH_TOKENS
             replays += self._replay(requests, [most // 2, most], ((0, len(requests)), (0, 2), (1, len(requests))), None)
         return replays
