@@ -235,11 +235,7 @@ def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
     own = {name: None if tensor is None else tensor.clone() for name, tensor in own.items()}
     extras = {"scale": step.scale, "scales": scales, **own, **changes}
     made: Any = group
-    return (
-        MLAAttention(made, drawn.kv_b_proj.clone(), **extras)
-        if isinstance(drawn, MLAProblem)
-        else Attention(made, **extras)
-    )
+    return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)
 
 
 def inputs_of(drawn: Drawn, padding: int = PADDING) -> dict[str, Tensor]:

@@ -177,6 +177,9 @@ class StateServing:
         device, counts = self.group.device, list(lens.values())
         brought = joined([*drawn.values()]).named()
         inputs = {name: each.to(device, copy=True) for name, each in brought.items()}
+        for name, count in lens.items():
+            self._known[name].last = count
+            self._known[name].seen += count
         began = time.perf_counter()
         common = prepare_batch(counts, [self._known[name].seen for name in lens], device=device)
         slots = self.pool.step(lens)

@@ -348,7 +348,7 @@ class Rig:
         """Capture, then replay parts of two batches that differ in lengths and tables; return the number of replays."""
         rng = random.Random(self.seed)
         # Equal queries draw equal weights, scales and sinks: one layer serves all.
-        both = [[(query, rng.randint(max(query, 1), max(query, LONGEST))) for query, _ in requests] for _ in range(2)]
+        both = [[(query, rng.randint(max(query, 1), LONGEST)) for query, _ in requests] for _ in range(2)]
         drawn = [self.batches.draw(self.seed, with_lengths) for with_lengths in both]
         group, ranks = self.group, self.ranks
         own = drawn if ranks is None else [part_of_rank(each, group, ranks) for each in drawn]
