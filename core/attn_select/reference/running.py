@@ -162,7 +162,7 @@ class StepMemory:
         widths = [rows[0].numel() for rows in side.values()]
         whole = self._memory("inputs", (len(inputs["query"]), sum(widths)), inputs["query"])
         for (name, rows), columns in zip(side.items(), torch.split(whole, widths, dim=1), strict=True):
-            inputs[name] = columns.unflatten(1, rows.shape[1:]).copy_(rows)
+            inputs[name] = columns.view(rows.shape).copy_(rows)
             self._read[name] = inputs[name], rows
         return inputs
 

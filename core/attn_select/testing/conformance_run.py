@@ -292,14 +292,15 @@ class Rig:
         first, second = (draw.draw(seed + number, each) for number, each in enumerate(requests))
         memories = [StepMemory(wide=bool(seed & 4)), StepMemory(wide=not seed & 4)]
         own, other = 0, 1
+        steps: list[tuple[Drawn, StepMemory, tuple[int, ...]]]
         steps = [(first, memories[0], (own,)), (second, memories[1], (own,))]
         if draw.large is None:
             again = 0 if seed % 4 == 0 else 1
             order = requests[again] if seed % 3 else draw.in_turn(requests[again][::-1])
             # A layer that is captured or timed is called twice.
-            turns = (own, own) if seed % 8 == 4 else (other, own)
+            twice = (own, own) if seed % 8 == 4 else (other, own)
             memory = memories[again] if seed & 2 else StepMemory()
-            steps = [steps[1 - again], steps[again], (draw.draw(seed + 2, order), memory, turns)]
+            steps = [steps[1 - again], steps[again], (draw.draw(seed + 2, order), memory, twice)]
         if draw.takes_empty:
             steps.append((draw.draw(seed + 3, draw.empty(random.Random(seed))), StepMemory(), (own,)))
         layers: list[Any] = []
