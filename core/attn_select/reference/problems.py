@@ -476,13 +476,13 @@ def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
     The row's query lies along its own key, and so does a key of the context, its first, its last or any other one, with
     a score that is a twelfth larger. So the row is known exactly however scores are rounded, unless they overflow or
     are clamped, or the key is not read. In a causal row that sees itself alone the score is negative. With an FP8 cache
-    the query is no larger than FP8 holds. A soft cap brings scores near each other, so that their rounding counts:
-    there the step stays as it is.
+    the query is no larger than FP8 holds. A soft cap and ALiBi bring scores near each other, so that their rounding
+    counts: there the step stays as it is.
     """
     step = drawn.step if isinstance(drawn, MLAProblem) else drawn
     config, width = step.config, drawn.query.shape[-1]
     starts = [(index, seq_len - query_len) for index, (query_len, seq_len) in enumerate(step.requests) if query_len]
-    if width < _NARROW or not len(step.key) or config.logits_soft_cap is not None:
+    if width < _NARROW or not len(step.key) or config.alibi or config.logits_soft_cap:
         return drawn
     rng, query = random.Random(f"peaks {seed}"), drawn.query.clone()
     cache, topk = (None if each is None else each.clone() for each in (step.kv_cache, step.topk_indices))
