@@ -26,7 +26,7 @@ from attn_select.backends.spec import BackendSpec
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import RulesArgument, select
 from attn_select.decide.text import byte_text
-from attn_select.errors import AttnSelectError, ConfigError, shorten
+from attn_select.errors import AttnSelectError, BackendError, ConfigError, shorten
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
@@ -676,7 +676,9 @@ def uncertainty(samples: Sequence[float]) -> float:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return an exception as one line."""
+    """Return an exception as one line, that of a backend without its name, which stands beside it."""
+    if isinstance(error, BackendError) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, MemoryError):
         return str(error) or "not enough memory"
     lines = [line for line in str(error).splitlines() if line.strip()]
