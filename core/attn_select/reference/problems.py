@@ -448,6 +448,8 @@ def of_layer(drawn: Problem | MLAProblem, layer: Problem | MLAProblem) -> Any:
     if not isinstance(drawn, MLAProblem):
         return step
     assert isinstance(layer, MLAProblem)
+    if drawn.kv_b_proj is layer.kv_b_proj:
+        return dataclasses.replace(drawn, step=step)
     return _absorbed(dataclasses.replace(drawn, step=step, kv_b_proj=layer.kv_b_proj))
 
 
@@ -485,12 +487,14 @@ def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
     if width < _NARROW or not len(step.key) or config.alibi or config.logits_soft_cap:
         return drawn
     rng, query = random.Random(f"peaks {seed}"), drawn.query.clone()
+    changed: list[int] = []
     cache, topk = (None if each is None else each.clone() for each in (step.kv_cache, step.topk_indices))
     for group in ([each for each in starts if each[1] > 0], [each for each in starts if each[1] == 0]):
         if not group:
             continue
         index, before = rng.choice(group)
         row = int(step.query_start_loc[index])
+        changed.append(row)
         key, value = step.key[row], step.value[row]
         if isinstance(drawn, MLAProblem):
             w_uk = _weights(drawn.kv_b_proj, config)[0]
@@ -515,10 +519,12 @@ def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
         if topk is not None and step.slot_mapping is not None:
             own = step.slot_mapping[row]
             topk[row, 0] = topk[row, 0] if bool((topk[row] == own).any()) else own
-    step = dataclasses.replace(step, kv_cache=cache, topk_indices=topk)
-    if isinstance(drawn, MLAProblem):
-        return _absorbed(dataclasses.replace(drawn, step=step, query=query))
-    return dataclasses.replace(step, query=query)
+    if not isinstance(drawn, MLAProblem):
+        return dataclasses.replace(step, query=query, kv_cache=cache, topk_indices=topk)
+    absorbed = step.query.clone()
+    absorbed[changed] = _absorbed(dataclasses.replace(drawn, query=query[changed])).step.query
+    step = dataclasses.replace(step, query=absorbed, kv_cache=cache, topk_indices=topk)
+    return dataclasses.replace(drawn, step=step, query=query)
 
 
 def _absorbed(drawn: MLAProblem) -> MLAProblem:
