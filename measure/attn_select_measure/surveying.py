@@ -104,6 +104,7 @@ def survey(settings: Settings, environment: Environment, say: Callable[[str], No
     """
     began = time.monotonic()
     known = read_survey(settings.out)
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
     doing = deque(["its beginning"], maxlen=1)
     bench = Bench(environment, rounds=ROUNDS, progress=doing.append, settled=SETTLED, eager=True)
     todo = [*_again(known, settings.backends)] if known and settings.backends else [*_drawn(known, settings, bench)]
@@ -111,7 +112,7 @@ def survey(settings: Settings, environment: Environment, say: Callable[[str], No
         merged(record, {"gpu": bench.gpu, "timed": []})
     if settings.out.exists():
         write_survey(settings.out, known)
-    rates = f"copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.0f} TFLOP/s"
+    rates = f"copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.3g} TFLOP/s"
     say(f"{bench.gpu}: {rates}; {len(todo)} workloads to time, {len(known)} in {settings.out}")
     run = _Run(settings, bench, began, say, len(todo), doing)
     try:

@@ -36,7 +36,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    return tmp_path / "survey.jsonl"
+    """In a folder that the command makes."""
+    return tmp_path / "surveys" / "survey.jsonl"
 
 
 def lines(path: Path) -> list[Line]:
