@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.virtual_batches import VirtualBatches
 from attn_select.times.step_choice import Names, by_phase, lead_of
 from attn_select.times.workload import Workload
-
-BUILT = "the metadata that forward takes"
 
 
 @dataclass(slots=True)
@@ -39,30 +37,23 @@ class Served:
         Raises:
             BackendError, PluginError: it raised something, or returned None.
         """
-        try:
-            built = self.builder.build(prefix, common, fast)
-        except Exception as error:
-            blame(self.spec, "build()", error)
-            raise
-        return built if built is not None else returned_nothing(self.spec, "build()", BUILT)
+        return self._built("build()", self.builder.build, prefix, common, fast)
 
     def build_for_capture(self, common: CommonAttentionMetadata) -> Any:
         """Return what the builder builds for a graph. Raises as ``build`` does."""
-        try:
-            built = self.builder.build_for_cudagraph_capture(common)
-        except Exception as error:
-            blame(self.spec, "build_for_cudagraph_capture()", error)
-            raise
-        return built if built is not None else returned_nothing(self.spec, "build_for_cudagraph_capture()", BUILT)
+        return self._built("build_for_cudagraph_capture()", self.builder.build_for_cudagraph_capture, common)
 
     def build_prefill(self, varlen: VarlenMetadata) -> Any:
         """Return what the builder builds for a call of ``forward_mha``. Raises as ``build`` does."""
+        return self._built("build_prefill()", self.builder.build_prefill, varlen)
+
+    def _built(self, call: str, method: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            built = self.builder.build_prefill(varlen)
+            built = method(*arguments)
         except Exception as error:
-            blame(self.spec, "build_prefill()", error)
+            blame(self.spec, call, error)
             raise
-        return built if built is not None else returned_nothing(self.spec, "build_prefill()", BUILT)
+        return built if built is not None else returned_nothing(self.spec, call, "the metadata that forward takes")
 
     def impl(self, **options: Any) -> Any:
         """Return the impl of one layer, made with ``options``.
