@@ -328,7 +328,7 @@ class _Run:
                 "reserved_bytes": eager.reserved_bytes,
                 "peak_bytes": eager.peak_bytes,
             },
-            "first_call_s": round(timed.first_call_s, 3),
+            "first_call_s": _rounded(timed.first_call_s),
             "compile_s": None if first is None else round(first.seconds, 2),
             "error": _rounded(timed.error) if timed.error is not None and math.isfinite(timed.error) else None,
             "bound": timed.bound,

@@ -12,7 +12,7 @@ from attn_select.runtime import checks
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.group_cache import GroupCache
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.overlaps import check_overlaps
+from attn_select.runtime.overlaps import check_no_self_overlap, check_overlaps
 from attn_select.runtime.scales import Scales
 
 _CONTENTS = ("query", "key", "value", "kv_c_normed", "k_pe")
@@ -115,6 +115,8 @@ class BatchChecks:
         read = {name: tensor for name, tensor in tensors.items() if name not in _WRITTEN}
         read |= {"q_scale": scales.q, "k_scale": scales.k, "v_scale": scales.v}
         read |= {name: getattr(common, name) for name in _OF_BATCHES}
+        for name, tensor in written.items():
+            check_no_self_overlap(name, tensor)
         check_overlaps({**written, "kv_cache": kv_cache}, read)
         for name, tensor in tensors.items():
             if tensor is not None:

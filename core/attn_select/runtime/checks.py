@@ -19,7 +19,7 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.machine import variables
 from attn_select.runtime.kv_cache import cache_dtype, check_cache_shape
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
-from attn_select.runtime.overlaps import check_no_self_overlap
+from attn_select.runtime.overlaps import check_not_expanded
 from attn_select.runtime.scales import Scales
 
 
@@ -286,7 +286,7 @@ def check_cache(
     wanted = cache_dtype(layout, config)
     if kv_cache.dtype != wanted or kv_cache.device != device:
         raise BatchError(f"kv_cache is {kv_cache.dtype} on {kv_cache.device}: accepted is {wanted} on {device}")
-    check_no_self_overlap("kv_cache", kv_cache)
+    check_not_expanded("kv_cache", kv_cache)
     return num_blocks
 
 

@@ -20,19 +20,18 @@ taken to be apart."""
 
 
 def check_overlaps(written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
-    """Check that each written tensor has memory of its own.
+    """Check that each written tensor has memory that no other one has.
 
     Args:
         written: by argument; each is compared with all others.
         read: by argument; these may share memory among each other.
 
     Raises:
-        BatchError: names the two tensors, or the one that overlaps itself.
+        BatchError: names the two tensors.
     """
     targets = _arrays(written)
     others = targets | _arrays(read)
     for number, (name, target) in enumerate(targets.items()):
-        check_no_self_overlap(name, written[name])
         for other in [*others][number + 1 :]:
             if _share(target, others[other]):
                 raise BatchError(
@@ -54,10 +53,27 @@ def check_no_self_overlap(name: str, tensor: Tensor | None) -> None:
         before = (slice(None),) * axis
         # Of two elements at one address that differ along this axis, one may as well be the first along it.
         if _share(array[*before, :1], array[*before, 1:]):
-            raise BatchError(
-                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several elements share one "
-                "address (accepted: an address for each)"
-            )
+            raise _self_overlap(name, tensor)
+
+
+def check_not_expanded(name: str, tensor: Tensor) -> None:
+    """Check that no dimension of a cache has stride 0. Views that overlap otherwise are taken.
+
+    Engines that keep the pages of all layers in one tensor bring them: of such a view they use some blocks alone, which
+    lie apart.
+
+    Raises:
+        BatchError: names the tensor, its shape and its strides.
+    """
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise _self_overlap(name, tensor)
+
+
+def _self_overlap(name: str, tensor: Tensor) -> BatchError:
+    return BatchError(
+        f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several elements share one address "
+        "(accepted: an address for each)"
+    )
 
 
 def _arrays(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from attn_select.errors import ConfigError
 from attn_select.machine.environment import Environment
 from attn_select.reference.oracle import attention_reference
+from attn_select.reference.running import common_of
 from attn_select.runtime import BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import error_bound, relative_error
@@ -96,8 +97,8 @@ def test_a_block_table_is_read_where_it_lies_before_07(emulate: Emulate, release
     for part in (wide[:, 5:], wide[:, :5]):
         wide.fill_(1 << 30)
         part[:, : problem.step.block_table.shape[1]] = problem.step.block_table
-        step = dataclasses.replace(problem.step, block_table=part)
-        layers.run(group, dataclasses.replace(problem, step=step))
+        drawn = dataclasses.replace(problem, step=dataclasses.replace(problem.step, block_table=part))
+        layers.run(group, drawn, metadata=group.build(common_of(drawn)))
         read = world.named(RUN if release == "0.6.14" else PLAN)[-1]["kv_indices"]
         assert (read.data_ptr() == part.data_ptr()) == (release == "0.6.14")
     served = group.served["decode"]

@@ -19,7 +19,7 @@ from attn_select.layer.layouts import state_shape
 from attn_select.layer.state import StateConfig
 from attn_select.runtime import checks
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.overlaps import check_overlaps
+from attn_select.runtime.overlaps import check_no_self_overlap, check_overlaps
 from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_batch import StateMetadata, check_slots
 from attn_select.runtime.states.state_cache import StateCache
@@ -176,6 +176,7 @@ class StateChecks:
                 )
         if output is not None:
             given = {"channels": channels, "cache.state": cache.state, "cache.conv": cache.conv, **gates.given()}
+            check_no_self_overlap("output", output)
             check_overlaps({"output": output}, given)
         self._book(cache, metadata)
 
