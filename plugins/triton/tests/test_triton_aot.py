@@ -29,8 +29,8 @@ capability)."""
 PARTS = {75: 0, 80: 0, 86: 1, 89: 2, 120: 3}
 """Chips for which every kernel is compiled, but only a quarter of the layers, and which quarter. They share most tiles
 of ``tuning.toml`` and the kind of products, so together they have every layer."""
-FAMILIES = (80, 90, 100)
-"""A chip for each instruction of products: mma, wgmma, tcgen05. CI compiles for these alone."""
+FAMILIES = (75, 80, 89, 90, 100, 120)
+"""A chip of each family. CI compiles for these alone."""
 TENSOR_MEMORY = 512
 """Columns of tensor memory of a multiprocessor of compute capability 10 (PTX ISA, tcgen05)."""
 SPILLED = 1024
