@@ -245,8 +245,8 @@ class StatePool:
     def commit(self, slots: StateSlots, *, stamped: bool = False) -> None:
         """Make a planned step so: its requests have the states behind it. A second time it does nothing.
 
-        For steps that no group builds: states that were received and copied into the slots to write, or kernels of
-        one's own.
+        For steps that no group builds: states that were received and copied into the slots to write, or kernels that
+        the caller runs.
 
         Args:
             slots: what ``step`` returned.
