@@ -28,8 +28,8 @@ from attn_select.times.roofline import roofline_us
 from attn_select.times.timed_layer import timed_layer
 
 FAMILIES = (
-    "gqa", "mla", "window", "gqa", "sinks", "fp8", "mla", "gqa", "drafts", "sparse", "gqa", "cap",
-    "mla fp8", "gqa", "window", "fp8", "mla", "mla drafts", "gqa", "drafts", "sinks", "sparse", "gqa",
+    "gqa", "mla", "window", "gqa", "sinks", "fp8", "sparse", "mla", "gqa", "drafts", "mla fp8", "gqa", "cap",
+    "sparse", "gqa", "mla", "window", "fp8", "mla drafts", "gqa", "drafts", "sinks", "sparse", "mla fp8", "gqa",
 )  # fmt: skip
 """In turn; their number and that of ``PHASES`` have no common factor, so that every pair comes up."""
 PHASES = (
