@@ -98,14 +98,12 @@ class Candidate:
         selection: the decision with this backend chosen; None where ``failure`` says why not.
         phases: the phases whose backends run; None: all.
         failure: why it is not timed.
-        dispatch: as in ``AttentionGroup``: ``measured`` times the backend that is predicted to be the fastest.
     """
 
     name: str
     selection: Selection[Any] | None = None
     phases: tuple[Phase, ...] | None = None
     failure: str | None = None
-    dispatch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,15 +348,10 @@ class Bench:
         if isinstance(selection.config, StateConfig):
             step: Step = StateStep(selection, requests, candidate.phases, self.torch_device)
         else:
-            step = LayerStep(selection, requests, candidate.phases, self.torch_device, candidate.dispatch, self.ranks)
+            step = LayerStep(selection, requests, candidate.phases, self.torch_device, self.ranks)
         longest = step.config.max_decode_query_len
         decodes = {query <= longest and step.config.has_cache for query, _ in requests}
-        served = dict(step.group.served)
-        if candidate.dispatch is not None:
-            assert isinstance(step, LayerStep)
-            by_name = {each.spec.name: each for each in step.group.backends}
-            ran = {part.phase: by_name[part.backend] for part in step.group.build(step.common).parts}
-            served = {phase: ran.get(phase) or next(iter(ran.values())) for phase in served}
+        served = step.group.served
         plans = {phase: each.context.plans[phase] for phase, each in served.items() if (phase == "decode") in decodes}
         timed.kernel = {phase: plan.kernel_name or "unnamed" for phase, plan in plans.items()}
         if isinstance(step, StateStep):
