@@ -20,7 +20,8 @@ from attn_select.decide.selector import environment_for
 from attn_select.machine.detection import detect_device
 from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select_measure.benching import Bench, Candidate, Timed
+from attn_select_measure.benching import Bench
+from attn_select_measure.timed import Candidate, Timed
 
 PLAIN = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 HEAD_64 = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=64)
@@ -73,7 +74,7 @@ def main() -> None:
     began = time.monotonic()
     bench = Bench(environment_for(detect_device().device, parse_pins(arguments.pins)), rounds=arguments.rounds)
     failures: dict[str, None] = {}
-    print(f"{bench.gpu}: us of one layer's step, and the speed as a share of {next(iter(LIBRARIES))}'s\n")
+    print(f"{bench.machine.gpu}: us of one layer's step, and the speed as a share of {next(iter(LIBRARIES))}'s\n")
     print("| step | batch |", " | ".join(LIBRARIES), "|\n|", " | ".join(["---"] * (len(LIBRARIES) + 2)), "|")
     with tempfile.TemporaryDirectory() as folder:
         for name, config, batch in ROWS:

@@ -28,7 +28,8 @@ from attn_select.decide.selector import environment_for
 from attn_select.machine.detection import detect_device
 from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select_measure.benching import Bench, Timed, TimedBatch
+from attn_select_measure.benching import Bench
+from attn_select_measure.timed import Timed, TimedBatch
 
 OURS = ("TRITON_ATTN", "TRITON_MLA")
 SLOW = ("FLEX_ATTENTION", "PAGED_ATTENTION", "TORCH_SDPA", "TORCH_MLA")
@@ -88,7 +89,7 @@ def raw(bench: Bench, row: Row, found: TimedBatch) -> str:
     timed = [
         {**dataclasses.asdict(each), "samples_us": [round(us, 3) for us in each.samples_us]} for each in found.timed
     ]
-    data = {"work": row.work, "layer": row.layer, "batch": str(row.batch), "gpu": bench.gpu, "timed": timed}
+    data = {"work": row.work, "layer": row.layer, "batch": str(row.batch), "gpu": bench.machine.gpu, "timed": timed}
     return json.dumps({**data, "config": row.config.model_dump(exclude_defaults=True)}) + "\n"
 
 
@@ -139,7 +140,7 @@ def main() -> None:
         if arguments.out is not None:
             with (arguments.out / "peer_table.jsonl").open("a", encoding="utf-8") as file:
                 file.write(raw(bench, row, found))
-    print(f"\n{bench.gpu}, us of one layer's step; share of the best other backend, goal, quartiles")
+    print(f"\n{bench.machine.gpu}, us of one layer's step; share of the best other backend, goal, quartiles")
     print("\n".join(printed))
 
 
