@@ -317,7 +317,7 @@ def _draw(outcome: Outcome, path: Path) -> None:
             ]
     if drawn:
         device = outcome.explanation.device
-        path.write_text(bars(drawn, "time of one layer's step (us)", title=device.full_name or device.name), "utf-8")
+        path.write_text(bars(drawn, "time of one layer's step (us)", device.full_name or device.name), "utf-8")
 
 
 def _us(time_us: float) -> str:
