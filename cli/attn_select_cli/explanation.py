@@ -227,14 +227,19 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     warnings += unknown_pins(environment.pins, situation)
     backend = tuple(options["backend"]) or None
     configs = [kind.config for kind in kinds.kinds]
-    workload, measurements = options.get("workload"), tuple(options.get("measurements") or ())
-    if measurements and workload is None:
-        raise click.UsageError(
-            "--measurements needs --workload: times count for batches, such as --workload 64q1s4k",
-            click.get_current_context(silent=True),
-        )
+    times = options.get("times")
+    if times is not None and options.get("no_times"):
+        text = "--times and --no-times: give one of them"
+        raise click.UsageError(text, click.get_current_context(silent=True))
     selections = select_model(
-        configs, device, used_rules, backend, environment=environment, workload=workload, measurements=measurements
+        configs,
+        device,
+        used_rules,
+        backend,
+        environment=environment,
+        workload=options.get("workload"),
+        times=times if times is not None else not options.get("no_times"),
+        host_time=bool(options.get("host_time")),
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]

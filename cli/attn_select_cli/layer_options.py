@@ -179,13 +179,21 @@ def decision_options(function: F, *first: Callable[[Any], Any], backend: Callabl
 
 
 def workload_options(function: F) -> F:
-    """Add the options that say which batches a decision is for, and where times are known from."""
+    """Add the options that say which batches a decision is for, and which times count."""
     function = click.option(
-        "--measurements",
-        multiple=True,
+        "--host-time",
+        is_flag=True,
+        help="Let a step take at least the host time of an eager call, as without CUDA graphs.",
+    )(function)
+    function = click.option(
+        "--no-times", is_flag=True, help="Let rules alone decide."
+    )(function)
+    function = click.option(
+        "--times",
+        "times",
         type=click.Path(),
         metavar="FILE",
-        help="One more file of measured times, as `attn-select bench` writes them (repeatable).",
+        help="A survey's file in place of yours or the packaged one.",
     )(function)
     return click.option(
         "--workload",

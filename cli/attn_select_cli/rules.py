@@ -145,7 +145,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     """Check the effective rules together with the given FILEs.
 
     Errors: what breaks the format, unknown backends, wrong options. Warnings: rules that never take effect, unknown
-    libraries and GPUs, rules with a date that newer measurements contradict.
+    libraries and GPUs.
     """
     from attn_select.rules.lint import doubts
     from attn_select.rules.plugins import load_plugins
@@ -154,7 +154,6 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     rule_set, broken = rules_errors(files)
     found: list[tuple[str, str, int | None, str]] = [("error", *problem) for problem in broken]
     found += [("warning", *problem) for problem in doubts(rule_set, load_plugins())]
-    found += [("warning", *problem) for problem in _contradicted(rule_set)]
     errors = sum(severity == "error" for severity, *_ in found)
     if as_json:
         problems = [{"severity": s, "file": file, "line": line, "message": text} for s, file, line, text in found]
@@ -169,20 +168,6 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
         checked = f"{counted(len(rule_set.rules), 'rule')} in {counted(read, 'file')}"
         click.echo(f"{counted(errors, 'error')}, {counted(len(found) - errors, 'warning')}; {checked}")
     return 1 if errors else 0
-
-
-def _contradicted(rule_set: RuleSet) -> list[Problem]:
-    """Return what newer measurements say against the user's rules that rest on times."""
-    from attn_select.rules.rule import PACKAGED
-
-    users = [rule for rule in rule_set.rules if rule.layer > PACKAGED and rule.measured]
-    if not users:
-        return []
-    from attn_select.decide.contradicted import contradicted
-    from attn_select.times.store import measurement_files, read_measurements
-
-    rows = read_measurements(measurement_files()).measurements
-    return [*contradicted(users, (row.measurement for row in rows))]
 
 
 @command.command(

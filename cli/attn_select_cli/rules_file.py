@@ -39,7 +39,6 @@ STEPS_KEPT = 10
 """Changes that can be taken back, one after the other."""
 _WIDEST = 118
 """Characters of a ``when`` in one line; a longer one becomes a table."""
-_YIELDS = "  # Where a workload is named, times decide before this rule. Without this line the rule decides."
 
 
 def rule_text(rule: Mapping[str, Any]) -> str:
@@ -48,8 +47,7 @@ def rule_text(rule: Mapping[str, Any]) -> str:
     table: list[str] = []
     for key, value in rule.items():
         if key != "when":
-            yields = _YIELDS if key == "measured" and "prefer" in rule else ""
-            lines.append(f"{key} = {tomlkit.item(value).as_string()}{yields}")
+            lines.append(f"{key} = {tomlkit.item(value).as_string()}")
             continue
         pairs = [f"{tomlkit.key(path).as_string()} = {tomlkit.item(each).as_string()}" for path, each in _leaves(value)]
         line = f"when = {{ {', '.join(pairs)} }}"

@@ -47,6 +47,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
             path.write_text(text)
         sources_hash.cache_clear()
         module._of_file.cache_clear()
+        module._modules.cache_clear()
         return sources_hash("acme_times.runtime.attn")
 
     return written

@@ -51,8 +51,8 @@ def decide(
         config: what the layer asks for.
         choice: the backends that are asked for by name.
         kv_layout: the layout of a shared pool: only plans that read it count.
-        workload: the batches to be fast at.
-        evidence: what is known about times on the device; it counts with a workload alone.
+        workload: the batches to be fast at; None: the default mix, which rules about batches do not match.
+        evidence: what is known about times on the device; None: rules alone decide.
     """
     phases = config.phases
     explicit = choice.for_layer(phases, situation.specs)
@@ -67,15 +67,17 @@ def decide(
     orders = {phase: in_order(rankings[phase], plans[phase], explicit.get(phase)) for phase in phases}
     chosen, cache = first_choice(config, rankings, orders, plans, explicit, kv_layout)
     by_times: ByTimes | None = None
-    if workload is not None and evidence is not None:
-        from attn_select.times.choice import order_by_times  # most ask for no workload
+    if evidence is not None:
+        from attn_select.times.choice import order_by_times  # few devices were surveyed
+        from attn_select.times.workload import default_mix
 
         given = {p: phase_order(rankings[p], orders[p], plans[p], chosen[p], explicit.get(p)) for p in phases}
 
         def fits(pair: Mapping[Phase, str]) -> bool:
             return _cache_of(config, pair, plans, kv_layout) is not None
 
-        by_times = order_by_times(config, workload, evidence, situation.specs, given, fits)
+        batches = default_mix(config) if workload is None else workload
+        by_times = order_by_times(config, batches, evidence, given, fits, steps_alike=workload is None)
         if by_times.chosen != chosen:
             chosen = by_times.chosen
             cache = _cache_of(config, chosen, plans, kv_layout)
@@ -95,7 +97,6 @@ def decide(
             *choice_warnings(choice, explicit, rankings),
             *rank_warnings(rankings, explicit),
             *pair_warnings(chosen, orders),
-            *(evidence.warnings if by_times is not None and evidence is not None else ()),
         ),
         options=situation.options,
         workload=workload,
@@ -220,16 +221,15 @@ def phase_order(
     ranking: Ranking, order: Sequence[str], plans: Mapping[str, BackendPlan], chosen: str | None, explicit: str | None
 ) -> PhaseOrder:
     """Return one phase as the rules order it, for times to change."""
-    from attn_select.times.choice import PhaseOrder  # most ask for no workload
+    from attn_select.times.choice import PhaseOrder  # few devices were surveyed
 
     evidence, held = ranking.evidence, ""
     if explicit is not None:
         held = f"{explicit} is asked for by name"
-    elif evidence is not None and evidence.evidence is False:
+    elif evidence is not None:
         held = f"rule {evidence.name!r} ({evidence.origin}) keeps times out"
     placed = {name: f"rule {rule.name!r} ({rule.origin}) places {name}" for name, rule in ranking.placed.items()}
-    ties_by_time = evidence is not None and evidence.evidence == "fastest"
-    return PhaseOrder(order, plans, chosen, placed, held, ties_by_time)
+    return PhaseOrder(order, plans, chosen, placed, held)
 
 
 # The outcome.

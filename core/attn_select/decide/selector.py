@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from attn_select.decide.decide import decide
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
-MeasurementsArgument = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+TimesArgument = bool | str | os.PathLike[str]
 
 _MOST_RECENT = 4096
 _recent: dict[int, tuple[Any, ...]] = {}
@@ -44,7 +44,8 @@ def select(
     *,
     environment: Environment | None = None,
     workload: WorkloadArgument | None = None,
-    measurements: MeasurementsArgument = (),
+    times: TimesArgument = True,
+    host_time: bool = False,
 ) -> Selection[ConfigT]:
     """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
 
@@ -61,9 +62,10 @@ def select(
             is not this machine's assumes all libraries.
         workload: the batches that the layer is to be fast at, as ``attn_select.times.workload.parse_workload`` reads
             them: ``"64q1s4k*0.8,q2k*0.2"``, a profile such as ``"chat"``, or a file. Rules about batches match only
-            with one, and measured times count with one alone. A file is read once per process.
-        measurements: files of measurements to read beside the packaged ones, the user's and those of
-            ``ATTN_SELECT_MEASUREMENTS``; needs a workload. Read once per process.
+            with one; without one the default mix counts. A file is read once per process.
+        times: whether the device's survey takes part: the user's own (``attn-select tune``) or the packaged one; or the
+            file of another survey. Read once per process.
+        host_time: whether a step takes at least the host time of an eager call, as where CUDA graphs are not used.
 
     Returns:
         A ``Selection``. Check ``ok``: where no backend is valid the phase's entry is None and the reasons are in
@@ -72,7 +74,7 @@ def select(
     Raises:
         ConfigError, UnknownNameError: unknown device, backend or workload, malformed ``backend`` or ``workload``.
         RulesError: a rules file is missing or broken.
-        MeasurementError: a named file of measurements does not exist.
+        MeasurementError: a survey's file cannot be read.
     """
     recent = _recent.get(id(config))
     if (
@@ -82,22 +84,24 @@ def select(
         and recent[3] is backend
         and recent[4] is environment
         and recent[5] is workload
-        and recent[6] is measurements
+        and recent[6] is times
+        and recent[7] is host_time
     ):
-        found: Selection[ConfigT] = recent[7]
+        found: Selection[ConfigT] = recent[8]
         return found
     if not isinstance(config, (AttentionConfig, StateConfig)):
         text = f"config = {show(config)}: expected an AttentionConfig or a StateConfig"
         raise ConfigError(text, fields=["config"])
     situation = situation_for(device, rules, environment)
     choice = parse_choice(backend, situation.names, situation.registry.failed)
-    batches, evidence = _asked(workload, measurements, situation)
+    batches, evidence = _workload(workload), _evidence_for(times, host_time, situation)
     selection = decide(situation, config, choice, workload=batches, evidence=evidence)
     if len(_recent) >= _MOST_RECENT:
         _recent.clear()
     # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
-    if _is_immutable(rules) and _is_immutable(backend) and _is_immutable(measurements):
-        _recent[id(config)] = (config, device, rules, backend, environment, workload, measurements, selection)
+    if _is_immutable(rules) and _is_immutable(backend):
+        asked = (config, device, rules, backend, environment, workload, times, host_time)
+        _recent[id(config)] = (*asked, selection)
     return selection
 
 
@@ -109,7 +113,8 @@ def select_model(
     *,
     environment: Environment | None = None,
     workload: WorkloadArgument | None = None,
-    measurements: MeasurementsArgument = (),
+    times: TimesArgument = True,
+    host_time: bool = False,
 ) -> tuple[Selection[ConfigT], ...]:
     """Select for all layer kinds of a model that share a cache pool: one KV layout and one block size for all of them.
 
@@ -126,7 +131,7 @@ def select_model(
     """
     situation = situation_for(device, rules, environment)
     choice = parse_choice(backend, situation.names, situation.registry.failed)
-    batches, evidence = _asked(workload, measurements, situation)
+    batches, evidence = _workload(workload), _evidence_for(times, host_time, situation)
 
     both = len({config.sort == "state" for config in configs}) == 2
 
@@ -194,20 +199,13 @@ def rules_in_an_engine() -> RuleSet:
     return _rules((), working_directory=False)
 
 
-def _asked(
-    workload: WorkloadArgument | None, measurements: MeasurementsArgument, situation: Situation
-) -> tuple[Workload, Evidence] | tuple[None, None]:
-    """Return the workload, and what is known about times on the device. Files are read once."""
-    given = (measurements,) if isinstance(measurements, (str, os.PathLike)) else measurements
-    if workload is None:
-        if given:
-            hint = "name the batches too, such as '64q1s4k': times count for a workload alone"
-            raise ConfigError(f"measurements = {show(measurements)} without a workload", fields=["workload"], hint=hint)
-        return None, None
+def _workload(workload: WorkloadArgument | None) -> Workload | None:
+    """Return the workload that is asked for. A file is read once."""
+    if workload is None or isinstance(workload, (str, PurePath)):
+        return None if workload is None else _read_workload(workload)
     from attn_select.times.workload import parse_workload  # most ask for no workload
 
-    batches = _read_workload(workload) if isinstance(workload, (str, PurePath)) else parse_workload(workload)
-    return batches, _evidence(situation.device, situation.environment, tuple([os.fspath(path) for path in given]))
+    return parse_workload(workload)
 
 
 @functools.lru_cache(maxsize=256)
@@ -217,14 +215,25 @@ def _read_workload(given: str | PurePath) -> Workload:
     return parse_workload(given)
 
 
+def _evidence_for(times: TimesArgument, host_time: bool, situation: Situation) -> Evidence | None:
+    """Return what is known about times on the device, unless rules alone are to decide."""
+    if times is False or situation.device.is_cpu:
+        return None
+    if times is not True and not isinstance(times, (str, os.PathLike)):
+        text = f"times = {show(times)}: expected True, False, or the path of a survey's file"
+        raise ConfigError(text, fields=["times"])
+    path = None if times is True else os.fspath(times)
+    return _evidence(situation.device, situation.environment, path, host_time)
+
+
 @functools.lru_cache(maxsize=128)
-def _evidence(device: Device, environment: Environment, files: tuple[str, ...]) -> Evidence:
-    from attn_select.times.evidence import load_evidence
+def _evidence(device: Device, environment: Environment, path: str | None, host_time: bool) -> Evidence | None:
+    from attn_select.times.evidence import load_evidence  # few devices were surveyed
 
-    return load_evidence(device, environment, files)
+    return load_evidence(device, environment, load_plugins().specs, None if path is None else Path(path), host_time)
 
 
-def _is_immutable(argument: RulesArgument | BackendArgument | MeasurementsArgument) -> bool:
+def _is_immutable(argument: RulesArgument | BackendArgument) -> bool:
     """Whether an argument of ``select`` says the same as long as it is the same object."""
     if isinstance(argument, tuple):
         return all(isinstance(each, (str, PurePath)) for each in argument)

@@ -11,6 +11,8 @@ from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
 from attn_select.layer.layer_config import ConfigT
 
+_TIE = 0.02
+"""Times that differ by no more than this share are a tie."""
 _UNRANKED = 1000
 """More than there are backends."""
 
@@ -91,20 +93,15 @@ def _agree(selections: list[Any], members: list[int], decide: Decide) -> None:
 
 
 def _fastest(trials: list[list[Selection]]) -> list[list[Selection]]:
-    """Return the trials with the least time of one layer of each kind, ties included; all of them where
-    times do not compare: of one kind they have to come from one source in every trial."""
-    from attn_select.times.timing import TIE  # most ask for no workload
-
+    """Return the trials with the least time of one layer of each kind, ties included; all of them where one has a kind
+    without times."""
     times: list[float] = []
-    series: set[tuple[object, ...]] = set()
     for trial in trials:
-        used = [s.evidence for s in trial if s.evidence is not None]
-        known = [each.time_us for each in used if each.time_us is not None]
-        series.add(tuple(each.series for each in used))
-        if len(known) < len(trial) or len(series) > 1:
+        known = [s.evidence.time_us for s in trial if s.evidence is not None and s.evidence.time_us is not None]
+        if len(known) < len(trial):
             return trials
         times.append(math.fsum(known))
-    return [trial for trial, time_us in zip(trials, times, strict=True) if time_us <= min(times) * (1 + TIE)]
+    return [trial for trial, time_us in zip(trials, times, strict=True) if time_us <= min(times) * (1 + _TIE)]
 
 
 def _rank_sum(selection: Selection) -> int:

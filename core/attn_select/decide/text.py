@@ -8,7 +8,6 @@ them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from attn_select.rules.rule import PACKAGED, Rule
 
 if TYPE_CHECKING:
     from attn_select.times.choice import EvidenceUsed
-    from attn_select.times.timing import Timing
     from attn_select.times.workload import Workload
 
 Line = list[tuple[str, str]]
@@ -237,81 +235,61 @@ def _rank_lines(selection: Outcome[Any]) -> list[tuple[str, str]]:
 
 
 def _time_text(selection: Outcome[Any], used: EvidenceUsed) -> str:
-    """Say how long the chosen backends take for the workload's steps, or that nobody knows."""
+    """Say how long the chosen backends are predicted to take for the workload's steps, and what that rests on."""
     parts: list[str] = []
-    rests: dict[str, None] = {}
     for phase, name in selection.selected.items():
         timing = _verdict(selection, name, phase).timing if name is not None else None
-        if timing is not None and timing.compares:
+        if timing is not None:
             parts.append(f"{phase} {us_text(timing.time_us)} ({_percent(timing.share)} of the steps)")
-            rests[_rests_on(timing)] = None
+    from attn_select.times.workload import DEFAULT_MIX  # few devices were surveyed
+
+    mix = f", over the default mix ({DEFAULT_MIX})" if selection.workload is None else ""
+    survey = f"{used.gpu}'s survey ({used.source}, {used.workloads} workloads, {used.date[:10]})"
     if not parts:
-        phases = [phase for phase, each in used.phases.items() if each.share]
-        asked = f" for {' and '.join(phases)}" if phases else ""
-        return f"not known{asked}: backends are ranked by rules (`attn-select bench` measures times)"
+        return f"not known: {survey} has no such layers, rules rank the backends"
     mean = f"{us_text(used.time_us)} per step: " if used.time_us is not None and len(parts) > 1 else ""
-    return f"{mean}{', '.join(parts)}, one layer; {', '.join(rests)}"
+    return f"{mean}{', '.join(parts)}, one layer{mix}; predicted by {survey}"
 
 
 def _time_lines(selection: Outcome[Any]) -> list[Line]:
-    """Render the time of every candidate, how far it is behind the chosen one, and where the time comes from."""
+    """Render the time of every candidate, how far it is behind the chosen one, and what was measured nearby."""
     lines: list[Line] = []
     for phase, used in selection.evidence.phases.items() if selection.evidence is not None else ():
         timed = [(c, c.phases[phase]) for c in selection.candidates if c.phases[phase].timing is not None]
-        if not any(verdict.timing.compares for _, verdict in timed if verdict.timing):
+        if not timed or selection.evidence is None:
             continue
-        head = "by time where times compare" if used.by_times else f"by rules: {used.why}"
+        head = "by predicted time" if used.by_times else f"by rules: {used.why}"
         title = f"  Times for {phase}"
-        lines += [[], [(title, "title"), HANG, (f"  {_percent(used.share)} of the steps; ordered {head}", "dim")]]
+        margin = f"95 % of ratios are right within a factor of {selection.evidence.margin:.2f}"
+        about = f"  {_percent(used.share)} of the steps; ordered {head}; {margin}"
+        lines += [[], [(title, "title"), HANG, (about, "dim")]]
         for candidate, verdict in sorted(timed, key=lambda item: _order(item[0], phase)):
-            timing = verdict.timing
-            assert timing is not None
+            assert verdict.timing is not None
             rank = "-" if verdict.rank is None else str(verdict.rank)
-            least = "" if timing.compares else "at least "
-            margin = f" ± {timing.margin * 100:.1f} %" if timing.compares else ""
             behind = "" if verdict.behind is None else f"× {verdict.behind:.2f}"
-            figures = f"{f'{least}{us_text(timing.time_us)}':>17}{margin:<10} {behind:<7} "
+            figures = f"{us_text(verdict.timing.time_us):>9}  {behind:<7} "
             name = (f"  {rank:>4}  {candidate.backend:<21} ", "selected" if verdict.verdict == "selected" else "")
-            lines.append([name, (figures, ""), HANG, (_provenance(timing), "dim")])
-            if timing.weaker:
-                lines.append([(" " * 66, ""), HANG, ("weaker: ", "warning"), (timing.weaker, "")])
-        for timing in used.behind:
-            from attn_select.times.timing import VAGUER  # few have times of their own
-
-            text = f"{_provenance(timing)}: counts after the others, its margins are more than {VAGUER:g} times as wide"
-            lines.append([("        ", ""), HANG, (text, "dim")])
+            lines.append([name, (figures, ""), HANG, (_nearby(verdict), "dim")])
+            if verdict.timing.stale:
+                lines.append([(" " * 50, ""), HANG, ("stale: ", "warning"), (verdict.timing.stale, "")])
     return lines
 
 
-def _provenance(timing: Timing) -> str:
-    """Say where a time comes from."""
-    if not timing.compares:
-        return "roofline, at the device's peak rates, L2 cold"
-    # Published tables repeat one call, whose keys may still lie in L2: such a time can be below the roofline.
-    parts = [f"{timing.source}, L2 warm" if timing.kind == "table" else timing.kind]
-    if timing.kind == "scaled":
-        parts = [timing.source]
-    if timing.kind == "named file":
-        parts = [os.path.basename(file) for file in timing.files]
-    if timing.method == "eager":
-        parts.append("launched eagerly")
+def _nearby(verdict: Verdict) -> str:
+    """Say what the nearest measured workloads say of a candidate, its cold start and its memory."""
+    timing = verdict.timing
+    assert timing is not None
+    parts = []
+    if timing.near is not None and verdict.verdict != "selected":
+        near = "nearest measured layer" if timing.near_count == 1 else f"{timing.near_count} nearest measured layers"
+        parts.append(f"took {timing.near:.2f} times as long in the {near}")
     if timing.host_us:
         parts.append(f"{us_text(timing.host_us)} of it host time for each new shape")
-    if timing.kind not in ("table", "scaled"):
-        parts.append(_rests_on(timing))
+    if timing.first_call_s is not None:
+        parts.append(f"first call {timing.first_call_s:.2g} s")
+    if timing.workspace_bytes:
+        parts.append(f"workspace {byte_text(round(timing.workspace_bytes))}")
     return ", ".join(parts)
-
-
-def _rests_on(timing: Timing) -> str:
-    """Name the source of a time in a word, as docs/times-model.md lists them; rooflines have none."""
-    if timing.kind in ("table", "scaled"):
-        return timing.source
-    predicted = timing.shapes - timing.measured_shapes
-    if not predicted:
-        return "measured itself"
-    return (
-        f"{'' if predicted == timing.shapes else f'{predicted} of {timing.shapes} shapes '}predicted within the layer"
-    )
 
 
 def _percent(share: float) -> str:
@@ -471,9 +449,7 @@ def _has_effect(rule: Rule, selection: Outcome[Any]) -> bool:
 
 
 def _effect(rule: Rule) -> str:
-    if rule.effect != "evidence":
-        return str(rule.effect)
-    return "evidence off" if rule.evidence is False else "ties by time"
+    return "evidence off" if rule.effect == "evidence" else str(rule.effect)
 
 
 def _origin(rule: Rule) -> str:

@@ -11,14 +11,13 @@ def rests_on_our_times(selection: Selection, backend: str, phase: Phase, instead
     """Say whether only what was measured of attn-select's kernels puts a backend before another one.
 
     Then that place is not for an engine's kernel of the same name, of which nothing was measured. What a user asked for
-    by name holds for that kernel too. So does a rule that no times made, which has no date ``measured``, and so does
-    the place of unproved backends behind all others.
+    by name holds for that kernel too. So does a rule, and so does the place of unproved backends behind all others.
     """
     if selection.explicit.get(phase) == backend:
         return False
     rules = [rule for rule in selection.rules if rule.phase in (None, phase)]
     asked = [rule for rule in rules if rule.effect == "prefer" or (rule.effect == "priority" and rule.layer > PACKAGED)]
-    if any(backend in rule.backends and rule.measured is None for rule in asked):
+    if any(backend in rule.backends for rule in asked):
         return False
     unverified = {c.backend for c in selection.candidates if (plan := c.phases[phase].plan) and plan.unverified}
     if instead in unverified and backend not in unverified:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 RULES = "ATTN_SELECT_RULES"
-MEASUREMENTS = "ATTN_SELECT_MEASUREMENTS"
 CHECK = "ATTN_SELECT_CHECK"
 TRACEBACK = "ATTN_SELECT_TRACEBACK"
 WORKLOAD = "ATTN_SELECT_WORKLOAD"
@@ -11,7 +10,6 @@ ANY_VERSION = "ATTN_SELECT_ANY_VERSION"
 STRICT = "ATTN_SELECT_STRICT"
 EFFECTS = {
     RULES: "rules files, separated like PATH: above the user's and the working directory's, below --rules",
-    MEASUREMENTS: "files of measurements, separated like PATH, read beside the packaged and the user's own",
     CHECK: "1: the runtime checks every batch before a kernel starts; it synchronises with the GPU, so it is slow",
     TRACEBACK: "1: the command line ends an internal error, or a backend's, with its traceback",
     WORKLOAD: "what adapters for engines choose for, as `--workload` takes it: a profile, batches or a file; "

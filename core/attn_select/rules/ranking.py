@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +27,7 @@ class Ranking:
         priority: the rule that gives the order, None where no priority rule matched.
         denied: backend name → the rule that denies it.
         rules: the rules that made the order, as they were applied.
-        evidence: the last rule that says how times count, or None.
+        evidence: the last rule that keeps times out, or None.
     """
 
     default: list[str]
@@ -58,14 +57,10 @@ class Ranking:
 
     @property
     def placed(self) -> dict[str, Rule]:
-        """The backends that a user's rule placed, each with the last such rule.
-
-        A rule that was made of times (``measured``) places nothing, unless another kind of user's rule came first.
-        """
+        """The backends that a user's rule placed, each with the last such rule."""
         if self.priority is not None and self.by_user:
             return dict.fromkeys(self.order, self.priority)
-        measured = list(takewhile(lambda rule: rule.measured is not None, self.users))
-        return {name: rule for rule in self.users[len(measured) :] for name in rule.backends}
+        return {name: rule for rule in self.users for name in rule.backends}
 
     def with_behind(self, unverified: Collection[str]) -> Ranking:
         """Return the ranking with unproved backends behind all others, except where users' rules place them.
@@ -143,8 +138,7 @@ class Ranker:
         ranking = Ranking(order, [], priority, {}, [] if priority is None else [priority], None)
         for rule in filter(holds, self._effects):
             if rule.effect == "evidence":
-                # Times count for a workload alone.
-                ranking = ranking if batches is None else replace(ranking, evidence=rule)
+                ranking = replace(ranking, evidence=rule)
                 continue
             if rule.effect == "deny":
                 ranking.denied.update(dict.fromkeys(rule.backends, rule))

@@ -14,9 +14,7 @@ from attn_select.rules.predicates import ConditionError
 
 Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
-EvidenceEffect = Literal[False, "fastest"]
-EVIDENCE_EFFECTS: tuple[EvidenceEffect, ...] = (False, "fastest")
-_KEYS = ("name", "phase", "when", *EFFECTS, "only", "because", "measured", "tuned", "enabled")
+_KEYS = ("name", "phase", "when", *EFFECTS, "only", "because", "enabled")
 PACKAGED = 0
 """The layer of the packaged rules; plugins' fragments are below it, users' files above."""
 _LONGEST_NAME = 100
@@ -42,8 +40,8 @@ class Rule:
 
     Attributes:
         name: unique within a file; a later layer's rule of the same name replaces this one.
-        effect: ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which says how times count; None for a
-            rule that only switches another off.
+        effect: ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out; None for a rule
+            that only switches another off.
         backends: the names that the effect lists, in order; ``evidence`` lists none.
         phase: the one phase it speaks of, or None for both.
         when: all must match.
@@ -55,10 +53,7 @@ class Rule:
         enabled: False removes the rule of this name from earlier layers.
         warnings: problems that do not stop the rule from working.
         plugin: the distribution of the plugin that ships the rule, or None.
-        evidence: False keeps times out of the choice, ``fastest`` breaks ties of predicted times by time; None for
-            another effect.
         only: whether a priority shuts out the backends that it does not list; None where the rule does not say.
-        measured: when the times behind the rule were measured, ISO 8601; None where it rests on none.
     """
 
     name: str
@@ -73,9 +68,7 @@ class Rule:
     enabled: bool = True
     warnings: tuple[str, ...] = ()
     plugin: str | None = None
-    measured: str | None = None
     only: bool | None = None
-    evidence: EvidenceEffect | None = None
 
     @property
     def origin(self) -> str:
@@ -120,11 +113,6 @@ def _parse(
     for key in table:
         if key not in _KEYS:
             problems.append(((key,), f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}"))
-    tuned = table.get("tuned")
-    if tuned is not None and not _is_name(tuned):
-        problems.append(
-            (("tuned",), f"tuned = {show(tuned)}: expected what `attn-select tune` wrote, a printable string")
-        )
     enabled = table.get("enabled", True)
     if not isinstance(enabled, bool):
         problems.append((("enabled",), f"enabled = {show(enabled)}: expected true or false"))
@@ -132,10 +120,6 @@ def _parse(
     if because is not None and not isinstance(because, str):
         problems.append((("because",), f"because = {show(because)}: expected a string"))
         because = None
-    measured = table.get("measured")
-    if measured is not None and not _is_date(measured):
-        accepted = 'expected a date such as "2026-11-22" or "2026-11-22T13:05:00+00:00"'
-        problems.append((("measured",), f"measured = {show(measured)}: {accepted}"))
     phase = table.get("phase")
     if phase is not None and phase not in PHASES:
         text = f"phase = {show(phase)}: expected {' or '.join(PHASES)} (leave it out for both)"
@@ -172,27 +156,15 @@ def _parse(
         layer=layer,
         enabled=bool(enabled),
         warnings=tuple(warnings),
-        measured=measured,
         only=only,
-        evidence=table["evidence"] if effects == ["evidence"] else None,
     )
-
-
-def _is_date(value: object) -> bool:
-    from datetime import datetime
-
-    try:
-        return isinstance(value, str) and bool(datetime.fromisoformat(value))
-    except ValueError:
-        return False
 
 
 def _backends(effect: str, value: object) -> tuple[str, ...]:
     """Return the names that an effect lists. Raises ValueError where it lists none or something else."""
     if effect == "evidence":
-        if value is not False and value != "fastest":
-            accepted = 'false, which keeps times out of the choice, or "fastest", which breaks ties by time'
-            raise ValueError(f"evidence = {show(value)}: expected {accepted}")
+        if value is not False:
+            raise ValueError(f"evidence = {show(value)}: expected false, which keeps times out of the choice")
         return ()
     if not isinstance(value, list) or not value or not all(map(_is_name, value)):
         raise ValueError(f'{effect} = {show(value)}: expected a list of backend names such as ["FLASH_ATTN"]')

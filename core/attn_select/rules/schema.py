@@ -9,7 +9,7 @@ from attn_select.layer.config import PHASES
 from attn_select.rules import conditions
 from attn_select.rules.document import VERSION
 from attn_select.rules.lint import known_names
-from attn_select.rules.rule import EFFECTS, EVIDENCE_EFFECTS, Effect
+from attn_select.rules.rule import EFFECTS, Effect
 
 _LISTS: dict[Effect, str] = {
     "priority": "leads the order; the first matching priority rule wins, last file first",
@@ -29,15 +29,11 @@ def rules_schema(registry: Registry) -> dict[str, Any]:
         "when": _when(),
         **{effect: {**names, "description": text} for effect, text in _LISTS.items()},
         "evidence": {
-            "enum": list(EVIDENCE_EFFECTS),
-            "description": "false keeps measured times out of the choice; fastest breaks ties within margins by time",
+            "const": False,
+            "description": "false keeps predicted times out of the choice",
         },
         "only": {"type": "boolean", "description": "true: what the priority does not list is never chosen by itself"},
         "because": _text("shown by `attn-select explain`"),
-        "measured": _text("the date of the times behind the rule, ISO 8601; `rules check` compares newer ones"),
-        "tuned": _text(
-            "what `attn-select tune` wrote the rule for; the next tune of it replaces the rule", minLength=1
-        ),
         "enabled": {"type": "boolean", "description": "false removes the rule of this name from earlier files"},
     }
     rule = {

@@ -1,34 +1,29 @@
 """What times say in a decision: the order of a phase's candidates, and the pair of backends that is fastest.
 
-The rules decide first. Times then change what they decided, where they compare and no user's rule stands against it
+The rules decide first. Predicted times then change what they decided, unless a user's rule stands against it
 (``docs/times.md`` has the order of authority).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attn_select.backends.spec import BackendPlan, BackendSpec
-from attn_select.layer.config import Phase
+from attn_select.backends.spec import BackendPlan
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layer_config import LayerConfig
-from attn_select.times.evidence import Evidence, digest_of
-from attn_select.times.timing import Series, Timing, by_time, is_tie, strongest_first, yields
-from attn_select.times.workload import Workload
-
-if TYPE_CHECKING:
-    from attn_select.times.model import TimeModel
+from attn_select.times.batch_shape import BatchShape
+from attn_select.times.evidence import Evidence
+from attn_select.times.prediction import Near
+from attn_select.times.roofline import is_decode
+from attn_select.times.timing import Timing
+from attn_select.times.workload import WeightedShape, Workload
 
 Pair = dict[Phase, str]
 """The backend of each phase."""
-
-
-def _with_host_time(timing: Timing, host_us: float) -> Timing:
-    return replace(timing, time_us=timing.time_us + host_us, host_us=host_us) if timing.compares else timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +32,17 @@ class PhaseEvidence:
 
     Attributes:
         share: share of the workload's steps that are of the phase, from 0 to 1.
-        by_times: whether times could order candidates: two or more that compare, and nothing above them that decides.
+        by_times: whether times could order candidates: two or more are predicted, and nothing above them decides.
         why: why times could not, in words; empty where they could.
-        behind: a time of each series that had to yield to a less trusted one with narrower margins.
     """
 
     share: float
     by_times: bool
     why: str = ""
-    behind: tuple[Timing, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
-        behind = [{"kind": t.kind, "source": t.source, "method": t.method, "files": [*t.files]} for t in self.behind]
-        return {"share": self.share, "by_times": self.by_times, "why": self.why or None, "behind": behind}
-
-
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """A candidate whose time decides in a phase: it may take turns with the chosen one, step by step.
-
-    Attributes:
-        spec: the backend.
-        plan: how it would run.
-        series: where its times come from; all rivals of a phase have the same.
-        model: predicts its steps in both phases; None where no model was fitted.
-    """
-
-    spec: BackendSpec
-    plan: BackendPlan
-    series: Series
-    model: TimeModel | None
+        return {"share": self.share, "by_times": self.by_times, "why": self.why or None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +50,41 @@ class EvidenceUsed:
     """What a decision took from evidence.
 
     Attributes:
-        digest: of the measurements behind all times of the candidates; None where there are none.
-        files: the files with these measurements.
+        digest: of the survey's file.
+        gpu: that was surveyed.
+        source: ``packaged``, ``measured here``, a file's name, or ``of`` another GPU.
+        date: of the survey's last time.
+        workloads: how many the survey timed.
+        margin: 95 % of predicted ratios of two times lie within this factor of the measured ones, for kinds of layers
+            that were not surveyed.
         phases: what times did, per phase.
         time_us: mean time of one layer's step over the whole workload with the chosen backends, microseconds; None
-            where not all of it is known from one series.
-        rivals: per phase in which times could decide, the chosen candidate and all that compare with it, best first
-            by rules.
-        series: where ``time_us`` comes from.
+            where not all of it is predicted.
+        stale: the backends whose kernels here are others than the surveyed ones, in words which.
     """
 
-    digest: str | None
-    files: tuple[str, ...]
+    digest: str
+    gpu: str
+    source: str
+    date: str
+    workloads: int
+    margin: float
     phases: Mapping[Phase, PhaseEvidence]
     time_us: float | None
-    rivals: Mapping[Phase, tuple[Rival, ...]]
-    series: Series | None = None
+    stale: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
         return {
             "digest": self.digest,
-            "files": list(self.files),
+            "gpu": self.gpu,
+            "source": self.source,
+            "date": self.date,
+            "workloads": self.workloads,
+            "margin": self.margin,
             "phases": {phase: used.to_dict() for phase, used in self.phases.items()},
             "time_us": self.time_us,
+            "stale": dict(self.stale),
         }
 
 
@@ -112,7 +98,6 @@ class PhaseOrder:
         chosen: what the rules alone choose, or None.
         placed: the candidates that keep their place whatever times say, each with the reason in words.
         held: why times change nothing in this phase, in words; empty where they may.
-        ties_by_time: whether the shorter time wins where two times differ by less than their margins.
     """
 
     names: Sequence[str]
@@ -120,7 +105,6 @@ class PhaseOrder:
     chosen: str | None
     placed: Mapping[str, str]
     held: str
-    ties_by_time: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,85 +128,56 @@ def order_by_times(
     config: LayerConfig,
     workload: Workload,
     evidence: Evidence,
-    specs: Mapping[str, BackendSpec],
     phases: Mapping[Phase, PhaseOrder],
     fits: Callable[[Pair], bool],
+    steps_alike: bool = False,
 ) -> ByTimes:
-    """Order candidates by time where times compare, and choose the fastest that no user's rule forbids.
+    """Order candidates by predicted time, and choose the fastest that no user's rule forbids.
 
     Args:
         config: the layer.
         workload: the batches to be fast at.
         evidence: what is known about times on the device.
-        specs: every registered backend.
         phases: the candidates of every phase, as the rules order them.
         fits: whether backends share a KV layout and block size.
+        steps_alike: whether each step counts by how far it is from the fastest candidate's, and not by its time: so
+            that long steps do not rule a mix that nobody measured.
     """
-    kernels: dict[str, dict[Phase, str | None]] = {}
-    for phase, by_rules in phases.items():
-        for name, plan in by_rules.plans.items():
-            kernels.setdefault(name, {})[phase] = plan.kernel_name
+    steps = _Steps(config, workload, evidence, phases, steps_alike)
     order: dict[Phase, list[str]] = {}
-    times: dict[Phase, PhaseTimes] = {}
-    rivals: dict[Phase, dict[str, Timing]] = {}
     used: dict[Phase, PhaseEvidence] = {}
+    pools: dict[Phase, list[str]] = {}
     for phase, by_rules in phases.items():
-        times[phase] = known = _times_of(config, workload, evidence, by_rules, kernels, phase)
         order[phase] = [*by_rules.names]
+        costs = steps.costs(phase)
         if not by_rules.held:
-            order[phase] = known.arranged(by_rules.names, by_rules.placed, margins=not by_rules.ties_by_time)
+            order[phase] = arranged(by_rules.names, costs, by_rules.placed)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
-        why = _why_rules(phase, share, by_rules, known)
+        why = _why_rules(phase, share, by_rules, costs)
         if not why and by_rules.chosen is not None:
-            rivals[phase] = known.rivals(by_rules.chosen, order[phase], by_rules.placed)
-            if not rivals[phase]:
-                why = f"no neighbour of {by_rules.chosen} in the order has a time that compares with its own"
-        used[phase] = PhaseEvidence(share, not why, why, known.behind)
+            pools[phase] = rivals(by_rules.chosen, order[phase], costs, by_rules.placed)
+            if len(pools[phase]) < 2:
+                del pools[phase]
+                why = f"no neighbour of {by_rules.chosen} in the order has times"
+        used[phase] = PhaseEvidence(share, not why, why)
     chosen = {phase: by_rules.chosen for phase, by_rules in phases.items()}
-    pair = {phase: name for phase, name in chosen.items() if name is not None}
-    ties_by_time = {phase for phase, by_rules in phases.items() if by_rules.ties_by_time}
-    final: dict[Phase, str | None] = {**chosen, **fastest(pair, rivals, fits, ties_by_time)}
-    shown = {phase: known.shown(final[phase]) for phase, known in times.items()}
-    every = [t for each in times.values() for timings in each.timings.values() for t in timings]
-    winners = [shown[p][name][0] for p, name in final.items() if name in shown[p]]
-    total = _total(winners)
-    compared = {
-        phase: tuple(
-            Rival(specs[name], phases[phase].plans[name], t.series, evidence.model(config, name, kernels[name], t))
-            for name, t in rivals[phase].items()
-            if name == final[phase] or not t.host_us  # the others' steps are compared alone, as they are dispatched
-        )
-        for phase in phases
-        if used[phase].by_times
-    }
+    final: dict[Phase, str | None] = {**chosen, **fastest(chosen, pools, steps.cost, fits)}
+    survey = evidence.survey
     evidence_used = EvidenceUsed(
-        digest=digest_of(every),
-        files=tuple(dict.fromkeys(file for t in every for file in t.files)),
+        digest=survey.digest,
+        gpu=survey.gpu,
+        source=survey.source,
+        date=survey.date,
+        workloads=survey.workloads,
+        margin=survey.margin,
         phases=used,
-        time_us=total,
-        rivals=compared,
-        series=None if total is None else winners[0].series,
+        time_us=steps.time_us(final),
+        stale=evidence.stale,
     )
-    return ByTimes(order, final, evidence_used, shown)
+    return ByTimes(order, final, evidence_used, {phase: steps.shown(phase, final[phase]) for phase in phases})
 
 
-def _times_of(
-    config: LayerConfig,
-    workload: Workload,
-    evidence: Evidence,
-    by_rules: PhaseOrder,
-    kernels: Mapping[str, Mapping[Phase, str | None]],
-    phase: Phase,
-) -> PhaseTimes:
-    found: dict[str, list[Timing]] = {}
-    for name, plan in by_rules.plans.items():
-        found[name] = evidence.timings(config, name, kernels[name], phase, workload)
-        if phase == "prefill" and plan.host_us_per_shape:
-            found[name] = [_with_host_time(timing, plan.host_us_per_shape) for timing in found[name]]
-    return PhaseTimes(found)
-
-
-def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, times: PhaseTimes) -> str:
+def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[str, float]) -> str:
     """Say why the rules alone decide a phase; empty where times may."""
     if not share:
         return f"the workload has no {phase}"
@@ -232,155 +187,202 @@ def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, times: PhaseTim
         return by_rules.held
     if by_rules.chosen in by_rules.placed:
         return by_rules.placed[by_rules.chosen]
-    return "" if times.known else "no times are known for this layer on this device"
+    if by_rules.chosen not in costs:
+        return f"{by_rules.chosen} was not surveyed on such layers"
+    return ""
 
 
-def _total(winners: Sequence[Timing]) -> float | None:
-    """Return the mean time of a step of the whole workload; None where it is not known from one series."""
-    shares = math.fsum([timing.share for timing in winners])
-    if len({timing.series for timing in winners}) != 1 or not winners[0].compares or not math.isclose(shares, 1):
-        return None
-    return math.fsum([timing.time_us * timing.share for timing in winners])
+class _Steps:
+    """The predicted times of a workload's steps, by backend."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        workload: Workload,
+        evidence: Evidence,
+        phases: Mapping[Phase, PhaseOrder],
+        steps_alike: bool,
+    ) -> None:
+        self._config, self._evidence, self._phases = config, evidence, phases
+        self._shapes = {phase: workload.of_phase(phase, config) for phase in phases}
+        self._apart = isinstance(config, AttentionConfig) and config.mla  # its phases run one behind the other
+        self._known: dict[tuple[BatchShape, Phase], dict[str, float]] = {}
+        self._cut: dict[BatchShape, dict[Phase, BatchShape]] = {}
+        self._nearest: dict[BatchShape, list[Near]] = {}
+        self._units: dict[BatchShape, float] = {}
+        for phase, shapes in self._shapes.items():
+            for shape in shapes:
+                times = self._alone(phase, shape.batch).values()
+                self._units[shape.batch] = min(times, default=1.0) if steps_alike else 1.0
+
+    def _of_part(self, phase: Phase, batch: BatchShape) -> dict[str, float]:
+        """Return the times of requests that are all of one phase, or of a whole mixed step, in us."""
+        key = batch, phase
+        if key not in self._known:
+            plans = self._phases[phase].plans
+            times = self._evidence.predict(self._config, batch)
+            self._known[key] = {
+                name: time_us + (plans[name].host_us_per_shape if phase == "prefill" else 0.0)
+                for name, time_us in times.items()
+                if name in plans
+            }
+        return self._known[key]
+
+    def _parts(self, batch: BatchShape) -> dict[Phase, BatchShape]:
+        """Return the requests of each phase."""
+        if batch in self._cut:
+            return self._cut[batch]
+        decodes = [is_decode(self._config, group.query_len) for group in batch.groups]
+        found: dict[Phase, BatchShape] = {}
+        for phase, wanted in (("prefill", False), ("decode", True)):
+            groups = tuple([g for g, decode in zip(batch.groups, decodes, strict=True) if decode is wanted])
+            if groups:
+                found[phase] = BatchShape(groups)
+        self._cut[batch] = found
+        return found
+
+    def _time(self, pair: Mapping[Phase, str | None], phase: Phase, batch: BatchShape) -> float | None:
+        """Return the time of a step in us; None where it is not predicted."""
+        parts = self._parts(batch)
+        names = {pair.get(each) for each in parts}
+        if len(parts) == 1 or (len(names) == 1 and not self._apart):
+            return self._of_part(phase, batch).get(pair.get(phase) or "")
+        times = [self._of_part(each, part).get(pair.get(each) or "") for each, part in parts.items()]
+        known = [time_us for time_us in times if time_us is not None]
+        return sum(known) if len(known) == len(times) else None
+
+    def _alone(self, phase: Phase, batch: BatchShape) -> dict[str, float]:
+        """Return the time of a step by each backend that runs all of it, or its prefills where it runs them alone."""
+        found: dict[str, float] = {}
+        for name in self._phases[phase].plans:
+            time_us = self._time(dict.fromkeys(self._phases, name), phase, batch)
+            if time_us is None:
+                time_us = self._of_part(phase, self._parts(batch)[phase]).get(name)
+            if time_us is not None:
+                found[name] = time_us
+        return found
+
+    def costs(self, phase: Phase) -> dict[str, float]:
+        """Return the mean cost of a phase's steps by backend, of those that are predicted in all of them."""
+        found: dict[str, float] = {}
+        for name in self._phases[phase].plans:
+            costs = [self._cost_alone(name, phase, shape) for shape in self._shapes[phase]]
+            if costs and None not in costs:
+                found[name] = math.fsum([each for each in costs if each is not None])
+        return found
+
+    def _cost_alone(self, name: str, phase: Phase, shape: WeightedShape) -> float | None:
+        time_us = self._alone(phase, shape.batch).get(name)
+        return None if time_us is None else shape.weight * time_us / self._units[shape.batch]
+
+    def cost(self, pair: Mapping[Phase, str]) -> float:
+        """Return the mean cost of the whole workload; a step that is not predicted counts nothing."""
+        total = 0.0
+        for phase, shapes in self._shapes.items():
+            for shape in shapes:
+                time_us = self._time(pair, phase, shape.batch)
+                total += shape.weight * time_us / self._units[shape.batch] if time_us is not None else 0.0
+        return total
+
+    def time_us(self, pair: Mapping[Phase, str | None]) -> float | None:
+        """Return the mean time of a step of the whole workload; None where not all of it is predicted."""
+        times = [
+            (shape.weight, self._time(pair, phase, shape.batch))
+            for phase, shapes in self._shapes.items()
+            for shape in shapes
+        ]
+        known = [weight * time_us for weight, time_us in times if time_us is not None]
+        return math.fsum(known) if known and len(known) == len(times) else None
+
+    def shown(self, phase: Phase, winner: str | None) -> dict[str, tuple[Timing, float | None]]:
+        """Return each candidate's time of a phase's steps, and that time as a multiple of the winner's."""
+        shapes = self._shapes[phase]
+        share = math.fsum([shape.weight for shape in shapes])
+        costs = self.costs(phase)
+        found: dict[str, tuple[Timing, float | None]] = {}
+        for name in costs:
+            times = [shape.weight * self._alone(phase, shape.batch)[name] for shape in shapes]
+            timing = Timing(
+                time_us=math.fsum(times) / share,
+                share=share,
+                stale=self._evidence.stale.get(name, ""),
+                host_us=self._phases[phase].plans[name].host_us_per_shape if phase == "prefill" else 0.0,
+            )
+            behind = costs[name] / costs[winner] if winner in costs else None
+            found[name] = self._beside(timing, name, winner, shapes), behind
+        return found
+
+    def _beside(self, timing: Timing, name: str, winner: str | None, shapes: Sequence[WeightedShape]) -> Timing:
+        """Add what the nearest measured workloads say: of the step that counts most."""
+        batch = max(shapes, key=lambda shape: shape.weight).batch
+        if batch not in self._nearest:
+            self._nearest[batch] = self._evidence.survey.nearest(self._config, batch)
+        nearest = self._nearest[batch]
+        ratios = [
+            math.log(near.times_us[name] / near.times_us[winner])
+            for near in nearest
+            if name in near.times_us and winner is not None and winner in near.times_us
+        ]
+        first = [near.first_call_s[name] for near in nearest if name in near.first_call_s]
+        return replace(
+            timing,
+            near=math.exp(math.fsum(ratios) / len(ratios)) if ratios else None,
+            near_count=len(ratios),
+            first_call_s=first[0] if first else None,
+            workspace_bytes=max([n.workspace_bytes[name] for n in nearest if name in n.workspace_bytes], default=None),
+        )
 
 
-class PhaseTimes:
-    """The times of one phase's candidates.
+def arranged(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str] = ()) -> list[str]:
+    """Return candidates by cost where they have one.
+
+    A candidate moves only past neighbours that have a cost too. One without stays where it is and nothing passes it,
+    and so does one that a rule places.
 
     Args:
-        timings: by candidate that can run the phase, one timing per series.
-
-    Attributes:
-        timings: the same, the most trusted first.
-        behind: a time of each series that had to yield to a less trusted one.
+        order: the candidates that can run, best first.
+        costs: by candidate.
+        placed: candidates that keep their place.
     """
+    found: list[str] = []
+    run: list[str] = []
+    for name in order:
+        if name in costs and name not in placed:
+            run.append(name)
+        else:
+            found += [*sorted(run, key=costs.__getitem__), name]
+            run = []
+    return found + sorted(run, key=costs.__getitem__)
 
-    def __init__(self, timings: Mapping[str, Sequence[Timing]]) -> None:
-        counts = Counter(t.series for each in timings.values() for t in each if t.compares)
-        self._of_series: dict[Series, dict[str, Timing]] = {
-            series: {name: t for name, each in timings.items() for t in each if t.series == series} for series in counts
-        }
-        self._series: list[Series] = []
-        behind: dict[Series, Timing] = {}
-        for series in strongest_first(counts):
-            place = len(self._series)
-            while place and yields(self._of_series[self._series[place - 1]], self._of_series[series]):
-                place -= 1
-                passed = self._series[place]
-                behind[passed] = next(iter(self._of_series[passed].values()))
-            self._series.insert(place, series)
-        self.behind = tuple(behind.values())
-        places = {series: place for place, series in enumerate(self._series)}
-        self.timings = {
-            name: sorted(each, key=lambda t: places.get(t.series, len(places))) for name, each in timings.items()
-        }
 
-    @property
-    def known(self) -> bool:
-        """Whether any candidate has a time. The bound of a roofline is no time."""
-        return bool(self._series)
-
-    def arranged(self, order: Sequence[str], placed: Collection[str] = (), margins: bool = True) -> list[str]:
-        """Return the candidates by time where times compare; the most trusted series sorts last, so its order holds.
-
-        Args:
-            order: the candidates that can run, best first.
-            placed: candidates that keep their place, and that no other candidate passes.
-            margins: whether times within their margins are a tie.
-        """
-        rules = {name: position for position, name in enumerate(order)}
-        found = [*order]
-        for series in reversed(self._series):
-            times = {name: timing for name, timing in self._of_series[series].items() if name not in placed}
-            found = by_time(found, times, rules, margins)
-        return found
-
-    def rivals(self, name: str, order: Sequence[str], fixed: Collection[str]) -> dict[str, Timing]:
-        """Return the candidate and its neighbours in the order whose times compare with its own, in their order.
-
-        Args:
-            order: the candidates that can run, best first.
-            fixed: candidates that a user's rule places; nothing replaces them, and they replace nothing.
-        """
-        found: dict[str, Timing] = {}
-        if name in fixed:
-            return found
-        for series in self._series:
-            times = self._of_series[series]
-            if name not in times:
-                continue
-            run = [name]
-            here = order.index(name)
-            for step, others in ((-1, reversed(order[:here])), (1, iter(order[here + 1 :]))):
-                for other in others:
-                    if other not in times or other in fixed:
-                        break
-                    run = [*run, other] if step > 0 else [other, *run]
-            if len(run) > 1:
-                return {each: times[each] for each in run}
-        return found
-
-    def shown(self, winner: str | None) -> dict[str, tuple[Timing, float | None]]:
-        """Return each candidate's time, and that time as a multiple of the winner's; None where the two do not compare.
-
-        A time that compares with the winner's is shown before a more trusted one that does not.
-        """
-        best = self._best(winner)
-        found: dict[str, tuple[Timing, float | None]] = {}
-        for name, timings in self.timings.items():
-            same = [t for t in timings if best is not None and t.compares and t.series == best.series]
-            if same and best is not None:
-                found[name] = same[0], same[0].time_us / best.time_us
-            elif timings:
-                found[name] = timings[0], None
-        return found
-
-    def _best(self, winner: str | None) -> Timing | None:
-        """Return the winner's time from the most trusted series that times others too, else from the most trusted."""
-        own = [t for t in self.timings.get(winner or "", ()) if t.compares]
-        shared = [t for t in own if len(self._of_series[t.series]) > 1]
-        return next(iter((*shared, *own)), None)
+def rivals(name: str, order: Sequence[str], costs: Mapping[str, float], placed: Collection[str]) -> list[str]:
+    """Return the candidate and its neighbours in the order that times may choose in its place, in their order."""
+    found = [name]
+    here = order.index(name)
+    for step, others in ((-1, reversed(order[:here])), (1, iter(order[here + 1 :]))):
+        for other in others:
+            if other not in costs or other in placed:
+                break
+            found = [*found, other] if step > 0 else [other, *found]
+    return found
 
 
 def fastest(
-    chosen: Pair,
-    rivals: Mapping[Phase, Mapping[str, Timing]],
+    chosen: Mapping[Phase, str | None],
+    pools: Mapping[Phase, Sequence[str]],
+    cost: Callable[[Mapping[Phase, str]], float],
     fits: Callable[[Pair], bool],
-    ties_by_time: Collection[Phase] = (),
 ) -> Pair:
-    """Return the fastest backends for all phases together.
-
-    A tie with the fastest goes to what the rules chose, then to one backend for both phases, then to the candidates
-    that stand first.
+    """Return the backends of all phases that together cost least; of equal ones those that stand first.
 
     Args:
         chosen: what the rules chose.
-        rivals: per phase in which times decide, the candidates and their times, best first. The other phases keep what
-            the rules chose.
+        pools: per phase in which times decide, the candidates, best first. The other phases keep what the rules chose.
+        cost: of the whole workload by a pair.
         fits: whether backends share a KV layout and block size.
-        ties_by_time: phases in which times within their margins are no tie.
     """
-    pools = {phase: list(rivals.get(phase) or [name]) for phase, name in chosen.items()}
-    pairs = [
-        pair
-        for names in product(*reversed(pools.values()))
-        if fits(pair := dict(zip(reversed(pools), names, strict=True)))
-    ]
-    timed = [phase for phase in chosen if rivals.get(phase)]
-    if not timed or not pairs:
-        return chosen
-
-    def total(pair: Pair) -> float:
-        return sum([(t := rivals[phase][pair[phase]]).time_us * t.share for phase in timed])
-
-    best = min(pairs, key=total)
-
-    def ties(pair: Pair) -> bool:
-        parts = {p: (rivals[p][pair[p]], rivals[p][best[p]]) for p in timed if pair[p] != best[p]}
-        return not parts or is_tie(
-            [part for p, part in parts.items() if p not in ties_by_time], (total(pair), total(best))
-        )
-
-    near = [pair for pair in pairs if ties(pair)]
-    one = [pair for pair in near if len(timed) > 1 and len(set(pair.values())) == 1]
-    found = chosen if chosen in near else (one or near)[0]
-    return {phase: found[phase] for phase in chosen}
+    if not pools:
+        return {}
+    names = {phase: pools.get(phase) or [name] for phase, name in chosen.items() if name is not None}
+    pairs = [dict(zip(names, each, strict=True)) for each in product(*names.values())]
+    return min([pair for pair in pairs if fits(pair)], key=cost, default={})

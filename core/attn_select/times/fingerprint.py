@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,19 +91,18 @@ def sources_hash(module: str) -> str:
         ModuleNotFoundError: the plugin's package has no such module.
     """
     package = module.partition(".")[0]
-    folder = _folder(package)
+    files = _modules(package)
     seen: dict[str, str] = {}
     todo = [module]
     while todo:
         name = todo.pop()
         if name in seen or f".{name.partition('.')[2]}".startswith(_WITHOUT_TIME):
             continue
-        path = _file(folder, package, name)
-        if path is not None:
-            seen[name], imported = _of_file(path, package)
+        if name in files:
+            seen[name], imported = _of_file(files[name], package)
             todo += imported
         elif name == module:
-            raise ModuleNotFoundError(f"no module {module} in {folder}", name=module)
+            raise ModuleNotFoundError(f"no module {module}", name=module)
     return _digest("\n".join(f"{name} {seen[name]}" for name in sorted(seen)))[:16]
 
 
@@ -141,19 +141,26 @@ def _kept(token: re.Match[str]) -> str:
     return text
 
 
-def _folder(package: str) -> Path:
-    """Return the folder of a top-level package; it is found without running more of it than its ``__init__``."""
+@functools.cache
+def _modules(package: str) -> dict[str, Path]:
+    """Return the files of a top-level package's modules; it is found without running more of it than its ``__init__``.
+
+    Raises:
+        ModuleNotFoundError: there is no such package.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package}", name=package)
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _file(folder: Path, package: str, name: str) -> Path | None:
-    """Return the file of a module of a package; None where there is none of that name."""
-    path = folder.joinpath(*name.split(".")[1:])
-    files = [path / "__init__.py", *([] if name == package else [path.with_suffix(".py")])]
-    return next((file for file in files if file.is_file()), None)
+    root = next(iter(spec.submodule_search_locations))
+    found: dict[str, Path] = {}
+    for folder, _, names in os.walk(root):
+        parts = os.path.relpath(folder, root).split(os.sep) if folder != root else []
+        for name in names:
+            stem, dot = os.path.splitext(name)
+            if dot == ".py":
+                module = ".".join([package, *parts, *([] if stem == "__init__" else [stem])])
+                found[module] = Path(folder, name)
+    return found
 
 
 def _imported(text: str, package: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -12,7 +13,7 @@ from attn_select.errors import ConfigError, UnknownNameError, printable, show
 from attn_select.layer.config import PHASES, Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.files import read_bounded
-from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
 from attn_select.times.roofline import is_decode
 
 PROFILES: dict[str, tuple[str, str]] = {
@@ -40,6 +41,8 @@ PROFILES: dict[str, tuple[str, str]] = {
 """Named workloads: the shapes and what they stand for. They are conventions of this project, not measurements of a
 service: who knows their own traffic writes it down instead."""
 
+DEFAULT_MIX = "chat"
+"""The profile that is chosen for where no workload is named."""
 _SHARES = "a share is a number above 0, such as 64q1s4k*0.8"
 _MOST_SHAPES = 1000
 MAX_BYTES = 1 << 18
@@ -110,6 +113,22 @@ def phases_of(batch: BatchShape, config: LayerConfig) -> tuple[Phase, ...]:
     decodes = [is_decode(config, group.query_len) for group in batch.groups]
     here = {"prefill": not all(decodes), "decode": any(decodes)}
     return tuple([phase for phase in PHASES if here[phase]])
+
+
+@cache
+def default_mix(config: LayerConfig) -> Workload:
+    """Return what a layer is chosen for where no workload is named: ``DEFAULT_MIX``, its decodes with the layer's
+    drafts."""
+    new = config.max_decode_query_len if config.has_cache else 1
+    shapes = [
+        WeightedShape(BatchShape(tuple([_drafting(group, new) for group in shape.batch.groups])), shape.weight)
+        for shape in _shapes(PROFILES[DEFAULT_MIX][0])
+    ]
+    return Workload(DEFAULT_MIX, tuple(shapes))
+
+
+def _drafting(group: RequestGroup, new: int) -> RequestGroup:
+    return RequestGroup(group.count, new, max(new, group.seq_len)) if group.query_len == 1 else group
 
 
 WorkloadArgument = Workload | str | PurePath

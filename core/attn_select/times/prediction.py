@@ -1,0 +1,275 @@
+"""``Survey``: what one GPU's survey says of every backend's time, for any layer and batch.
+
+A survey times layers and batches drawn from the space of real models (``attn-select survey``). Its file holds the
+features of each of them (``attn_select.times.features``), and for each backend weights that predict its time from the
+measured ones, the more the nearer they lie: simple kriging with a Matern 3/2 kernel, whose lengths were fitted
+by likelihood (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapters 2, 4 and 5).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import mul
+from pathlib import Path
+from typing import Any, Literal
+
+from attn_select.errors import MeasurementError
+from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layer_config import LayerConfig
+from attn_select.machine.device import Device, find_gpu
+from attn_select.times.batch_shape import BatchShape
+from attn_select.times.features import Rates, StepFeatures, step_features
+
+VERSION = 1
+"""Of the files' format."""
+PACKAGED_FOLDER = Path(__file__).parent / "surveys"
+"""One file for each GPU; ``measure/bench/package_survey.py`` writes them."""
+NEAREST = 8
+"""Measured workloads that a prediction is explained by."""
+_ROOT = math.sqrt(3)
+
+Family = Literal["attention", "mla", "sparse_mla"]
+"""Layers whose backends are others."""
+
+
+def family_of(config: LayerConfig) -> Family | None:
+    """Return which family a layer is of; None of one that no survey times."""
+    if not isinstance(config, AttentionConfig) or config.attn_type != "decoder":
+        return None
+    if config.mla:
+        return "sparse_mla" if config.sparse else "mla"
+    return "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A measured workload beside the one that is asked about.
+
+    Attributes:
+        layer, batch: in words.
+        likeness: from 0 to 1, where 1 is the same features.
+        times_us: of one layer's step, by backend.
+        first_call_s: seconds of the first call with a cold disk cache, by backend; without what is not known.
+        workspace_bytes: device memory that a call takes beside its arguments, by backend.
+        host_us: host time of one layer's eager call, by backend.
+    """
+
+    layer: str
+    batch: str
+    likeness: float
+    times_us: Mapping[str, float]
+    first_call_s: Mapping[str, float]
+    workspace_bytes: Mapping[str, float]
+    host_us: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What a survey has of one backend.
+
+    Attributes:
+        fingerprint: of its kernels (``attn_select.times.fingerprint``).
+        date: of its last time, ISO 8601.
+        times: how many workloads it was timed on.
+    """
+
+    fingerprint: Mapping[str, str]
+    date: str
+    times: int
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The measured workloads of a family, and the weights of its backends."""
+
+    features: Sequence[str]
+    scales: Sequence[float]
+    places: Sequence[Sequence[float]]
+    amplitude: float
+    levels: Mapping[str, float]
+    weights: Mapping[str, Sequence[float]]
+    data: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> _Family:
+        scales = data["scales"]
+        places = [tuple(map(mul, place, scales)) for place in data["places"]]
+        backends = data["backends"]
+        return cls(
+            data["features"],
+            scales,
+            places,
+            data["amplitude"],
+            {name: each["level"] for name, each in backends.items()},
+            {name: each["weights"] for name, each in backends.items()},
+            data,
+        )
+
+    def likeness(self, features: StepFeatures) -> list[float]:
+        """Return how like each measured workload is to this one, from 0 to 1."""
+        here = tuple(map(mul, [features.values[name] for name in self.features], self.scales))
+        distances = [_ROOT * each for each in map(math.dist, self.places, [here] * len(self.places))]
+        return [(1 + distance) * math.exp(-distance) for distance in distances]
+
+
+class Survey:
+    """One GPU's survey.
+
+    Args:
+        data: what its file holds.
+        source: where it comes from, in words.
+
+    Attributes:
+        data: what the file holds.
+        gpu: the GPU's full name, as its driver has it.
+        date: of its last time, ISO 8601.
+        workloads: how many were timed.
+        margin: 95 % of predicted ratios of two backends' times lie within this factor of the measured ones, for kinds
+            of layers that were not surveyed.
+        backends: what was timed of each backend.
+        digest: of the file.
+
+    Raises:
+        KeyError, TypeError: ``data`` is not a survey's.
+    """
+
+    def __init__(self, data: Mapping[str, Any], source: str, digest: str = "") -> None:
+        self.source, self.digest = source, digest
+        self.data = data
+        self.gpu: str = data["gpu"]
+        self.date: str = data["date"]
+        self.workloads: int = data["workloads"]
+        self.margin: float = data["margin"]
+        self.backends = {name: Surveyed(**each) for name, each in data["backends"].items()}
+        self.rates = Rates(**data["rates"])
+        self._families = {name: _Family.of(each) for name, each in data["families"].items()}
+        self._last: tuple[LayerConfig, BatchShape, Sequence[float], StepFeatures] | None = None
+
+    def scaled(self, measured: Device, other: Device) -> Survey:
+        """Return this survey for a GPU that differs from the measured one in its memory alone."""
+        assert measured.bandwidth_gbps
+        assert other.bandwidth_gbps
+        found = copy.copy(self)
+        found.rates = replace(
+            self.rates, bytes_per_us=self.rates.bytes_per_us * other.bandwidth_gbps / measured.bandwidth_gbps
+        )
+        found._last = None
+        return found
+
+    def predict(self, config: LayerConfig, batch: BatchShape) -> dict[str, float]:
+        """Return the time of one layer's step over a batch in us, for each backend that was timed on such layers.
+
+        A backend that serves one phase alone is to be asked about batches of that phase.
+        """
+        family = self._families.get(family_of(config) or "")
+        if family is None:
+            return {}
+        near, features = self._likeness(family, config, batch)
+        return {
+            name: features.floor_us * math.exp(family.levels[name] + family.amplitude * sum(map(mul, near, weights)))
+            for name, weights in family.weights.items()
+        }
+
+    def nearest(self, config: LayerConfig, batch: BatchShape, count: int = NEAREST) -> list[Near]:
+        """Return the measured workloads that are most like this one, the nearest first."""
+        family = self._families.get(family_of(config) or "")
+        if family is None:
+            return []
+        near, _ = self._likeness(family, config, batch)
+        found = []
+        for index in sorted(range(len(near)), key=near.__getitem__, reverse=True)[:count]:
+
+            def of(what: str, index: int = index) -> dict[str, float]:
+                values = {name: each[what][index] for name, each in family.data["backends"].items()}
+                return {name: value for name, value in values.items() if value is not None}
+
+            found.append(
+                Near(
+                    family.data["layers"][index],
+                    family.data["batches"][index],
+                    near[index],
+                    of("times_us"),
+                    of("first_call_s"),
+                    of("workspace_bytes"),
+                    of("host_us"),
+                )
+            )
+        return found
+
+    def _likeness(
+        self, family: _Family, config: LayerConfig, batch: BatchShape
+    ) -> tuple[Sequence[float], StepFeatures]:
+        last = self._last  # a step is asked about by all candidates, one after the other
+        if last is None or last[0] is not config or last[1] is not batch:
+            assert isinstance(config, AttentionConfig)
+            features = step_features(config, batch, self.rates)
+            self._last = last = config, batch, family.likeness(features), features
+        return last[2], last[3]
+
+
+def load_survey(device: Device) -> Survey | None:
+    """Return the survey of a device: the user's own, else the packaged one, else that of a GPU that differs from it in
+    its memory alone; None where there is none.
+
+    Raises:
+        MeasurementError: the file cannot be read.
+    """
+    for path, source in ((user_path(device), "measured here"), (PACKAGED_FOLDER / _file_name(device), "packaged")):
+        if path is not None and path.exists():
+            return read_survey_file(path, source)
+    for path in sorted(PACKAGED_FOLDER.glob("*.json")):
+        measured = find_gpu(path.stem)
+        if measured is not None and _differs_in_memory_alone(measured, device):
+            return read_survey_file(path, f"of {measured.name}").scaled(measured, device)
+    return None
+
+
+def _differs_in_memory_alone(measured: Device, other: Device) -> bool:
+    figures = [
+        (gpu.compute_capability, gpu.sm_count, gpu.bf16_tflops, gpu.fp8_tflops)
+        for gpu in (measured, other)
+        if gpu.sm_count and gpu.bf16_tflops and gpu.bandwidth_gbps
+    ]
+    return len(figures) == 2 and figures[0] == figures[1]
+
+
+@functools.lru_cache(maxsize=16)
+def read_survey_file(path: Path, source: str) -> Survey:
+    """Return the survey that a file holds. Cached.
+
+    Raises:
+        MeasurementError: the file cannot be read, or is not one.
+    """
+    import hashlib
+
+    try:
+        content = path.read_bytes()
+        data = json.loads(content)
+        version = data["v"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MeasurementError(f"{path}: no survey that can be read: {error}") from None
+    if version != VERSION:
+        raise MeasurementError(f"{path}: v = {version!r}: accepted is {VERSION}, the format's version")
+    try:
+        return Survey(data, source, hashlib.sha256(content).hexdigest()[:16])
+    except (KeyError, TypeError) as error:
+        raise MeasurementError(f"{path}: no survey that can be read: {error}") from None
+
+
+def user_path(device: Device) -> Path | None:
+    """Return where ``attn-select tune`` writes a device's survey; None where there is no home directory."""
+    import platformdirs
+
+    try:
+        return platformdirs.user_cache_path("attn-select", appauthor=False) / "surveys" / _file_name(device)
+    except (OSError, RuntimeError):  # no home directory
+        return None
+
+
+def _file_name(device: Device) -> str:
+    return f"{device.name}.json"
