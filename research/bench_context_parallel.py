@@ -18,7 +18,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import torch.distributed as dist
 
 from attn_select import AttentionConfig, Environment, select
 from attn_select.decide.selection import Selection
-from attn_select.machine.detection import detect_device
 from attn_select.machine.environment import parse_pins
 from attn_select.runtime import (
     Attention,
@@ -39,11 +37,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.testing.rank_conformance import check_on_group
-from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.measurement import Measurement
 from attn_select.times.ranks import collectives_us
-from attn_select.times.store import append_measurements
-from attn_select.times.timed_layer import timed_layer
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -62,11 +56,10 @@ BACKENDS = {"gqa": ("FLASH_ATTN", "TRITON_ATTN"), "mla": ("FLASH_ATTN_MLA", "FLA
 
 
 class Lines:
-    """Writes results, by rank 0; times of decodes also as measurements, for ``attn-select report --measurements``."""
+    """Writes results, by rank 0."""
 
     def __init__(self, path: str | None, rank: int) -> None:
         self.file = open(path, "a", encoding="utf-8") if path and rank == 0 else None  # noqa: SIM115  # kept open
-        self.measurements = Path(path).with_suffix(".measurements.jsonl") if path and rank == 0 else None
         self.rank = rank
 
     def write(self, **values: Any) -> None:
@@ -76,25 +69,6 @@ class Lines:
         if self.file is not None:
             self.file.write(line + "\n")
             self.file.flush()
-
-    def measured(self, selection: Selection, batch: tuple[int, int], time_us: float) -> None:
-        """Append one layer's step to the file of measurements; the config says how many ranks it was."""
-        if self.measurements is None:
-            return
-        detected, environment, plan = detect_device(), selection.environment, selection.plans["decode"]
-        spec = next(spec for spec in selection.backends.values() if spec and spec.name == selection.selected["decode"])
-        names = [each.distribution for group in spec.libraries for each in group if environment.has(each)]
-        shape = parse_batch_shape(f"{batch[0]}q1s{batch[1]}")
-        assert plan.kernel_name is not None
-        line = Measurement(
-            gpu=detected.device.full_name, compute_capability=detected.device.capability_text,
-            driver=detected.driver_version, libraries={name: str(environment.version(name)) for name in names},
-            backend=spec.name, kernel={"decode": plan.kernel_name}, config=timed_layer(selection.config).to_dict(),
-            block_size=selection.block_size, batch=str(shape), time_us=round(time_us, 3), rounds=5,
-            method="graph" if torch.cuda.is_available() else "eager",
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
-        append_measurements(self.measurements, [line])
 
 
 def suite_of(text: str) -> Any:
@@ -257,7 +231,7 @@ def decode_times(
     result = {}
     for way in arguments.ways:
         options = ContextParallel(None, merge=way, interleave=arguments.interleave)
-        result[way], ranks_by = time_of(parts[size], tokens, options)
+        result[way] = time_of(parts[size], tokens, options)[0]
     first = result[arguments.ways[0]]
     lines.write(
         kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=requests, tokens=tokens,
@@ -267,8 +241,6 @@ def decode_times(
         exchange_us=round(exchange_time(parts[size], requests), 2),
         efficiency=round(alone / size / first, 4), prediction=round(predicted[size] / first, 4),
     )  # fmt: skip
-    lines.measured(alone_by, batch, alone)
-    lines.measured(ranks_by, batch, first)
 
 
 MERGES = {"gqa": (32, 8, 128, 128), "mla": (64, 1, 576, 512)}

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "measure" / "bench"))
-
-from timed_layers import GQA, environment_of
-
 from attn_select import AttentionConfig
+from attn_select.decide.selector import environment_for
+from attn_select.machine.detection import detect_device
+from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select_measure.benching import Bench, Candidate, Timed
+from attn_select_measure.benching import Bench
+from attn_select_measure.timed import Candidate, Timed
 
-PLAIN = AttentionConfig(**GQA)
+PLAIN = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 HEAD_64 = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=64)
 ROWS: tuple[tuple[str, AttentionConfig, str], ...] = (
     ("prefill", PLAIN, "4q4k"),
@@ -73,9 +72,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="begin no new row after this long (default: 120)")
     arguments = parser.parse_args()
     began = time.monotonic()
-    bench = Bench(environment_of(arguments), rounds=arguments.rounds)
+    bench = Bench(environment_for(detect_device().device, parse_pins(arguments.pins)), rounds=arguments.rounds)
     failures: dict[str, None] = {}
-    print(f"{bench.gpu}: us of one layer's step, and the speed as a share of {next(iter(LIBRARIES))}'s\n")
+    print(f"{bench.machine.gpu}: us of one layer's step, and the speed as a share of {next(iter(LIBRARIES))}'s\n")
     print("| step | batch |", " | ".join(LIBRARIES), "|\n|", " | ".join(["---"] * (len(LIBRARIES) + 2)), "|")
     with tempfile.TemporaryDirectory() as folder:
         for name, config, batch in ROWS:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from attn_select.times.workload import WeightedShape, Workload
     from attn_select_cli.explanation import Explanation, LayerExplanation
     from attn_select_cli.table import Block
-    from attn_select_measure.benching import Bench, Rates, Timed, TimedBatch
+    from attn_select_measure.bench_machine import Rates
+    from attn_select_measure.benching import Bench
+    from attn_select_measure.timed import Timed, TimedBatch
 
 EPILOG = """\b
 Examples:
@@ -27,15 +29,15 @@ Examples:
   attn-select bench --model gpt-oss-120b --workload long-context --backend TRITON_ATTN --backend FLASH_ATTN
   attn-select bench --model qwen3-next-80b-a3b --layer gated_delta_net --workload 64q1s1k,4q2k
   attn-select bench --num-heads 32 --num-kv-heads 8 --head-size 128 --workload '64q1s4k*0.8,1q2k*0.2' --json
-  attn-select bench --model llama-3-8b --output h100.jsonl --plot h100.svg
+  attn-select bench --model llama-3-8b --plot h100.svg
   torchrun --nproc-per-node 2 --no-python attn-select bench --model llama-3-8b --dcp 2 --workload 1q1s128k
 
 A batch is written as requests, q and new tokens, s and all tokens: 64q1s4k is 64 requests that decode one token each
 over 4096. A time is for one layer, its write of the cache included: the median of rounds in which the backends take
 turns, on a cold L2 cache. `behind` compares with the fastest. `roofline` is the share of the speed that the device's
-measured copy and matmul rates allow. `error` is relative to float64. Times are kept in the user's cache folder, where
-decisions with a workload find them, or in the file of --output. With --dcp N torchrun starts N processes, one for each
-GPU, that share each request's cache: the slowest GPU's time counts.
+measured copy and matmul rates allow. `error` is relative to float64. Nothing is kept: `attn-select tune` writes times
+that decisions rest on. With --dcp N torchrun starts N processes, one for each GPU, that share each request's cache: the
+slowest GPU's time counts.
 
 Exit code: 0 every batch has a time, 1 one has none or an error is above its bound, 2 wrong input, 130 interrupted.
 """
@@ -72,13 +74,6 @@ class Seconds(click.FloatRange):
     help="Seconds of timing in all; preparing and compiling come on top.",
 )
 @click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
-    metavar="FILE",
-    help="Append the times to this file instead.",
-)
-@click.option("--no-save", is_flag=True, help="Keep no times.")
-@click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw the times as a chart too."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
@@ -87,24 +82,17 @@ def command(
     workload: str,
     rounds: int,
     seconds: float,
-    output: Path | None,
-    no_save: bool,
     plot: Path | None,
     as_json: bool,
     **options: Any,
 ) -> int:
     """Time every valid backend of a model's layers on this device over a workload, side by side."""
     from attn_select.errors import UnknownNameError
-    from attn_select.times.store import append_measurements
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.run import chosen_layers
-    from attn_select_measure.fitting.keeping import fit_file
 
-    if output is not None and no_save:
-        raise click.UsageError("--output and --no-save contradict each other")
-    check_output(output)
     if plot is not None:
         _check_plot(plot)
     wanted, asked = parse_workload(workload), tuple(options["backend"])
@@ -117,7 +105,6 @@ def command(
     with benching.joined_ranks() as ranks, progress(ranks is None or ranks.rank == 0) as (say, expect):
         bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
         first = ranks is None or ranks.rank == 0
-        file = output or times_file(bench) if first and not no_save else None
         layers = [
             LayerBench(one, None if layer is not None else benching.untimed(one.selection.config, ranks))
             for one in chosen_layers(explanation.layers, layer)
@@ -129,20 +116,15 @@ def command(
                 benching.check_runnable(config, shape.batch, ranks)
                 todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
         expect(sum(3 * len(candidates) + 1 for _, _, candidates in todo))
-        complete, kept = True, False
+        complete = True
         for done, (each, shape, candidates) in enumerate(todo):
             found = bench.measure(each.layer.selection.config, shape.batch, candidates, seconds / (len(todo) - done))
             seconds = max(0.0, seconds - found.seconds)
             each.batches.append((shape, found))
-            if file is not None and (new := bench.measurements(each.layer.selection.config, found)):
-                append_measurements(file, new)
-                kept = True
             if not found.complete:
                 complete = False
                 break
-        if file is not None and kept:
-            fit_file(file)
-    outcome = Outcome(explanation, bench.rates, wanted, layers, file if kept else None, complete)
+    outcome = Outcome(explanation, bench.rates, wanted, layers, complete)
     if first and plot is not None:
         _draw(outcome, plot)
     if first:
@@ -165,35 +147,6 @@ def benching_module() -> Any:
             f"timing a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
         ) from None
     return benching
-
-
-def check_output(path: Path | None) -> None:
-    """Refuse to append times to a file of something else, or to one that cannot be written.
-
-    Raises:
-        BadParameter: its folder takes no files.
-        MeasurementError: the file has lines, and none is a measurement.
-    """
-    from attn_select.errors import MeasurementError
-    from attn_select.times.store import MeasurementFile, read_measurements
-    from attn_select_cli.output import require_writable
-
-    if path is not None:
-        require_writable(path, "--output")
-    if path is not None and path.is_file():
-        found = read_measurements([MeasurementFile("named", path)])
-        if found.problems and not found.measurements:
-            raise MeasurementError(f"--output = {str(path)!r}: no line of it is a measurement", hint="name a new file")
-
-
-def times_file(bench: Bench) -> Path:
-    from attn_select.errors import MeasurementError
-    from attn_select.times.store import default_file
-
-    found = default_file(bench.gpu)
-    if found is None:
-        raise MeasurementError("there is no home directory to keep times in", hint="use --output FILE or --no-save")
-    return found
 
 
 @contextmanager
@@ -248,7 +201,6 @@ class Outcome:
     rates: Rates
     workload: Workload
     layers: list[LayerBench]
-    file: Path | None
     complete: bool
 
     @property
@@ -267,8 +219,6 @@ class Outcome:
         lines += [[("Measured   ", "dim"), HANG, (rates, "")], [("Workload   ", "dim"), HANG, (str(self.workload), "")]]
         for each in self.layers:
             lines += [[], *self._layer_lines(each)]
-        if self.file is not None:
-            lines += [[], [("Saved      ", "dim"), HANG, (str(self.file), "")]]
         if not self.complete:
             lines.append([("interrupted: what was measured until then is shown", "warning")])
         return [*lines, *warning_lines(self.explanation.all_warnings)]
@@ -332,7 +282,6 @@ class Outcome:
                 }
                 for each in self.layers
             ],
-            "file": None if self.file is None else str(self.file),
             "complete": self.complete,
             "ok": self.ok,
             "warnings": self.explanation.all_warnings,
@@ -368,7 +317,7 @@ def _draw(outcome: Outcome, path: Path) -> None:
             ]
     if drawn:
         device = outcome.explanation.device
-        path.write_text(bars(drawn, "time of one layer's step (us)", title=device.full_name or device.name), "utf-8")
+        path.write_text(bars(drawn, "time of one layer's step (us)", device.full_name or device.name), "utf-8")
 
 
 def _us(time_us: float) -> str:

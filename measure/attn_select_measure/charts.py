@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -58,13 +57,11 @@ class Line:
         name: in the legend.
         points: (x, y), in the order of x.
         colour: index of the series' colour and marker; None for a reference line, dashed and without markers.
-        joined: whether a line joins the points.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int | None
-    joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,73 +71,48 @@ class Bar:
     Attributes:
         label: beside the bar.
         value: its length.
-        spread: (low, high), or None.
+        spread: (low, high).
         colour: index of the series' colour.
         group: bars of one group stand together under its name.
     """
 
     label: str
     value: float
-    spread: tuple[float, float] | None
+    spread: tuple[float, float]
     colour: int
     group: str
 
 
-def lines(
-    series: Sequence[Line],
-    x_label: str,
-    y_label: str,
-    *,
-    theme: Theme = FILE,
-    log_y: bool = True,
-    top: float | None = None,
-) -> str:
-    """Return a chart of ``series`` over a logarithmic x axis.
-
-    Args:
-        log_y: whether the y axis is logarithmic too; otherwise it begins at 0.
-        top: where the y axis ends; None for what the series need.
-    """
-    with matplotlib.rc_context(_style(theme)):
+def lines(series: Sequence[Line], x_label: str, y_label: str) -> str:
+    """Return a chart of ``series`` over logarithmic axes, in ``PAGE``'s colours."""
+    with matplotlib.rc_context(_style(PAGE)):
         figure = Figure(figsize=_SIZE)
         figure.subplots_adjust(**_MARGINS)
         axes = figure.add_subplot()
         axes.set_xscale("log", base=2)
-        if log_y:
-            axes.set_yscale("log")
+        axes.set_yscale("log")
         for each in series:
             x, y = zip(*each.points, strict=True)
-            if each.colour is None:
-                axes.plot(x, y, linestyle="--", color=theme.ink, linewidth=1, label=each.name)
-            else:
-                axes.plot(
-                    x,
-                    y,
-                    linestyle="-" if each.joined else "none",
-                    color=theme.series[each.colour % len(COLOURS)],
-                    marker=MARKERS[each.colour % len(MARKERS)],
-                    markersize=4,
-                    linewidth=1.4,
-                    label=each.name,
-                )
+            look: dict[str, Any] = {"linestyle": "--", "color": PAGE.ink, "linewidth": 1}
+            if each.colour is not None:
+                look = {"color": PAGE.series[each.colour % len(COLOURS)], "linewidth": 1.4, "markersize": 4}
+                look["marker"] = MARKERS[each.colour % len(MARKERS)]
+            axes.plot(x, y, label=each.name, **look)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        if not log_y:
-            axes.set_ylim(0, top)
-        _ticks(axes, log_y)
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=9))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_formatter(NullFormatter())
         axes.legend(fontsize=8, frameon=False)
         return _svg(figure)
 
 
-def bars(
-    series: Sequence[Bar], x_label: str, *, reference: float | None = None, theme: Theme = FILE, title: str = ""
-) -> str:
-    """Return a chart of horizontal bars, group by group from the top, each with its value beside it.
-
-    Args:
-        reference: where a dashed line stands, or None.
-    """
-    with matplotlib.rc_context(_style(theme)):
+def bars(series: Sequence[Bar], x_label: str, title: str) -> str:
+    """Return a chart of horizontal bars in ``FILE``'s colours, group by group from the top, each with its value."""
+    with matplotlib.rc_context(_style(FILE)):
         places, labels, place, group = [], [], 0.0, None
         for each in series:
             place += 1.0 if each.group == group else 1.9
@@ -151,15 +123,11 @@ def bars(
             labels.append((place, each.label, False))
         figure = Figure(figsize=(_SIZE[0] * 1.3, 0.9 + 0.22 * (place + 1)), layout="constrained")
         axes = figure.add_subplot()
-        most = max(each.spread[1] if each.spread else each.value for each in series)
+        most = max(each.spread[1] for each in series)
         for y, each in zip(places, series, strict=True):
-            axes.barh(y, each.value, height=0.72, color=theme.series[each.colour % len(COLOURS)])
-            if each.spread:
-                axes.plot(each.spread, (y, y), color=theme.ink, linewidth=1.2, marker="|", markersize=5)
-            end = max(each.value, each.spread[1] if each.spread else 0)
-            axes.text(end + most * 0.015, y, f"{each.value:.3g}", va="center", fontsize=8)
-        if reference is not None:
-            axes.axvline(reference, linestyle="--", color=theme.ink, linewidth=1)
+            axes.barh(y, each.value, height=0.72, color=FILE.series[each.colour % len(COLOURS)])
+            axes.plot(each.spread, (y, y), color=FILE.ink, linewidth=1.2, marker="|", markersize=5)
+            axes.text(each.spread[1] + most * 0.015, y, f"{each.value:.3g}", va="center", fontsize=8)
         axes.set_yticks([y for y, _, _ in labels], [text for _, text, _ in labels], fontsize=8)
         for tick, (_, _, heading) in zip(axes.get_yticklabels(), labels, strict=True):
             tick.set_fontweight("bold" if heading else "normal")
@@ -168,8 +136,7 @@ def bars(
         axes.set_xlim(0, most * 1.14)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(x_label)
-        if title:
-            axes.set_title(title)
+        axes.set_title(title)
         return _svg(figure)
 
 
@@ -213,16 +180,6 @@ def _style(theme: Theme) -> Any:
         "axes.facecolor": "none",
         "savefig.facecolor": "none",
     }
-
-
-def _ticks(axes: Axes, log_y: bool) -> None:
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    if log_y:
-        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=9))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _tokens(value: float) -> str:

@@ -164,7 +164,7 @@ def _work(connection: Connection, environment: Environment, share: float) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end decides
     import torch
 
-    from attn_select_measure.benching import failure_text
+    from attn_select_measure.timed import failure_text
 
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()

@@ -24,10 +24,11 @@ from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import phases_of
-from attn_select_measure.benching import Bench, Candidate, Timed, TimedBatch, failure_text
+from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
 from attn_select_measure.survey_draw import SPACE, TINY, draw, kind_of
 from attn_select_measure.survey_records import Record, append_record, merged, read_survey, write_survey
+from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 
 PAIR = " + "
 """Between the backend of a step's prefills and that of its decodes, where they differ."""
@@ -109,11 +110,11 @@ def survey(settings: Settings, environment: Environment, say: Callable[[str], No
     bench = Bench(environment, rounds=ROUNDS, progress=doing.append, settled=SETTLED, eager=True)
     todo = [*_again(known, settings.backends)] if known and settings.backends else [*_drawn(known, settings, bench)]
     for record in known:
-        merged(record, {"gpu": bench.gpu, "timed": []})
+        merged(record, {"gpu": bench.machine.gpu, "timed": []})
     if settings.out.exists():
         write_survey(settings.out, known)
     rates = f"copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.3g} TFLOP/s"
-    say(f"{bench.gpu}: {rates}; {len(todo)} workloads to time, {len(known)} in {settings.out}")
+    say(f"{bench.machine.gpu}: {rates}; {len(todo)} workloads to time, {len(known)} in {settings.out}")
     run = _Run(settings, bench, began, say, len(todo), doing)
     try:
         return run.all(todo)
@@ -126,7 +127,7 @@ def _drawn(known: Sequence[Record], settings: Settings, bench: Bench) -> Iterato
     done = {(record["seed"], record["number"]) for record in known}
     for number in range(settings.workloads):
         if (settings.seed, number) not in done:
-            drawn = draw(settings.seed, number, SPACE if bench.on_gpu else TINY)
+            drawn = draw(settings.seed, number, SPACE if bench.machine.on_gpu else TINY)
             row = {
                 "seed": settings.seed,
                 "number": number,
@@ -244,7 +245,7 @@ class _Run:
     def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
         """Yield for backends that serve decodes alone the pairs with the first backend for prefills."""
         bench = self._bench
-        ranked = select(config, bench.device, environment=bench.environment).candidates
+        ranked = select(config, bench.machine.device, environment=bench.environment).candidates
         able: dict[str, list[str]] = {
             phase: [
                 each.backend for each in ranked if phase in each.phases and each.phases[phase].verdict != "rejected"
@@ -254,7 +255,7 @@ class _Run:
         for name in able["decode"]:
             if name not in whole and able["prefill"]:
                 asked: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
-                both = select(config, bench.device, backend=asked, environment=bench.environment)
+                both = select(config, bench.machine.device, backend=asked, environment=bench.environment)
                 if both.selected == asked:
                     yield Candidate(f"{asked['prefill']}{PAIR}{name}", both)
 
@@ -270,7 +271,7 @@ class _Run:
         lost = None
         try:
             found = bench.measure(work.config, work.batch, ready, ROUNDS_SECONDS)
-            if bench.on_gpu:
+            if bench.machine.on_gpu:
                 torch.cuda.synchronize()
         except RuntimeError as error:
             lost = f"{failure_text(error)} (at {self._doing[-1]})"
@@ -281,10 +282,10 @@ class _Run:
         chosen = {each.name: each for each in candidates}
         record = {
             **work.row,
-            "gpu": bench.gpu,
-            "gpu_name": bench.device.name,
-            "compute_capability": bench.device.capability_text,
-            "driver": bench.detection.driver_version,
+            "gpu": bench.machine.gpu,
+            "gpu_name": bench.machine.device.name,
+            "compute_capability": bench.machine.device.capability_text,
+            "driver": bench.machine.detection.driver_version,
             "rates": {"copy_gbps": round(bench.rates.copy / 1e9, 1), "tflops": round(bench.rates.matmul / 1e12, 2)},
             "timed": [
                 self._entry(work.config, each, chosen[each.backend], first[each.backend]) for each in found.timed

@@ -4,12 +4,15 @@
     python measure/bench/peer_table.py --rows 'FP8|MLA' --rounds 40
 
 The rows are ``peer_table.toml``'s. A share is the best other backend's time over ours, as medians of the same rounds;
-behind it stand the quartiles of the share of each round. ``OUT/peer_table.jsonl`` has every round.
+behind it stand the quartiles of the share of each round. ``OUT/peer_table.jsonl`` has every round. FLEX_ATTENTION,
+which compiles for each shape, and torch's backends are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import re
 import statistics
@@ -18,21 +21,23 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from timed_layers import SLOW, Point, append, environment_of, line, raw
-
 from attn_select import AttentionConfig
+from attn_select.decide.selector import environment_for
+from attn_select.machine.detection import detect_device
+from attn_select.machine.environment import parse_pins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select_measure.benching import Bench, Timed, TimedBatch
+from attn_select_measure.benching import Bench
+from attn_select_measure.timed import Timed, TimedBatch
 
 OURS = ("TRITON_ATTN", "TRITON_MLA")
+SLOW = ("FLEX_ATTENTION", "PAGED_ATTENTION", "TORCH_SDPA", "TORCH_MLA")
 COMPILE_SECONDS = 120
 PROCESSES = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One row of the table: what it is an example of, the layer and its name, the batch, and the share aimed at."""
 
@@ -79,6 +84,15 @@ def share_text(row: Row, found: TimedBatch) -> str:
     )
 
 
+def raw(bench: Bench, row: Row, found: TimedBatch) -> str:
+    """Return everything about one row as a line of JSON: the samples of every round, and what failed."""
+    timed = [
+        {**dataclasses.asdict(each), "samples_us": [round(us, 3) for us in each.samples_us]} for each in found.timed
+    ]
+    data = {"work": row.work, "layer": row.layer, "batch": str(row.batch), "gpu": bench.machine.gpu, "timed": timed}
+    return json.dumps({**data, "config": row.config.model_dump(exclude_defaults=True)}) + "\n"
+
+
 def compile_all(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
     """Run every row once, in a few processes side by side, so that kernels are compiled before anything is timed."""
     own = [word for pin in arguments.pins for word in ("--with", pin)]
@@ -113,7 +127,7 @@ def main() -> None:
         if arguments.compile_only:
             return
     began = time.monotonic()
-    bench = Bench(environment_of(arguments), rounds=arguments.rounds)
+    bench = Bench(environment_for(detect_device().device, parse_pins(arguments.pins)), rounds=arguments.rounds)
     printed = []
     for row in rows:
         if time.monotonic() - began > arguments.seconds:
@@ -121,12 +135,12 @@ def main() -> None:
             continue
         candidates = [each for each in bench.candidates(row.config, row.batch) if each.name not in SLOW]
         found = bench.measure(row.config, row.batch, candidates, seconds=3.0, compare=arguments.compare)
-        point = Point(row.layer, row.batch, row.work)
-        print(line(point, found), flush=True)
-        if arguments.out is not None:
-            append(arguments.out / "peer_table.jsonl", raw(bench, point, row.config, found))
         printed.append(share_text(row, found))
-    print(f"\n{bench.gpu}, us of one layer's step; share of the best other backend, goal, quartiles")
+        print(printed[-1], flush=True)
+        if arguments.out is not None:
+            with (arguments.out / "peer_table.jsonl").open("a", encoding="utf-8") as file:
+                file.write(raw(bench, row, found))
+    print(f"\n{bench.machine.gpu}, us of one layer's step; share of the best other backend, goal, quartiles")
     print("\n".join(printed))
 
 

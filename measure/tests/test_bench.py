@@ -1,8 +1,7 @@
-"""``attn-select bench`` on a CPU: what it times, prints and keeps, and what happens when something stops it."""
+"""``attn-select bench`` on a CPU: what it times and prints, and what happens when something stops it."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import weakref
@@ -19,11 +18,9 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
-from attn_select.times import store
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.store import MeasurementFile, read_measurements
-from attn_select.times.timed_layer import timed_layer
-from attn_select_measure import benching, host_memory
+from attn_select_measure import bench_machine, benching, host_memory, prepared
+from attn_select_measure.timed import Timed, failure_text, uncertainty
 from attn_select_torch.runtime import recurrence, sdpa, state
 
 pytestmark = [
@@ -37,14 +34,7 @@ CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32)
 QUICK = ("--rounds", "2", "--backend", "TORCH_SDPA")
 
 
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The user's folder of measurements."""
-    monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "cache")
-    return tmp_path / "cache"
-
-
-def test_every_valid_backend_is_timed_and_compared(run: Any, folder: Path) -> None:
+def test_every_valid_backend_is_timed_and_compared(run: Any) -> None:
     result = run("bench", *LAYER, "--workload", "2q1s40*0.75,1q16_2q1s30*0.25", "--rounds", "3", "--json")
     assert result.code == 0
     data = result.json
@@ -70,40 +60,6 @@ def test_every_valid_backend_is_timed_and_compared(run: Any, folder: Path) -> No
             assert each["roofline_share"] == pytest.approx(batch["roofline_us"] / each["time_us"])
 
 
-def test_times_are_kept_where_decisions_find_them(run: Any, folder: Path) -> None:
-    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
-    (path,) = folder.iterdir()
-    assert f"Saved      {path}" in result.out
-    (found,) = read_measurements([MeasurementFile("user", path)]).measurements
-    measurement = found.measurement
-    assert measurement.backend == "TORCH_SDPA"
-    assert measurement.kernel == {"decode": "torch-sdpa"}
-    assert measurement.config == timed_layer(CONFIG).to_dict()
-    assert (measurement.batch, measurement.rounds, measurement.method) == ("2q1s40", 2, "eager")
-    assert measurement.libraries["torch"] == benching.torch.__version__
-    assert "attn-select-torch" in measurement.libraries
-    assert measurement.error is not None
-
-
-def test_times_go_into_a_named_file_or_nowhere(run: Any, folder: Path, tmp_path: Path) -> None:
-    run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", str(tmp_path / "here.jsonl"))
-    run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", str(tmp_path / "here.jsonl"))
-    assert len((tmp_path / "here.jsonl").read_text().splitlines()) == 2
-    assert "Saved" not in run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save").out
-    assert not folder.exists()
-    wrong = run("bench", *LAYER, "--no-save", "--output", "x.jsonl")
-    assert wrong.code == 2
-    assert "contradict" in wrong.err
-    (tmp_path / "notes.txt").write_text("to do\n")
-    other = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", "notes.txt")
-    assert other.code == 2
-    assert "--output = 'notes.txt': no line of it is a measurement" in other.err
-    assert (tmp_path / "notes.txt").read_text() == "to do\n"
-    below = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--output", "notes.txt/x.jsonl")
-    assert below.code == 2
-    assert "notes.txt takes no files" in below.err
-
-
 @pytest.mark.parametrize(
     ("layer", "workload", "kernels"),
     [
@@ -115,9 +71,7 @@ def test_times_go_into_a_named_file_or_nowhere(run: Any, folder: Path, tmp_path:
         (("--block-size", "32", "--v-head-size", "16"), "q5s70", ["prefill"]),
     ],
 )
-def test_every_kind_of_layer_is_right(
-    run: Any, layer: tuple[str, ...], workload: str, kernels: list[str], folder: Path
-) -> None:
+def test_every_kind_of_layer_is_right(run: Any, layer: tuple[str, ...], workload: str, kernels: list[str]) -> None:
     data = run("bench", *LAYER, *layer, "--workload", workload, *QUICK, "--json").json
     assert data["ok"], data
     batches = data["layers"][0]["batches"]
@@ -164,14 +118,14 @@ def test_sparse_mla_is_timed_over_tokens_that_are_chosen_for_it(run: Any, dtype:
     dims = ("--kv-lora-rank", "512", "--qk-rope-head-dim", "64", "--qk-nope-head-dim", "16", "--v-head-dim", "16")
     layer = ("--mla", "--num-heads", "2", *dims, "--sparse-top-k", "32", "--kv-cache-dtype", dtype)
     # Requests of fewer tokens than it may choose, and of more.
-    data = run("bench", *layer, "--workload", "2q1s80_q1s9,2q9s40_q1s30", "--rounds", "1", "--no-save", "--json").json
+    data = run("bench", *layer, "--workload", "2q1s80_q1s9,2q9s40_q1s30", "--rounds", "1", "--json").json
     assert data["ok"], data
     for batch in data["layers"][0]["batches"]:
         assert 0 < batch["backends"][0]["error"] <= batch["backends"][0]["error_bound"]
 
 
 def test_a_model_names_its_layers_and_leaves_out_what_cannot_be_run_alone(run: Any, tmp_path: Path) -> None:
-    across = (*LAYER, "--attn-type", "encoder_decoder", "--workload", "2q1s40", "--no-save")
+    across = (*LAYER, "--attn-type", "encoder_decoder", "--workload", "2q1s40")
     result = run("bench", *across)
     assert result.code == 1
     assert "not timed: cross-attention needs an encoder's tokens" in result.out
@@ -188,19 +142,18 @@ def test_an_encoder_has_no_context(run: Any) -> None:
 
 
 def test_a_backend_that_is_not_valid_says_why(run: Any) -> None:
-    options = ("--workload", "2q1s40", "--rounds", "1", "--no-save")
+    options = ("--workload", "2q1s40", "--rounds", "1")
     result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTN", "--backend", "TORCH_SDPA")
     assert result.code == 0
     assert "FLASH_ATTN: not valid for decode: device cpu" in result.out
     result = run("bench", *LAYER, "--workload", "2q1s40", "--rounds", "1", "--backend", "FLASH_ATTN")
     assert result.code == 1
-    assert "Saved" not in result.out
     result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTEN")
     assert result.code == 2
     assert "did you mean FLASH_ATTN" in result.err
 
 
-def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the kernel is broken\nand says more")
 
@@ -209,13 +162,11 @@ def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, folder: Path, m
     assert result.code == 0
     assert "TORCH_SDPA: RuntimeError: the kernel is broken\n" in result.out
     assert "FLEX_ATTENTION  flex-cpp" in result.out
-    (path,) = folder.iterdir()
-    assert [json.loads(line)["backend"] for line in path.read_text().splitlines()] == ["FLEX_ATTENTION"]
 
 
 def test_an_error_above_its_bound_is_marked(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benching.LayerStep, "error", lambda self: 0.5)
-    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    monkeypatch.setattr(prepared.LayerStep, "error", lambda self: 0.5)
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
     assert result.code == 1
     assert "5.0e-01 ABOVE" in result.out
 
@@ -224,8 +175,8 @@ def test_a_result_that_cannot_be_compared_says_why(run: Any, monkeypatch: pytest
     def too_large(self: Any) -> float:
         raise benching.torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(benching.LayerStep, "error", too_large)
-    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    monkeypatch.setattr(prepared.LayerStep, "error", too_large)
+    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
     assert result.code == 0
     assert "TORCH_SDPA was not compared: OutOfMemoryError: no memory" in result.out
 
@@ -239,7 +190,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_keeps_what_was_measured(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_what_was_measured(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = benching.timed_rounds
 
     def interrupted(*arguments: Any) -> Iterator[Any]:
@@ -255,22 +206,20 @@ def test_an_interrupt_keeps_what_was_measured(run: Any, folder: Path, monkeypatc
     assert "interrupted" in result.out
     assert "2q1s40" in result.out
     assert "torch-sdpa" in result.out
-    (path,) = folder.iterdir()
-    (line,) = path.read_text().splitlines()
-    assert 3 <= json.loads(line)["rounds"] < 50
     data = run("bench", *LAYER, *options, "--json").json
     assert not data["complete"]
-    assert len(data["layers"][0]["batches"]) == 1
+    (batch,) = data["layers"][0]["batches"]
+    assert 3 <= batch["backends"][0]["rounds"] < 50
 
 
 def test_time_is_bounded_behind_the_third_round(run: Any) -> None:
     options = ("--workload", "2q1s40", "--rounds", "1000", "--seconds", "1e-9", "--backend", "TORCH_SDPA")
-    data = run("bench", *LAYER, *options, "--no-save", "--json").json
+    data = run("bench", *LAYER, *options, "--json").json
     assert data["layers"][0]["batches"][0]["backends"][0]["rounds"] == benching.LEAST_ROUNDS
 
 
 def test_layers_of_more_ranks_than_processes_are_not_timed(run: Any) -> None:
-    result = run("bench", *LAYER, "--dcp", "2", "--workload", "2q1s40", *QUICK, "--no-save")
+    result = run("bench", *LAYER, "--dcp", "2", "--workload", "2q1s40", *QUICK)
     assert result.code == 1
     text = "not timed: its cache lies on 2 ranks (--dcp 2), but 1 process was started: see torchrun"
     assert text in " ".join(result.out.split())
@@ -280,13 +229,13 @@ def test_layers_of_more_ranks_than_processes_are_not_timed(run: Any) -> None:
 
 
 def test_a_workload_is_summed_by_phase(run: Any) -> None:
-    result = run("bench", *LAYER, "--workload", "2q1s40*3,2q1s20", *QUICK, "--no-save")
+    result = run("bench", *LAYER, "--workload", "2q1s40*3,2q1s20", *QUICK)
     assert "weighted, decode" in result.out
     assert "weighted, prefill" not in result.out
 
 
 def test_a_terminal_shows_progress(run_on_terminal: Any) -> None:
-    result = run_on_terminal(100, "bench", *LAYER, "--workload", "2q1s40", *QUICK, "--no-save")
+    result = run_on_terminal(100, "bench", *LAYER, "--workload", "2q1s40", *QUICK)
     assert result.code == 0
     assert "measuring the device's copy and matmul rates" in result.out
     assert "measuring" not in run_on_terminal(100, "bench", "--help").out
@@ -296,7 +245,7 @@ def test_a_terminal_shows_progress(run_on_terminal: Any) -> None:
 def test_candidates_of_a_decode_are_made_for_decode_alone_where_prefill_is_not_theirs() -> None:
     """On an assumed GPU: FLASHMLA decodes and does not prefill, so mixed batches are not its."""
     bench = object.__new__(benching.Bench)
-    bench.device, bench.rules, bench.environment = lookup("h100"), None, None
+    bench.machine, bench.rules, bench.environment = SimpleNamespace(device=lookup("h100")), None, None
     config = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     decode = {each.name: each for each in bench.candidates(config, parse_batch_shape("4q1s1k"))}
     assert decode["FLASHMLA"].phases == ("decode",)
@@ -328,24 +277,24 @@ class FakeGraph:
 def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A bench that takes the CPU for a GPU of 16 GiB with an L2 of 1 MiB, whose copies reach 1 TB/s."""
     bench: Any = benching.Bench(rounds=2)
-    bench.on_gpu, bench.rates = True, benching.Rates(1e12, 1e14)
+    bench.machine.on_gpu, bench.rates = True, bench_machine.Rates(1e12, 1e14)
     cuda = benching.torch.cuda
     monkeypatch.setattr(cuda, "mem_get_info", lambda device: (16 << 30, 16 << 30))
     monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 20))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(cuda, name, lambda *_: None)
-    monkeypatch.setattr(benching, "LONGEST_US", 1e9)  # what a CPU needs says nothing here
+    monkeypatch.setattr(prepared, "LONGEST_US", 1e9)  # what a CPU needs says nothing here
     bench.graphs = []
 
     def captured(calls: Sequence[Any]) -> FakeGraph:
         bench.graphs.append(FakeGraph(calls))
         return bench.graphs[-1]
 
-    monkeypatch.setattr(benching, "captured", captured)
+    monkeypatch.setattr(prepared, "captured", captured)
     return bench
 
 
-def timed_by(bench: Any, config: AttentionConfig, text: str, backend: str) -> benching.Timed:
+def timed_by(bench: Any, config: AttentionConfig, text: str, backend: str) -> Timed:
     batch = parse_batch_shape(text)
     (timed,) = bench.measure(config, batch, bench.candidates(config, batch, [backend])).timed
     return timed
@@ -369,7 +318,7 @@ def test_a_graph_runs_as_many_layers_as_keep_l2_cold(gpu_bench: Any, text: str) 
 
 
 def test_long_steps_are_few(gpu_bench: Any) -> None:
-    gpu_bench.rates = benching.Rates(1e9, 1e14)
+    gpu_bench.rates = bench_machine.Rates(1e9, 1e14)
     timed = timed_by(gpu_bench, CONFIG, "q4096", "TORCH_SDPA")
     assert timed.failure is None
     (graph,) = gpu_bench.graphs
@@ -380,7 +329,7 @@ def test_a_backend_that_is_far_slower_than_the_roofline_runs_fewer_layers(
     gpu_bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AttentionConfig(num_heads=2, num_kv_heads=1, head_size=32)
-    monkeypatch.setattr(benching, "LONGEST_US", 1.0)
+    monkeypatch.setattr(prepared, "LONGEST_US", 1.0)
     made = benching.CacheMemory.caches
 
     def caches(memory: Any, step: Any) -> list[Any]:
@@ -406,10 +355,10 @@ def test_rounds_end_once_all_medians_are_sure(known_machine: None) -> None:
 
 
 def test_the_uncertainty_of_a_median_is_a_share_of_it() -> None:
-    assert benching.uncertainty([5.0] * 7) == 0.0
+    assert uncertainty([5.0] * 7) == 0.0
     few, many = [9.0, 10.0, 11.0] * 3, [9.0, 10.0, 11.0] * 12
-    assert benching.uncertainty(few) == pytest.approx(2 * benching.uncertainty(many))
-    assert benching.uncertainty(few) == pytest.approx(1.96 * 1.2533 * 2 / 1.349 / 3 / 10)
+    assert uncertainty(few) == pytest.approx(2 * uncertainty(many))
+    assert uncertainty(few) == pytest.approx(1.96 * 1.2533 * 2 / 1.349 / 3 / 10)
 
 
 def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +369,7 @@ def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypat
     def refuse(calls: Sequence[Any]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(benching, "captured", refuse)
+    monkeypatch.setattr(prepared, "captured", refuse)
     timed = timed_by(gpu_bench, CONFIG, "q40", "TORCH_SDPA")
     assert timed.method == "eager"
     assert timed.why_eager == "RuntimeError: operation not permitted when stream is capturing"
@@ -428,7 +377,7 @@ def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypat
 
 
 def test_an_error_of_memory_without_words_has_some() -> None:
-    assert benching.failure_text(MemoryError()) == "not enough memory"
+    assert failure_text(MemoryError()) == "not enough memory"
 
 
 def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +390,7 @@ def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatc
 
 
 def test_the_times_are_drawn(run: Any, tmp_path: Path) -> None:
-    result = run("bench", *LAYER, "--workload", "2q1s40*0.5,q16*0.5", *QUICK, "--no-save", "--plot", "times.svg")
+    result = run("bench", *LAYER, "--workload", "2q1s40*0.5,q16*0.5", *QUICK, "--plot", "times.svg")
     assert result.code == 0
     drawn = (tmp_path / "times.svg").read_text()
     assert drawn.count(">TORCH_SDPA<") == 2
@@ -470,7 +419,7 @@ STATES = ("--recurrence", "gated_delta_net", "--num-heads", "2", "--num-v-heads"
 
 
 @pytest.mark.parametrize("more", [(), ("--conv-kernel-size", "4"), ("--speculative-tokens", "2")], ids=str)
-def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, folder: Path, more: tuple[str, ...]) -> None:
+def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, more: tuple[str, ...]) -> None:
     batches = "3q1s40,2q3s9,q300_2q1s9,2q20s90"
     result = run("bench", *STATES, *more, "--workload", batches, "--rounds", "3", "--json")
     assert result.code == 0
@@ -480,9 +429,6 @@ def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, folder: Path,
     assert {each["backend"] for each in found.values()} == {"TORCH_STATE"}
     assert all(each["error"] <= each["error_bound"] for each in found.values())
     assert all(each["block_size"] is None for each in found.values())
-    (file,) = folder.rglob("*.jsonl")
-    kept = read_measurements([MeasurementFile("user", file)]).measurements
-    assert {row.measurement.config["recurrence"] for row in kept} == {"gated_delta_net"}
 
 
 def test_a_wrong_state_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +437,7 @@ def test_a_wrong_state_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
         return output * 1.5, behind
 
     monkeypatch.setattr(state, "one_token", wrong)
-    result = run("bench", *STATES, "--workload", "3q1s40", "--rounds", "3", "--no-save")
+    result = run("bench", *STATES, "--workload", "3q1s40", "--rounds", "3")
     assert result.code == 1
     assert "ABOVE" in result.out
 

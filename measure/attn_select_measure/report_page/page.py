@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
@@ -20,7 +20,7 @@ from attn_select.decide.config_text import config_text
 from attn_select.decide.text import NAN_TAIL_WARNING, us_text
 from attn_select.layer.layer_config import layer_of
 from attn_select_measure.charts import COLOURS
-from attn_select_measure.report_page.measured import ChartGroup, RegretGroup
+from attn_select_measure.report_page.predicted import Chart, ChartGroup
 
 MARK = "attn-select report"
 """In the first lines of every report, so that a file can be told to be one."""
@@ -80,8 +80,7 @@ class Page:
         cells: of the matrix.
         explanations: what each key of a cell opens: a document of ``attn-select explain --json``, or ``model``, ``gpu``
             and ``choices`` (cells of a matrix) where no more is known.
-        timed: charts of measured times.
-        regret: regret per workload.
+        timed: charts of predicted times.
         notes: sentences below.
     """
 
@@ -89,7 +88,6 @@ class Page:
     cells: list[Cell] = field(default_factory=list)
     explanations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timed: Sequence[ChartGroup] = ()
-    regret: Sequence[RegretGroup] = ()
     notes: Sequence[str] = ()
 
     def html(self) -> str:
@@ -112,8 +110,7 @@ class Page:
             family_of=family_of,
             legend=sorted(set(family_of.values()), key=lambda family: family.index),
             matrix=self._rows(),
-            timed=[_with_markup(group) for group in self.timed],
-            regret=[_with_markup(group) for group in self.regret],
+            timed=[{**asdict(group), "charts": [_chart(chart) for chart in group.charts]} for group in self.timed],
             notes=self.notes,
             pieces=Markup(self._pieces(templates)),
         )
@@ -141,22 +138,9 @@ class Page:
         return base64.b64encode(gzip.compress(packed.encode(), 6, mtime=0)).decode()
 
 
-def _with_markup(group: ChartGroup | RegretGroup) -> Any:
-    """Return a group whose charts are taken as elements, not as text."""
-    if isinstance(group, RegretGroup):
-        return {"title": group.title, "gpu": group.gpu, "chart": _chart(group.chart)}
-    charts = [_chart(chart) for chart in group.charts]
-    return {
-        "title": group.title,
-        "gpu": group.gpu,
-        "text": group.text,
-        "provenance": group.provenance,
-        "charts": charts,
-    }
-
-
-def _chart(chart: Any) -> dict[str, Any]:
-    return {"title": chart.title, "svg": Markup(chart.svg), "header": chart.header, "rows": chart.rows}
+def _chart(chart: Chart) -> dict[str, Any]:
+    """Return a chart that is taken as an element, not as text."""
+    return {**asdict(chart), "svg": Markup(chart.svg)}
 
 
 def _templates() -> Environment:

@@ -74,7 +74,7 @@ MODULES: dict[str, Made] = {
     "xqa-draft": xqa(16, 128, drafts=1),
     "xqa-window": xqa(32, 64, window=True),
     "xqa-sinks": xqa(64, 64),
-    # of measure/bench/timed_layers.py: Llama-2's, Gemma-3's and gpt-oss's layers, and three drafts
+    # Llama-2's, Gemma-3's and gpt-oss's layers, and three drafts
     "xqa-mha": xqa(16, 128, group=1),
     "xqa-gemma": xqa(16, 128, window=True, group=2),
     "xqa-gpt-oss": xqa(16, 64, window=True, group=8),

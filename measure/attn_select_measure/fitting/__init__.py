@@ -1,1 +1,0 @@
-"""Models of time are fitted here; core only reads them."""

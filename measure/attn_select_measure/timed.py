@@ -1,0 +1,140 @@
+"""What is timed, and what was measured of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from attn_select.decide.selection import Selection
+from attn_select.errors import BackendError, shorten
+from attn_select.layer.config import Phase
+from attn_select.times.batch_shape import BatchShape
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One backend for one batch.
+
+    Attributes:
+        name: the backend.
+        selection: the decision with this backend chosen; None where ``failure`` says why not.
+        phases: the phases whose backends run; None: all.
+        failure: why it is not timed.
+    """
+
+    name: str
+    selection: Selection[Any] | None = None
+    phases: tuple[Phase, ...] | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EagerCost:
+    """What a step of several layers costs where the host launches every kernel.
+
+    Attributes:
+        build_us: host time of building the step's metadata, once a step, microseconds.
+        host_us: host time of one layer's call, until it returns.
+        wall_us: time of one layer, from the first call until the device is done, over the number of layers.
+        reserved_bytes: scratch memory that the plans say their backends keep.
+        peak_bytes: device memory that a call takes beside that, and gives back; None on a CPU.
+    """
+
+    build_us: float
+    host_us: float
+    wall_us: float
+    reserved_bytes: int
+    peak_bytes: int | None
+
+
+@dataclass(slots=True)
+class Timed:
+    """What was measured of one candidate on one batch.
+
+    Attributes:
+        backend: its name.
+        kernel: kernel name for each phase of the batch.
+        block_size: tokens per block of the cache.
+        samples_us: time of one layer's step in each round, microseconds.
+        eager: what a step costs that no graph replays; None where that was not asked for.
+        method: ``graph``, or ``eager`` where nothing could be captured.
+        why_eager: why it was not.
+        first_call_s: seconds of the first call, compilation included.
+        error: relative error against the oracle; None where it was not compared.
+        unchecked: why it was not.
+        bound: what the error may be.
+        failure: why there is no time.
+    """
+
+    backend: str
+    kernel: dict[str, str] = field(default_factory=dict)
+    block_size: int | None = None
+    samples_us: list[float] = field(default_factory=list)
+    eager: EagerCost | None = None
+    method: Literal["graph", "eager"] = "graph"
+    why_eager: str | None = None
+    first_call_s: float = 0.0
+    error: float | None = None
+    unchecked: str | None = None
+    bound: float | None = None
+    failure: str | None = None
+
+    @property
+    def time_us(self) -> float:
+        """The median round."""
+        return statistics.median(self.samples_us)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the error is within its bound, or was not compared."""
+        return self.error is None or self.bound is None or self.error <= self.bound
+
+    def share_of(self, roofline_us: float | None) -> float | None:
+        """Return which share of the roofline's speed was reached."""
+        return None if roofline_us is None or self.failure is not None else roofline_us / self.time_us
+
+    @property
+    def spread_us(self) -> tuple[float, float]:
+        """The quartiles of the rounds."""
+        if len(self.samples_us) < 2:
+            return self.samples_us[0], self.samples_us[0]
+        low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
+        return low, high
+
+
+@dataclass(slots=True)
+class TimedBatch:
+    """All candidates on one batch.
+
+    Attributes:
+        batch: its shape.
+        roofline_us: the least time at the device's measured rates; None where they were not measured.
+        timed: the candidates, the fastest first, those without a time last.
+        complete: False where it was interrupted.
+        seconds: spent on rounds.
+    """
+
+    batch: BatchShape
+    roofline_us: float | None
+    timed: list[Timed]
+    complete: bool = True
+    seconds: float = 0.0
+
+
+def uncertainty(samples: Sequence[float]) -> float:
+    """Return half the width of a median's 95 % interval as a share of it, by the quartiles of at least two samples."""
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    # A normal distribution's quartiles lie 1.349 deviations apart; its median's standard error is 1.2533 of the mean's.
+    return float(1.96 * 1.2533 * (high - low) / 1.349 / len(samples) ** 0.5 / middle)
+
+
+def failure_text(error: BaseException) -> str:
+    """Return an exception as one line, that of a backend without its name, which stands beside it."""
+    if isinstance(error, BackendError) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, MemoryError):
+        return str(error) or "not enough memory"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return shorten(f"{type(error).__name__}: {lines[0] if lines else ''}", 200)
