@@ -14,6 +14,7 @@ from attn_select_measure.bench import Seconds, benching_module
 
 if TYPE_CHECKING:
     from attn_select.machine.environment import Environment
+    from attn_select_measure.surveying import Plan, Settings
 
 EPILOG = """\b
 Examples:
@@ -82,7 +83,6 @@ def command(
     from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import require_writable
 
-    began = time.monotonic()
     if (out is None) == (check is None):
         raise click.UsageError("give either --out FILE or --check FILE")
     specs = load_plugins().specs
@@ -99,9 +99,25 @@ def command(
 
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
-    settings = surveying.Settings(out, seed, workloads, seconds, backends, jobs, compile_seconds)
+    settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)
+    plan = surveying.drawn_or_again(seed, workloads, backends)
+    return 0 if surveyed(settings, plan, environment) else 1
+
+
+def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
+    """Time what is planned, with a line for each; go on in a new process where the device fails.
+
+    Returns:
+        Whether all of it was timed.
+
+    Raises:
+        MeasurementError: the file is not a survey's, or is one of another GPU.
+    """
+    from attn_select_measure import surveying
+
+    began, seconds = time.monotonic(), settings.seconds
     try:
-        complete = surveying.survey(settings, environment, lambda text: click.echo(text, err=True))
+        complete = surveying.survey(settings, plan, environment, lambda text: click.echo(text, err=True))
     except surveying.DeviceLost as error:
         click.echo(f"the device failed ({error}): going on in a new process", err=True)
         left = [] if seconds is None else ["--seconds", str(max(1.0, seconds - (time.monotonic() - began)))]
@@ -109,7 +125,7 @@ def command(
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *left])  # of two --seconds the last counts
     if not complete:
         click.echo("time is up: the same command goes on", err=True)
-    return 0 if complete else 1
+    return complete
 
 
 def _check(path: Path, environment: Environment) -> int:

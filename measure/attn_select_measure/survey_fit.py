@@ -239,7 +239,9 @@ def fit_scales(timed: Sequence[Timed], backends: Sequence[str]) -> Scales:
             # The kernel's slope by the square of a scale is -1.5 amplitude exp(-root) times the squared difference.
             inner = half * (-1.5 * amplitude * fading)
             row = inner.sum(1)
-            slope[:count] += (2 * (row @ x**2) - 2 * np.einsum("ik,ij,jk->k", x, inner, x, optimize=True)) * 2 * scales**2
+            slope[:count] += (
+                (2 * (row @ x**2) - 2 * np.einsum("ik,ij,jk->k", x, inner, x, optimize=True)) * 2 * scales**2
+            )
             slope[count] += (half * kernel).sum()
             slope[count + 1] += noise * np.trace(half)
         away = (theta[:count] - _PRIOR) / _PRIOR_WIDTH

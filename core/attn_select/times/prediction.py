@@ -219,9 +219,15 @@ def load_survey(device: Device) -> Survey | None:
     Raises:
         MeasurementError: the file cannot be read.
     """
-    for path, source in ((user_path(device), "measured here"), (PACKAGED_FOLDER / _file_name(device), "packaged")):
-        if path is not None and path.exists():
-            return read_survey_file(path, source)
+    own = user_path(device)
+    return read_survey_file(own, "measured here") if own is not None and own.exists() else packaged_survey(device)
+
+
+def packaged_survey(device: Device) -> Survey | None:
+    """Return the packaged survey of a device, as ``load_survey`` does where the user has none."""
+    path = PACKAGED_FOLDER / _file_name(device)
+    if path.exists():
+        return read_survey_file(path, "packaged")
     for path in sorted(PACKAGED_FOLDER.glob("*.json")):
         measured = find_gpu(path.stem)
         if measured is not None and _differs_in_memory_alone(measured, device):
