@@ -92,7 +92,7 @@ docs: venv ## Run the commands that the documents show and write their present o
 bench-select: venv ## Measure selection: cold start, cached and uncached select, a matrix
 	$(TEST_ENV)/bin/python tests/bench/bench_select.py $(ARGS)
 
-bench-runtime: venv ## Measure the runtime's host time: metadata and dispatch
+bench-runtime: venv ## Measure the runtime's host time: metadata and a layer's calls
 	$(TEST_ENV)/bin/python tests/bench/bench_runtime.py $(ARGS)
 
 dist: venv ## Build the wheels and sdists of all projects into dist/

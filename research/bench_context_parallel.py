@@ -151,7 +151,7 @@ def batch_of(group: Any, requests: int, tokens: int) -> CommonAttentionMetadata:
     return CommonAttentionMetadata(
         query_start_loc=bounds.to(device), query_start_loc_cpu=bounds, seq_lens=lens.to(device), seq_lens_cpu=lens,
         num_reqs=requests, num_actual_tokens=requests, max_query_len=1, max_seq_len=tokens, block_table_tensor=table,
-        slot_mapping=slots, block_size=group.block_size, num_keys=requests * tokens,
+        slot_mapping=slots, block_size=group.block_size,
     )  # fmt: skip
 
 

@@ -73,13 +73,13 @@ def rows_for(backend: str | None) -> list[tuple[str, ...]]:
                 f"{microseconds(partial(prepare_batch, query_lens, seq_lens, table)):.1f}",
                 f"{microseconds(prepare_after_a_change):.1f}",
                 f"{microseconds(partial(group.build, common)):.1f}",
-                f"{dispatch(group, common):.2f}",
+                f"{forward_over_raw(group, common):.2f}",
             )
         )
     return rows
 
 
-def dispatch(group: Any, common: Any) -> float:
+def forward_over_raw(group: Any, common: Any) -> float:
     """Return what ``Attention.forward`` adds to cache update and forward of the impl: both are replaced by nothing."""
     layer: Any = Attention(group)
     tokens = common.num_actual_tokens

@@ -20,7 +20,7 @@ def rests(
     return rests_on_our_times(selection, "TRITON_ATTN", "decode", instead)
 
 
-def test_a_packaged_prefer_rests_on_times() -> None:
+def test_a_place_before_what_rules_put_first_rests_on_times() -> None:
     assert rests()
     assert rests(instead="FLASHINFER")
     assert not rests(instead="FLEX_ATTENTION"), "the priority puts it behind"
@@ -33,12 +33,6 @@ def test_what_a_user_asks_for_does_not(tmp_path: Path) -> None:
     assert not rests(rules=rules)
     rules.write_text('version = 1\n[[rules]]\nname = "mine"\npriority = ["TRITON_ATTN", "FLASH_ATTN"]\n')
     assert not rests(rules=rules)
-
-
-def test_a_rule_that_tune_wrote_does(tmp_path: Path) -> None:
-    rules = tmp_path / "tuned.toml"
-    rules.write_text(USERS + 'measured = "2026-11-20T10:00:00+00:00"\n')
-    assert rests(rules=rules)
 
 
 def test_what_nothing_proves_is_behind_for_another_reason() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import pytest
 from attn_select import AttentionConfig, ConfigError, NoBackendError, select, select_model
 from attn_select.decide.selection import Selection
 from attn_select.layer.state import StateConfig
-from attn_select.times.measurement import Measurement
-from attn_select.times.timed_layer import timed_layer
 
 KDA = StateConfig(recurrence="kda", num_heads=8, head_size=128, conv_kernel_size=4)
 GQA = AttentionConfig(num_heads=16, num_kv_heads=2, head_size=256)
@@ -116,34 +113,7 @@ def test_a_selection_is_cached() -> None:
     assert select(KDA, "h200") is first
 
 
-def test_times_choose_the_backend_of_a_state(tmp_path: Path) -> None:
-    kernels = {"FLA": "fused_recurrent_kda", "TRITON_STATE": "state-decode"}
-    times = tmp_path / "times.jsonl"
-    lines = [
-        Measurement(
-            gpu="NVIDIA H200",
-            compute_capability="9.0",
-            backend=name,
-            kernel={"decode": kernels[name]},
-            config=timed_layer(KDA).to_dict(),
-            batch="64q1s1k",
-            time_us=time_us,
-            spread_us=(time_us * 0.999, time_us * 1.001),
-            rounds=20,
-            method="graph",
-        ).to_line()
-        for name, time_us in (("FLA", 40.0), ("TRITON_STATE", 30.0))
-    ]
-    times.write_text("\n".join(lines) + "\n")
-    assert select(KDA, "h200").selected["decode"] == "FLA"
-    found = select(KDA, "h200", workload="64q1s1k", measurements=[times])
-    assert found.selected["decode"] == "TRITON_STATE"
-    assert found.evidence is not None
-    assert found.evidence.time_us == 30.0
-    assert "TRITON_STATE" in select(KDA, "h200", workload="64q1s1k", measurements=[times]).explain()
-
-
-def test_without_times_a_workload_changes_nothing() -> None:
+def test_no_survey_times_states_so_the_rules_decide() -> None:
     found = select(KDA, "h200", workload="64q1s1k")
-    assert found.selected == select(KDA, "h200").selected
-    assert "no times are known for this layer" in str(found.to_dict())
+    assert found.selected == select(KDA, "h200", times=False).selected
+    assert "was not surveyed on such layers" in str(found.to_dict())

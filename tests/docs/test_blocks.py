@@ -22,14 +22,10 @@ import torch
 
 from attn_select import AttentionConfig, clear_cache, select
 from attn_select.backends import distributions
-from attn_select.layer.config import PHASES
 from attn_select.machine.device import CPU
 from attn_select.machine.environment import Environment
-from attn_select.times.measurement import Measurement
-from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import parse_workload
 from attn_select_cli.main import cli
-from attn_select_measure.fitting.keeping import fit_file
 from attn_select_measure.measured_lines import measured_files, measured_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,41 +225,6 @@ def a_sparse_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     return {**names, **index, "weights": names["drawn"](64).float(), "SparseIndexer": SparseIndexer}
 
 
-def two_measured_backends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Times of two backends for the CPU, so that the choice between them has something to rest on."""
-    from attn_select.runtime import attention_group, prepare_batch
-
-    known = a_batch(AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64, block_size=16), "cpu")
-    config, lines = known["config"], []
-    for backend, slower in (("TORCH_SDPA", 1), ("FLEX_ATTENTION", 2)):
-        plans = select(config, "cpu", backend=backend).plans
-        for batch, phase in [
-            *((f"{n}q1s{s}", "decode") for n in (1, 4, 16, 64) for s in (256, 1024, 4096)),
-            *((f"{n}q{q}s{s}", "prefill") for n in (1, 4) for q in (128, 512) for s in (512, 2048)),
-        ]:
-            kernel = {each: plans[each].kernel_name for each in PHASES if each == phase}
-            found = Measurement(
-                gpu=CPU.full_name, compute_capability="cpu", backend=backend, kernel=kernel, method="eager", rounds=9,
-                config=timed_layer(config).to_dict(), block_size=16, batch=batch, date="2026-11-22",
-                time_us=slower * 100.0,
-            )  # fmt: skip
-            lines.append(found.to_line())
-    (folder / "cpu.jsonl").write_text("\n".join(lines))
-    fit_file(folder / "cpu.jsonl")
-    monkeypatch.setenv("ATTN_SELECT_MEASUREMENTS", str(folder / "cpu.jsonl"))
-    clear_cache()
-    return {
-        **known,
-        "select": lambda config, workload: select(config, "cpu", workload=workload),
-        "attention_group": attention_group,
-        "common": prepare_batch([1, 5], [21, 5], known["block_table"]),
-    }
-
-
-def check_dispatch(names: dict[str, Any]) -> None:
-    assert {served.spec.name for served in names["group"].backends} == {"TORCH_SDPA", "FLEX_ATTENTION"}
-
-
 def check_layer(names: dict[str, Any]) -> None:
     assert names["output"].isfinite().all()
 
@@ -314,7 +275,6 @@ PYTHON: dict[tuple[str, str], tuple[Prelude, Callable[[dict[str, Any]], None]]] 
     ("runtime.md", "layer = MLAAttention("): (an_mla_group, check_layer),
     ("runtime.md", "indexer = SparseIndexer("): (a_sparse_layer, check_layer),
     ("runtime.md", "tree_mask = torch.zeros("): (a_batch_of_trees, check_trees),
-    ("runtime.md", 'selection = select(config, workload="chat")'): (two_measured_backends, check_dispatch),
     ("runtime.md", "with forward_context("): (a_compiled_model, check_nothing),
 }  # fmt: skip
 """By document and what the block begins with: what a block finds there, and what is checked behind it."""

@@ -154,8 +154,6 @@ def test_how_a_batch_is_cut() -> None:
     assert suffix.block_table_tensor is not None
     assert suffix.block_table_tensor[:, 0].tolist() == [2, 3]
     assert suffix.block_table_tensor[1, 1] == 4
-    assert common.lead is not None  # the lengths of the whole batch, which neither half has
-    assert (prefix.lead, suffix.lead) == (None, None)
     lengths = [
         lens
         for half in (prefix, suffix)

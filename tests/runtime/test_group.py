@@ -126,6 +126,18 @@ def test_two_backends_share_a_batch_and_its_cache(make_toy: Factory, make_group:
     assert decode.calls == ["forward"]
 
 
+def test_a_group_says_who_runs_and_what_they_reserve(make_toy: Factory, make_group: Factory) -> None:
+    alone = make_group(CONFIG, make_toy("BOTH", workspace_bytes=3 << 20))
+    assert alone.explain() == "prefill    BOTH\ndecode     BOTH\nworkspace  6 MiB (BOTH 6 MiB)\n"  # two kernels
+    prefill = make_toy("PREFILLER", phases=("prefill",))
+    for safe in (True, False):
+        decode = make_toy("DECODER", phases=("decode",), workspace_bytes=3 << 20, nan_tail_safe=safe)
+        group = make_group(CONFIG, decode, prefill)
+        assert group.workspace_bytes == {"PREFILLER": 0, "DECODER": 3 << 20}
+        assert group.explain().startswith("prefill    PREFILLER\ndecode     DECODER\nworkspace  3 MiB (")
+        assert group.nan_tail_safe is safe
+
+
 @pytest.mark.parametrize("requests", [MIXED[:3], MIXED[3:]], ids=["decodes", "prefills"])
 def test_a_batch_of_one_phase_is_one_part(
     make_toy: Factory, make_group: Factory, requests: tuple[tuple[int, int], ...]

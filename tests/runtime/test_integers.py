@@ -139,7 +139,7 @@ def test_lengths_of_any_kind_of_sequence(kind: str) -> None:
         assert found.slot_mapping is not None
         assert wanted.slot_mapping is not None
         assert torch.equal(found.slot_mapping, wanted.slot_mapping)
-        assert (found.num_keys, found.lead, found.max_query_len) == (wanted.num_keys, wanted.lead, wanted.max_query_len)
+        assert (found.max_query_len, found.max_seq_len) == (wanted.max_query_len, wanted.max_seq_len)
 
 
 def rows() -> BlockTable:

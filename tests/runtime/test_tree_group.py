@@ -126,11 +126,6 @@ def test_both_parts_serve_the_phases_that_are_asked_for(make_trees: MakeTrees) -
     assert [*group.served] == [*group.plain.served] == [*group.context.served] == ["decode"]
 
 
-def test_steps_in_two_parts_are_not_dispatched(make_trees: MakeTrees) -> None:
-    with pytest.raises(ConfigError, match="are not dispatched"):
-        make_trees(options={"dispatch": "measured"})
-
-
 def test_the_plans_of_both_parts_are_made_anew_unless_asked_otherwise(
     make_trees: MakeTrees, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,6 @@ class LayerStep:
         requests: ``(query_len, seq_len)`` of each; decodes come first.
         phases: the phases whose backends are loaded; None: all.
         device: None: the selection's.
-        dispatch: as in ``AttentionGroup``.
         context_parallel: the ranks that share the cache, every one of which makes the step; None: one.
 
     Attributes:
@@ -125,14 +124,13 @@ class LayerStep:
         requests: Sequence[Request],
         phases: Sequence[Phase] | None = None,
         device: torch.device | str | None = None,
-        dispatch: str | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> None:
         config = self.config = selection.config
         self.requests = sorted(requests)
         query_lens, seq_lens = [query for query, _ in self.requests], [seq_len for _, seq_len in self.requests]
         capacity = Capacity(len(requests), sum(query_lens), max(seq_lens))
-        options: dict[str, Any] = {"phases": phases, "dispatch": dispatch, "context_parallel": context_parallel}
+        options: dict[str, Any] = {"phases": phases, "context_parallel": context_parallel}
         self.group: Any = attention_group(selection, device, capacity, **options)
         self._ranks = 1 if context_parallel is None else context_parallel.size
         self.cache_shape: tuple[int, ...] | None = None

@@ -79,17 +79,16 @@ class Attention(nn.Module):
         self._in_parts = group.layer_in_parts(Attention, scale=self.scale, sinks=logits, scales=self.scales)
         elsewhere = caller_writes or kv_sharing_target is not None or config.attn_type == "encoder_decoder"
         self._may_write_nothing = config.has_cache and elsewhere
-        self._by_name: dict[str, AttentionImpl[Any]] = {}
+        self.impls: dict[Phase, AttentionImpl[Any]] = {}
         for served in group.backends if self._in_parts is None else ():
-            self._by_name[served.spec.name] = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=logits)
-        impls = {} if self._in_parts is not None else {p: self._by_name[s.spec.name] for p, s in group.served.items()}
-        self.impls: dict[Phase, AttentionImpl[Any]] = impls
+            impl = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=logits)
+            self.impls |= dict.fromkeys(served.context.plans, impl)
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
-        separate = [s.spec.name for s in group.backends if not s.backend.forward_includes_kv_cache_update]
-        self._writer: str | None = separate[0] if separate and config.has_cache else None
+        separate = [phase for phase, s in group.served.items() if not s.backend.forward_includes_kv_cache_update]
+        self._writer: Phase | None = separate[0] if separate and config.has_cache else None
         self._block_sizes = {
-            served.spec.name: served.context.block_size
-            for served in group.backends
+            phase: served.context.block_size
+            for phase, served in group.served.items()
             if served.context.block_size not in (None, group.kernel_block_size)
         }
         self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
@@ -170,24 +169,26 @@ class Attention(nn.Module):
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)
         parts = attn_metadata.parts
         if len(parts) == 1:
-            backend, metadata = parts[0].backend, parts[0].metadata
-            cache = self._cache_for(backend, kv_cache) if self._block_sizes else kv_cache
+            phase, metadata = parts[0].phase, parts[0].metadata
+            cache = self._cache_for(phase, kv_cache) if self._block_sizes else kv_cache
             written = (output, output_lse, output_scale, output_block_scale)
             try:
-                found = self._by_name[backend].forward(self, query, key, value, cache, metadata, *written)
+                found = self.impls[phase].forward(self, query, key, value, cache, metadata, *written)
             except Exception as error:
-                blame(self.group.spec_of(backend), "forward()", error)
+                blame(self.group.served[phase].spec, "forward()", error)
                 raise
-            return found if found is not None else returned_nothing(self.group.spec_of(backend), "forward()", WRITTEN)
+            if found is None:
+                returned_nothing(self.group.served[phase].spec, "forward()", WRITTEN)
+            return found
         for part in parts:
             rows = slice(part.start, part.end)
             try:
-                found = self._by_name[part.backend].forward(
+                found = self.impls[part.phase].forward(
                     self,
                     query[rows],
                     None if key is None else key[rows],
                     None if value is None else value[rows],
-                    self._cache_for(part.backend, kv_cache),
+                    self._cache_for(part.phase, kv_cache),
                     part.metadata,
                     output[rows],
                     None if output_lse is None else output_lse[rows],
@@ -195,10 +196,10 @@ class Attention(nn.Module):
                     None,
                 )
             except Exception as error:
-                blame(self.group.spec_of(part.backend), "forward()", error)
+                blame(self.group.served[part.phase].spec, "forward()", error)
                 raise
             if found is None:
-                returned_nothing(self.group.spec_of(part.backend), "forward()", WRITTEN)
+                returned_nothing(self.group.served[part.phase].spec, "forward()", WRITTEN)
         return output
 
     def write(self, key: Tensor, value: Tensor, kv_cache: Tensor | None, slot_mapping: Tensor | None) -> None:
@@ -208,16 +209,16 @@ class Attention(nn.Module):
             assert cache is not None
             assert slot_mapping is not None
             try:
-                self._by_name[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
+                self.impls[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
             except Exception as error:
-                blame(self.group.spec_of(writer), "do_kv_cache_update()", error)
+                blame(self.group.served[writer].spec, "do_kv_cache_update()", error)
                 raise
 
-    def _cache_for(self, backend: str, kv_cache: Tensor | None) -> Tensor | None:
-        """Return the cache in the blocks of a backend's kernel."""
-        if backend not in self._block_sizes or kv_cache is None:
+    def _cache_for(self, phase: Phase, kv_cache: Tensor | None) -> Tensor | None:
+        """Return the cache in the blocks of a phase's kernel."""
+        if phase not in self._block_sizes or kv_cache is None:
             return kv_cache
-        size, layout = self._block_sizes[backend], self.group.kv_layout
+        size, layout = self._block_sizes[phase], self.group.kv_layout
         assert size is not None
         assert layout is not None
         return in_blocks_of(size, kv_cache, layout, self.group.config)

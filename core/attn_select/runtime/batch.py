@@ -22,7 +22,6 @@ from attn_select.errors import show
 from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.integers import integer, integers, size
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
-from attn_select.times.step_choice import lead_of
 
 FEW_SLOTS = 32
 """Up to as many, slots are worked out one by one, which takes less time than the operations for all at once."""
@@ -350,8 +349,6 @@ def prepare_batch(
         mm_prefix_ranges=mm_prefix_ranges,
         tree_mask=tree_mask,
         block_size=None if block_table is None else block_table.block_size,
-        num_keys=sum(seq_lens),
-        lead=None if single else lead_of(query_lens, seq_lens),
     )
 
 

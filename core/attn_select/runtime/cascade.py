@@ -87,8 +87,6 @@ def split_for_cascade(
         max_seq_len=prefix_len,
         block_table_tensor=_padded(table[:1, :blocks], width_multiple),
         causal=False,
-        num_keys=prefix_len,
-        lead=None,
         tree_mask=None,
     )
     suffix = replace(
@@ -97,8 +95,6 @@ def split_for_cascade(
         seq_lens_cpu=common.seq_lens_cpu - prefix_len,
         max_seq_len=common.max_seq_len - prefix_len,
         block_table_tensor=_padded(table[:, blocks:], width_multiple),
-        num_keys=None,
-        lead=None,
     )
     return CascadeSplit(prefix, suffix)
 

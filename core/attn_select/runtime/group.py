@@ -15,7 +15,7 @@ from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.loaded import LoadedBackends
 from attn_select.runtime.metadata import CommonAttentionMetadata, Split, split_decodes_and_prefills
-from attn_select.runtime.ways import Served, Way
+from attn_select.runtime.served import Served
 
 
 @dataclass(slots=True)
@@ -67,16 +67,13 @@ class AttentionGroup(LayerGroup):
         cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
         phases: the phases whose backends are loaded; None: all that the layers have. A batch that needs another phase
             is refused.
-        dispatch: None: the selection's backends run every step. ``measured``: of all candidates that read the same
-            cache and whose times compare, the one that is predicted to be fastest runs the step; needs a selection with
-            a workload.
         checked: as for ``LayerGroup``.
 
     Raises:
         NoBackendError: a phase has no backend.
         RuntimeMissingError, ImportError: a backend cannot be loaded.
-        ConfigError: the selection was made for a device that is not here, the phases' kernels share no block size
-            within this layout, or ``dispatch`` is not possible for these layers or with what is known of their times.
+        ConfigError: the selection was made for a device that is not here, or the phases' kernels share no block size
+            within this layout.
     """
 
     def __init__(
@@ -87,12 +84,10 @@ class AttentionGroup(LayerGroup):
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
-        dispatch: str | None = None,
         checked: bool | None = None,
     ) -> None:
-        loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases, dispatch=dispatch)
+        loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
         super().__init__(selection, loaded, checked=checked)
-        loaded.prepare_dispatch(self.reorder_batch_threshold)
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -116,15 +111,14 @@ class AttentionGroup(LayerGroup):
             self.checks.prefix(common_attn_metadata, common_prefix_len)
         if not common_attn_metadata.num_actual_tokens:  # kernels need not know of such steps
             return self._metadata(common_attn_metadata, [])
-        way = self.loaded.ways.of_step(common_attn_metadata)
-        if way.unified:
-            part = self._whole(way, common_attn_metadata, common_prefix_len, fast_build)
+        if self.unified:
+            part = self._whole(common_attn_metadata, common_prefix_len, fast_build)
             return self._metadata(common_attn_metadata, [part])
         parts = []
-        longest = self.config.max_decode_query_len if "decode" in way.served else 1
+        longest = self.config.max_decode_query_len if "decode" in self.served else 1
         split = split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold or longest)
         for phase, first, last in _by_phase(split):
-            served = self.loaded.server(way, phase)
+            served = self.loaded.server(phase)
             start = 0 if phase == "decode" else split.num_decode_tokens
             decodes = last - first if phase == "decode" else 0
             common = self._for_kernel(served, common_attn_metadata.requests(first, last), decodes)
@@ -135,21 +129,20 @@ class AttentionGroup(LayerGroup):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """As ``LayerGroup.build_for_cudagraph_capture``."""
         self.check_batch(common_attn_metadata)
-        way = self.loaded.ways.to_capture(common_attn_metadata, self.cudagraph_support)
-        phase = self._only_phase(way, common_attn_metadata)
-        served = self.loaded.server(way, phase)
+        phase = self._only_phase(common_attn_metadata)
+        served = self.loaded.server(phase)
         common = self._for_kernel(served, common_attn_metadata, self._decodes(served, common_attn_metadata))
         metadata = served.build_for_capture(common)
         part = Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)
         return self._metadata(common_attn_metadata, [part])
 
-    def _only_phase(self, way: Way, common: CommonAttentionMetadata) -> Phase:
-        if way.unified:
-            return next(iter(way.served))
+    def _only_phase(self, common: CommonAttentionMetadata) -> Phase:
+        if self.unified:
+            return next(iter(self.served))
         return "decode" if common.max_query_len <= self.config.max_decode_query_len else "prefill"
 
-    def _whole(self, way: Way, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
-        phase, served = next(iter(way.served.items()))
+    def _whole(self, common: CommonAttentionMetadata, prefix: int, fast: bool) -> Part:
+        phase, served = next(iter(self.served.items()))
         common = self._for_kernel(served, common, self._decodes(served, common))
         metadata = served.build(self._prefix(served, prefix, common), common, fast)
         return Part(phase, served.spec.name, 0, common.num_actual_tokens, metadata)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_select.backends.spec import BackendSpec
 from attn_select.decide.selection import Selection
 from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import CudaGraphLevel, Phase
@@ -17,11 +16,11 @@ from attn_select.runtime.backend import Progress
 from attn_select.runtime.batch_checks import BatchChecks
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.group_cache import GroupCache
-from attn_select.runtime.loaded import LoadedBackends, explained, workspace_line
+from attn_select.runtime.loaded import LoadedBackends, workspace_line
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.served import Served
 from attn_select.runtime.warm_up import WarmUp, warm_up
-from attn_select.runtime.ways import Served
 
 
 class LayerGroup(ABC):
@@ -45,7 +44,7 @@ class LayerGroup(ABC):
             blocks gets a view (``kv_cache.in_blocks_of``).
         served: the selection's backends per phase; the same object in both where one serves both.
         unified: whether one backend serves every phase that the layers have.
-        backends: every backend once, also a backend that takes turns with the selection's.
+        backends: every backend once.
         cache: how the layers' caches are laid out.
         interleave: neighbouring positions that one rank keeps; 1 where ranks share no cache.
     """
@@ -68,7 +67,7 @@ class LayerGroup(ABC):
         self.block_size = block_size or self.cache.block_size
         self.kv_layout, self.kernel_block_size = self.cache.kv_layout, self.cache.kernel_block_size
         self.served: Mapping[Phase, Served] = loaded.served
-        self.unified, self.dispatch = loaded.unified, loaded.dispatch
+        self.unified = loaded.unified
         self.backends = tuple(loaded.by_name.values())
         on = checks.checks_enabled() if checked is None else checked
         self.checks = BatchChecks(self.config, self.capacity, self.block_size, self.cache, on)
@@ -86,7 +85,7 @@ class LayerGroup(ABC):
     def cache_format(self) -> CacheFormat | None:
         """What another side must share to exchange blocks with the layers' caches; None without a cache.
 
-        The selection's, but where backends take turns, which may share smaller kernel blocks, and with ``interleave``.
+        The selection's, with ``interleave``.
         """
         cache = self.cache
         if cache.kv_layout is None or cache.block_size is None or cache.kernel_block_size is None:
@@ -117,11 +116,7 @@ class LayerGroup(ABC):
 
     @abstractmethod
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Build what a graph is captured with. All requests are of one phase unless one backend serves both.
-
-        With ``dispatch`` the backend that is chosen here runs every later batch of the same numbers of requests and
-        tokens.
-        """
+        """Build what a graph is captured with. All requests are of one phase unless one backend serves both."""
 
     @property
     @abstractmethod
@@ -138,17 +133,14 @@ class LayerGroup(ABC):
         """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
         return self.loaded.workspace_bytes
 
-    def spec_of(self, backend: str) -> BackendSpec:
-        """Return the spec of one of the group's backends."""
-        return next(served.spec for served in self.backends if served.spec.name == backend)
-
     def layer_in_parts(self, layer: type[Any], **options: Any) -> Any:
         """Return what computes a layer in parts (ranks, trees of drafts); None where the kernels alone do."""
         return None
 
     def explain(self) -> str:
-        """Return as text which backends run the steps, why others do not, and what memory they reserve."""
-        return "\n".join([*explained(self.served, self.dispatch), workspace_line(self.workspace_bytes)]) + "\n"
+        """Return as text which backends run the steps, and what memory they reserve."""
+        lines = [f"{phase:<10} {served.spec.name}\n" for phase, served in self.served.items()]
+        return "".join(lines) + workspace_line(self.workspace_bytes) + "\n"
 
     def allocate_kv_cache(self, num_blocks: int) -> Tensor:
         """Return one layer's cache for ``num_blocks`` of the allocator's blocks, zeroed. Across ranks: a rank's share.

@@ -1,4 +1,4 @@
-"""``LoadedBackends``: the backends of a selection, loaded, with their builders, and which of them runs a step."""
+"""``LoadedBackends``: the backends of a selection, loaded, with their builders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
 from attn_select.decide.selection import Selection
-from attn_select.decide.shared_cache import kernel_block_sizes, shared_block_sizes
+from attn_select.decide.shared_cache import kernel_block_sizes
 from attn_select.decide.text import byte_text
 from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
@@ -22,30 +22,27 @@ from attn_select.runtime.backend import (
 )
 from attn_select.runtime.backend_faults import blame, load_backend
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.dispatch import Dispatch, check_dispatch, make_dispatch
 from attn_select.runtime.group_cache import GroupCache
 from attn_select.runtime.kernel_blocks import KernelTables, width_multiple
 from attn_select.runtime.metadata import BatchError
+from attn_select.runtime.served import Served
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
-from attn_select.runtime.ways import Served, Way, Ways
 
 
 class LoadedBackends:
     """Loads the backends of a ``Selection`` and makes a builder of each.
 
     Args:
-        selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``.
+        selection, device, capacity, cuda_graphs, phases: as for ``AttentionGroup``.
 
     Attributes:
         selection: the selection.
         device: where the layers run.
         capacity: bounds of a batch.
         cuda_graphs: whether steps will be captured.
-        by_name: every backend, also the ones that take turns with the selection's.
-        served: the selection's backends per phase; the same object in both where one serves both.
-        unified: whether one backend serves every phase that the layers have.
-        ways: which backend computes which phase of a step.
-        dispatch: the backends that take turns; None where none do.
+        by_name: every backend once.
+        served: the backends per phase; the same object in both where one serves both.
+        unified: whether one backend serves every phase that the layers have: then batches are not split.
         tables: makes tables in the kernels' blocks.
         cache: of the layers.
 
@@ -64,29 +61,20 @@ class LoadedBackends:
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
-        dispatch: str | None = None,
     ) -> None:
         self.selection, config = selection, selection.config
         self.capacity, self.cuda_graphs = capacity or Capacity(), cuda_graphs
         self.device = device_of(selection, device)
         selection.require()
         check_tree(selection)
-        check_dispatch(dispatch, config)
         plans = selection.plans_by_backend(phases)
-        names = {phase: name for name, own in plans.items() for phase in own}
         specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
         layout, block_size = selection.kv_layout, selection.block_size
-        self.dispatch: Dispatch | None = None
-        if dispatch is not None:
-            self.dispatch = make_dispatch(
-                selection, plans, lambda more: shared_block_sizes(more, block_size, layout) is not None
-            )
-            plans, specs = self.dispatch.plans, self.dispatch.specs
         sizes = kernel_block_sizes(plans, block_size, layout)
         self.cache = GroupCache(config, self.device, layout, block_size, max(sizes.values(), default=None))
         self.by_name = {name: self._serve(specs[name], own, sizes.get(name)) for name, own in plans.items()}
-        self.ways = Ways(config, self.by_name, names, self.dispatch, selection.workload)
-        self.served, self.unified = self.ways.usual.served, self.ways.usual.unified
+        self.served = {phase: self.by_name[name] for name, own in plans.items() for phase in own}
+        self.unified = len(self.by_name) == 1 and len(self.served) == len(config.phases)
         self.tables = KernelTables(block_size, self.capacity.max_num_seqs, self.capacity.max_model_len)
 
     def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan], block_size: int | None) -> Served:
@@ -136,45 +124,17 @@ class LoadedBackends:
             found[name] = sum(by_kernel.values())
         return found
 
-    def prepare_dispatch(self, threshold: int | None) -> None:
-        """Get the choice by step ready, where backends take turns.
-
-        Args:
-            threshold: the group's ``reorder_batch_threshold``.
-
-        Raises:
-            ConfigError: the backends do not count the same requests as decodes.
-        """
-        if self.dispatch is not None:
-            self.ways.check_threshold(threshold)
-            most = self.capacity.max_num_seqs, self.capacity.max_num_batched_tokens, self.capacity.max_model_len
-            self.dispatch.choice.prepare(*most)
-
-    def server(self, way: Way, phase: Phase) -> Served:
+    def server(self, phase: Phase) -> Served:
         """Return the backend of a phase.
 
         Raises:
             BatchError: the backends of this phase were not loaded.
         """
-        if phase not in way.served:
-            here = " and ".join(way.served)
+        if phase not in self.served:
+            here = " and ".join(self.served)
             text = f"the batch has requests in {phase}, but this group was made for {here} only"
             raise BatchError(text, hint=f"make the group without phases, or with {phase} among them")
-        return way.served[phase]
-
-
-def explained(served: Mapping[Phase, Served], dispatch: Dispatch | None) -> list[str]:
-    """Return lines that say which backends run the steps, and why others do not."""
-    candidates = {phase: [each.spec.name] for phase, each in served.items()}
-    if dispatch is not None:
-        candidates = dispatch.candidates
-    lines = []
-    for phase, names in candidates.items():
-        which = f"the fastest of {', '.join(names)}" if len(names) > 1 else names[0]
-        lines.append(f"{phase:<10} {which}")
-        if dispatch is not None:
-            lines += [f"{'':<10} without {why}" for why in dispatch.left_out[phase]]
-    return lines
+        return self.served[phase]
 
 
 def check_tree(selection: Selection) -> None:

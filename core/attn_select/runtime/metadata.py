@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import AttnSelectError
-from attn_select.times.step_choice import Lead
 
 Ranges = Sequence[tuple[int, int]]
 """Inclusive ``(first, last)`` positions of one request's image tokens."""
@@ -55,9 +54,6 @@ class CommonAttentionMetadata:
             refuses a batch of another block size than its own. None: unknown, and nothing is compared.
         num_decodes: how many of the first requests are decodes, where their query lengths do not say it: what a prefill
             has in one chunk of ``attention_chunk_size`` may be as short as a decode. None: all with short queries.
-        num_keys: the sum of ``seq_lens``, which ``prepare_batch`` fills in. None: whoever asks sums ``seq_lens_cpu``.
-        lead: the lengths on the host, the first equal queries together, which ``prepare_batch`` fills in where a query
-            is longer than one token. None: whoever asks reads the ``_cpu`` copies, which takes longer.
         tree_mask: bool ``(T, 1 + num_speculative_tokens)`` on the device, for layers with ``draft_tree``: whether a
             token sees token j of its request's tokens in this step (j from 0), beside the whole context. None: it sees
             those up to itself. A token sees itself, and none behind it. Rows of requests with more tokens than columns,
@@ -80,9 +76,7 @@ class CommonAttentionMetadata:
     mm_prefix_ranges: Sequence[Ranges] | None = None
     dcp_local_seq_lens: Tensor | None = None
     block_size: int | None = None
-    num_keys: int | None = None
     num_decodes: int | None = None
-    lead: Lead | None = None
     tree_mask: Tensor | None = None
 
     @property
@@ -123,8 +117,6 @@ class CommonAttentionMetadata:
             mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[first:last],
             tree_mask=None if self.tree_mask is None else self.tree_mask[start:end],
-            num_keys=None,
-            lead=None,
             num_decodes=None if self.num_decodes is None else max(0, min(self.num_decodes, last) - first),
         )
 

@@ -85,14 +85,12 @@ class MLAAttention(nn.Module):
         slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
         logits = per_head("sinks", sinks, config.sinks, group, None)
         self._in_parts = group.layer_in_parts(MLAAttention, sinks=logits)
-        self._by_plan: dict[tuple[str, Phase], MLAAttentionImpl] = {}
+        self.impls: dict[Phase, MLAAttentionImpl] = {}
         for served in group.backends:
             # What is merged across ranks counts its sinks there.
             counted = logits if served.context.config.sinks else None
             impl: MLAAttentionImpl = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=counted)
-            for phase in served.context.plans:
-                self._by_plan[served.spec.name, phase] = impl
-        self.impls = {phase: self._by_plan[served.spec.name, phase] for phase, served in group.served.items()}
+            self.impls |= dict.fromkeys(served.context.plans, impl)
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
@@ -232,7 +230,7 @@ class MLAAttention(nn.Module):
     def _mqa(
         self, part: MLAPart, query: Tensor, kv_cache: Tensor, output: Tensor, *lse_and_indices: Tensor | None
     ) -> None:
-        impl, (lse, indices) = self._by_plan[part.backend, part.phase], lse_and_indices
+        impl, (lse, indices) = self.impls[part.phase], lse_and_indices
         w_uk, w_uv = self._sides()
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         view, absorbed = self._view(impl, kv_cache), None
@@ -262,15 +260,13 @@ class MLAAttention(nn.Module):
     ) -> Tensor:
         """Return the latent output of a part, as its backend computes it."""
         try:
-            found = self._by_plan[part.backend, part.phase].forward_mqa(
-                self, query, view, part.metadata, latent, lse, indices
-            )
+            found = self.impls[part.phase].forward_mqa(self, query, view, part.metadata, latent, lse, indices)
         except Exception as error:
-            blame(self.group.spec_of(part.backend), "forward_mqa()", error)
+            blame(self.group.served[part.phase].spec, "forward_mqa()", error)
             raise
-        return (
-            found if found is not None else returned_nothing(self.group.spec_of(part.backend), "forward_mqa()", WRITTEN)
-        )
+        if found is None:
+            returned_nothing(self.group.served[part.phase].spec, "forward_mqa()", WRITTEN)
+        return found
 
     def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
         group, (query, kv_c, k_pe) = self.group, own
@@ -298,13 +294,13 @@ class MLAAttention(nn.Module):
     ) -> None:
         """Attend from a part's prefills to decompressed keys and values, as its backend does."""
         try:
-            impl = self._by_plan[part.backend, part.phase]
+            impl = self.impls[part.phase]
             found = impl.forward_mha(self, query, *keys_values, metadata, output, lse)
         except Exception as error:
-            blame(self.group.spec_of(part.backend), "forward_mha()", error)
+            blame(self.group.served[part.phase].spec, "forward_mha()", error)
             raise
         if found is None:
-            returned_nothing(self.group.spec_of(part.backend), "forward_mha()", WRITTEN)
+            returned_nothing(self.group.served[part.phase].spec, "forward_mha()", WRITTEN)
 
     def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Return keys ``(S, H, P + Pr)`` and values ``(S, H, V)``."""

@@ -34,9 +34,9 @@ from attn_select.runtime.metadata import (
 )
 from attn_select.runtime.mla_context import ContextChunk, Spans, context_chunks, context_parts, shifted, spans_of
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.served import Served
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
-from attn_select.runtime.ways import Served, Way
 
 WORKSPACE_TOKENS = 8192
 """Cached tokens that are decompressed at a time unless a group says otherwise: at 128 heads of DeepSeek-V3 in bfloat16
@@ -140,7 +140,7 @@ class MLAAttentionGroup(MLALayerGroup):
     """The group of MLA layers.
 
     Args:
-        selection, device, capacity, cuda_graphs, phases, dispatch, checked: as for ``AttentionGroup``.
+        selection, device, capacity, cuda_graphs, phases, checked: as for ``AttentionGroup``.
         workspace_tokens: cached tokens decompressed at a time in prefill.
 
     Attributes:
@@ -157,7 +157,6 @@ class MLAAttentionGroup(MLALayerGroup):
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
-        dispatch: str | None = None,
         workspace_tokens: int = WORKSPACE_TOKENS,
         checked: bool | None = None,
     ) -> None:
@@ -167,12 +166,11 @@ class MLAAttentionGroup(MLALayerGroup):
                 fields=["kv_lora_rank"],
             )
         workspace_tokens = size("workspace_tokens", workspace_tokens)
-        loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases, dispatch=dispatch)
+        loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
         # Dense prefill reads no cache through a backend, so alone it leaves the block size open.
         of_kernel = loaded.cache.kernel_block_size or loaded.cache.block_size
         super().__init__(selection, loaded, cache=replace(loaded.cache, kernel_block_size=of_kernel), checked=checked)
         self.latents_alone = self.config.sparse and self.unified
-        loaded.prepare_dispatch(self.reorder_batch_threshold)
         self.workspace = torch.empty(
             workspace_tokens if "prefill" in self.served and not self.config.sparse else 0,
             self.config.head_size,
@@ -190,23 +188,20 @@ class MLAAttentionGroup(MLALayerGroup):
         assert common.slot_mapping is not None
         if not common.num_actual_tokens:  # kernels need not know of such steps
             return self.metadata_of(common, common.slot_mapping, [])
-        way = self.loaded.ways.of_step(common)
         if self.latents_alone:
-            return self.metadata_of(
-                common, common.slot_mapping, [self.latent_part(way, "decode", common, 0, fast_build)]
-            )
+            return self.metadata_of(common, common.slot_mapping, [self.latent_part("decode", common, 0, fast_build)])
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
         if split.num_decode_tokens:
             decodes = common.requests(0, split.num_decodes)
-            parts.append(self.latent_part(way, "decode", decodes, 0, fast_build))
+            parts.append(self.latent_part("decode", decodes, 0, fast_build))
         if split.num_prefills:
             prefills = common.requests(split.num_decodes, common.num_reqs)
             if self.config.sparse:
-                parts.append(self.latent_part(way, "prefill", prefills, split.num_decode_tokens, fast_build))
+                parts.append(self.latent_part("prefill", prefills, split.num_decode_tokens, fast_build))
             else:
-                parts.append(self.dense_prefill(way, prefills, split.num_decode_tokens, self._chunks))
+                parts.append(self.dense_prefill(prefills, split.num_decode_tokens, self._chunks))
         return self.metadata_of(common, common.slot_mapping, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
@@ -217,19 +212,16 @@ class MLAAttentionGroup(MLALayerGroup):
         """
         self.check_capture(common_attn_metadata, self.latents_alone)
         assert common_attn_metadata.slot_mapping is not None
-        way = self.loaded.ways.to_capture(common_attn_metadata, self.cudagraph_support)
-        served = self.loaded.server(way, "decode")
+        served = self.loaded.server("decode")
         common = self.loaded.tables.in_kernel_blocks(served.context, common_attn_metadata)
         decode = served.build_for_capture(common)
         spans = spans_of(self.config, common.query_start_loc_cpu)
         part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
         return self.metadata_of(common_attn_metadata, common_attn_metadata.slot_mapping, [part])
 
-    def latent_part(
-        self, way: Way, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool
-    ) -> MLAPart:
+    def latent_part(self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool) -> MLAPart:
         """Return requests that are computed on latents."""
-        served = self.loaded.server(way, phase)
+        served = self.loaded.server(phase)
         metadata = served.build(0, self.loaded.tables.in_kernel_blocks(served.context, common), fast_build)
         rows = slice(first_token, first_token + common.num_actual_tokens)
         spans = spans_of(self.config, common.query_start_loc_cpu)
@@ -245,16 +237,15 @@ class MLAAttentionGroup(MLALayerGroup):
         """As ``LayerGroup.reorder_batch_threshold``."""
         return self.decode_threshold(self.latents_alone)
 
-    def dense_prefill(self, way: Way, common: CommonAttentionMetadata, first_token: int, cut: Cut) -> MLAPart:
+    def dense_prefill(self, common: CommonAttentionMetadata, first_token: int, cut: Cut) -> MLAPart:
         """Return prefills, which are computed on decompressed keys and values.
 
         Args:
-            way: which backend computes them.
             common: the prefills.
             first_token: of the step.
             cut: cuts their cached contexts.
         """
-        served = self.loaded.server(way, "prefill")
+        served = self.loaded.server("prefill")
         context = common.num_computed_tokens_cpu
         new = VarlenMetadata.of_new_tokens(common, causal=common.causal and not self.config.non_causal)
         new.mm_prefix_ranges = shifted(common.mm_prefix_ranges, context)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attn_select.decide.selection import Selection
-from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.dtypes import is_quantized
 from attn_select.runtime import ops
@@ -53,13 +52,13 @@ class DraftTreeGroup(LayerGroup):
     """The group of layers with ``draft_tree`` whose kernels take no mask.
 
     Args:
-        selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``.
+        selection, device, capacity, cuda_graphs, phases: as for ``AttentionGroup``.
 
     Attributes:
         plain, context: the groups of the two kinds of batches that the kernel is given; each has its own builders.
 
     Raises:
-        ConfigError: as ``AttentionGroup``, and: dispatch is asked for.
+        ConfigError: as ``AttentionGroup``.
     """
 
     def __init__(
@@ -70,14 +69,7 @@ class DraftTreeGroup(LayerGroup):
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
-        dispatch: str | None = None,
     ) -> None:
-        if dispatch is not None:
-            raise ConfigError(
-                f"dispatch = {dispatch!r}: trees of drafts on a kernel that takes no mask are computed in two parts, "
-                "which are not dispatched (accepted: None)",
-                fields=["dispatch"],
-            )
         fields = {"draft_tree": False, "output_quantization": "none"}
         whole: Selection[Any] = selection
         part = replace(whole, config=whole.config.model_copy(update=fields))
@@ -124,8 +116,6 @@ class DraftTreeGroup(LayerGroup):
             seq_lens_cpu=decodes.num_computed_tokens_cpu.clamp_min(0),
             causal=False,
             tree_mask=None,
-            num_keys=None,
-            lead=None,
         )
 
     def _trees_of(self, decodes: CommonAttentionMetadata) -> dict[str, Any]:

@@ -87,8 +87,6 @@ class VirtualBatches:
             max_query_len=int(query_lens.max()),
             max_seq_len=longest,
             block_table_tensor=table,
-            num_keys=None,
-            lead=None,
             num_decodes=None if num_decodes is None else int(counts[:num_decodes].sum()),
         )
 

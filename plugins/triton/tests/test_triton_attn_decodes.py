@@ -111,7 +111,7 @@ def test_lengths_on_the_host_may_be_bounds(
     problem = layers.problem_of(group, (*decodes, *prefills), seed)
     common = common_of(problem)
     bounds = common.seq_lens_cpu + torch.tensor([*draw.integers(0, 5, 4).tolist(), *[0] * len(prefills)])
-    common = dataclasses.replace(common, seq_lens_cpu=bounds.int(), num_keys=None, lead=None)
+    common = dataclasses.replace(common, seq_lens_cpu=bounds.int())
     output, lse = layers.run(group, problem, group.build(common))
     layers.compare(group, problem, output, lse)
 

@@ -84,7 +84,6 @@ def test_lengths_on_the_host_may_be_bounds(seed: int, fields: dict[str, Any], cu
     seq_lens = [(4, 9, 60, 300, 900)[int(i)] for i in torch.randint(5, (4,), generator=draw)]
     common, cache, latents = batch(group, [4] * 4, seq_lens, seed)
     common.seq_lens_cpu = common.seq_lens_cpu + torch.randint(5, (4,), generator=draw, dtype=torch.int32)
-    common.num_keys = common.lead = None
     query = queries(group, 16)
     close(decode(group, common, cache, query), expected(group, common, query, latents))
 

@@ -22,15 +22,12 @@ from attn_select.runtime.mla_context import shifted
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
-def check_selection(selection: Selection, context_parallel: ContextParallel, dispatch: str | None) -> None:
+def check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
     """Compare a selection with the ranks that will run it.
 
     Raises:
-        ConfigError: it was made for another number of ranks, a plan returns no LSE, or ``dispatch`` is asked for.
+        ConfigError: it was made for another number of ranks, or is batch-invariant and merged in a way that is not.
     """
-    if dispatch is not None:
-        text = f"dispatch = {dispatch!r}: context-parallel ranks run one selection (accepted: None)"
-        raise ConfigError(text, fields=["dispatch"])
     ranks = selection.config.decode_context_parallel_size
     if ranks != context_parallel.size:
         raise ConfigError(
@@ -171,8 +168,6 @@ class LocalBatches:
             mm_prefix_ranges=None,
             tree_mask=None,
             block_size=self.shares.block_size,
-            num_keys=int(local_cpu.sum()),
-            lead=None,
         )
 
 
@@ -233,6 +228,4 @@ class OwnBatches:
             slot_mapping=slots_here,
             mm_prefix_ranges=shifted(common.mm_prefix_ranges, common.num_computed_tokens_cpu),
             block_size=self.block_size,
-            num_keys=int(lens.sum()),
-            lead=None,
         )

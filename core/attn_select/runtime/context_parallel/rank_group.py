@@ -62,8 +62,7 @@ class ContextParallelGroup(LayerGroup):
 
     Args:
         context_parallel: the ranks.
-        selection, device, capacity, cuda_graphs, phases, dispatch: as for ``AttentionGroup``; no ``dispatch``. The
-            capacity counts whole requests.
+        selection, device, capacity, cuda_graphs, phases: as for ``AttentionGroup``; the capacity counts whole requests.
 
     Attributes:
         block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
@@ -84,13 +83,12 @@ class ContextParallelGroup(LayerGroup):
         context_parallel: ContextParallel,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
-        dispatch: str | None = None,
     ) -> None:
         bounds = capacity or Capacity()
         self.context_parallel = context_parallel
 
         def make() -> None:
-            check_selection(selection, context_parallel, dispatch)
+            check_selection(selection, context_parallel)
             self._make_parts(selection, device, bounds, cuda_graphs, phases)
 
         do_alike(

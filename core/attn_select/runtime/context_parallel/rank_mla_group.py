@@ -44,7 +44,7 @@ from attn_select.runtime.mla_group import (
     check_mergeable,
 )
 from attn_select.runtime.scales import Scales
-from attn_select.runtime.ways import Served
+from attn_select.runtime.served import Served
 
 
 @dataclass(slots=True)
@@ -70,8 +70,8 @@ class ContextParallelMLAGroup(MLALayerGroup):
 
     Args:
         context_parallel: the ranks.
-        selection, device, capacity, cuda_graphs, phases, dispatch, workspace_tokens: as for ``MLAAttentionGroup``; no
-            ``dispatch``. The capacity counts whole requests.
+        selection, device, capacity, cuda_graphs, phases, workspace_tokens: as for ``MLAAttentionGroup``; the capacity
+            counts whole requests.
 
     Attributes:
         block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
@@ -94,14 +94,13 @@ class ContextParallelMLAGroup(MLALayerGroup):
         context_parallel: ContextParallel,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
-        dispatch: str | None = None,
         workspace_tokens: int = WORKSPACE_TOKENS,
     ) -> None:
         self.context_parallel = context_parallel
         bounds = capacity or Capacity()
 
         def make() -> None:
-            check_selection(selection, context_parallel, dispatch)
+            check_selection(selection, context_parallel)
             self._make_parts(selection, device, bounds, cuda_graphs, phases, workspace_tokens)
 
         do_alike(
@@ -186,11 +185,10 @@ class ContextParallelMLAGroup(MLALayerGroup):
             latent = self._decoder()
             decodes = self._by_query(common.requests(0, split.num_decodes))
             local = self._local.shared(decodes, slots)
-            parts.append(latent.latent_part(latent.loaded.ways.usual, "decode", local, 0, fast_build))
+            parts.append(latent.latent_part("decode", local, 0, fast_build))
         if split.num_prefills:
             prefills = common.requests(split.num_decodes, common.num_reqs)
-            way = self.dense.loaded.ways.usual
-            parts.append(self.dense.dense_prefill(way, prefills, split.num_decode_tokens, self._chunks))
+            parts.append(self.dense.dense_prefill(prefills, split.num_decode_tokens, self._chunks))
         return self.metadata_of(common, slots, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
@@ -208,7 +206,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
 
     def _decoder(self) -> MLAAttentionGroup:
         if self.latent is None:
-            self.dense.loaded.server(self.dense.loaded.ways.usual, "decode")  # raises
+            self.dense.loaded.server("decode")  # raises
             raise AssertionError
         return self.latent
 
@@ -237,7 +235,6 @@ class ContextParallelMLAGroup(MLALayerGroup):
             max_query_len=1,
             block_table_tensor=self._local.keep_table(table.index_select(0, rows)),
             num_decodes=None,
-            num_keys=None,
         )
 
     def _visible(self, common: CommonAttentionMetadata, request: Tensor) -> Tensor:
