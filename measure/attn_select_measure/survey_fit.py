@@ -163,7 +163,7 @@ def timed_of(record: Record, rates: Rates) -> Timed:
         each["backend"]: {
             "times_us": each["time_us"],
             "first_call_s": each["compile_s"],
-            "workspace_bytes": each["eager"]["reserved_bytes"] + each["eager"]["peak_bytes"],
+            "workspace_bytes": each["eager"]["reserved_bytes"] + (each["eager"]["peak_bytes"] or 0),
             "host_us": each["eager"]["host_us"],
         }
         for each in record["timed"]

@@ -76,6 +76,8 @@ def command(
     for name in asked:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)
+    if device.is_cpu:
+        raise MeasurementError("there is nothing to tune on a CPU: rules alone decide there")
     path = out or user_path(device)
     if path is None:
         raise MeasurementError("there is no home directory to keep a survey in", hint="use --out FILE")
@@ -83,7 +85,6 @@ def command(
     file, gpu = path.with_suffix(".records.jsonl"), device.full_name or device.name
     benching = benching_module()
     from attn_select_measure import surveying, tuning
-    from attn_select_measure.survey_draw import SPACE, TINY
     from attn_select_measure.survey_fit import extended, save
     from attn_select_measure.survey_records import read_survey
 
@@ -94,12 +95,12 @@ def command(
         if reason is None and family_of(config) is None:
             reason = "surveys have no times of such layers"
         if reason is None:
-            layers.append(tuning.tuned_layer(each.kind, config, wanted, TINY if device.is_cpu else SPACE))
+            layers.append(tuning.tuned_layer(each.kind, config, wanted))
         else:
             click.echo(f"{each.kind} is not tuned: {reason}", err=True)
     base = tuning.base_survey(device, gpu, tuning.parted(layers, read_survey(file))[0], file)
     environment, rules = explanation.situation.environment, tuple(options["rules"]) or None
-    jobs = surveying.default_jobs(not device.is_cpu)
+    jobs = surveying.default_jobs(True)
     settings = surveying.Settings(file, seconds, asked, jobs, rules=rules)
     surveyed(settings, lambda _, known: tuning.plan(layers, workloads, known), environment)
     _, added, held = tuning.parted(layers, read_survey(file))

@@ -21,7 +21,7 @@ from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.prediction import packaged_survey
 from attn_select.times.roofline import is_decode
 from attn_select.times.workload import WeightedShape, Workload, phases_of
-from attn_select_measure.survey_draw import PHASES, Space, draw_batch, kind_of
+from attn_select_measure.survey_draw import PHASES, SPACE, Space, draw_batch, kind_of
 from attn_select_measure.survey_fit import extended, fit_survey, save
 from attn_select_measure.survey_records import Record
 from attn_select_measure.surveying import PAIR, Work, work_of
@@ -74,20 +74,19 @@ class TunedLayer:
         return (turn + place) % 3 == 2
 
 
-def tuned_layer(name: str, config: LayerConfig, workload: Workload | None, space: Space) -> TunedLayer:
+def tuned_layer(name: str, config: LayerConfig, workload: Workload | None) -> TunedLayer:
     """Return a layer that is tuned for a workload's batches and what lies between them, or for all batches."""
     seed = zlib.crc32(f"{kind_of(config)} {workload}".encode())
     batches = [shape.batch for shape in workload.shapes] if workload is not None else []
-    phases: Sequence[str] = PHASES
+    phases, space = [*PHASES], SPACE
     if not config.has_cache:
-        phases = ("prefill",)
+        phases = ["prefill"]
         batches = [each for each in batches if all(group.query_len == group.seq_len for group in each.groups)]
     elif batches:
         groups = [group for batch in batches for group in batch.groups]
         queries = [group.query_len for group in groups if not is_decode(config, group.query_len)] or [1]
         lengths, requests = [group.seq_len for group in groups], max(batch.num_requests for batch in batches)
-        limits = (min(lengths), max(lengths)), (min(queries), max(queries))
-        space = Space(requests, *limits, space.tokens, space.tiny)
+        space = Space(requests, (min(lengths), max(lengths)), (min(queries), max(queries)))
         here = {phases_of(batch, config) for batch in batches}
         phases = [phase for phase in PHASES if _PHASES_OF[phase] in here]
     return TunedLayer(name, config, seed, batches, phases, space)
