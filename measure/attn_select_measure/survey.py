@@ -21,6 +21,8 @@ Examples:
   attn-select survey --out h200.jsonl
   attn-select survey --out h200.jsonl --workloads 300 --seconds 540
   attn-select survey --out h200.jsonl --backend TRITON_ATTN
+  attn-select survey --fit h200.jsonl --out h200.json
+  attn-select survey --check
   attn-select survey --check h200.jsonl --with vllm==0.26.0
 
 Each workload is a layer and a batch, drawn by the seed and its number, and becomes one line of the file. A file that is
@@ -29,7 +31,10 @@ first, and keeps the others' times. Kernels are compiled first, for some workloa
 (--jobs); FLASHINFER_DISABLE_JIT=1 keeps FlashInfer from compiling modules that are not there. FLEX_ATTENTION, which
 compiles for each shape, is timed where it is named alone.
 
---check compares the times' fingerprints with the kernels that are here, and measures nothing.
+--fit makes of a survey's times what decisions read (`attn-select explain --times h200.json`).
+
+--check compares fingerprints of times with the kernels that are here, and measures nothing: of a survey's file, or
+without one of the packaged times. A packaged backend that known_stale.toml names counts as without times.
 
 Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times are stale, 2 wrong input, 130 interrupted.
 """
@@ -38,10 +43,17 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 @click.command("survey", epilog=EPILOG, short_help="Time every valid backend on drawn layers and batches.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False, writable=True), metavar="FILE", help="The file.")
 @click.option(
-    "--check",
+    "--fit",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Say which times of a file are of other kernels than those that are here.",
+    help="Fit the times of a survey's file, and write to --out what decisions read.",
+)
+@click.option(
+    "--check",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Say which times, packaged ones or a file's, are of other kernels than those that are here.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of the draws.")
 @click.option(
@@ -66,7 +78,8 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 )
 def command(
     out: Path | None,
-    check: Path | None,
+    fit: Path | None,
+    check: str | None,
     seed: int,
     workloads: int,
     seconds: float | None,
@@ -84,16 +97,22 @@ def command(
     from attn_select_cli.output import require_writable
 
     if (out is None) == (check is None):
-        raise click.UsageError("give either --out FILE or --check FILE")
+        raise click.UsageError("give either --out FILE or --check [FILE]")
     specs = load_plugins().specs
     for name in backends:
         if name not in specs:
             raise UnknownNameError("backend", name, specs)
     environment = environment_for(detect_device().device, parse_pins(pins))
     if check is not None:
-        return _check(check, environment)
+        return _check(Path(check) if check else None, environment)
     assert out is not None
     require_writable(out, "--out")
+    if fit is not None:
+        from attn_select_measure.survey_fit import fit_survey, save
+        from attn_select_measure.survey_records import read_survey
+
+        save(fit_survey(read_survey(fit)), out)
+        return 0
     benching_module()
     from attn_select_measure import surveying
 
@@ -128,22 +147,28 @@ def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
     return complete
 
 
-def _check(path: Path, environment: Environment) -> int:
-    """Print which times of a file are stale; return the exit code."""
+def _check(path: Path | None, environment: Environment) -> int:
+    """Print which times are stale, of a file or packaged ones; return the exit code."""
     from attn_select.rules.plugins import load_plugins
-    from attn_select_measure.survey_records import check_survey, read_survey
+    from attn_select_measure.survey_records import check_packaged, check_survey, read_survey
 
-    checked = check_survey(read_survey(path), load_plugins(), environment)
+    registry = load_plugins()
+    if path is None:
+        checked = check_packaged(registry, environment)
+    else:
+        checked = check_survey(read_survey(path), registry, environment)
     for each in checked:
         why = f": {', '.join(each.why)}" if each.why else ""
-        if each.stale:
+        if each.known:
+            click.echo(f"{each.backend}: {each.stale} of {each.times} times are stale, as known: {each.known}")
+        elif each.stale:
             click.echo(f"{each.backend}: {each.stale} of {each.times} times are stale{why}")
         elif each.unknown:
             click.echo(f"{each.backend}: {each.unknown} of {each.times} times cannot be judged{why}")
         else:
             click.echo(f"{each.backend}: {each.times} times are of the kernels that are here")
-    stale = [each.backend for each in checked if each.stale]
+    stale = [each.backend for each in checked if each.stale and not each.known]
     if stale:
         again = " ".join(f"--backend {name}" for name in stale)
-        click.echo(f"to measure them again: attn-select survey --out {path} {again}")
+        click.echo(f"to measure them again: attn-select survey --out {path or 'FILE'} {again}")
     return 1 if stale else 0

@@ -6,7 +6,6 @@ A line that stands behind another one of the same seed and number replaces it. `
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,14 @@ from attn_select.backends.registry import Registry
 from attn_select.errors import MeasurementError, shorten
 from attn_select.machine.environment import Environment
 from attn_select.machine.files import replace_file
+from attn_select.times.evidence import known_stale
 from attn_select.times.fingerprint import present, stale_parts
+from attn_select.times.prediction import PACKAGED_FOLDER, read_survey_file
 
 VERSION = 1
 """Of the lines' format."""
+MOST_KNOWN_STALE = 3
+"""Backends whose packaged times may be of older kernels."""
 Record = dict[str, Any]
 
 
@@ -91,6 +94,7 @@ class Checked:
         stale: how many are of other kernels than those that are here.
         unknown: how many cannot be judged here.
         why: what is another one, or not known, in words.
+        known: why it is known to be stale, with the date; empty where it is not.
     """
 
     backend: str
@@ -98,26 +102,54 @@ class Checked:
     stale: int
     unknown: int
     why: tuple[str, ...]
+    known: str = ""
 
 
 def check_survey(records: Sequence[Record], registry: Registry, environment: Environment) -> list[Checked]:
     """Compare every time's fingerprint with the kernels that are here; by name of the backends."""
-    times, stale, unknown = Counter[str](), Counter[str](), Counter[str]()
-    why: dict[str, dict[str, None]] = {}
+    found: dict[str, list[tuple[list[str], list[str]]]] = {}
     for timed in (timed for record in records for timed in record["timed"] if timed["failure"] is None):
-        name = timed["backend"]
-        times[name] += 1
-        changed: list[str] = []
-        missing: list[str] = []
-        for backend, recorded in timed["fingerprint"].items():
-            spec = registry.specs.get(backend)
-            if spec is None:
-                missing.append(f"no plugin here has {backend}")
-                continue
-            now = present(recorded, spec, environment)
-            changed += stale_parts(recorded, now)
-            missing += [f"{part} is not installed here" for part in recorded if part not in now]
-        stale[name] += bool(changed)
-        unknown[name] += bool(missing) and not changed
-        why.setdefault(name, {}).update(dict.fromkeys(changed or missing))
-    return [Checked(name, times[name], stale[name], unknown[name], tuple(why[name])) for name in sorted(times)]
+        each = [_judged(name, recorded, registry, environment) for name, recorded in timed["fingerprint"].items()]
+        changed, missing = ([text for pair in each for text in pair[part]] for part in (0, 1))
+        found.setdefault(timed["backend"], []).append((changed, missing))
+    checked = []
+    for name, judged in sorted(found.items()):
+        stale = sum(bool(changed) for changed, _ in judged)
+        unknown = sum(bool(missing) and not changed for changed, missing in judged)
+        why = dict.fromkeys(text for changed, missing in judged for text in changed or missing)
+        checked.append(Checked(name, len(judged), stale, unknown, tuple(why)))
+    return checked
+
+
+def check_packaged(registry: Registry, environment: Environment) -> list[Checked]:
+    """Compare the fingerprints of the packaged times with the kernels that are here; by file and name.
+
+    Raises:
+        MeasurementError: ``known_stale.toml`` names more than ``MOST_KNOWN_STALE`` backends, one that is not stale, or
+            one without a reason and a date.
+    """
+    known = known_stale()
+    found = []
+    for path in sorted(PACKAGED_FOLDER.glob("*.json")):
+        for name, surveyed in sorted(read_survey_file(path, path.name).backends.items()):
+            changed, missing = _judged(name, surveyed.fingerprint, registry, environment)
+            entry = known.get(name, {})
+            said = f"{entry['reason']} ({entry['date']})" if changed and entry.keys() == {"reason", "date"} else ""
+            counts = surveyed.times, surveyed.times * bool(changed), surveyed.times * (bool(missing) and not changed)
+            found.append(Checked(name, *counts, tuple(changed or missing), said))
+    idle = sorted(known.keys() - {each.backend for each in found if each.known})
+    if idle or len(known) > MOST_KNOWN_STALE:
+        text = f"known_stale.toml names {', '.join(sorted(known))}: expected at most {MOST_KNOWN_STALE} backends whose"
+        raise MeasurementError(f"{text} packaged times are stale, each with reason and date")
+    return found
+
+
+def _judged(
+    name: str, recorded: Mapping[str, str], registry: Registry, environment: Environment
+) -> tuple[list[str], list[str]]:
+    """Return what of a fingerprint is another one here, and what is not known, in words."""
+    spec = registry.specs.get(name)
+    if spec is None:
+        return [], [f"no plugin here has {name}"]
+    now = present(recorded, spec, environment)
+    return stale_parts(recorded, now), [f"{part} is not installed here" for part in recorded if part not in now]

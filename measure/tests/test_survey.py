@@ -187,7 +187,7 @@ def test_check_says_what_is_stale(run: Any, out: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((), "give either --out FILE or --check FILE"),
+        ((), "give either --out FILE or --check [FILE]"),
         (("--out", "new.jsonl", "--backend", "TORCH_SDPAA"), "TORCH_SDPA"),
         (("--out", "notes.txt"), "notes.txt:1: no line of a survey: to do"),
         (("--check", "notes.txt"), "notes.txt:1: no line of a survey: to do"),
