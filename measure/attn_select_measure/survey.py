@@ -150,6 +150,7 @@ def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
 def _check(path: Path | None, environment: Environment) -> int:
     """Print which times are stale, of a file or packaged ones; return the exit code."""
     from attn_select.rules.plugins import load_plugins
+    from attn_select_cli.output import print_line
     from attn_select_measure.survey_records import check_packaged, check_survey, read_survey
 
     registry = load_plugins()
@@ -160,15 +161,15 @@ def _check(path: Path | None, environment: Environment) -> int:
     for each in checked:
         why = f": {', '.join(each.why)}" if each.why else ""
         if each.known:
-            click.echo(f"{each.backend}: {each.stale} of {each.times} times are stale, as known: {each.known}")
+            print_line(f"{each.backend}: {each.stale} of {each.times} times are stale, as known: {each.known}")
         elif each.stale:
-            click.echo(f"{each.backend}: {each.stale} of {each.times} times are stale{why}")
+            print_line(f"{each.backend}: {each.stale} of {each.times} times are stale{why}")
         elif each.unknown:
-            click.echo(f"{each.backend}: {each.unknown} of {each.times} times cannot be judged{why}")
+            print_line(f"{each.backend}: {each.unknown} of {each.times} times cannot be judged{why}")
         else:
-            click.echo(f"{each.backend}: {each.times} times are of the kernels that are here")
+            print_line(f"{each.backend}: {each.times} times are of the kernels that are here")
     stale = [each.backend for each in checked if each.stale and not each.known]
     if stale:
         again = " ".join(f"--backend {name}" for name in stale)
-        click.echo(f"to measure them again: attn-select survey --out {path or 'FILE'} {again}")
+        print_line(f"to measure them again: attn-select survey --out {path or 'FILE'} {again}")
     return 1 if stale else 0

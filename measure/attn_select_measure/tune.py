@@ -83,6 +83,8 @@ def command(
         raise MeasurementError("there is no home directory to keep a survey in", hint="use --out FILE")
     require_writable(path, "--out")
     file, gpu = path.with_suffix(".records.jsonl"), device.full_name or device.name
+    if path.exists() and not file.exists():
+        raise MeasurementError(f"{path} exists, and no tune wrote it", hint="--out FILE names another one")
     benching = benching_module()
     from attn_select_measure import surveying, tuning
     from attn_select_measure.survey_fit import extended, save

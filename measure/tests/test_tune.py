@@ -238,3 +238,13 @@ def test_a_cpu_has_nothing_to_tune(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     result = run("tune", *LAYER)
     assert result.code == 2
     assert "there is nothing to tune on a CPU" in result.err
+
+
+def test_a_survey_of_the_users_own_is_not_replaced(run: Any, survey_file: Path) -> None:
+    survey_file.parent.mkdir()
+    text = (prediction.PACKAGED_FOLDER / "h100.json").read_text()
+    survey_file.write_text(text)
+    result = run(*TUNE, "--out", str(survey_file))
+    assert result.code == 2
+    assert f"{survey_file} exists, and no tune wrote it" in result.err
+    assert survey_file.read_text() == text
