@@ -317,35 +317,14 @@ class _Run:
         failure = timed.failure
         if failure is None and not timed.exact:
             failure = f"wrong: a relative error of {timed.error:.2g}, above its bound of {timed.bound:.2g}"
-        eager = timed.eager
-        has_time = bool(timed.samples_us)
         return {
-            "backend": timed.backend,
+            **timed.to_dict(),
             "failure": failure,
-            "kernel": dict(timed.kernel),
             "fingerprint": self._fingerprints(candidate, timed),
             "libraries": self._libraries(config, timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "block_size": timed.block_size,
-            "time_us": _rounded(timed.time_us) if has_time else None,
-            "spread_us": [_rounded(each) for each in timed.spread_us] if has_time else None,
-            "rounds": len(timed.samples_us),
-            "method": timed.method,
-            "why_eager": timed.why_eager,
-            "eager": None
-            if eager is None
-            else {
-                "build_us": _rounded(eager.build_us),
-                "host_us": _rounded(eager.host_us),
-                "wall_us": _rounded(eager.wall_us),
-                "reserved_bytes": eager.reserved_bytes,
-                "peak_bytes": eager.peak_bytes,
-            },
-            "first_call_s": _rounded(timed.first_call_s),
+            "eager": None if timed.eager is None else timed.eager.to_dict(),
             "compile_s": None if first is None else round(first.seconds, 2),
-            "error": _rounded(timed.error) if timed.error is not None and math.isfinite(timed.error) else None,
-            "bound": timed.bound,
-            "unchecked": timed.unchecked,
         }
 
     def _fingerprints(self, candidate: Candidate, timed: Timed) -> dict[str, dict[str, str]]:
@@ -381,8 +360,3 @@ def _compiles(candidate: Candidate, config: LayerConfig) -> bool:
     return not isinstance(config, StateConfig) and any(
         specs[name].compile_key(config) is not None for name in candidate.name.split(PAIR)
     )
-
-
-def _rounded(number: float) -> float:
-    """Return four digits of a number: more were noise."""
-    return float(f"{number:.4g}")

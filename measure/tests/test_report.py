@@ -191,17 +191,6 @@ def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> Non
     assert all("<script>" not in text for text in opened(page).values())
 
 
-def test_a_chart_as_a_file_has_colours_of_its_own() -> None:
-    bar = charts.Bar("FLASH_ATTN", 12.5, (12.0, 13.0), 0, "64q1s4k")
-    drawn = charts.bars([bar], "time (us)", "a title")
-    ElementTree.fromstring(drawn)
-    assert "FLASH_ATTN" in drawn
-    assert "12.5" in drawn
-    assert "a title" in drawn
-    assert charts.FILE.series[0] in drawn
-    assert drawn == charts.bars([bar], "time (us)", "a title")
-
-
 def test_a_chart_in_a_page_has_the_pages_colours() -> None:
     series = [charts.Line("TRITON_ATTN", [(1024, 10.0), (4096, 40.0)], 1), charts.Line("roofline", [(1024, 5.0)], None)]
     drawn = charts.in_page(charts.lines(series, "tokens", "time (us)"), "c1", 'of <a> "test"')
