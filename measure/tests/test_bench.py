@@ -57,7 +57,7 @@ def test_every_valid_backend_is_timed_and_compared(run: Any) -> None:
             assert each["rounds"] == 3
             assert each["spread_us"][0] <= each["time_us"] <= each["spread_us"][1]
             assert 0 < each["error"] <= each["bound"]
-            assert each["roofline_share"] == pytest.approx(batch["roofline_us"] / each["time_us"])
+            assert each["roofline_share"] == pytest.approx(batch["roofline_us"] / each["time_us"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
