@@ -237,7 +237,8 @@ class Bench:
             floor = floor or LEAST_US
             count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))
             layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
-        first, memory = steps[0], None
+        first = steps[0]
+        memory: CacheMemory | StateMemory | None = None
         if isinstance(first, StateStep):
             memory = first.memory(count)
         elif first.config.has_cache:

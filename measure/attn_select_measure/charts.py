@@ -31,12 +31,11 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 """Of series, so that colour is not all that tells them apart."""
 _SIZE = (4.6, 3.3)
 _MARGINS = {"left": 0.17, "bottom": 0.15, "right": 0.97, "top": 0.97}
-"""Of charts of lines, with room for numbers of six digits. A layout that fits them would draw each chart twice."""
+"""Of a chart, with room for numbers of six digits. A layout that fits them would draw each chart twice."""
 _PLACEHOLDER = re.compile(r"#fa00(\d\d)")
-
-
+"""The colour of a series; those of text and axes, and of the grid, follow."""
 INK, GRID = "#fa0101", "#fa0102"
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "attn-select",
     "font.size": 9,

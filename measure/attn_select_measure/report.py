@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ import click
 
 from attn_select_cli.layer_options import decision_options, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
-from attn_select_measure.libraries import require_libraries
 
 if TYPE_CHECKING:
     from attn_select.layer.config import Phase
@@ -51,7 +51,7 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
     from attn_select_cli.output import counted, print_line
 
-    require_libraries("a report", "jinja2", "matplotlib")
+    _require_libraries()
     _check_output(output, force)
     asked = ("model", "gpu", "all_models", "all_gpus")
     named = any(options[name] for name in asked) or options["num_heads"] is not None
@@ -69,6 +69,16 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
     parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
     print_line(f"{output}: {', '.join(parts)}")
     return 0
+
+
+def _require_libraries() -> None:
+    """Raise ``RuntimeMissingError`` where a library that a report needs is not installed; it says what to install."""
+    from attn_select.errors import RuntimeMissingError
+
+    for name in ("jinja2", "matplotlib"):
+        if find_spec(name) is None:
+            hint = "pip install 'attn-select-measure[report]'"
+            raise RuntimeMissingError(f"a report needs {name}, which is not installed", hint=hint)
 
 
 def _check_output(output: Path, force: bool) -> None:

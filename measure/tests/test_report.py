@@ -175,7 +175,7 @@ def test_a_report_is_replaced_and_another_file_by_force_alone(run: Any, tmp_path
 
 
 def test_what_is_missing_is_named_before_anything_is_decided(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select_measure.libraries.find_spec", lambda name: None)
+    monkeypatch.setattr("attn_select_measure.report.find_spec", lambda name: None)
     result = run("report")
     assert result.code == 2
     assert "a report needs jinja2, which is not installed" in result.err
