@@ -22,11 +22,9 @@ Examples:
   attn-select report
   attn-select report --model llama-3-8b --model deepseek-v3 --gpu h100 --gpu h200 --output report.html
   attn-select report --model gpt-oss-120b --gpu h200 --workload chat
-  attn-select report --matrix matrix.json
 
 The page is one file, which needs no network and no server. A cell of its matrix opens the explanation. Times that the
-survey of a GPU predicts for a layer's valid backends are drawn as charts. --matrix takes what `attn-select matrix
---json` wrote.
+survey of a GPU predicts for a layer's valid backends are drawn as charts.
 
 Exit code: 0 written, 2 wrong input.
 """
@@ -36,7 +34,6 @@ Exit code: 0 written, 2 wrong input.
 @pair_options
 @decision_options
 @workload_options
-@click.option("--matrix", type=click.Path(path_type=Path), metavar="FILE", help="Show this matrix; decide nothing.")
 @click.option(
     "--output",
     "-o",
@@ -47,21 +44,13 @@ Exit code: 0 written, 2 wrong input.
     help="Where to write.",
 )
 @click.option("--force", is_flag=True, help="Replace a file that is no report.")
-def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> int:
+def command(output: Path, force: bool, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
     from attn_select_cli.output import counted, print_line
 
     _require_libraries()
     _check_output(output, force)
-    asked = ("model", "gpu", "all_models", "all_gpus")
-    named = any(options[name] for name in asked) or options["num_heads"] is not None
-    models, gpus = models_and_gpus(options)
-    if matrix is not None:
-        if named:
-            raise click.UsageError("--matrix shows what its file holds: give it no --model and no --gpu")
-        page = _page_of_matrix(matrix)
-    else:
-        page = _page_of_models(options, models, gpus)
+    page = _page(options, *models_and_gpus(options))
     text = page.html()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
@@ -95,7 +84,7 @@ def _check_output(output: Path, force: bool) -> None:
                 )
 
 
-def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> Page:
+def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> Page:
     """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers."""
     from attn_select.times.prediction import load_survey, read_survey_file
     from attn_select_cli.explanation import build_explanations
@@ -118,30 +107,7 @@ def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus:
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
     documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(asked, explanations, strict=True)}
     notes = [f"No charts of {', '.join(lacking)}: there is no survey of their times."] if lacking else []
-    return Page("Decisions by attn-select.", cells, documents, chart_groups(layers), notes)
-
-
-def _page_of_matrix(path: Path) -> Page:
-    """Return the page of a file that ``attn-select matrix --json`` wrote."""
-    from attn_select_measure.report_page.matrix_file import read_matrix
-    from attn_select_measure.report_page.page import Cell, Page
-
-    found = read_matrix(path)
-    cells = [
-        Cell(
-            cell.model or "layer",
-            f"{cell.kind} × {cell.count}",
-            cell.gpu,
-            _names(cell.selected),
-            f"{cell.model} {cell.gpu}",
-        )
-        for cell in found
-    ]
-    choices: dict[str, Any] = {}
-    for cell in found:
-        document: dict[str, Any] = {"model": cell.model, "gpu": cell.gpu, "choices": []}
-        choices.setdefault(f"{cell.model} {cell.gpu}", document)["choices"].append(cell)
-    return Page(f"Of the matrix in {path}, which holds the choices alone.", cells, choices)
+    return Page(cells, documents, chart_groups(layers), notes)
 
 
 def _names(selected: Mapping[Phase, str | None]) -> list[str]:

@@ -101,12 +101,13 @@ def test_times_of_the_layers_asked_for_are_drawn(run: Any) -> None:
     assert "No charts of a100: there is no survey of their times." in page
 
 
-def test_backends_that_are_not_valid_are_not_drawn(run: Any) -> None:
-    pinned = written(run, "--model", "llama-3-8b", "--gpu", "h200", "--with", "flashinfer-python==0.1.0")
-    header = re.findall(r"<th[^>]*>([A-Z_]+) \(us\)</th>", pinned)
-    assert "FLASH_ATTN" in header
-    assert "FLASHINFER" not in header
-    assert "CUTLASS_MLA" not in header
+def test_backends_that_are_not_valid_are_not_drawn(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text('version = 1\n[[rules]]\nname = "mine"\ndeny = ["TRITON_ATTN"]\n')
+    for rules, drawn in (((), True), (("--rules", "rules.toml"), False)):
+        page = written(run, "--model", "llama-3-8b", "--gpu", "h200", *rules)
+        header = re.findall(r"<th[^>]*>([A-Z_]+) \(us\)</th>", page)
+        assert "FLASH_ATTN" in header
+        assert ("TRITON_ATTN" in header) is drawn
 
 
 def test_layers_with_the_same_times_share_their_charts(run: Any) -> None:
@@ -127,15 +128,6 @@ def test_a_named_survey_is_drawn(run: Any, tmp_path: Path) -> None:
     assert page.count("<svg") == 3
 
 
-def test_a_matrix(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "matrix.json").write_text(run("matrix", *PAIR, "--json").out)
-    page = written(run, "--matrix", "matrix.json")
-    assert page.count("data-cell=") == 6
-    (text,) = {text for key, text in opened(page).items() if key == "llama-3-8b h100"}
-    assert "FLASH_ATTN" in text
-    assert "attn-select explain --model llama-3-8b --gpu h100" in text
-
-
 def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     result = run("report", "--output", "page.html")
@@ -146,9 +138,6 @@ def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--matrix", "none.json"), "matrix = 'none.json': No such file or directory"),
-        (("--matrix", "bad.json"), "matrix = 'bad.json': cells: Field required"),
-        (("--matrix", "bad.json", "--gpu", "h100"), "--matrix shows what its file holds"),
         (("--times", "bad.json"), "bad.json: no survey that can be read"),
         (("--output", "bad.json"), "bad.json exists and is no report: --force replaces it"),
         (("--output", "bad.json/where.html"), "bad.json takes no files"),
@@ -183,9 +172,11 @@ def test_what_is_missing_is_named_before_anything_is_decided(run: Any, monkeypat
 
 
 def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> None:
-    cell = {"model": "<script>x</script>", "gpu": "h100", "kind": "a&b", "count": 1, "selected": {"decode": None}}
-    (tmp_path / "m.json").write_text(json.dumps({"schema_version": 1, "cells": [cell]}))
-    page = written(run, "--matrix", "m.json")
+    folder = tmp_path / "<script>x"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    page = written(run, "--model", str(folder), "--gpu", "h200")
     assert "<script>x" not in page
     assert "&lt;script&gt;x" in page
     assert all("<script>" not in text for text in opened(page).values())
