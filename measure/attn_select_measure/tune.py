@@ -100,6 +100,8 @@ def command(
             layers.append(tuning.tuned_layer(each.kind, config, wanted))
         else:
             click.echo(f"{each.kind} is not tuned: {reason}", err=True)
+    if not layers:
+        return 1
     base = tuning.base_survey(device, gpu, tuning.parted(layers, read_survey(file))[0], file)
     environment, rules = explanation.situation.environment, tuple(options["rules"]) or None
     jobs = surveying.default_jobs(True)
