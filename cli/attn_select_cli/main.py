@@ -37,7 +37,7 @@ COMMANDS = (
 OTHERS = "attn_select.commands"
 """The group of entry points by which other distributions bring commands: its name, and ``MODULE:COMMAND``."""
 MEASURE = "attn-select-measure"
-OF_MEASURE = ("survey", "bench", "tune", "measurements", "report")
+OF_MEASURE = ("survey", "bench", "tune", "report")
 """The commands of ``attn-select-measure``: where it is not installed, they say what to install."""
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +28,7 @@ Examples:
   attn-select bench --model gpt-oss-120b --workload long-context --backend TRITON_ATTN --backend FLASH_ATTN
   attn-select bench --model qwen3-next-80b-a3b --layer gated_delta_net --workload 64q1s1k,4q2k
   attn-select bench --num-heads 32 --num-kv-heads 8 --head-size 128 --workload '64q1s4k*0.8,1q2k*0.2' --json
-  attn-select bench --model llama-3-8b --plot h100.svg
+  attn-select bench --model llama-3-8b --rounds 40 --seconds 300
   torchrun --nproc-per-node 2 --no-python attn-select bench --model llama-3-8b --dcp 2 --workload 1q1s128k
 
 A batch is written as requests, q and new tokens, s and all tokens: 64q1s4k is 64 requests that decode one token each
@@ -73,19 +72,8 @@ class Seconds(click.FloatRange):
     metavar="S",
     help="Seconds of timing in all; preparing and compiling come on top.",
 )
-@click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw the times as a chart too."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
-def command(
-    layer: str | None,
-    workload: str,
-    rounds: int,
-    seconds: float,
-    plot: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> int:
+def command(layer: str | None, workload: str, rounds: int, seconds: float, as_json: bool, **options: Any) -> int:
     """Time every valid backend of a model's layers on this device over a workload, side by side."""
     from attn_select.errors import UnknownNameError
     from attn_select.times.workload import parse_workload
@@ -93,8 +81,6 @@ def command(
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.run import chosen_layers
 
-    if plot is not None:
-        _check_plot(plot)
     wanted, asked = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     for name in asked:
@@ -125,8 +111,6 @@ def command(
                 complete = False
                 break
     outcome = Outcome(explanation, bench.rates, wanted, layers, complete)
-    if first and plot is not None:
-        _draw(outcome, plot)
     if first:
         print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
     return 130 if not complete else 0 if outcome.ok else 1
@@ -288,38 +272,6 @@ class Outcome:
         }
 
 
-def _check_plot(path: Path) -> None:
-    """Refuse, before anything is measured, a chart that could not be written."""
-    from attn_select_cli.output import require_folder
-    from attn_select_measure.libraries import require_libraries
-
-    require_libraries("--plot", "matplotlib")
-    if path.suffix != ".svg":
-        raise click.BadParameter(f"{path}: a chart is an SVG file, such as times.svg", param_hint="--plot")
-    require_folder(path, "--plot")
-
-
-def _draw(outcome: Outcome, path: Path) -> None:
-    """Write the chart of all times, one bar for each backend; nothing where nothing was timed."""
-    from attn_select_measure.charts import Bar, bars
-
-    drawn: list[Bar] = []
-    colours: dict[str, int] = {}
-    for each in outcome.layers:
-        for _, found in each.batches:
-            group = f"{each.layer.kind} {found.batch}"
-            if found.roofline_us is not None:
-                group += f", roofline {_us(found.roofline_us)} us"
-            drawn += [
-                Bar(one.backend, one.time_us, one.spread_us, colours.setdefault(one.backend, len(colours)), group)
-                for one in found.timed
-                if one.failure is None
-            ]
-    if drawn:
-        device = outcome.explanation.device
-        path.write_text(bars(drawn, "time of one layer's step (us)", device.full_name or device.name), "utf-8")
-
-
 def _us(time_us: float) -> str:
     return f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
 
@@ -346,23 +298,5 @@ def _batch_dict(found: TimedBatch) -> dict[str, Any]:
         "batch": str(found.batch),
         "roofline_us": found.roofline_us,
         "complete": found.complete,
-        "backends": [
-            {
-                "backend": timed.backend,
-                "kernel": dict(timed.kernel),
-                "block_size": timed.block_size,
-                "time_us": None if timed.failure else timed.time_us,
-                "spread_us": None if timed.failure else list(timed.spread_us),
-                "rounds": len(timed.samples_us),
-                "method": timed.method,
-                "why_eager": timed.why_eager,
-                "first_call_s": timed.first_call_s,
-                "roofline_share": timed.share_of(found.roofline_us),
-                "error": timed.error,
-                "unchecked": timed.unchecked,
-                "error_bound": timed.bound,
-                "failure": timed.failure,
-            }
-            for timed in found.timed
-        ],
+        "backends": [{**timed.to_dict(), "roofline_share": timed.share_of(found.roofline_us)} for timed in found.timed],
     }

@@ -91,8 +91,9 @@ class Bench:
     def candidates(self, config: LayerConfig, batch: BatchShape, backends: Sequence[str] = ()) -> list[Candidate]:
         """Return every backend that is valid for all phases of a batch, or why one that was asked for is not."""
         device, needed = self.machine.device, phases_of(batch, config)
+        known: dict[str, Any] = {"environment": self.environment, "times": False}
         found = []
-        for judged in select(config, device, self.rules, environment=self.environment).candidates:
+        for judged in select(config, device, self.rules, **known).candidates:
             if backends and judged.backend not in backends:
                 continue
             valid = [phase for phase, verdict in judged.phases.items() if verdict.verdict != "rejected"]
@@ -105,7 +106,7 @@ class Bench:
             whole = len(valid) == len(config.phases)
             asked: Any = judged.backend if whole else dict.fromkeys(needed, judged.backend)
             try:
-                selection = select(config, device, self.rules, asked, environment=self.environment)
+                selection = select(config, device, self.rules, asked, **known)
                 selection.require()
             except AttnSelectError as error:
                 found.append(Candidate(judged.backend, failure=shorten(error.message, 200)))
@@ -236,7 +237,8 @@ class Bench:
             floor = floor or LEAST_US
             count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))
             layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
-        first, memory = steps[0], None
+        first = steps[0]
+        memory: CacheMemory | StateMemory | None = None
         if isinstance(first, StateStep):
             memory = first.memory(count)
         elif first.config.has_cache:
@@ -246,7 +248,8 @@ class Bench:
     def libraries(self, backend: str, config: LayerConfig) -> dict[str, str]:
         """Return the versions of torch, the plugin, and every installed library that the backend may run from."""
         registry = load_plugins()
-        environment = select(config, self.machine.device, self.rules, environment=self.environment).environment
+        known: dict[str, Any] = {"environment": self.environment, "times": False}
+        environment = select(config, self.machine.device, self.rules, **known).environment
         spec: BackendSpec = registry.specs[backend]
         names = [library.distribution for group in spec.libraries for library in group if environment.has(library)]
         versions = {name: environment.version(name) for name in ("torch", *names)}

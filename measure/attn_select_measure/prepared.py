@@ -78,7 +78,8 @@ class Prepared:
         """
         step, timed, machine = self.step, self.timed, self._machine
         with torch.inference_mode():
-            step.make_layers([None] if memory is None else memory.caches(step))
+            caches: list[Any] = [None] if memory is None else memory.caches(step)
+            step.make_layers(caches)
             step.output.fill_(torch.nan)
             began = time.perf_counter()
             calls = step.calls()

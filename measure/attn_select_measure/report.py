@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ import click
 
 from attn_select_cli.layer_options import decision_options, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
-from attn_select_measure.libraries import require_libraries
 
 if TYPE_CHECKING:
     from attn_select.layer.config import Phase
@@ -22,11 +22,9 @@ Examples:
   attn-select report
   attn-select report --model llama-3-8b --model deepseek-v3 --gpu h100 --gpu h200 --output report.html
   attn-select report --model gpt-oss-120b --gpu h200 --workload chat
-  attn-select report --matrix matrix.json
 
 The page is one file, which needs no network and no server. A cell of its matrix opens the explanation. Times that the
-survey of a GPU predicts for a layer's valid backends are drawn as charts. --matrix takes what `attn-select matrix
---json` wrote.
+survey of a GPU predicts for a layer's valid backends are drawn as charts.
 
 Exit code: 0 written, 2 wrong input.
 """
@@ -36,7 +34,6 @@ Exit code: 0 written, 2 wrong input.
 @pair_options
 @decision_options
 @workload_options
-@click.option("--matrix", type=click.Path(path_type=Path), metavar="FILE", help="Show this matrix; decide nothing.")
 @click.option(
     "--output",
     "-o",
@@ -47,21 +44,13 @@ Exit code: 0 written, 2 wrong input.
     help="Where to write.",
 )
 @click.option("--force", is_flag=True, help="Replace a file that is no report.")
-def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> int:
+def command(output: Path, force: bool, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
     from attn_select_cli.output import counted, print_line
 
-    require_libraries("a report", "jinja2", "matplotlib")
+    _require_libraries()
     _check_output(output, force)
-    asked = ("model", "gpu", "all_models", "all_gpus")
-    named = any(options[name] for name in asked) or options["num_heads"] is not None
-    models, gpus = models_and_gpus(options)
-    if matrix is not None:
-        if named:
-            raise click.UsageError("--matrix shows what its file holds: give it no --model and no --gpu")
-        page = _page_of_matrix(matrix)
-    else:
-        page = _page_of_models(options, models, gpus)
+    page = _page(options, *models_and_gpus(options))
     text = page.html()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
@@ -69,6 +58,16 @@ def command(matrix: Path | None, output: Path, force: bool, **options: Any) -> i
     parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
     print_line(f"{output}: {', '.join(parts)}")
     return 0
+
+
+def _require_libraries() -> None:
+    """Raise ``RuntimeMissingError`` where a library that a report needs is not installed; it says what to install."""
+    from attn_select.errors import RuntimeMissingError
+
+    for name in ("jinja2", "matplotlib"):
+        if find_spec(name) is None:
+            hint = "pip install 'attn-select-measure[report]'"
+            raise RuntimeMissingError(f"a report needs {name}, which is not installed", hint=hint)
 
 
 def _check_output(output: Path, force: bool) -> None:
@@ -85,10 +84,9 @@ def _check_output(output: Path, force: bool) -> None:
                 )
 
 
-def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> Page:
+def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> Page:
     """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers."""
-    from attn_select.times.prediction import load_survey
-
+    from attn_select.times.prediction import load_survey, read_survey_file
     from attn_select_cli.explanation import build_explanations
     from attn_select_measure.report_page.page import Cell, Page
     from attn_select_measure.report_page.predicted import Layer, chart_groups
@@ -97,7 +95,9 @@ def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus:
     asked = [(model or "layer", gpu) for model, gpu in product(models, gpus)]
     cells, layers, lacking = [], [], dict[str, None]()
     for (model, gpu), explanation in zip(asked, explanations, strict=True):
-        survey = load_survey(explanation.device)
+        survey = None if options["no_times"] else load_survey(explanation.device)
+        if options["times"] is not None:
+            survey = read_survey_file(Path(options["times"]), options["times"])
         if survey is None:
             lacking[gpu] = None
         for each in explanation.layers:
@@ -107,30 +107,7 @@ def _page_of_models(options: dict[str, Any], models: Sequence[str | None], gpus:
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
     documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(asked, explanations, strict=True)}
     notes = [f"No charts of {', '.join(lacking)}: there is no survey of their times."] if lacking else []
-    return Page("Decisions by attn-select.", cells, documents, chart_groups(layers), notes)
-
-
-def _page_of_matrix(path: Path) -> Page:
-    """Return the page of a file that ``attn-select matrix --json`` wrote."""
-    from attn_select_measure.report_page.matrix_file import read_matrix
-    from attn_select_measure.report_page.page import Cell, Page
-
-    found = read_matrix(path)
-    cells = [
-        Cell(
-            cell.model or "layer",
-            f"{cell.kind} × {cell.count}",
-            cell.gpu,
-            _names(cell.selected),
-            f"{cell.model} {cell.gpu}",
-        )
-        for cell in found
-    ]
-    choices: dict[str, Any] = {}
-    for cell in found:
-        document: dict[str, Any] = {"model": cell.model, "gpu": cell.gpu, "choices": []}
-        choices.setdefault(f"{cell.model} {cell.gpu}", document)["choices"].append(cell)
-    return Page(f"Of the matrix in {path}, which holds the choices alone.", cells, choices)
+    return Page(cells, documents, chart_groups(layers), notes)
 
 
 def _names(selected: Mapping[Phase, str | None]) -> list[str]:

@@ -14,6 +14,7 @@ from attn_select_measure.bench import Seconds, benching_module
 
 if TYPE_CHECKING:
     from attn_select.machine.environment import Environment
+    from attn_select_measure.surveying import Plan, Settings
 
 EPILOG = """\b
 Examples:
@@ -95,7 +96,6 @@ def command(
     from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import require_writable
 
-    began = time.monotonic()
     if (out is None) == (check is None):
         raise click.UsageError("give either --out FILE or --check [FILE]")
     specs = load_plugins().specs
@@ -118,9 +118,25 @@ def command(
 
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
-    settings = surveying.Settings(out, seed, workloads, seconds, backends, jobs, compile_seconds)
+    settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)
+    plan = surveying.drawn_or_again(seed, workloads, backends)
+    return 0 if surveyed(settings, plan, environment) else 1
+
+
+def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
+    """Time what is planned, with a line for each; go on in a new process where the device fails.
+
+    Returns:
+        Whether all of it was timed.
+
+    Raises:
+        MeasurementError: the file is not a survey's, or is one of another GPU.
+    """
+    from attn_select_measure import surveying
+
+    began, seconds = time.monotonic(), settings.seconds
     try:
-        complete = surveying.survey(settings, environment, lambda text: click.echo(text, err=True))
+        complete = surveying.survey(settings, plan, environment, lambda text: click.echo(text, err=True))
     except surveying.DeviceLost as error:
         click.echo(f"the device failed ({error}): going on in a new process", err=True)
         left = [] if seconds is None else ["--seconds", str(max(1.0, seconds - (time.monotonic() - began)))]
@@ -128,12 +144,13 @@ def command(
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *left])  # of two --seconds the last counts
     if not complete:
         click.echo("time is up: the same command goes on", err=True)
-    return 0 if complete else 1
+    return complete
 
 
 def _check(path: Path | None, environment: Environment) -> int:
     """Print which times are stale, of a file or packaged ones; return the exit code."""
     from attn_select.rules.plugins import load_plugins
+    from attn_select_cli.output import print_line
     from attn_select_measure.survey_records import check_packaged, check_survey, read_survey
 
     registry = load_plugins()
@@ -144,15 +161,15 @@ def _check(path: Path | None, environment: Environment) -> int:
     for each in checked:
         why = f": {', '.join(each.why)}" if each.why else ""
         if each.known:
-            click.echo(f"{each.backend}: {each.stale} of {each.times} times are stale, as known: {each.known}")
+            print_line(f"{each.backend}: {each.stale} of {each.times} times are stale, as known: {each.known}")
         elif each.stale:
-            click.echo(f"{each.backend}: {each.stale} of {each.times} times are stale{why}")
+            print_line(f"{each.backend}: {each.stale} of {each.times} times are stale{why}")
         elif each.unknown:
-            click.echo(f"{each.backend}: {each.unknown} of {each.times} times cannot be judged{why}")
+            print_line(f"{each.backend}: {each.unknown} of {each.times} times cannot be judged{why}")
         else:
-            click.echo(f"{each.backend}: {each.times} times are of the kernels that are here")
+            print_line(f"{each.backend}: {each.times} times are of the kernels that are here")
     stale = [each.backend for each in checked if each.stale and not each.known]
     if stale:
         again = " ".join(f"--backend {name}" for name in stale)
-        click.echo(f"to measure them again: attn-select survey --out {path or 'FILE'} {again}")
+        print_line(f"to measure them again: attn-select survey --out {path or 'FILE'} {again}")
     return 1 if stale else 0

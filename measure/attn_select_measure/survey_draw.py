@@ -110,10 +110,17 @@ def draw(seed: int, number: int, space: Space = SPACE) -> Drawn:
     rng = random.Random(f"{seed} {number}")
     while True:
         config = _layer(rng, family, space.tiny)
-        for _ in range(50):
-            batch = _BATCHES[phase](rng, space, config.max_decode_query_len)
-            if _fits(config, batch, space):
-                return Drawn(number, family, phase, config, batch)
+        if (batch := draw_batch(rng, phase, config, space)) is not None:
+            return Drawn(number, family, phase, config, batch)
+
+
+def draw_batch(rng: random.Random, phase: str, config: LayerConfig, space: Space) -> BatchShape | None:
+    """Return a batch of a phase for a layer; None where fifty were too large."""
+    for _ in range(50):
+        batch = _BATCHES[phase](rng, space, config.max_decode_query_len)
+        if _fits(config, batch, space):
+            return batch
+    return None
 
 
 def kind_of(config: LayerConfig) -> str:
@@ -232,7 +239,7 @@ def _on_ranks(fields: Mapping[str, Any], ranks: int) -> Mapping[str, Any]:
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+    return round(math.exp(rng.uniform(math.log(low), math.log(max(low, high)))))
 
 
 def _decode(rng: random.Random, space: Space, new: int) -> BatchShape:
@@ -243,7 +250,7 @@ def _decode(rng: random.Random, space: Space, new: int) -> BatchShape:
 def _uneven(rng: random.Random, space: Space, new: int) -> BatchShape:
     low, high = space.contexts
     short = _log_uniform(rng, low, high // 4)
-    long = _log_uniform(rng, 4 * short, high)
+    long = min(high, _log_uniform(rng, 4 * short, high))
     many = RequestGroup(_log_uniform(rng, 2, space.requests), new, max(new, short))
     return BatchShape((many, RequestGroup(_log_uniform(rng, 1, max(1, many.count // 8)), new, long)))
 

@@ -163,7 +163,7 @@ def timed_of(record: Record, rates: Rates) -> Timed:
         each["backend"]: {
             "times_us": each["time_us"],
             "first_call_s": each["compile_s"],
-            "workspace_bytes": each["eager"]["reserved_bytes"] + each["eager"]["peak_bytes"],
+            "workspace_bytes": each["eager"]["reserved_bytes"] + (each["eager"]["peak_bytes"] or 0),
             "host_us": each["eager"]["host_us"],
         }
         for each in record["timed"]
@@ -234,12 +234,14 @@ def fit_scales(timed: Sequence[Timed], backends: Sequence[str]) -> Scales:
             kernel = amplitude * (1 + root) * fading
             inverse, logarithm = _inverse(kernel + _LEVEL + noise * np.eye(len(y)))
             weights = inverse @ y
-            total += 0.5 * y @ weights + 0.5 * logarithm
+            total += 0.5 * float(y @ weights) + 0.5 * logarithm
             half = 0.5 * (inverse - np.outer(weights, weights))
             # The kernel's slope by the square of a scale is -1.5 amplitude exp(-root) times the squared difference.
             inner = half * (-1.5 * amplitude * fading)
             row = inner.sum(1)
-            slope[:count] += (2 * (row @ x**2) - 2 * np.einsum("ik,ij,jk->k", x, inner, x, optimize=True)) * 2 * scales**2
+            slope[:count] += (
+                (2 * (row @ x**2) - 2 * np.einsum("ik,ij,jk->k", x, inner, x, optimize=True)) * 2 * scales**2
+            )
             slope[count] += (half * kernel).sum()
             slope[count + 1] += noise * np.trace(half)
         away = (theta[:count] - _PRIOR) / _PRIOR_WIDTH
@@ -320,13 +322,13 @@ def left_out(timed: Sequence[Timed], backends: Sequence[str], seed: int = 0) -> 
 def _squares(one: Array, other: Array) -> Array:
     """Return the squared distance of each pair."""
     sums = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
-    return np.maximum(sums, 0.0)
+    return np.asarray(np.maximum(sums, 0.0))
 
 
 def _inverse(matrix: Array) -> tuple[Array, float]:
     """Return the inverse of a positive definite matrix, and the logarithm of its determinant."""
     factor = np.linalg.cholesky(matrix)
-    return np.linalg.inv(matrix), 2 * float(np.log(np.diag(factor)).sum())
+    return np.asarray(np.linalg.inv(matrix)), 2 * float(np.log(np.diag(factor)).sum())
 
 
 def _of(measured: Mapping[str, Any] | None, key: str) -> Any:

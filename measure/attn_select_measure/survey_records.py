@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_select.backends.registry import Registry
-from attn_select.errors import MeasurementError, shorten
+from attn_select.errors import MeasurementError, printable, shorten
 from attn_select.machine.environment import Environment
 from attn_select.machine.files import replace_file
 from attn_select.times.evidence import known_stale
@@ -34,12 +34,13 @@ def read_survey(path: Path) -> list[Record]:
     Raises:
         MeasurementError: the file cannot be read, or a line is not one of a survey.
     """
+    named = printable(str(path))
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
-        raise MeasurementError(f"{path}: cannot be read: {error}") from None
+        raise MeasurementError(f"{named}: cannot be read: {error}") from None
     found: dict[tuple[int, int], Record] = {}
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if not line.endswith("\n"):
@@ -49,9 +50,9 @@ def read_survey(path: Path) -> list[Record]:
             version = record.pop("v")
             found[record["seed"], record["number"]] = record
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise MeasurementError(f"{path}:{number}: no line of a survey: {shorten(line, 60)}") from None
+            raise MeasurementError(f"{named}:{number}: no line of a survey: {shorten(line, 60)}") from None
         if version != VERSION:
-            raise MeasurementError(f"{path}:{number}: v = {version!r}: accepted is {VERSION}, the format's version")
+            raise MeasurementError(f"{named}:{number}: v = {version!r}: accepted is {VERSION}, the format's version")
     return [found[key] for key in sorted(found)]
 
 
@@ -78,7 +79,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> Record:
         MeasurementError: they are of two GPUs.
     """
     if old["gpu"] != new["gpu"]:
-        text = f"workload {old['number']} was timed on {old['gpu']}, and this is {new['gpu']}"
+        text = f"workload {old['number']} was timed on {printable(old['gpu'])}, and this is {new['gpu']}"
         raise MeasurementError(text, hint="name another file: the times of one file are of one GPU")
     names = {timed["backend"] for timed in new["timed"]}
     return {**old, "timed": [*[timed for timed in old["timed"] if timed["backend"] not in names], *new["timed"]]}

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attn_select.decide.selector import select
+from attn_select.decide.selector import RulesArgument, select
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import LayerConfig, layer_of
 from attn_select.layer.state import StateConfig
@@ -24,6 +24,7 @@ from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
 from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import phases_of
+from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
 from attn_select_measure.survey_draw import SPACE, TINY, draw, kind_of
@@ -37,6 +38,7 @@ UNASKED = ("FLEX_ATTENTION",)
 ROUNDS, SETTLED, ROUNDS_SECONDS = 12, 0.01, 1.0
 """Most rounds of a workload, how sure its medians need to be, and seconds after which no further round begins."""
 MOST_JOBS = 14
+COMPILE_SECONDS = 120.0
 WORKLOADS_PER_JOB = 4
 """Workloads whose first calls run together, for each process."""
 COMPILE_SHARE = 0.4
@@ -68,21 +70,23 @@ class Settings:
 
     Attributes:
         out: its file.
-        seed: of the draws.
-        workloads: how many of the seed.
         seconds: that the whole run may take; None: no limit.
         backends: the only ones that are timed; empty: all valid ones.
         jobs: processes that run first calls side by side before workloads are timed; 0: none.
         compile_seconds: that they may take each time.
+        rules: as in ``select``.
     """
 
     out: Path
-    seed: int
-    workloads: int
     seconds: float | None
     backends: tuple[str, ...]
     jobs: int
-    compile_seconds: float
+    compile_seconds: float = COMPILE_SECONDS
+    rules: RulesArgument = None
+
+
+Plan = Callable[[Machine, Sequence[Record]], Iterable[Work]]
+"""Returns the workloads to be timed, of this machine and the records that are in the file already."""
 
 
 def default_jobs(on_gpu: bool) -> int:
@@ -90,14 +94,15 @@ def default_jobs(on_gpu: bool) -> int:
     return max(1, min(MOST_JOBS, (os.cpu_count() or 1) - 2)) if on_gpu else 0
 
 
-def survey(settings: Settings, environment: Environment, say: Callable[[str], None]) -> bool:
-    """Time what is asked for and not there yet, and append it to the file.
+def survey(settings: Settings, plan: Plan, environment: Environment, say: Callable[[str], None]) -> bool:
+    """Time what is planned, and append it to the file.
 
     Args:
+        plan: says what that is.
         say: told a line for each workload.
 
     Returns:
-        Whether everything that was asked for is in the file now.
+        Whether everything that was planned is in the file now.
 
     Raises:
         DeviceLost: a kernel broke the device; its workload is in the file, without times.
@@ -107,8 +112,8 @@ def survey(settings: Settings, environment: Environment, say: Callable[[str], No
     known = read_survey(settings.out)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     doing = deque(["its beginning"], maxlen=1)
-    bench = Bench(environment, rounds=ROUNDS, progress=doing.append, settled=SETTLED, eager=True)
-    todo = [*_again(known, settings.backends)] if known and settings.backends else [*_drawn(known, settings, bench)]
+    bench = Bench(environment, settings.rules, ROUNDS, doing.append, settled=SETTLED, eager=True)
+    todo = [*plan(bench.machine, known)]
     for record in known:
         merged(record, {"gpu": bench.machine.gpu, "timed": []})
     if settings.out.exists():
@@ -122,33 +127,39 @@ def survey(settings: Settings, environment: Environment, say: Callable[[str], No
         run.close()
 
 
-def _drawn(known: Sequence[Record], settings: Settings, bench: Bench) -> Iterator[Work]:
-    """Yield the seed's workloads that are not in the file."""
-    done = {(record["seed"], record["number"]) for record in known}
-    for number in range(settings.workloads):
-        if (settings.seed, number) not in done:
-            drawn = draw(settings.seed, number, SPACE if bench.machine.on_gpu else TINY)
-            row = {
-                "seed": settings.seed,
-                "number": number,
-                "family": drawn.family,
-                "phase": drawn.phase,
-                "kind": kind_of(drawn.config),
-                "config": timed_layer(drawn.config).to_dict(),
-                "batch": str(drawn.batch),
-            }
-            yield Work(row, drawn.config, drawn.batch)
+def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig, batch: BatchShape) -> Work:
+    """Return a workload that has no times yet."""
+    row = {
+        "seed": seed,
+        "number": number,
+        "family": family,
+        "phase": phase,
+        "kind": kind_of(config),
+        "config": timed_layer(config).to_dict(),
+        "batch": str(batch),
+    }
+    return Work(row, config, batch)
 
 
-def _again(known: Sequence[Record], backends: tuple[str, ...]) -> Iterator[Work]:
-    """Yield the file's workloads, those first whose times of these backends are oldest, or missing."""
+def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...]) -> Plan:
+    """Plan so many workloads of a seed; with backends and a file that has some, those, and these backends alone."""
+
+    def plan(machine: Machine, known: Sequence[Record]) -> Iterator[Work]:
+        if known and backends:
+            for record in sorted(known, key=dated):
+                yield Work(record, layer_of(record["config"]), parse_batch_shape(record["batch"]))
+            return
+        done = {(record["seed"], record["number"]) for record in known}
+        for number in range(workloads):
+            if (seed, number) not in done:
+                drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
+                yield work_of(seed, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
 
     def dated(record: Record) -> str:
-        dates = [timed["date"] for timed in record["timed"] if timed["backend"] in backends]
-        return min(dates, default="")
+        """Return the date of the backends' oldest time; one that is missing comes first."""
+        return min([timed["date"] for timed in record["timed"] if timed["backend"] in backends], default="")
 
-    for record in sorted(known, key=dated):
-        yield Work(record, layer_of(record["config"]), parse_batch_shape(record["batch"]))
+    return plan
 
 
 class _Run:
@@ -245,7 +256,8 @@ class _Run:
     def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
         """Yield for backends that serve decodes alone the pairs with the first backend for prefills."""
         bench = self._bench
-        ranked = select(config, bench.machine.device, environment=bench.environment).candidates
+        known: dict[str, Any] = {"environment": bench.environment, "times": False}
+        ranked = select(config, bench.machine.device, bench.rules, **known).candidates
         able: dict[str, list[str]] = {
             phase: [
                 each.backend for each in ranked if phase in each.phases and each.phases[phase].verdict != "rejected"
@@ -255,7 +267,7 @@ class _Run:
         for name in able["decode"]:
             if name not in whole and able["prefill"]:
                 asked: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
-                both = select(config, bench.machine.device, backend=asked, environment=bench.environment)
+                both = select(config, bench.machine.device, bench.rules, asked, **known)
                 if both.selected == asked:
                     yield Candidate(f"{asked['prefill']}{PAIR}{name}", both)
 
@@ -305,35 +317,14 @@ class _Run:
         failure = timed.failure
         if failure is None and not timed.exact:
             failure = f"wrong: a relative error of {timed.error:.2g}, above its bound of {timed.bound:.2g}"
-        eager = timed.eager
-        has_time = bool(timed.samples_us)
         return {
-            "backend": timed.backend,
+            **timed.to_dict(),
             "failure": failure,
-            "kernel": dict(timed.kernel),
             "fingerprint": self._fingerprints(candidate, timed),
             "libraries": self._libraries(config, timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "block_size": timed.block_size,
-            "time_us": _rounded(timed.time_us) if has_time else None,
-            "spread_us": [_rounded(each) for each in timed.spread_us] if has_time else None,
-            "rounds": len(timed.samples_us),
-            "method": timed.method,
-            "why_eager": timed.why_eager,
-            "eager": None
-            if eager is None
-            else {
-                "build_us": _rounded(eager.build_us),
-                "host_us": _rounded(eager.host_us),
-                "wall_us": _rounded(eager.wall_us),
-                "reserved_bytes": eager.reserved_bytes,
-                "peak_bytes": eager.peak_bytes,
-            },
-            "first_call_s": _rounded(timed.first_call_s),
+            "eager": None if timed.eager is None else timed.eager.to_dict(),
             "compile_s": None if first is None else round(first.seconds, 2),
-            "error": _rounded(timed.error) if timed.error is not None and math.isfinite(timed.error) else None,
-            "bound": timed.bound,
-            "unchecked": timed.unchecked,
         }
 
     def _fingerprints(self, candidate: Candidate, timed: Timed) -> dict[str, dict[str, str]]:
@@ -354,7 +345,7 @@ class _Run:
 
     def _line(self, work: Work, found: TimedBatch) -> str:
         spent = time.monotonic() - self._began
-        left = self._left * spent / self._done
+        left = min(self._left * spent / self._done, self._remaining)
         times = [
             f"{each.backend} {each.time_us:.1f}" if each.failure is None else f"{each.backend} –"
             for each in found.timed
@@ -369,8 +360,3 @@ def _compiles(candidate: Candidate, config: LayerConfig) -> bool:
     return not isinstance(config, StateConfig) and any(
         specs[name].compile_key(config) is not None for name in candidate.name.split(PAIR)
     )
-
-
-def _rounded(number: float) -> float:
-    """Return four digits of a number: more were noise."""
-    return float(f"{number:.4g}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from attn_select.decide.selection import Selection
@@ -48,6 +49,10 @@ class EagerCost:
     reserved_bytes: int
     peak_bytes: int | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, times in four digits."""
+        return {name: _rounded(each) if isinstance(each, float) else each for name, each in asdict(self).items()}
+
 
 @dataclass(slots=True)
 class Timed:
@@ -80,6 +85,25 @@ class Timed:
     unchecked: str | None = None
     bound: float | None = None
     failure: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, times in four digits: more were noise."""
+        rounded = bool(self.samples_us) and self.failure is None
+        return {
+            "backend": self.backend,
+            "failure": self.failure,
+            "kernel": dict(self.kernel),
+            "block_size": self.block_size,
+            "time_us": _rounded(self.time_us) if rounded else None,
+            "spread_us": [*map(_rounded, self.spread_us)] if rounded else None,
+            "rounds": len(self.samples_us),
+            "method": self.method,
+            "why_eager": self.why_eager,
+            "first_call_s": _rounded(self.first_call_s),
+            "error": _rounded(self.error) if self.error is not None and math.isfinite(self.error) else None,
+            "bound": self.bound,
+            "unchecked": self.unchecked,
+        }
 
     @property
     def time_us(self) -> float:
@@ -121,6 +145,10 @@ class TimedBatch:
     timed: list[Timed]
     complete: bool = True
     seconds: float = 0.0
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 def uncertainty(samples: Sequence[float]) -> float:

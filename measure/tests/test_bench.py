@@ -56,8 +56,8 @@ def test_every_valid_backend_is_timed_and_compared(run: Any) -> None:
             assert each["method"] == "eager"
             assert each["rounds"] == 3
             assert each["spread_us"][0] <= each["time_us"] <= each["spread_us"][1]
-            assert 0 < each["error"] <= each["error_bound"]
-            assert each["roofline_share"] == pytest.approx(batch["roofline_us"] / each["time_us"])
+            assert 0 < each["error"] <= each["bound"]
+            assert each["roofline_share"] == pytest.approx(batch["roofline_us"] / each["time_us"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_sparse_mla_is_timed_over_tokens_that_are_chosen_for_it(run: Any, dtype:
     data = run("bench", *layer, "--workload", "2q1s80_q1s9,2q9s40_q1s30", "--rounds", "1", "--json").json
     assert data["ok"], data
     for batch in data["layers"][0]["batches"]:
-        assert 0 < batch["backends"][0]["error"] <= batch["backends"][0]["error_bound"]
+        assert 0 < batch["backends"][0]["error"] <= batch["backends"][0]["bound"]
 
 
 def test_a_model_names_its_layers_and_leaves_out_what_cannot_be_run_alone(run: Any, tmp_path: Path) -> None:
@@ -389,25 +389,6 @@ def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatc
     )
 
 
-def test_the_times_are_drawn(run: Any, tmp_path: Path) -> None:
-    result = run("bench", *LAYER, "--workload", "2q1s40*0.5,q16*0.5", *QUICK, "--plot", "times.svg")
-    assert result.code == 0
-    drawn = (tmp_path / "times.svg").read_text()
-    assert drawn.count(">TORCH_SDPA<") == 2
-    assert "2q1s40" in drawn
-    assert "q16" in drawn
-
-
-@pytest.mark.parametrize(
-    ("file", "said"),
-    [("times.png", "times.png: a chart is an SVG file, such as times.svg"), ("no/t.svg", "there is no folder no")],
-)
-def test_a_chart_that_cannot_be_written_is_refused_before_anything_is_measured(run: Any, file: str, said: str) -> None:
-    result = run("bench", *LAYER, *QUICK, "--plot", file)
-    assert result.code == 2
-    assert said in result.err
-
-
 @pytest.mark.parametrize("command", ["bench", "tune"])
 def test_seconds_are_a_number(run: Any, command: str) -> None:
     result = run(command, *LAYER, "--seconds", "nan")
@@ -427,7 +408,7 @@ def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, more: tuple[s
     (layer,) = result.json["layers"]
     found = {batch["batch"]: batch["backends"][0] for batch in layer["batches"]}
     assert {each["backend"] for each in found.values()} == {"TORCH_STATE"}
-    assert all(each["error"] <= each["error_bound"] for each in found.values())
+    assert all(each["error"] <= each["bound"] for each in found.values())
     assert all(each["block_size"] is None for each in found.values())
 
 

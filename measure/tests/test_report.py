@@ -5,27 +5,28 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import lzma
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from attn_select.times import store
-from attn_select.times.measurement import Measurement
-from attn_select_measure import charts, measured_lines
+from attn_select import AttentionConfig
+from attn_select.machine.device import lookup
+from attn_select.times import prediction
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.prediction import PACKAGED_FOLDER, load_survey
+from attn_select_measure import charts
 
-PACKAGED = measured_lines.FOLDER / "nvidia-h200.jsonl.xz"
 PAIR = ("--model", "llama-3-8b", "--model", "gpt-oss-20b", "--gpu", "h100", "--gpu", "h200")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "cache")
-    monkeypatch.delenv("ATTN_SELECT_MEASUREMENTS", raising=False)
+def _nothing_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "user_path", lambda device: None)
 
 
 def opened(page: str) -> dict[str, str]:
@@ -59,7 +60,7 @@ def test_every_cell_opens_its_explanation(run: Any) -> None:
             assert f"{rule['name']}</strong>" in text
             assert f":{rule['line']}</code>" in text
     assert "128 query heads" not in text
-    assert "± " in text
+    assert "nearest measured workloads" in text
 
 
 def test_layers_that_keep_a_state_are_shown(run: Any) -> None:
@@ -83,68 +84,48 @@ def test_the_page_is_one_file_that_asks_for_nothing(run: Any) -> None:
 
 
 def test_times_of_the_layers_asked_for_are_drawn(run: Any) -> None:
-    page = written(run, *PAIR)
-    assert "llama-3-8b full_attention, NVIDIA H200" in page
-    assert "gpt-oss-20b sliding_attention, NVIDIA H200" in page
-    assert "deepseek" not in page
-    assert "Regret per workload" in page
-    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+    page = written(run, "--model", "llama-3-8b", "--model", "deepseek-v3", "--gpu", "h200", "--gpu", "a100")
+    survey = load_survey(lookup("h200"))
+    assert survey is not None
+    assert "llama-3-8b full_attention, h200" in page
+    assert "deepseek-v3 mla, h200" in page
+    assert f"Predicted by a survey of NVIDIA H200: {survey.workloads} workloads" in page
+    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(charts) == 6  # of each layer decodes by number and by length, and prefills
+    for chart in charts:
         ElementTree.fromstring(chart.replace("xlink:href", "href"))
     names = re.findall(r'\bid="([^"]+)"', page)
     assert len(names) == len(set(names))
+    config, batch = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128), parse_batch_shape("16q1s4k")
+    assert f"<td>{survey.predict(config, batch)['FLASH_ATTN']:.4g}</td>" in page
+    assert "No charts of a100: there is no survey of their times." in page
 
 
-def test_without_known_times_the_page_says_what_measures_them(run: Any) -> None:
-    page = written(run, "--model", "llama-3-8b", "--gpu", "a100")
+def test_backends_that_are_not_valid_are_not_drawn(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text('version = 1\n[[rules]]\nname = "mine"\ndeny = ["TRITON_ATTN"]\n')
+    for rules, drawn in (((), True), (("--rules", "rules.toml"), False)):
+        page = written(run, "--model", "llama-3-8b", "--gpu", "h200", *rules)
+        header = re.findall(r"<th[^>]*>([A-Z_]+) \(us\)</th>", page)
+        assert "FLASH_ATTN" in header
+        assert ("TRITON_ATTN" in header) is drawn
+
+
+def test_layers_with_the_same_times_share_their_charts(run: Any) -> None:
+    page = written(run, "--model", "llama-3-8b", "--model", "llama-3.1-8b", "--gpu", "h200")
+    assert page.count("<svg") == 3
+    assert "llama-3-8b full_attention, llama-3.1-8b full_attention, h200" in page
+
+
+def test_without_times_there_are_no_charts(run: Any) -> None:
+    page = written(run, "--model", "llama-3-8b", "--gpu", "h200", "--no-times")
     assert "<svg" not in page
-    assert "No times are known for these layers on these GPUs: `attn-select bench` measures them." in page
+    assert "No charts of h200: there is no survey of their times." in page
 
 
-def test_a_file_of_measurements_alone(run: Any, tmp_path: Path) -> None:
-    known = lzma.decompress(PACKAGED.read_bytes()).decode().splitlines()
-    lines = [line for line in known if '"num_kv_heads":8,"head_size":128}' in line]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    page = written(run, "--measurements", "mine.jsonl")
-    (text,) = opened(page).values()
-    assert "32 query heads, 8 KV heads, head size 128" in text
-    assert "Of the measurements in mine.jsonl." in page
-    assert "Decode, " in page
-    assert "Share of the roofline" in page
-
-
-def test_scaling_over_ranks(run: Any, tmp_path: Path) -> None:
-    """Two ranks hold half the query heads each, all KV heads, and half of each request's keys."""
-    whole = {"num_heads": 64, "num_kv_heads": 8, "head_size": 128}
-    half = {**whole, "num_heads": 32, "decode_context_parallel_size": 2}
-    times = [(whole, "1q1s1024k", 800), (half, "1q1s1024k", 500), (whole, "4q1s1024k", 3200), (half, "4q1s1024k", 1600)]
-    times.append((half, "32q1s128k", 1700))  # nothing to compare it with
-    found = [
-        Measurement(
-            gpu="NVIDIA H200", compute_capability="9.0", backend="FLASH_ATTN", kernel={"decode": "fa3"}, config=config,
-            batch=batch, time_us=time_us, method="graph", date="2026-11-22T21:00:00+00:00",
-        )
-        for config, batch, time_us in times
-    ]  # fmt: skip
-    (tmp_path / "ranks.jsonl").write_text("\n".join(line.to_line() for line in found))
-    page = written(run, "--measurements", "ranks.jsonl")
-    assert page.count("<h3") == 1  # one layer
-    assert "64 query heads, 8 KV heads, head size 128" in page
-    table = page.partition("Scaling over ranks")[2].partition("</table>")[0]
-    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tr>")[1:]]
-    assert rows == [
-        ["batch", "backend", "1 rank (us)", "2 ranks (us)", "efficiency of 2"],
-        ["q1s1024k", "FLASH_ATTN", "800", "500", "80%"],
-        ["4q1s1024k", "FLASH_ATTN", "3200", "1600", "100%"],
-    ]
-
-
-def test_a_matrix(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "matrix.json").write_text(run("matrix", *PAIR, "--json").out)
-    page = written(run, "--matrix", "matrix.json")
-    assert page.count("data-cell=") == 6
-    (text,) = {text for key, text in opened(page).items() if key == "llama-3-8b h100"}
-    assert "FLASH_ATTN" in text
-    assert "attn-select explain --model llama-3-8b --gpu h100" in text
+def test_a_named_survey_is_drawn(run: Any, tmp_path: Path) -> None:
+    shutil.copy(PACKAGED_FOLDER / "h200.json", tmp_path / "mine.json")
+    page = written(run, "--model", "llama-3-8b", "--gpu", "a100", "--times", "mine.json")
+    assert page.count("<svg") == 3
 
 
 def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +138,7 @@ def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--matrix", "none.json"), "matrix = 'none.json': No such file or directory"),
-        (("--matrix", "bad.json"), "matrix = 'bad.json': cells: Field required"),
-        (("--matrix", "bad.json", "--gpu", "h100"), "--matrix shows what its file holds"),
-        (("--measurements", "bad.json"), "no measured time in it"),
+        (("--times", "bad.json"), "bad.json: no survey that can be read"),
         (("--output", "bad.json"), "bad.json exists and is no report: --force replaces it"),
         (("--output", "bad.json/where.html"), "bad.json takes no files"),
         (("--model", "lama"), "lama"),
@@ -186,7 +164,7 @@ def test_a_report_is_replaced_and_another_file_by_force_alone(run: Any, tmp_path
 
 
 def test_what_is_missing_is_named_before_anything_is_decided(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select_measure.libraries.find_spec", lambda name: None)
+    monkeypatch.setattr("attn_select_measure.report.find_spec", lambda name: None)
     result = run("report")
     assert result.code == 2
     assert "a report needs jinja2, which is not installed" in result.err
@@ -194,28 +172,19 @@ def test_what_is_missing_is_named_before_anything_is_decided(run: Any, monkeypat
 
 
 def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> None:
-    cell = {"model": "<script>x</script>", "gpu": "h100", "kind": "a&b", "count": 1, "selected": {"decode": None}}
-    (tmp_path / "m.json").write_text(json.dumps({"schema_version": 1, "cells": [cell]}))
-    page = written(run, "--matrix", "m.json")
+    folder = tmp_path / "<script>x"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    page = written(run, "--model", str(folder), "--gpu", "h200")
     assert "<script>x" not in page
     assert "&lt;script&gt;x" in page
     assert all("<script>" not in text for text in opened(page).values())
 
 
-def test_a_chart_as_a_file_has_colours_of_its_own() -> None:
-    bar = charts.Bar("FLASH_ATTN", 12.5, (12.0, 13.0), 0, "64q1s4k")
-    drawn = charts.bars([bar], "time (us)", title="a title")
-    ElementTree.fromstring(drawn)
-    assert "FLASH_ATTN" in drawn
-    assert "12.5" in drawn
-    assert "a title" in drawn
-    assert charts.FILE.series[0] in drawn
-    assert drawn == charts.bars([bar], "time (us)", title="a title")
-
-
 def test_a_chart_in_a_page_has_the_pages_colours() -> None:
     series = [charts.Line("TRITON_ATTN", [(1024, 10.0), (4096, 40.0)], 1), charts.Line("roofline", [(1024, 5.0)], None)]
-    drawn = charts.in_page(charts.lines(series, "tokens", "time (us)", theme=charts.PAGE), "c1", 'of <a> "test"')
+    drawn = charts.in_page(charts.lines(series, "tokens", "time (us)"), "c1", 'of <a> "test"')
     assert drawn.startswith("<svg")
     assert "var(--series-1)" in drawn
     assert "#fa0" not in drawn

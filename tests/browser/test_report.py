@@ -121,16 +121,3 @@ def test_it_prints(visit: Any, tmp_path: Path) -> None:
     assert set(groups) == {"avoid"}, "a heading may be torn from its charts"
     visit.page.pdf(path=tmp_path / "report.pdf", format="A4", landscape=True)
     assert (tmp_path / "report.pdf").stat().st_size > 10_000
-
-
-def test_a_matrix_from_a_file(open_page: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "attn_select"]
-    matrix = subprocess.run([*command, "matrix", "--model", "llama-3-8b", "--json"], capture_output=True, cwd=tmp_path)
-    (tmp_path / "matrix.json").write_bytes(matrix.stdout)
-    subprocess.run([*command, "report", "--matrix", "matrix.json", "-o", "m.html"], check=True, cwd=tmp_path)
-    visit = open_page(tmp_path / "m.html")
-    visit.page.locator("[data-cell]").first.click()
-    text = visit.page.locator("dialog[open]").inner_text()
-    assert "attn-select explain --model llama-3-8b" in text
-    assert visit.complaints == []
-    visit.close()

@@ -23,7 +23,6 @@ from attn_select.rules.layers import packaged_rules_path
 from attn_select.rules.plugins import load_plugins
 from attn_select_cli import rules
 from attn_select_cli.main import COMMANDS, OF_MEASURE, OTHERS
-from attn_select_measure import measurements
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -37,9 +36,8 @@ def test_version_and_help(run: Any) -> None:
         assert text.code == 0
         assert "Example" in text.out
         assert "None" not in text.out
-    for group in (rules.command, measurements.command):
-        for command in group.commands:
-            assert "Example" in run(group.name, command, "--help").out
+    for command in rules.command.commands:
+        assert "Example" in run("rules", command, "--help").out
 
 
 @pytest.mark.parametrize(
@@ -47,7 +45,6 @@ def test_version_and_help(run: Any) -> None:
     [
         (("explian",), ("unknown command 'explian'", "did you mean explain?")),
         (("rules", "sow"), ("unknown rules command 'sow'", "did you mean show?")),
-        (("measurements", "nope"), ("unknown measurements command 'nope'", "valid: check, fit, import, list")),
     ],
 )
 def test_an_unknown_command(run: Any, words: tuple[str, ...], said: tuple[str, ...]) -> None:

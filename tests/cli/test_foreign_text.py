@@ -1,4 +1,4 @@
-"""Text that is not ours (a config, a workload, measurements, names of files) forges no line and hides nothing."""
+"""Text that is not ours (a config, a workload, a survey, names of files) forges no line and hides nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from attn_select.times.prediction import PACKAGED_FOLDER
 
 EVIL = "Llama\x1b[2J\r\nFORGED line \x1b]8;;http://evil\x07link\x1b]8;;\x07 \x9b31m \u202e"
 NAME = "m\x1b[31m\nFORGED"
@@ -19,21 +21,6 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 8,
     "num_hidden_layers": 2,
     "torch_dtype": "bfloat16",
-}
-MEASURED: dict[str, Any] = {
-    "v": 1,
-    "gpu": "NVIDIA H200",
-    "compute_capability": "9.0",
-    "driver": "1",
-    "libraries": {"torch": "2"},
-    "backend": "FLASH_ATTN",
-    "kernel": {"decode": "FA3"},
-    "config": {"num_heads": 32},
-    "batch": "64q1s4k",
-    "time_us": 3.0,
-    "method": "eager",
-    "source": "measured",
-    "date": "2026-11-24",
 }
 COMMANDS = {
     "explain": ("explain", "--gpu", "h200"),
@@ -85,26 +72,23 @@ def test_the_name_of_a_workload(run: Any, tmp_path: Path) -> None:
         printed(run, "explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", str(path))
 
 
-def changed(place: str, value: Any) -> dict[str, Any]:
-    name, _, key = place.partition(".")
-    return {**MEASURED, name: {key: value} if key else value}
+def test_a_survey(run: Any, tmp_path: Path) -> None:
+    path, asked = tmp_path / "survey.json", ("--model", "llama-3-8b", "--gpu", "h200", "--times", "survey.json")
+    survey = json.loads((PACKAGED_FOLDER / "h200.json").read_text())
+    for key in ("gpu", "date", "v", "rates"):
+        path.write_text(json.dumps({**survey, key: EVIL}))
+        printed(run, "explain", *asked)
+    survey["backends"]["FLASH_ATTN"]["fingerprint"] = {"vllm": EVIL}
+    survey["families"]["attention"]["backends"][EVIL] = survey["families"]["attention"]["backends"]["FLASH_ATTN"]
+    path.write_text(json.dumps(survey))
+    printed(run, "explain", *asked, "--with", "vllm==1.0")
 
 
-PLACES = ["gpu", "compute_capability", "driver", "backend", "source", "date", "batch", "method", "kernel.decode"]
-
-
-@pytest.mark.parametrize("place", [*PLACES, "libraries.torch", "config.dtype"])
-def test_measurements(run: Any, tmp_path: Path, place: str) -> None:
-    path = tmp_path / "times.jsonl"
-    path.write_text(json.dumps(changed(place, EVIL)) + "\n" + json.dumps(MEASURED) + "\n")
-    checked = printed(run, "measurements", "check", str(path))
-    if place != "config.dtype":
-        assert f"{place.partition('.')[0]} = " in checked or "batch shape" in checked
-    for words in (("list",), ("list", "--json"), ("fit",)):
-        printed(run, "measurements", *words, str(path))
-    printed(
-        run, "explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", "64q1s4k", "--measurements", str(path)
-    )
+def test_the_records_of_a_survey(run: Any, tmp_path: Path) -> None:
+    timed = {"backend": "FLASH_ATTN", "failure": None, "fingerprint": {"FLASH_ATTN": {"vllm": EVIL}}}
+    record = {"v": 1, "seed": 0, "number": 0, "timed": [timed, {**timed, "backend": EVIL}]}
+    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n" + EVIL)
+    printed(run, "survey", "--check", "records.jsonl", "--with", "vllm==1.0")
 
 
 def strings_of(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -140,7 +124,8 @@ PATHS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "a model": lambda path: ("explain", "--model", str(path), "--gpu", "h200"),
     "a backend": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--backend", str(path)),
     "a workload": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", str(path)),
-    "measurements": lambda path: ("measurements", "list", str(path)),
+    "a survey": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--times", str(path)),
+    "a survey's records": lambda path: ("survey", "--check", str(path)),
 }
 
 

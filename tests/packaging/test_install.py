@@ -140,12 +140,12 @@ def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make
     assert remedy in remedies
     for shown in (explained, listed, examined):
         assert shown.count(distributions.NOT_ON_AN_INDEX) == 1
-    missing = json.loads(environment.run("attn-select", "measurements", "list", "--json", code=2))
+    missing = json.loads(environment.run("attn-select", "tune", "--json", code=2))
     assert missing["error"]["hint"] == "pip install attn-select-measure"
     monkeypatch.setenv("PIP_FIND_LINKS", str(dist.folder))
     for remedy in (*remedies, "pip install attn-select-measure"):
         run_remedy(environment, remedy)
-    assert "nvidia-h200.jsonl" in environment.run("attn-select", "measurements", "list")
+    assert "Time a model's own layers" in environment.run("attn-select", "tune", "--help")
     found = listing(environment)
     assert sorted(found["plugins"]) == PLUGIN_NAMES
     assert {version for _, version, _ in found["plugins"].values()} == {attn_select.__version__}

@@ -18,7 +18,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Literal
 
-from attn_select.errors import MeasurementError
+from attn_select.errors import MeasurementError, printable
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device, find_gpu
@@ -219,9 +219,15 @@ def load_survey(device: Device) -> Survey | None:
     Raises:
         MeasurementError: the file cannot be read.
     """
-    for path, source in ((user_path(device), "measured here"), (PACKAGED_FOLDER / _file_name(device), "packaged")):
-        if path is not None and path.exists():
-            return read_survey_file(path, source)
+    own = user_path(device)
+    return read_survey_file(own, "measured here") if own is not None and own.exists() else packaged_survey(device)
+
+
+def packaged_survey(device: Device) -> Survey | None:
+    """Return the packaged survey of a device, as ``load_survey`` does where the user has none."""
+    path = PACKAGED_FOLDER / _file_name(device)
+    if path.exists():
+        return read_survey_file(path, "packaged")
     for path in sorted(PACKAGED_FOLDER.glob("*.json")):
         measured = find_gpu(path.stem)
         if measured is not None and _differs_in_memory_alone(measured, device):
@@ -252,13 +258,13 @@ def read_survey_file(path: Path, source: str) -> Survey:
         data = json.loads(content)
         version = data["v"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MeasurementError(f"{path}: no survey that can be read: {error}") from None
+        raise MeasurementError(f"{printable(str(path))}: no survey that can be read: {error}") from None
     if version != VERSION:
-        raise MeasurementError(f"{path}: v = {version!r}: accepted is {VERSION}, the format's version")
+        raise MeasurementError(f"{printable(str(path))}: v = {version!r}: accepted is {VERSION}, the format's version")
     try:
         return Survey(data, source, hashlib.sha256(content).hexdigest()[:16])
     except (KeyError, TypeError) as error:
-        raise MeasurementError(f"{path}: no survey that can be read: {error}") from None
+        raise MeasurementError(f"{printable(str(path))}: no survey that can be read: {error}") from None
 
 
 def user_path(device: Device) -> Path | None:

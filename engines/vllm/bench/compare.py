@@ -4,7 +4,7 @@
     python compare.py gpt-oss                        # sinks in all layers, a window of 128 in every other one
     python compare.py llama --batches 64x6000,8x32000
     python compare.py mla --prefer ,TRITON_MLA       # by attn-select's own rules, and told to prefer another
-    python compare.py mla --rules my.toml            # other rules; --workload 64q1s6k lets measurements decide instead
+    python compare.py mla --rules my.toml            # other rules; --workload 64q1s6k decides by times for it
     python compare.py mla gpt-oss llama              # engines start together while their caches fit --memory
 
 Every arm is an engine in a process of its own, so that arms alternate: in each round every arm in turn decodes the same
@@ -170,7 +170,7 @@ def main() -> None:
         metavar="NAME,…",
         help="attn-select's backends to prefer, or pairs of them, an arm each; empty: its own rules (default)",
     )
-    parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
+    parser.add_argument("--workload", help="let attn-select decide for this workload")
     parser.add_argument(
         "--other",
         nargs="*",

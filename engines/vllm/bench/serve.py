@@ -123,7 +123,7 @@ def main() -> None:
         metavar="NAME,…",
         help="attn-select's backends to prefer, or pairs of them, an arm each; empty: its own rules (default)",
     )
-    parser.add_argument("--workload", help="let attn-select's measurements decide for this workload")
+    parser.add_argument("--workload", help="let attn-select decide for this workload")
     parser.add_argument("--other", nargs="*", metavar="NAME", help="one more arm: this backend of vLLM")
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
     options = parser.parse_args()

@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
@@ -76,19 +76,16 @@ class Page:
     """Everything that a report shows.
 
     Attributes:
-        origin: a sentence that says what the report was made of.
         cells: of the matrix.
-        explanations: what each key of a cell opens: a document of ``attn-select explain --json``, or ``model``, ``gpu``
-            and ``choices`` (cells of a matrix) where no more is known.
+        explanations: what each key of a cell opens: a document of ``attn-select explain --json``.
         timed: charts of predicted times.
         notes: sentences below.
     """
 
-    origin: str
-    cells: list[Cell] = field(default_factory=list)
-    explanations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    timed: Sequence[ChartGroup] = ()
-    notes: Sequence[str] = ()
+    cells: Sequence[Cell]
+    explanations: Mapping[str, Mapping[str, Any]]
+    timed: Sequence[ChartGroup]
+    notes: Sequence[str]
 
     def html(self) -> str:
         """Return the page as text."""
@@ -101,7 +98,6 @@ class Page:
             version=__version__,
             title="Attention backends",
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            origin=self.origin,
             colours=COLOURS,
             css=Markup(_text("report.css")),
             script=Markup(_text("report.js")),
@@ -128,11 +124,11 @@ class Page:
 
     def _pieces(self, templates: Environment) -> str:
         """Return all explanations, gzipped, in base 64; each piece that several have in common once."""
-        explanation, choices = (templates.get_template(f"{name}.html.j2") for name in ("explanation", "choices"))
+        explanation = templates.get_template("explanation.html.j2")
         parts: dict[str, int] = {}
         cells = {}
         for key, document in self.explanations.items():
-            text = (choices if "choices" in document else explanation).render(document)
+            text = explanation.render(document)
             cells[key] = [parts.setdefault(piece, len(parts)) for piece in text.split(_CUT) if piece]
         packed = json.dumps({"cells": cells, "parts": list(parts)}, ensure_ascii=False, separators=(",", ":"))
         return base64.b64encode(gzip.compress(packed.encode(), 6, mtime=0)).decode()

@@ -1,7 +1,7 @@
 """Times the Triton backends beside every other backend of a layer, and prints each row's share of the best.
 
-    python measure/bench/peer_table.py --compile --with vllm==0.26.0 --out $OUT
-    python measure/bench/peer_table.py --rows 'FP8|MLA' --rounds 40
+    python research/peer_table.py --compile --with vllm==0.26.0 --out $OUT
+    python research/peer_table.py --rows 'FP8|MLA' --rounds 40
 
 The rows are ``peer_table.toml``'s. A share is the best other backend's time over ours, as medians of the same rounds;
 behind it stand the quartiles of the share of each round. ``OUT/peer_table.jsonl`` has every round. FLEX_ATTENTION,
