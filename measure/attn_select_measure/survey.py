@@ -59,6 +59,13 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 @click.option(
     "--workloads", type=click.IntRange(1), default=600, show_default=True, metavar="N", help="How many of the seed."
 )
+@click.option(
+    "--phase",
+    "phases",
+    multiple=True,
+    type=click.Choice(["decode", "uneven", "spread", "prefill", "chunk", "mixed"]),
+    help="Only these of the seed's workloads; can be given again.",
+)
 @click.option("--seconds", type=Seconds(0, min_open=True), metavar="S", help="End by then [default: when all is done].")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Time this one alone; can be given again.")
 @click.option("--with", "pins", multiple=True, metavar="NAME==VERSION", help="Count a library as installed.")
@@ -82,6 +89,7 @@ def command(
     check: str | None,
     seed: int,
     workloads: int,
+    phases: tuple[str, ...],
     seconds: float | None,
     backends: tuple[str, ...],
     pins: tuple[str, ...],
@@ -119,7 +127,7 @@ def command(
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
     settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)
-    plan = surveying.drawn_or_again(seed, workloads, backends)
+    plan = surveying.drawn_or_again(seed, workloads, phases, backends)
     return 0 if surveyed(settings, plan, environment) else 1
 
 

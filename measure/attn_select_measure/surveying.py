@@ -27,7 +27,7 @@ from attn_select.times.workload import phases_of
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
-from attn_select_measure.survey_draw import SPACE, TINY, draw, kind_of
+from attn_select_measure.survey_draw import PHASES, SPACE, TINY, draw, kind_of
 from attn_select_measure.survey_records import Record, append_record, merged, read_survey, write_survey
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 
@@ -141,8 +141,9 @@ def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig
     return Work(row, config, batch)
 
 
-def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...]) -> Plan:
-    """Plan so many workloads of a seed; with backends and a file that has some, those, and these backends alone."""
+def drawn_or_again(seed: int, workloads: int, phases: tuple[str, ...], backends: tuple[str, ...]) -> Plan:
+    """Plan so many workloads of a seed, of these phases alone where any are named; with backends and a file that has
+    some, those, and these backends alone."""
 
     def plan(machine: Machine, known: Sequence[Record]) -> Iterator[Work]:
         if known and backends:
@@ -151,7 +152,7 @@ def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...]) -> Plan
             return
         done = {(record["seed"], record["number"]) for record in known}
         for number in range(workloads):
-            if (seed, number) not in done:
+            if (seed, number) not in done and (not phases or PHASES[number % len(PHASES)] in phases):
                 drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
                 yield work_of(seed, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
 
