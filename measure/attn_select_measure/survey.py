@@ -21,7 +21,7 @@ Examples:
   attn-select survey --out h200.jsonl
   attn-select survey --out h200.jsonl --workloads 300 --seconds 540
   attn-select survey --out h200.jsonl --backend TRITON_ATTN
-  attn-select survey --fit h200.jsonl --out h200.json
+  attn-select survey --fit h200.jsonl --out h200.json.gz
   attn-select survey --check
   attn-select survey --check h200.jsonl --with vllm==0.26.0
 
@@ -31,7 +31,7 @@ first, and keeps the others' times. Kernels are compiled first, for some workloa
 (--jobs); FLASHINFER_DISABLE_JIT=1 keeps FlashInfer from compiling modules that are not there. FLEX_ATTENTION, which
 compiles for each shape, is timed where it is named alone.
 
---fit makes of a survey's times what decisions read (`attn-select explain --times h200.json`).
+--fit makes of a survey's times what decisions read (`attn-select explain --times h200.json.gz`).
 
 --check compares fingerprints of times with the kernels that are here, and measures nothing: of a survey's file, or
 without one of the packaged times. A packaged backend that known_stale.toml names counts as without times.

@@ -1,12 +1,13 @@
 """Makes of a survey's records what ``attn_select.times.prediction`` reads: kriging of each backend's times.
 
-For each backend of a family, ``log(time / floor)`` is a level plus a Gaussian process over the features, with a Matern
-3/2 kernel. All backends of a family share one length for each feature, an amplitude and a noise; they are the most
-likely ones, with a prior that lengths are alike unless the times say otherwise.
+For each backend of a family, ``log(time / floor)`` is a level plus a Gaussian process over the features, with an
+exponential kernel. All backends of a family share one scale for each feature, an amplitude and a noise; they are the
+most likely ones, with a prior that scales are alike unless the times say otherwise.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
@@ -38,16 +39,17 @@ _START, _PRIOR, _PRIOR_WIDTH = -1.5, -2.0, 0.5
 _AMPLITUDE, _NOISE, _NOISE_WIDTH = 0.06, 0.03**2, 0.7
 _STEPS = 25
 _DIGITS = 4
+MEASURED = ("times_us", "first_call_s", "workspace_bytes", "host_us")
+"""What a file has of each workload and backend."""
 _FOLDS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One workload with its features and what was measured of each backend."""
+    """One workload with its features, and what was measured of each backend; layers of a group have the same heads and
+    sizes."""
 
-    layer: str
     group: str
-    batch: str
     features: StepFeatures
     measured: Mapping[str, Mapping[str, Any]]
 
@@ -67,8 +69,12 @@ class Scales:
 
     def covariance(self, one: Array, other: Array) -> Array:
         """Return how the deviations of workloads go together, without noise and level."""
-        root = math.sqrt(3) * np.sqrt(_squares(one, other))
-        return np.asarray(self.amplitude * (1 + root) * np.exp(-root))
+        return np.asarray(self.amplitude * np.exp(-np.sqrt(_squares(one, other))))
+
+    def weights(self, places: Array, deviations: Array) -> Array:
+        """Return the weights of measured deviations from the floor, in logarithms."""
+        covariance = self.covariance(places, places) + _LEVEL + self.noise * np.eye(len(places))
+        return np.asarray(np.linalg.solve(covariance, deviations))
 
 
 def fit_survey(records: Sequence[Record]) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def fit_survey(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def extended(data: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
-    """Return a survey's data with more workloads of its GPU; lengths, amplitude and noise stay as they were fitted.
+    """Return a survey's data with more workloads of its GPU; scales, amplitude and noise stay as they were fitted.
 
     Backends that the survey has no times of are left out.
     """
@@ -114,35 +120,34 @@ def extended(data: Mapping[str, Any], records: Sequence[Record]) -> dict[str, An
         if name not in families:
             continue
         old = families[name]
-        scales = Scales(old["features"], np.array(old["scales"]), old["amplitude"], old["noise"])
-        backends = {
-            backend: {
-                key: values + [_of(each.measured.get(backend), key) for each in timed]
-                for key, values in known.items()
-                if key not in ("level", "weights", "floors")
-            }
-            for backend, known in old["backends"].items()
-        }
-        floors = old["floors_us"] + [_rounded(each.features.floor_us) for each in timed]
-        new = [[each.features.values[feature] for feature in scales.names] for each in timed]
-        places = old["places"] + [[_rounded(value) for value in place] for place in new]
-        families[name] = {
-            **old,
-            "layers": old["layers"] + [each.layer for each in timed],
-            "batches": old["batches"] + [each.batch for each in timed],
-            "floors_us": floors,
-            "places": places,
-            "backends": {name: _solved(each, places, floors, scales) for name, each in backends.items()},
-        }
+        features = old["features"]
+        scales = np.array([each["scale"] for each in features.values()])
+        fitted = Scales([*features], scales, old["amplitude"], old["noise"])
+        new = _family(timed, fitted, [*old["backends"]])
+        families[name] = _solved(
+            {
+                **old,
+                "floors_us": old["floors_us"] + new["floors_us"],
+                "features": {
+                    feature: {**each, "values": each["values"] + new["features"][feature]["values"]}
+                    for feature, each in features.items()
+                },
+                "backends": {
+                    backend: {key: known[key] + new["backends"][backend][key] for key in MEASURED}
+                    for backend, known in old["backends"].items()
+                },
+            },
+            fitted,
+        )
     dates = [each["date"] for record in records for each in record["timed"]]
     more = {"workloads": data["workloads"] + len(records), "date": max([data["date"], *dates])}
     return {**data, **more, "families": families}
 
 
 def save(data: Mapping[str, Any], path: Path) -> None:
-    """Write a survey's file in one step."""
+    """Write a survey's file in one step; the same data are the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+    replace_file(path, gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0))
 
 
 def _rates(records: Sequence[Record]) -> Rates:
@@ -170,7 +175,7 @@ def timed_of(record: Record, rates: Rates) -> Timed:
         if each["failure"] is None and each["time_us"] and each["backend"] in each["fingerprint"]
     }
     features = step_features(config, batch, rates)  # type: ignore[arg-type]
-    return Timed(record["kind"], group, record["batch"], features, measured)
+    return Timed(group, features, measured)
 
 
 def _by_family(records: Sequence[Record], rates: Rates) -> dict[str, list[Timed]]:
@@ -189,23 +194,21 @@ def _of_family(timed: Sequence[Timed]) -> dict[str, Any]:
     if not enough:
         return {"backends": {}}
     scales = fit_scales(timed, enough)
-    floors = [_rounded(each.features.floor_us) for each in timed]
-    places = [[_rounded(each.features.values[name]) for name in scales.names] for each in timed]
-    keys = ("times_us", "first_call_s", "workspace_bytes", "host_us")
+    return _solved(_family(timed, scales, enough), scales)
+
+
+def _family(timed: Sequence[Timed], scales: Scales, backends: Sequence[str]) -> dict[str, Any]:
+    """Return a family without weights."""
     return {
-        "features": list(scales.names),
-        "scales": scales.scales.tolist(),
         "amplitude": scales.amplitude,
         "noise": scales.noise,
-        "layers": [each.layer for each in timed],
-        "batches": [each.batch for each in timed],
-        "floors_us": floors,
-        "places": places,
+        "floors_us": [_rounded(each.features.floor_us) for each in timed],
+        "features": {
+            name: {"scale": scale, "values": [_rounded(each.features.values[name]) for each in timed]}
+            for name, scale in zip(scales.names, scales.scales.tolist(), strict=True)
+        },
         "backends": {
-            name: _solved(
-                {key: [_of(each.measured.get(name), key) for each in timed] for key in keys}, places, floors, scales
-            )
-            for name in enough
+            name: {key: [_of(each.measured.get(name), key) for each in timed] for key in MEASURED} for name in backends
         },
     }
 
@@ -229,19 +232,17 @@ def fit_scales(timed: Sequence[Timed], backends: Sequence[str]) -> Scales:
         scales, amplitude, noise = np.exp(theta[:count]), math.exp(theta[count]), math.exp(theta[count + 1])
         total, slope = 0.0, np.zeros(count + 2)
         for x, y in sets:
-            root = math.sqrt(3) * np.sqrt(_squares(x * scales, x * scales) + 1e-12)
-            fading = np.exp(-root)
-            kernel = amplitude * (1 + root) * fading
+            distances = np.sqrt(_squares(x * scales, x * scales) + 1e-12)
+            kernel = amplitude * np.exp(-distances)
             inverse, logarithm = _inverse(kernel + _LEVEL + noise * np.eye(len(y)))
             weights = inverse @ y
             total += 0.5 * float(y @ weights) + 0.5 * logarithm
             half = 0.5 * (inverse - np.outer(weights, weights))
-            # The kernel's slope by the square of a scale is -1.5 amplitude exp(-root) times the squared difference.
-            inner = half * (-1.5 * amplitude * fading)
-            row = inner.sum(1)
-            slope[:count] += (
-                (2 * (row @ x**2) - 2 * np.einsum("ik,ij,jk->k", x, inner, x, optimize=True)) * 2 * scales**2
-            )
+            # The kernel's slope by the square of a scale is -kernel / (2 distance) times the squared difference.
+            inner = half * kernel / (-2 * distances)
+            np.fill_diagonal(inner, 0.0)
+            squares = 2 * (inner.sum(1) @ x**2 - (x * (inner @ x)).sum(0))
+            slope[:count] += squares * 2 * scales**2
             slope[count] += (half * kernel).sum()
             slope[count + 1] += noise * np.trace(half)
         away = (theta[:count] - _PRIOR) / _PRIOR_WIDTH
@@ -256,18 +257,20 @@ def fit_scales(timed: Sequence[Timed], backends: Sequence[str]) -> Scales:
     return Scales(names, scales, _rounded(math.exp(theta[count])), _rounded(math.exp(theta[count + 1])))
 
 
-def _solved(
-    known: Mapping[str, Any], places: Sequence[Sequence[float]], floors: Sequence[float], scales: Scales
-) -> dict[str, Any]:
-    """Return a backend with the weights of its times; of workloads without one the weight is 0."""
-    here = [index for index, time_us in enumerate(known["times_us"]) if time_us is not None]
-    x = np.array(places)[here] * scales.scales
-    y = np.log([known["times_us"][index] / floors[index] for index in here])
-    weights = np.linalg.solve(scales.covariance(x, x) + _LEVEL + scales.noise * np.eye(len(here)), y)
-    spread = [0.0] * len(floors)
-    for index, weight in zip(here, weights, strict=True):
-        spread[index] = _rounded(weight)
-    return {"level": _rounded(_LEVEL * float(weights.sum()), 6), "weights": spread, **known}
+def _solved(family: Mapping[str, Any], scales: Scales) -> dict[str, Any]:
+    """Return a family with the weights of its backends' times; of workloads without a time the weight is 0."""
+    places = np.array([each["values"] for each in family["features"].values()]).T * scales.scales
+    floors = np.array(family["floors_us"])
+    backends = {}
+    for name, known in family["backends"].items():
+        here = [index for index, time_us in enumerate(known["times_us"]) if time_us is not None]
+        times = np.array([known["times_us"][index] for index in here])
+        solved = scales.weights(places[here], np.log(times / floors[here]))
+        weights = np.zeros(len(floors))
+        weights[here] = solved
+        level = _rounded(_LEVEL * float(solved.sum()), 6)
+        backends[name] = {"level": level, "weights": [_rounded(weight) for weight in weights.tolist()], **known}
+    return {**family, "backends": backends}
 
 
 def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates) -> float:
@@ -283,7 +286,10 @@ def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates
                 measured = left.timed.measured
                 actual = measured[second]["times_us"] / measured[first]["times_us"]
                 errors.append(abs(math.log(actual * left.predicted[first] / left.predicted[second])))
-    return math.exp(float(np.quantile(errors, 0.95))) if errors else math.inf
+    if not errors:
+        text = "the survey has two backends on too few kinds of heads and sizes: nothing says how far to trust it"
+        raise MeasurementError(text, hint="time more workloads")
+    return math.exp(float(np.quantile(errors, 0.95)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,15 +308,18 @@ def left_out(timed: Sequence[Timed], backends: Sequence[str], seed: int = 0) -> 
     for fold in range(min(_FOLDS, len(groups))):
         out = set(groups[fold::_FOLDS])
         test = [each for each in timed if each.group in out]
-        scales = fit_scales([each for each in timed if each.group not in out], backends)
+        known = [each for each in timed if each.group not in out]
+        if len(known) < LEAST:
+            continue
+        scales = fit_scales(known, backends)
         predicted: list[dict[str, float]] = [{} for _ in test]
         for backend in backends:
-            train = [each for each in timed if each.group not in out and backend in each.measured]
+            train = [each for each in known if backend in each.measured]
             if len(train) < LEAST:
                 continue
             x = scales.places(train)
             y = np.log([each.measured[backend]["times_us"] / each.features.floor_us for each in train])
-            weights = np.linalg.solve(scales.covariance(x, x) + _LEVEL + scales.noise * np.eye(len(train)), y)
+            weights = scales.weights(x, np.asarray(y))
             here = (scales.covariance(scales.places(test), x) + _LEVEL) @ weights
             for each, value, into in zip(test, here, predicted, strict=True):
                 if backend in each.measured:

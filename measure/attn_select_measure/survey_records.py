@@ -17,7 +17,7 @@ from attn_select.machine.environment import Environment
 from attn_select.machine.files import replace_file
 from attn_select.times.evidence import known_stale
 from attn_select.times.fingerprint import present, stale_parts
-from attn_select.times.prediction import PACKAGED_FOLDER, read_survey_file
+from attn_select.times.prediction import PACKAGED_FOLDER, SUFFIX, read_survey_file
 
 VERSION = 1
 """Of the lines' format."""
@@ -131,7 +131,7 @@ def check_packaged(registry: Registry, environment: Environment) -> list[Checked
     """
     known = known_stale()
     found = []
-    for path in sorted(PACKAGED_FOLDER.glob("*.json")):
+    for path in sorted(PACKAGED_FOLDER.glob(f"*{SUFFIX}")):
         for name, surveyed in sorted(read_survey_file(path, path.name).backends.items()):
             changed, missing = _judged(name, surveyed.fingerprint, registry, environment)
             entry = known.get(name, {})

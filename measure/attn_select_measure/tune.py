@@ -16,7 +16,7 @@ Examples:
   attn-select tune --model llama-3-8b
   attn-select tune --model deepseek-v3 --tensor-parallel 8 --seconds 900
   attn-select tune --model gpt-oss-120b --workload agent
-  attn-select tune --num-heads 32 --num-kv-heads 8 --head-size 128 --workload 64q1s4k,4q2k --out mine.json
+  attn-select tune --num-heads 32 --num-kv-heads 8 --head-size 128 --workload 64q1s4k,4q2k --out mine.json.gz
 
 Batches are drawn for each kind of the model's layers, all phases in turn; with --workload its own first, then others
 within its ranges. Every valid backend is timed on each. A third of the batches is held out: they say what the choice

@@ -149,7 +149,7 @@ def judged(
     """Choose for each held-out workload by two surveys; a workload on which a choice has no time is left out."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{index}.json" for index in range(len(surveys))]
+        paths = [Path(folder) / f"{index}{SUFFIX}" for index in range(len(surveys))]
         for data, path in zip(surveys, paths, strict=True):
             save(data, path)
         for record in held:

@@ -241,9 +241,7 @@ def _time_text(selection: Outcome[Any], used: EvidenceUsed) -> str:
         timing = _verdict(selection, name, phase).timing if name is not None else None
         if timing is not None:
             parts.append(f"{phase} {us_text(timing.time_us)} ({_percent(timing.share)} of the steps)")
-    from attn_select.times.workload import DEFAULT_MIX  # few devices were surveyed
-
-    mix = f", over the default mix ({DEFAULT_MIX})" if selection.workload is None else ""
+    mix = ", over the default mix" if selection.workload is None else ""
     survey = f"{used.gpu}'s survey ({used.source}, {used.workloads} workloads, {used.date[:10]})"
     if not parts:
         return f"not known: {survey} has no such layers, rules rank the backends"

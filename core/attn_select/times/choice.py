@@ -22,6 +22,10 @@ from attn_select.times.roofline import is_decode
 from attn_select.times.timing import Timing
 from attn_select.times.workload import WeightedShape, Workload
 
+APART = 1.1
+"""A mixed step of two backends counts so many times as long as its parts: no survey times such steps, and the least of
+many predictions is one that was too short. Steps of MLA's pairs were timed: they take 0.997 times their parts' predicted
+times (the median of 77 on an H200)."""
 Pair = dict[Phase, str]
 """The backend of each phase."""
 
@@ -159,9 +163,14 @@ def order_by_times(
             if len(pools[phase]) < 2:
                 del pools[phase]
                 why = f"no neighbour of {by_rules.chosen} in the order has times"
+        elif not share and by_rules.chosen is not None and not by_rules.held and by_rules.chosen not in by_rules.placed:
+            # No step of the workload is of this phase: it takes the first backend that shares the other one's cache.
+            pools[phase] = [*by_rules.names]
         used[phase] = PhaseEvidence(share, not why, why)
     chosen = {phase: by_rules.chosen for phase, by_rules in phases.items()}
-    final: dict[Phase, str | None] = {**chosen, **fastest(chosen, pools, steps.cost, fits)}
+    final: dict[Phase, str | None] = {**chosen}
+    if any(each.by_times for each in used.values()):
+        final |= fastest(chosen, pools, steps.cost, fits)
     survey = evidence.survey
     evidence_used = EvidenceUsed(
         digest=survey.digest,
@@ -205,7 +214,8 @@ class _Steps:
     ) -> None:
         self._config, self._evidence, self._phases = config, evidence, phases
         self._shapes = {phase: workload.of_phase(phase, config) for phase in phases}
-        self._apart = isinstance(config, AttentionConfig) and config.mla  # its phases run one behind the other
+        # The phases of MLA run one behind the other in any case.
+        self._apart = 1.0 if isinstance(config, AttentionConfig) and config.mla else APART
         self._known: dict[tuple[BatchShape, Phase], dict[str, float]] = {}
         self._cut: dict[BatchShape, dict[Phase, BatchShape]] = {}
         self._nearest: dict[BatchShape, list[Near]] = {}
@@ -244,12 +254,11 @@ class _Steps:
     def _time(self, pair: Mapping[Phase, str | None], phase: Phase, batch: BatchShape) -> float | None:
         """Return the time of a step in us; None where it is not predicted."""
         parts = self._parts(batch)
-        names = {pair.get(each) for each in parts}
-        if len(parts) == 1 or (len(names) == 1 and not self._apart):
+        if len(parts) == 1 or len({pair.get(each) for each in parts}) == 1:
             return self._of_part(phase, batch).get(pair.get(phase) or "")
         times = [self._of_part(each, part).get(pair.get(each) or "") for each, part in parts.items()]
         known = [time_us for time_us in times if time_us is not None]
-        return sum(known) if len(known) == len(times) else None
+        return sum(known) * self._apart if len(known) == len(times) else None
 
     def _alone(self, phase: Phase, batch: BatchShape) -> dict[str, float]:
         """Return the time of a step by each backend that runs all of it, or its prefills where it runs them alone."""
@@ -275,14 +284,15 @@ class _Steps:
         time_us = self._alone(phase, shape.batch).get(name)
         return None if time_us is None else shape.weight * time_us / self._units[shape.batch]
 
-    def cost(self, pair: Mapping[Phase, str]) -> float:
-        """Return the mean cost of the whole workload; a step that is not predicted counts nothing."""
-        total = 0.0
+    def cost(self, pair: Mapping[Phase, str]) -> tuple[int, float]:
+        """Return how many steps of the whole workload are not predicted, and the mean cost of the others."""
+        unknown, total = 0, 0.0
         for phase, shapes in self._shapes.items():
             for shape in shapes:
                 time_us = self._time(pair, phase, shape.batch)
+                unknown += time_us is None
                 total += shape.weight * time_us / self._units[shape.batch] if time_us is not None else 0.0
-        return total
+        return unknown, total
 
     def time_us(self, pair: Mapping[Phase, str | None]) -> float | None:
         """Return the mean time of a step of the whole workload; None where not all of it is predicted."""
@@ -370,19 +380,18 @@ def rivals(name: str, order: Sequence[str], costs: Mapping[str, float], placed: 
 def fastest(
     chosen: Mapping[Phase, str | None],
     pools: Mapping[Phase, Sequence[str]],
-    cost: Callable[[Mapping[Phase, str]], float],
+    cost: Callable[[Mapping[Phase, str]], tuple[int, float]],
     fits: Callable[[Pair], bool],
 ) -> Pair:
     """Return the backends of all phases that together cost least; of equal ones those that stand first.
 
     Args:
         chosen: what the rules chose.
-        pools: per phase in which times decide, the candidates, best first. The other phases keep what the rules chose.
+        pools: per phase in which times decide, or that the workload lacks, the candidates, best first. The other phases
+            keep what the rules chose.
         cost: of the whole workload by a pair.
         fits: whether backends share a KV layout and block size.
     """
-    if not pools:
-        return {}
     names = {phase: pools.get(phase) or [name] for phase, name in chosen.items() if name is not None}
     pairs = [dict(zip(names, each, strict=True)) for each in product(*names.values())]
     return min([pair for pair in pairs if fits(pair)], key=cost, default={})

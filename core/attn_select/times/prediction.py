@@ -2,18 +2,22 @@
 
 A survey times layers and batches drawn from the space of real models (``attn-select survey``). Its file holds the
 features of each of them (``attn_select.times.features``), and for each backend weights that predict its time from the
-measured ones, the more the nearer they lie: simple kriging with a Matern 3/2 kernel, whose lengths were fitted
-by likelihood (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapters 2, 4 and 5).
+measured ones, the more the nearer they lie: simple kriging with an exponential kernel, whose scales were fitted by
+likelihood (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapters 2, 4 and 5). Kernels have
+steps, where a wave of thread blocks ends or another tile is taken: smoother ones predict worse.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from operator import mul
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +31,11 @@ from attn_select.times.features import Rates, StepFeatures, step_features
 
 VERSION = 1
 """Of the files' format."""
+SUFFIX = ".json.gz"
 PACKAGED_FOLDER = Path(__file__).parent / "surveys"
 """One file for each GPU; ``measure/bench/package_survey.py`` writes them."""
 NEAREST = 8
 """Measured workloads that a prediction is explained by."""
-_ROOT = math.sqrt(3)
 
 Family = Literal["attention", "mla", "sparse_mla"]
 """Layers whose backends are others."""
@@ -51,7 +55,6 @@ class Near:
     """A measured workload beside the one that is asked about.
 
     Attributes:
-        layer, batch: in words.
         likeness: from 0 to 1, where 1 is the same features.
         times_us: of one layer's step, by backend.
         first_call_s: seconds of the first call with a cold disk cache, by backend; without what is not known.
@@ -59,8 +62,6 @@ class Near:
         host_us: host time of one layer's eager call, by backend.
     """
 
-    layer: str
-    batch: str
     likeness: float
     times_us: Mapping[str, float]
     first_call_s: Mapping[str, float]
@@ -97,13 +98,13 @@ class _Family:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> _Family:
-        scales = data["scales"]
-        places = [tuple(map(mul, place, scales)) for place in data["places"]]
-        backends = data["backends"]
+        features, backends = data["features"], data["backends"]
+        scales = [each["scale"] for each in features.values()]
+        columns = [[each["scale"] * value for value in each["values"]] for each in features.values()]
         return cls(
-            data["features"],
+            [*features],
             scales,
-            places,
+            [*zip(*columns, strict=True)],
             data["amplitude"],
             {name: each["level"] for name, each in backends.items()},
             {name: each["weights"] for name, each in backends.items()},
@@ -113,8 +114,7 @@ class _Family:
     def likeness(self, features: StepFeatures) -> list[float]:
         """Return how like each measured workload is to this one, from 0 to 1."""
         here = tuple(map(mul, [features.values[name] for name in self.features], self.scales))
-        distances = [_ROOT * each for each in map(math.dist, self.places, [here] * len(self.places))]
-        return [(1 + distance) * math.exp(-distance) for distance in distances]
+        return [math.exp(-distance) for distance in map(math.dist, self.places, repeat(here))]
 
 
 class Survey:
@@ -190,8 +190,6 @@ class Survey:
 
             found.append(
                 Near(
-                    family.data["layers"][index],
-                    family.data["batches"][index],
                     near[index],
                     of("times_us"),
                     of("first_call_s"),
@@ -228,8 +226,8 @@ def packaged_survey(device: Device) -> Survey | None:
     path = PACKAGED_FOLDER / _file_name(device)
     if path.exists():
         return read_survey_file(path, "packaged")
-    for path in sorted(PACKAGED_FOLDER.glob("*.json")):
-        measured = find_gpu(path.stem)
+    for path in sorted(PACKAGED_FOLDER.glob(f"*{SUFFIX}")):
+        measured = find_gpu(path.name.removesuffix(SUFFIX))
         if measured is not None and _differs_in_memory_alone(measured, device):
             return read_survey_file(path, f"of {measured.name}").scaled(measured, device)
     return None
@@ -255,9 +253,9 @@ def read_survey_file(path: Path, source: str) -> Survey:
 
     try:
         content = path.read_bytes()
-        data = json.loads(content)
+        data = json.loads(gzip.decompress(content))
         version = data["v"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise MeasurementError(f"{printable(str(path))}: no survey that can be read: {error}") from None
     if version != VERSION:
         raise MeasurementError(f"{printable(str(path))}: v = {version!r}: accepted is {VERSION}, the format's version")
@@ -278,4 +276,4 @@ def user_path(device: Device) -> Path | None:
 
 
 def _file_name(device: Device) -> str:
-    return f"{device.name}.json"
+    return f"{device.name}{SUFFIX}"

@@ -17,6 +17,11 @@ from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_
 from attn_select.times.roofline import is_decode
 
 PROFILES: dict[str, tuple[str, str]] = {
+    "default": (
+        "256q1s512,64q1s2k,16q1s8k,4q1s32k,q1s4k,40q1s1k_20q1s4k_4q1s32k,8q1s512_6q1s2k_2q1s16k,32q1s1k_q1s64k,"
+        "q512s1k_63q1s2k,2q2k_32q1s4k,q128_8q1s8k,q1k,q8k,8q128,q2ks16k,4q512s4k,q256s64k",
+        "a bit of everything: few and many requests, of like and unlike lengths, prompts with and without history",
+    ),
     "chat": (
         "64q1s2k*0.55,128q1s1k*0.2,16q1s8k*0.1,q512s1k_63q1s2k*0.1,q1k*0.05",
         "interactive serving: many short conversations in decode, now and then a prompt beside them",
@@ -41,7 +46,7 @@ PROFILES: dict[str, tuple[str, str]] = {
 """Named workloads: the shapes and what they stand for. They are conventions of this project, not measurements of a
 service: who knows their own traffic writes it down instead."""
 
-DEFAULT_MIX = "chat"
+DEFAULT_MIX = "default"
 """The profile that is chosen for where no workload is named."""
 _SHARES = "a share is a number above 0, such as 64q1s4k*0.8"
 _MOST_SHAPES = 1000
