@@ -259,8 +259,9 @@ def fit_scales(timed: Sequence[Timed], backends: Sequence[str]) -> Scales:
 
 def _solved(family: Mapping[str, Any], scales: Scales) -> dict[str, Any]:
     """Return a family with the weights of its backends' times; of workloads without a time the weight is 0."""
-    places = np.array([each["values"] for each in family["features"].values()]).T * scales.scales
     floors = np.array(family["floors_us"])
+    values = np.array([each["values"] for each in family["features"].values()])
+    places = values.reshape(len(scales.names), len(floors)).T * scales.scales  # no feature may differ
     backends = {}
     for name, known in family["backends"].items():
         here = [index for index, time_us in enumerate(known["times_us"]) if time_us is not None]

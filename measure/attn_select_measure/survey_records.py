@@ -6,6 +6,7 @@ A line that stands behind another one of the same seed and number replaces it. `
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ Record = dict[str, Any]
 
 
 def read_survey(path: Path) -> list[Record]:
-    """Return a file's workloads in the order of seeds and numbers; none where there is no file.
+    """Return a file's workloads in the order of seeds and numbers; none where there is no file. An ``.xz`` is unpacked.
 
     The last line may have been cut off by the end of a run: it is left out.
 
@@ -36,10 +37,11 @@ def read_survey(path: Path) -> list[Record]:
     """
     named = printable(str(path))
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = (lzma.decompress(content) if path.suffix == ".xz" else content).decode("utf-8")
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise MeasurementError(f"{named}: cannot be read: {error}") from None
     found: dict[tuple[int, int], Record] = {}
     for number, line in enumerate(text.splitlines(keepends=True), 1):

@@ -1,0 +1,135 @@
+"""A fit of made-up times: what it predicts between them, with more of them, and what it takes."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("scipy", reason="a fit needs scipy")
+
+from attn_select.decide.selector import environment_for
+from attn_select.errors import MeasurementError
+from attn_select.layer.layer_config import layer_of
+from attn_select.machine.device import lookup
+from attn_select.rules.plugins import load_plugins
+from attn_select.times.batch_shape import parse_batch_shape
+from attn_select.times.features import Rates, step_features
+from attn_select.times.prediction import Survey
+from attn_select_measure import survey_records
+from attn_select_measure.survey_draw import draw, kind_of
+from attn_select_measure.survey_fit import extended, fit_survey, save
+from attn_select_measure.survey_records import Record, check_packaged
+
+RATES = Rates(4.19e6, 7.81e8, 132)
+
+
+def times_of(config: Any, batch: Any) -> dict[str, float]:
+    """Return times of two backends: one is better at few tiles, the other at many."""
+    features = step_features(config, batch, RATES)
+    lean = 0.1 * (features.values["tiles"] - 7)
+    return {"A": features.floor_us * math.exp(0.3 - lean), "B": features.floor_us * math.exp(0.3 + lean)}
+
+
+def record(number: int, seed: int = 0) -> Record:
+    """Return workload ``number`` of the plain decodes of a seed."""
+    drawn = draw(seed, number)
+    timed = [
+        {
+            "backend": name,
+            "failure": None,
+            "fingerprint": {name: {"acme": "1.0"}},
+            "date": "2026-11-28T00:00:00+00:00",
+            "time_us": time_us,
+            "compile_s": 1.5,
+            "eager": {"host_us": 40.0, "reserved_bytes": 0, "peak_bytes": 1 << 20},
+        }
+        for name, time_us in times_of(drawn.config, drawn.batch).items()
+    ]
+    return {
+        "seed": seed,
+        "number": number,
+        "kind": kind_of(drawn.config),
+        "config": drawn.config.model_dump(exclude_defaults=True),
+        "batch": str(drawn.batch),
+        "gpu": "NVIDIA H200",
+        "gpu_name": "h200",
+        "rates": {"copy_gbps": 4190.0, "tflops": 781.0},
+        "timed": timed,
+    }
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return [each for number in range(120) if (each := record(number))["config"].get("kv_lora_rank") is None]
+
+
+@pytest.fixture(scope="module")
+def fitted(records: list[Record]) -> dict[str, Any]:
+    return fit_survey(records)
+
+
+def test_it_chooses_between_what_was_measured(fitted: dict[str, Any]) -> None:
+    survey, right, errors = Survey(fitted, "made up"), 0, []
+    others = [each for n in range(60) if (each := record(n, seed=1))["config"].get("kv_lora_rank") is None]
+    for each in others:
+        config, batch = layer_of(each["config"]), parse_batch_shape(each["batch"])
+        found, times = survey.predict(config, batch), times_of(config, batch)
+        right += (found["A"] < found["B"]) == (times["A"] < times["B"])
+        errors.append(abs(math.log(found["A"] / times["A"])))
+    assert right >= 0.9 * len(others)
+    assert sorted(errors)[len(errors) // 2] < 0.1
+    assert 1 < survey.margin < 1.6
+
+
+def test_a_file_says_what_it_is_of(fitted: dict[str, Any], records: list[Record]) -> None:
+    assert (fitted["gpu"], fitted["workloads"]) == ("NVIDIA H200", len(records))
+    assert fitted["backends"]["A"] == {
+        "fingerprint": {"acme": "1.0"},
+        "date": "2026-11-28T00:00:00+00:00",
+        "times": len(records),
+    }
+    assert [*fitted["families"]] == ["attention"]
+
+
+def test_more_times_change_what_lies_near_them(fitted: dict[str, Any]) -> None:
+    new = record(3, seed=7)
+    for timed in new["timed"]:
+        timed["time_us"] *= 3.0 if timed["backend"] == "A" else 1.0
+    config, batch = layer_of(new["config"]), parse_batch_shape(new["batch"])
+    before = Survey(fitted, "made up").predict(config, batch)
+    more = extended(fitted, [new])
+    after = Survey(more, "made up").predict(config, batch)
+    assert after["A"] > 2 * before["A"]
+    assert after["B"] == pytest.approx(times_of(config, batch)["B"], rel=0.1)
+    assert more["workloads"] == fitted["workloads"] + 1
+
+
+def test_the_same_data_are_the_same_bytes(fitted: dict[str, Any], tmp_path: Path) -> None:
+    save(fitted, tmp_path / "one.json.gz")
+    save(fitted, tmp_path / "two.json.gz")
+    assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
+
+
+def test_too_little_is_refused(records: list[Record]) -> None:
+    with pytest.raises(MeasurementError, match="no backend has 5 times"):
+        fit_survey(records[:4])
+    one_kind = [{**records[0], "number": number} for number in range(8)]
+    with pytest.raises(MeasurementError, match="too few kinds of heads and sizes"):
+        fit_survey(one_kind)
+
+
+def test_packaged_times_are_of_the_kernels_that_are_here() -> None:
+    checked = check_packaged(load_plugins(), environment_for(lookup("cpu")))
+    assert {each.backend for each in checked} >= {"TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN"}
+    assert [each.backend for each in checked if each.stale and not each.known] == []
+
+
+def test_a_known_stale_backend_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = {"FLASHMLA": {"reason": "a new kernel", "date": "2026-11-28"}}
+    monkeypatch.setattr(survey_records, "known_stale", lambda: why)
+    with pytest.raises(MeasurementError, match=r"known_stale.toml names FLASHMLA: expected at most 3 backends whose"):
+        check_packaged(load_plugins(), environment_for(lookup("cpu")))
