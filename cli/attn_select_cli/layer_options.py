@@ -185,9 +185,7 @@ def workload_options(function: F) -> F:
         is_flag=True,
         help="Let a step take at least the host time of an eager call, as without CUDA graphs.",
     )(function)
-    function = click.option(
-        "--no-times", is_flag=True, help="Let rules alone decide."
-    )(function)
+    function = click.option("--no-times", is_flag=True, help="Let rules alone decide.")(function)
     function = click.option(
         "--times",
         "times",

@@ -40,7 +40,9 @@ def test_unlike_lengths_stretch_a_step() -> None:
     assert uneven["uneven"] == pytest.approx(math.log2(193 / 4), abs=0.01)
     one_tile = values("q1s128k", AttentionConfig(num_heads=1, num_kv_heads=1, head_size=128))
     assert one_tile["fill"] == -3  # an eighth of the multiprocessors, and fewer
-    waves = [values(f"{prompts}q128", AttentionConfig(num_heads=1, num_kv_heads=1, head_size=128)) for prompts in (132, 133)]
+    waves = [
+        values(f"{prompts}q128", AttentionConfig(num_heads=1, num_kv_heads=1, head_size=128)) for prompts in (132, 133)
+    ]
     assert waves[1]["stretch"] - waves[0]["stretch"] > 0.5  # one tile more than there are multiprocessors
 
 
@@ -54,7 +56,12 @@ def test_mixed_steps_say_how_much_is_prefill() -> None:
 
 def test_what_a_layer_asks_for() -> None:
     config = AttentionConfig(
-        num_heads=24, num_kv_heads=2, head_size=96, sliding_window=512, kv_cache_dtype="fp8_e4m3", num_speculative_tokens=3
+        num_heads=24,
+        num_kv_heads=2,
+        head_size=96,
+        sliding_window=512,
+        kv_cache_dtype="fp8_e4m3",
+        num_speculative_tokens=3,
     )
     found = values("64q4s4k", config)
     assert (found["window"], found["quantized"], found["sinks"]) == (1, 1, 0)
