@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from attn_select.backends.spec import BackendPlan
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import PHASES, AttentionConfig, Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.evidence import Evidence
@@ -24,8 +24,8 @@ from attn_select.times.workload import WeightedShape, Workload
 
 APART = 1.1
 """A mixed step of two backends counts so many times as long as its parts: no survey times such steps, and the least of
-many predictions is one that was too short. Steps of MLA's pairs were timed: they take 0.997 times their parts' predicted
-times (the median of 77 on an H200)."""
+many predictions is one that was too short. Steps of MLA's pairs were timed: they take 0.997 times their parts'
+predicted times (the median of 77 on an H200)."""
 Pair = dict[Phase, str]
 """The backend of each phase."""
 
@@ -244,8 +244,8 @@ class _Steps:
             return self._cut[batch]
         decodes = [is_decode(self._config, group.query_len) for group in batch.groups]
         found: dict[Phase, BatchShape] = {}
-        for phase, wanted in (("prefill", False), ("decode", True)):
-            groups = tuple([g for g, decode in zip(batch.groups, decodes, strict=True) if decode is wanted])
+        for phase in PHASES:
+            groups = tuple([g for g, decode in zip(batch.groups, decodes, strict=True) if decode is (phase == "decode")])
             if groups:
                 found[phase] = BatchShape(groups)
         self._cut[batch] = found
