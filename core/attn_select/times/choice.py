@@ -245,7 +245,9 @@ class _Steps:
         decodes = [is_decode(self._config, group.query_len) for group in batch.groups]
         found: dict[Phase, BatchShape] = {}
         for phase in PHASES:
-            groups = tuple([g for g, decode in zip(batch.groups, decodes, strict=True) if decode is (phase == "decode")])
+            groups = tuple(
+                [g for g, decode in zip(batch.groups, decodes, strict=True) if decode is (phase == "decode")]
+            )
             if groups:
                 found[phase] = BatchShape(groups)
         self._cut[batch] = found
