@@ -150,7 +150,7 @@ def engine_arguments(
 
 
 def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
-    split = "prefill" in table.arguments and any(_differs(table, layer.selection) for layer in explanation.attention)
+    split = "prefill" in table.arguments and any(table.takes_a_pair(layer.selection) for layer in explanation.attention)
     model = explanation.model["architecture"] if explanation.model else ""
     found = [
         Taken(
@@ -171,15 +171,6 @@ def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
             for taken in same:
                 taken.offer = min(_had(taken), key=_place, default=None)
     return found
-
-
-def _differs(table: EngineTable, selection: Selection) -> bool:
-    """Whether a layer's phases take other backends, and not by times of attn-select's own kernels alone."""
-    if len(set(selection.selected.values())) < 2 or selection.explicit:
-        return len(set(selection.selected.values())) > 1
-    offers = [table.offers(selection, (phase,), "attention") for phase in selection.config.phases]
-    named = [[offer for offer in each if offer.name is not None] for each in offers]
-    return len({_name(min(each, key=_place)) for each in named if each}) > 1
 
 
 def _places(table: EngineTable, selection: Selection, split: bool) -> list[tuple[str, Sequence[Phase]]]:
