@@ -49,7 +49,7 @@ def test_the_default_mix_decodes_with_the_layers_drafts() -> None:
 
 def test_in_the_default_mix_each_step_counts_alike(decider: Any) -> None:
     """Where A is half as fast in one long prompt and twice as fast in all decodes, its decodes count."""
-    times = {"*": {"A": 20.0, "B": 40.0}, "q8k": {"A": 40_000.0, "B": 20_000.0}}
+    times = {"*": {"A": 20.0, "B": 40.0}, "q256s64k": {"A": 40_000.0, "B": 20_000.0}}
     assert decide(decider(), times, workload=None).selected == {"prefill": "A", "decode": "A"}
     named = ",".join(str(shape.batch) for shape in default_mix(LAYER).shapes)
     assert decide(decider(), times, named).selected == {"prefill": "B", "decode": "A"}
