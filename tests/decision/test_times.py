@@ -109,10 +109,13 @@ def test_an_explicit_choice_beats_everything(decider: Any) -> None:
     assert by_name["B"].behind == pytest.approx(113 / 140)
 
 
-def test_nothing_passes_a_candidate_without_times(decider: Any) -> None:
-    assert ranks(decide(decider(), {"*": {"A": 125, "C": 100}})) == ["A", "B", "C"]
-    assert why(decide(decider(), {"*": {"A": 125, "C": 100}})) == "no neighbour of A in the order has times"
+def test_a_candidate_without_times_keeps_its_place(decider: Any) -> None:
+    assert ranks(decide(decider(), {"*": {"A": 125, "C": 100}})) == ["C", "B", "A"]
     assert ranks(decide(decider(), {"*": {"A": 125, "B": 100}})) == ["B", "A", "C"]
+    first = decide(decider(), {"*": {"B": 125, "C": 100}})
+    assert (ranks(first), first.selected["decode"]) == (["A", "C", "B"], "A")
+    assert why(first) == "A was not surveyed on such layers"
+    assert why(decide(decider(), {"*": {"A": 125}})) == "A alone was surveyed on such layers"
 
 
 def test_a_named_workload_is_the_sum_of_its_steps(decider: Any) -> None:

@@ -159,10 +159,10 @@ def order_by_times(
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         why = _why_rules(phase, share, by_rules, costs)
         if not why and by_rules.chosen is not None:
-            pools[phase] = rivals(by_rules.chosen, order[phase], costs, by_rules.placed)
+            pools[phase] = movable(order[phase], costs, by_rules.placed)
             if len(pools[phase]) < 2:
                 del pools[phase]
-                why = f"no neighbour of {by_rules.chosen} in the order has times"
+                why = f"{by_rules.chosen} alone was surveyed on such layers"
         elif not share and by_rules.chosen is not None and not by_rules.held and by_rules.chosen not in by_rules.placed:
             # No step of the workload is of this phase: it takes the first backend that shares the other one's cache.
             pools[phase] = [*by_rules.names]
@@ -346,37 +346,21 @@ def _beside(timing: Timing, name: str, winner: str | None, nearest: Sequence[Nea
 
 
 def arranged(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str] = ()) -> list[str]:
-    """Return candidates by cost where they have one.
-
-    A candidate moves only past neighbours that have a cost too. One without stays where it is and nothing passes it,
-    and so does one that a rule places.
+    """Return candidates by cost, those that have one and that no user's rule places; all others keep their places.
 
     Args:
         order: the candidates that can run, best first.
         costs: by candidate.
         placed: candidates that keep their place.
     """
-    found: list[str] = []
-    run: list[str] = []
-    for name in order:
-        if name in costs and name not in placed:
-            run.append(name)
-        else:
-            found += [*sorted(run, key=costs.__getitem__), name]
-            run = []
-    return found + sorted(run, key=costs.__getitem__)
+    moved = movable(order, costs, placed)
+    by_cost = iter(sorted(moved, key=costs.__getitem__))
+    return [next(by_cost) if name in moved else name for name in order]
 
 
-def rivals(name: str, order: Sequence[str], costs: Mapping[str, float], placed: Collection[str]) -> list[str]:
-    """Return the candidate and its neighbours in the order that times may choose in its place, in their order."""
-    found = [name]
-    here = order.index(name)
-    for step, others in ((-1, reversed(order[:here])), (1, iter(order[here + 1 :]))):
-        for other in others:
-            if other not in costs or other in placed:
-                break
-            found = [*found, other] if step > 0 else [other, *found]
-    return found
+def movable(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str]) -> list[str]:
+    """Return the candidates that times may order."""
+    return [name for name in order if name in costs and name not in placed]
 
 
 def fastest(
