@@ -255,7 +255,7 @@ def check_adapter(names: dict[str, Any]) -> None:
 
 def check_models(names: dict[str, Any]) -> None:
     assert names["found"].configs[0].num_heads == 8
-    assert names["selections"][0].selected["decode"] == "FLASH_ATTN"
+    assert names["selections"][0].selected["decode"] == "TRITON_ATTN"
 
 
 def check_nothing(names: dict[str, Any]) -> None:
