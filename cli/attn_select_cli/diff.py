@@ -142,7 +142,7 @@ def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
         why.append(f"{new} is ranked {now[new]['rank']}, {old} {now[old]['rank'] or 'not at all'}")
         if now[old].get("behind") is not None and now[new].get("behind") is not None:
             times = [now[name]["timing"]["time_us"] for name in (new, old)]
-            why.append(f"{new} takes {us_text(times[0])}, {old} {us_text(times[1])}, as predicted")
+            why.append(f"{new} is predicted to take {us_text(times[0])}, {old} {us_text(times[1])}")
     before = {(rule["name"], rule["file"]) for rule in a["rules"]}
     why += [
         f"rule {rule['name']} ({rule['file']}:{rule['line']})"

@@ -150,9 +150,7 @@ def engine_arguments(
 
 
 def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
-    split = "prefill" in table.arguments and any(
-        len(set(layer.selection.selected.values())) > 1 for layer in explanation.attention
-    )
+    split = "prefill" in table.arguments and any(table.takes_a_pair(layer.selection) for layer in explanation.attention)
     model = explanation.model["architecture"] if explanation.model else ""
     found = [
         Taken(

@@ -64,7 +64,7 @@ def command(
     """Time a model's own layers on this device, and add them to the device's survey where choices become better."""
     from attn_select.decide.selector import clear_cache
     from attn_select.errors import MeasurementError, UnknownNameError
-    from attn_select.times.prediction import family_of, user_path
+    from attn_select.times.prediction import SUFFIX, family_of, user_path
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_line, require_writable
@@ -82,7 +82,8 @@ def command(
     if path is None:
         raise MeasurementError("there is no home directory to keep a survey in", hint="use --out FILE")
     require_writable(path, "--out")
-    file, gpu = path.with_suffix(".records.jsonl"), device.full_name or device.name
+    file = path.with_name(path.name.removesuffix(SUFFIX) + ".records.jsonl")
+    gpu = device.full_name or device.name
     if path.exists() and not file.exists():
         raise MeasurementError(f"{path} exists, and no tune wrote it", hint="--out FILE names another one")
     benching = benching_module()

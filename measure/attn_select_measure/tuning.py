@@ -18,7 +18,7 @@ from attn_select.layer.layer_config import LayerConfig, layer_of
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
-from attn_select.times.prediction import packaged_survey
+from attn_select.times.prediction import SUFFIX, packaged_survey
 from attn_select.times.roofline import is_decode
 from attn_select.times.workload import WeightedShape, Workload, phases_of
 from attn_select_measure.survey_draw import PHASES, SPACE, Space, draw_batch, kind_of

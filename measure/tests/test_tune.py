@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, gpu: None) -> dict[str, Times]:
 @pytest.fixture(autouse=True)
 def survey_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Any) -> Path:
     """Where a user's survey is written; the packaged one says that FLASH_ATTN is the faster one."""
-    file = tmp_path / "cache" / "h100.json"
+    file = tmp_path / "cache" / "h100.json.gz"
     monkeypatch.setattr(prediction, "user_path", lambda device: file)
     monkeypatch.setattr(prediction, "PACKAGED_FOLDER", tmp_path / "packaged")
     settings = surveying.Settings(tmp_path / "survey.jsonl", None, BACKENDS, 0)
@@ -93,12 +94,16 @@ def survey_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Any) -
                 yield surveying.work_of(1, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
 
     surveying.survey(settings, plan, environment_for(H100), lambda text: None)
-    save(fit_survey(read_survey(settings.out)), tmp_path / "packaged" / "h100.json")
+    save(fit_survey(read_survey(settings.out)), tmp_path / "packaged" / "h100.json.gz")
     return file
 
 
+def content(file: Path) -> Any:
+    return json.loads(gzip.decompress(file.read_bytes()))
+
+
 def records_of(file: Path) -> list[Record]:
-    return read_survey(file.with_suffix(".records.jsonl"))
+    return read_survey(file.with_name(file.name.removesuffix(".json.gz") + ".records.jsonl"))
 
 
 def test_times_that_choose_better_are_written(run: Any, kernels: dict[str, Times], survey_file: Path) -> None:
@@ -114,8 +119,8 @@ def test_times_that_choose_better_are_written(run: Any, kernels: dict[str, Times
     assert f"24 workloads, {len(held)} of them held out" in result.out
     assert "as it stands, 1.000 (worst 1.00) with the times of these layers" in result.out
     assert f"written: {survey_file}, which decisions on this GPU rest on from now on" in result.out
-    written = json.loads(survey_file.read_text())
-    packaged = json.loads((prediction.PACKAGED_FOLDER / "h100.json").read_text())
+    written = content(survey_file)
+    packaged = content(prediction.PACKAGED_FOLDER / "h100.json.gz")
     assert written["workloads"] == packaged["workloads"] + 24  # those held out, too
     clear_cache()
     assert select(CONFIG, "h100", workload="64q1s4k").selected["decode"] == "TRITON_ATTN"
@@ -150,9 +155,9 @@ def test_a_tune_goes_on(run: Any, kernels: dict[str, Times], survey_file: Path, 
     other = run(*TUNE, "--seconds", "100", "--workloads", "30")
     assert "6 workloads to time, 24 in" in other.err
     assert records_of(survey_file)[:24] == first
-    named = run(*TUNE, "--out", str(tmp_path / "mine.json"))
+    named = run(*TUNE, "--out", str(tmp_path / "mine.json.gz"))
     assert named.code == 0
-    assert (tmp_path / "mine.json").exists()
+    assert (tmp_path / "mine.json.gz").exists()
     assert (tmp_path / "mine.records.jsonl").exists()
     assert "rest on from now on" not in named.out
 
@@ -160,10 +165,10 @@ def test_a_tune_goes_on(run: Any, kernels: dict[str, Times], survey_file: Path, 
 def test_what_was_tuned_before_stays(run: Any, kernels: dict[str, Times], survey_file: Path) -> None:
     kernels["times"] = triton_first
     run(*TUNE)
-    first = json.loads(survey_file.read_text())
+    first = content(survey_file)
     result = run("tune", "--num-heads", "8", *TUNE[3:])
     assert result.code == 0
-    assert json.loads(survey_file.read_text())["workloads"] == first["workloads"] + 24
+    assert content(survey_file)["workloads"] == first["workloads"] + 24
 
 
 def test_a_workload_limits_what_is_drawn(run: Any, kernels: dict[str, Times], survey_file: Path) -> None:
@@ -202,11 +207,11 @@ def test_an_encoder_has_prompts_alone() -> None:
 
 
 def test_a_gpu_without_a_survey_is_surveyed_first(run: Any, survey_file: Path) -> None:
-    (prediction.PACKAGED_FOLDER / "h100.json").unlink()
+    (prediction.PACKAGED_FOLDER / "h100.json.gz").unlink()
     result = run(*TUNE)
     assert result.code == 2
     assert "there is no survey of NVIDIA H100" in result.err
-    assert f"attn-select survey --out {survey_file.with_suffix('.records.jsonl')}" in result.err
+    assert f"attn-select survey --out {survey_file.with_name('h100.records.jsonl')}" in result.err
     assert not survey_file.parent.exists()
 
 
@@ -242,9 +247,9 @@ def test_a_cpu_has_nothing_to_tune(run: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_survey_of_the_users_own_is_not_replaced(run: Any, survey_file: Path) -> None:
     survey_file.parent.mkdir()
-    text = (prediction.PACKAGED_FOLDER / "h100.json").read_text()
-    survey_file.write_text(text)
+    data = (prediction.PACKAGED_FOLDER / "h100.json.gz").read_bytes()
+    survey_file.write_bytes(data)
     result = run(*TUNE, "--out", str(survey_file))
     assert result.code == 2
     assert f"{survey_file} exists, and no tune wrote it" in result.err
-    assert survey_file.read_text() == text
+    assert survey_file.read_bytes() == data

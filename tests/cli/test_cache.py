@@ -14,7 +14,7 @@ MODEL = ("--model", "llama-3-8b")
 
 
 def test_one_side_shows_its_cache(run: Any) -> None:
-    result = run("cache", *MODEL, "--gpu", "h100")
+    result = run("cache", *MODEL, "--gpu", "h100", "--no-times")
     assert result.code == 0
     cells = re.split(r"  +", result.out.splitlines()[-1])
     assert cells[:4] == ["full_attention × 32", "kv1-04fc50e12331", "FLASH_ATTN_NHD", "16"]
@@ -65,7 +65,7 @@ def test_sides_of_one_layout_fit(run: Any) -> None:
 
 
 def test_another_layout_names_the_option_that_removes_it(run: Any) -> None:
-    result = run("cache", *MODEL, "--gpu", "h100", "--gpu", "b200")
+    result = run("cache", *MODEL, "--gpu", "a100", "--gpu", "b200")
     assert result.code == 1
     assert "full_attention: layout  FLASH_ATTN_NHD -> FLASHINFER_HND" in result.out
     assert "The sides fit when you give the decode side --backend FLASH_ATTN. Or attn_select.runtime." in result.out

@@ -88,26 +88,34 @@ def test_matrix_has_one_format(run: Any) -> None:
 
 
 def test_diff_between_gpus_says_what_and_why(run: Any) -> None:
-    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu t4")
+    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--no-times", "--to", "--gpu t4")
     assert result.code == 1
     assert "FLASH_ATTN -> TRITON_ATTN" in result.out
     assert "compute capability 7.5" in result.out
 
 
 def test_diff_names_the_rules_of_the_phase(run: Any) -> None:
-    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--kv-cache-dtype fp8", "--json")
+    result = run("diff", "--model", "deepseek-v3", "--gpu", "t4", "--to", "--gpu b200", "--json")
     why = {change["phase"]: " ".join(change["why"]) for change in result.json["changes"] if change["what"] == "backend"}
-    assert ("fp8-prefill" in why["prefill"], "fp8-decode" in why["prefill"]) == (True, False)
-    assert ("fp8-prefill" in why["decode"], "fp8-decode" in why["decode"]) == (False, True)
+    assert "mla-prefill" in why["prefill"]
+    assert "mla-prefill" not in why["decode"]
+
+
+def test_diff_says_predicted_times(run: Any) -> None:
+    result = run("diff", "--model", "deepseek-v3", "--gpu", "h200", "--no-times", "--to", "--gpu h100", "--json")
+    assert result.json["changes"] == []  # what is given for both sides
+    result = run("diff", "--model", "deepseek-v3", "--gpu", "a100", "--to", "--gpu h200", "--json")
+    why = [" ".join(change["why"]) for change in result.json["changes"] if change["what"] == "backend"]
+    assert any("FLASHINFER_MLA is predicted to take " in each for each in why)
 
 
 def test_diff_between_gpus_of_one_kind(run: Any) -> None:
-    assert run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu h100-pcie").code == 0
+    assert run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu gh200").code == 0
 
 
 def test_diff_between_rules(run: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('version = 1\n[[rules]]\nname = "x"\nprefer = ["TRITON_ATTN"]\n')
-    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--rules mine.toml", "--json")
+    result = run("diff", "--model", "llama-3-8b", "--gpu", "a100", "--to", "--rules mine.toml", "--json")
     assert result.code == 1
     change = result.json["changes"][0]
     assert (change["from"], change["to"]) == ("FLASH_ATTN", "TRITON_ATTN")
@@ -456,7 +464,7 @@ def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
     rules.write_text(
         'version = 1\n[[rules]]\nname = "long"\nwhen = { seq_len = ">=32768" }\nprefer = ["TRITON_ATTN"]\n', "utf-8"
     )
-    layer = ("--num-heads", "40", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "h100", "--rules", str(rules))
+    layer = ("--num-heads", "40", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "a100", "--rules", str(rules))
     for workload, name in (("8q1s32k,q32k", "TRITON_ATTN"), ("8q1s1k", "FLASH_ATTN")):
         cell = run("matrix", *layer, "--workload", workload, "--json").json["cells"][0]
         assert cell["selected"]["decode"] == name

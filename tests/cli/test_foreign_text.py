@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -73,14 +74,15 @@ def test_the_name_of_a_workload(run: Any, tmp_path: Path) -> None:
 
 
 def test_a_survey(run: Any, tmp_path: Path) -> None:
-    path, asked = tmp_path / "survey.json", ("--model", "llama-3-8b", "--gpu", "h200", "--times", "survey.json")
-    survey = json.loads((PACKAGED_FOLDER / "h200.json").read_text())
+    path = tmp_path / "survey.json.gz"
+    asked = ("--model", "llama-3-8b", "--gpu", "h200", "--times", path.name)
+    survey = json.loads(gzip.decompress((PACKAGED_FOLDER / "h200.json.gz").read_bytes()))
     for key in ("gpu", "date", "v", "rates"):
-        path.write_text(json.dumps({**survey, key: EVIL}))
+        path.write_bytes(gzip.compress(json.dumps({**survey, key: EVIL}).encode()))
         printed(run, "explain", *asked)
     survey["backends"]["FLASH_ATTN"]["fingerprint"] = {"vllm": EVIL}
     survey["families"]["attention"]["backends"][EVIL] = survey["families"]["attention"]["backends"]["FLASH_ATTN"]
-    path.write_text(json.dumps(survey))
+    path.write_bytes(gzip.compress(json.dumps(survey).encode()))
     printed(run, "explain", *asked, "--with", "vllm==1.0")
 
 

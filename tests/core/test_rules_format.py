@@ -334,13 +334,3 @@ def test_nothing_in_a_rules_file_runs(rules_file: WriteRules, tmp_path: Path) ->
         with contextlib.suppress(RulesError):
             load_rules([rules_file(body)])
     assert not witness.exists()
-
-
-def test_a_rule_may_carry_the_date_of_its_times(rules_file: WriteRules) -> None:
-    body = '[[rules]]\nname = "r"\ndeny = ["A"]\nmeasured = {}\n'
-    for date in ("2026-11-22", "2026-11-22T13:05:00+00:00"):
-        found = load_rules([rules_file(body.format(f'"{date}"'))]).rules
-        assert [rule.measured for rule in found if rule.name == "r"] == [date]
-    for wrong in ('"yesterday"', "2026", "true"):
-        with pytest.raises(RulesError, match=r"measured = .*: expected a date such as"):
-            load_rules([rules_file(body.format(wrong))])

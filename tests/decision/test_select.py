@@ -56,13 +56,13 @@ def test_backends_of_another_kind_of_layers_have_no_rank(layer: AttentionConfig,
 
 
 def test_a_backend_that_was_asked_for_leads_the_ranked_ones() -> None:
-    by_rules = [candidate.backend for candidate in select(GQA, "h100").ranked(PHASES)]
+    by_rules = [candidate.backend for candidate in select(GQA, "a100").ranked(PHASES)]
     last = by_rules[-1]
-    assert [candidate.backend for candidate in select(GQA, "h100", backend=last).ranked(PHASES)] == [
+    assert [candidate.backend for candidate in select(GQA, "a100", backend=last).ranked(PHASES)] == [
         last,
         *by_rules[:-1],
     ]
-    halves = select(GQA, "h100", backend=f"decode={last}").ranked(PHASES)
+    halves = select(GQA, "a100", backend=f"decode={last}").ranked(PHASES)
     assert [candidate.backend for candidate in halves] == by_rules
 
 
@@ -110,9 +110,9 @@ def test_no_argument_that_changes_gives_a_stale_answer(tmp_path: Path) -> None:
 
 def test_a_rule_set_that_changes_is_read_again() -> None:
     rules = load_rules()
-    assert select(GQA, "h100", rules).selected["decode"] == "FLASH_ATTN"
+    assert select(GQA, "a100", rules).selected["decode"] == "FLASH_ATTN"
     rules.rules.append(parse_rule({"name": "no", "deny": ["FLASH_ATTN"]}, file="f", line=1, layer=9))
-    assert select(GQA, "h100", rules).selected["decode"] == "FLASHINFER"
+    assert select(GQA, "a100", rules).selected["decode"] == "FLASHINFER"
 
 
 def test_options_of_a_rule_set_that_change_are_read_again(tmp_path: Path) -> None:

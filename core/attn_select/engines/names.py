@@ -194,6 +194,21 @@ class EngineTable:
             offers.append(replace(offer, why=why, place=before[-1] + 0.5 if before else place))
         return offers
 
+    def takes_a_pair(self, selection: Selection, lacks: Callable[[EngineName], str] = _nothing) -> bool:
+        """Whether a layer's phases take two backends, and not by times of attn-select's own kernels alone.
+
+        Args:
+            lacks: as in ``offers``.
+        """
+        if len(set(selection.selected.values())) < 2 or selection.explicit:
+            return len(set(selection.selected.values())) > 1
+        first = set[str]()
+        for phase in selection.config.phases:
+            offers = self.offers(selection, (phase,), "attention", lacks)
+            named = [(offer.place, offer.name.name) for offer in offers if offer.name is not None]
+            first.update(name for _, name in sorted(named)[:1])
+        return len(first) > 1
+
     def _offer(
         self,
         candidate: Candidate,

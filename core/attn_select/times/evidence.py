@@ -88,7 +88,7 @@ def load_evidence(
         now = present(surveyed.fingerprint, specs[name], environment)
         if parts := stale_parts(surveyed.fingerprint, now):
             stale[name] = ", ".join(parts)
-            if name in known_stale() or SOURCES in now and now[SOURCES] != surveyed.fingerprint[SOURCES]:
+            if name in known_stale() or (SOURCES in now and now[SOURCES] != surveyed.fingerprint[SOURCES]):
                 without.add(name)
     return Evidence(survey, stale, frozenset(without), host_time)
 

@@ -44,9 +44,11 @@ class Choice:
 def choose(selections: Sequence[Selection], has_flashinfer: bool) -> Choice:
     """Return the backends that stand least far behind in the orders of all kinds of layers together.
 
-    One backend serves both phases, unless attn-select chose a pair for a kind.
+    One backend serves both phases, unless attn-select chose a pair for a kind that does not rest on times of its own
+    kernels alone.
     """
-    pair = any(len(set(selection.selected.values())) > 1 for selection in selections)
+    without = partial(lacks, has_flashinfer=has_flashinfer)
+    pair = any(TABLE.takes_a_pair(selection, without) for selection in selections)
     phases: list[tuple[Phase, ...]] = [("prefill",), ("decode",)] if pair else [("prefill", "decode")]
     names: list[str | None] = []
     before: list[Offer] = []

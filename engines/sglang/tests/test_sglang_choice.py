@@ -40,11 +40,10 @@ def test_flags_says_the_same(model: str, gpu: str) -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "prefill", "decode", "passed_over"),
     [
-        ("llama-3-8b", "h100", "fa3", "fa3", ()),
         ("llama-3-8b", "a100", "flashinfer", "flashinfer", ("FLASH_ATTN",)),
         ("llama-3-8b", "b200", "trtllm_mha", "trtllm_mha", ()),
         ("gpt-oss-120b", "rtx5090", "triton", "triton", ("FLASHINFER",)),
-        ("deepseek-v3", "h100", "fa3", "flashinfer", ()),
+        ("deepseek-v3", "h100", "flashinfer", "flashinfer", ()),
         ("deepseek-v3", "b200", "trtllm_mla", "trtllm_mla", ("FLASH_ATTN_MLA",)),
         ("deepseek-v3", "rtx5090", "flashinfer", "triton", ("FLASH_ATTN_MLA",)),
     ],
@@ -55,7 +54,11 @@ def test_choices(model: str, gpu: str, prefill: str, decode: str, passed_over: t
 
 def test_times_of_our_kernel_choose_no_kernel_of_sglangs() -> None:
     assert chosen("llama-3-8b", "h200") == Choice("fa3", "fa3", (), ("TRITON_ATTN",))
-    assert chosen("gpt-oss-120b", "h200") == Choice("fa3", "fa3", (), ("TRITON_ATTN",))
+    choice = chosen("gpt-oss-120b", "h200")
+    assert (choice.prefill, choice.decode) == ("fa3", "fa3")
+    assert "TRITON_ATTN" in choice.not_ours
+    choice = chosen("gemma-4", "h200")
+    assert (choice.prefill, choice.decode) == ("flashinfer", "flashinfer")
     asked = select_model(configs_from_model("llama-3-8b", device=lookup("h200")).configs, "h200", backend="TRITON_ATTN")
     assert choose(asked, True) == Choice("triton", "triton", ())
     timed = select_model(configs_from_model("llama-3-8b", device=lookup("h200")).configs, "h200", workload="chat")

@@ -127,7 +127,9 @@ def test_times_of_our_kernel_choose_no_kernel_of_vllms(tmp_path: Path) -> None:
 
 def test_the_log_says_what_runs_and_not_what_does_not() -> None:
     """Providers, buffers and CUDA-graph levels are those of attn-select's kernels, which vLLM's own are not."""
-    theirs = choose(select(AttentionConfig(**GQA_FIELDS), "h100"), lambda _, engine: ["-"] if engine.own else [])
+    theirs = choose(
+        select(AttentionConfig(**GQA_FIELDS), "h100", times=False), lambda _, engine: ["-"] if engine.own else []
+    )
     text = choice_text(theirs, "full_attention")
     assert "chose for full_attention: FLASH_ATTN (vLLM's kernel)" in text
     assert "prefill + decode FLASH_ATTN  FA3: " in text
@@ -153,7 +155,7 @@ def test_the_log_says_which_of_a_pair_runs_and_who_runs_both() -> None:
 
 
 def test_mla_prefill_is_ordered_apart() -> None:
-    assert prefill_order(select(AttentionConfig(**MLA_FIELDS), "h100")) == ["FLASH_ATTN", "FLASHINFER"]
+    assert prefill_order(select(AttentionConfig(**MLA_FIELDS), "h100", times=False)) == ["FLASH_ATTN", "FLASHINFER"]
 
 
 ASKED = AttentionSelectorConfig(head_size=32, dtype="torch.float32", kv_cache_dtype="auto", block_size=None)

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attn_select.times.prediction import Survey
-
 from attn_select.decide.config_text import config_text
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.prediction import Survey
 from attn_select.times.roofline import roofline_us
 from attn_select.times.timed_layer import timed_layer
 from attn_select_measure.charts import Line, in_page, lines
