@@ -24,8 +24,8 @@ from attn_select.times.workload import WeightedShape, Workload
 
 APART = 1.1
 """A mixed step of two backends counts so many times as long as its parts: no survey times such steps, and the least of
-many predictions is one that was too short. Steps of MLA's pairs were timed: they take 0.997 times their parts' predicted
-times (the median of 77 on an H200)."""
+many predictions is one that was too short. Steps of MLA's pairs were timed: they take as long as their parts' predicted
+times (0.997 times, the median of 77 on an H200)."""
 Pair = dict[Phase, str]
 """The backend of each phase."""
 
