@@ -181,3 +181,18 @@ def test_what_was_measured_nearby_is_told(decider: Any) -> None:
     assert "took 1.11 times as long in the nearest measured layer, first call 2.5 s, workspace 4 KiB" in selection_text(
         selection
     )
+
+
+def test_prefills_of_mla_compare_by_their_part_of_mixed_steps(decider: Any, spec: Any, mla: AttentionConfig) -> None:
+    """B serves prefills alone: it is not faster because its mixed steps lack the decodes."""
+    specs = [spec("A", mla=True), spec("B", phases=("prefill",), mla=True)]
+    times = {
+        "q1k_64q1s2k": {"A": 120.0, "B": 1.0},
+        "q1k": {"A": 50.0, "B": 60.0},
+        "64q1s2k": {"A": 70.0, "B": 1.0},
+    }
+    selection = decide(decider(specs=specs), times, "q1k_64q1s2k", config=mla)
+    assert selection.selected == {"prefill": "A", "decode": "A"}
+    assert ranks(selection, "prefill")[:2] == ["A", "B"]
+    behind = {c.backend: c.phases["prefill"].behind for c in selection.candidates}
+    assert behind["B"] == pytest.approx(60 / 50)

@@ -210,7 +210,7 @@ class _Step:
         phase: that the step counts in; a mixed one is a prefill.
         whole: times of the whole step.
         parts: times of the prefills and of the decodes of a mixed step, each alone; else empty.
-        apart: how many times as long as its parts a mixed step of two backends counts.
+        together: whether one backend runs both phases of a mixed step at once; those of MLA run one behind the other.
         unit: that costs are in, us.
     """
 
@@ -219,7 +219,7 @@ class _Step:
     phase: Phase
     whole: Mapping[str, float]
     parts: Mapping[Phase, Mapping[str, float]]
-    apart: float
+    together: bool
     unit: float
 
     def time_us(self, pair: Mapping[Phase, str | None]) -> float | None:
@@ -227,11 +227,13 @@ class _Step:
         if not self.parts or pair.get("prefill") == pair.get("decode"):
             return self.whole.get(pair.get(self.phase) or "")
         times = [known.get(pair.get(phase) or "") for phase, known in self.parts.items()]
-        return sum([each or 0.0 for each in times]) * self.apart if None not in times else None
+        apart = APART if self.together else 1.0
+        return sum([each or 0.0 for each in times]) * apart if None not in times else None
 
     def alone_us(self, name: str) -> float | None:
-        """Return the time by one backend, of the prefills where it runs these alone."""
-        return self.whole.get(name, self.parts.get(self.phase, {}).get(name))
+        """Return the time by one backend, of the prefills of a mixed step where it runs these alone."""
+        prefills = self.parts.get(self.phase, {}).get(name)
+        return prefills if self.parts and not self.together else self.whole.get(name, prefills)
 
 
 class _Steps:
@@ -263,10 +265,9 @@ class _Steps:
                 mine = [group for group, decode in zip(groups, decodes, strict=True) if decode is (part == "decode")]
                 parts[part] = self._predicted(BatchShape(tuple(mine)), (part,))
         whole = self._predicted(shape.batch, here)
-        # The phases of MLA run one behind the other in any case.
-        apart = 1.0 if isinstance(config, AttentionConfig) and config.mla else APART
+        together = not (isinstance(config, AttentionConfig) and config.mla)
         unit = min(whole.values(), default=1.0) if alike else 1.0
-        return _Step(shape.batch, shape.weight, phase, whole, parts, apart, unit)
+        return _Step(shape.batch, shape.weight, phase, whole, parts, together, unit)
 
     def _predicted(self, batch: BatchShape, phases: tuple[Phase, ...]) -> dict[str, float]:
         """Return the times of the backends that serve all of these phases."""
