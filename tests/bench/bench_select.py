@@ -118,7 +118,7 @@ def in_process(repeats: int) -> list[tuple[str, str, str]]:
         uncached = timed(configs, count, lambda config, situation=situation: decide(situation, config, choice))
         rows.append((f"uncached, {count} distinct configs, {gpu}", f"{uncached:.0f} us", "1000 us"))
     situation = situation_for("h100", None, None)
-    evidence = load_evidence(situation.device, situation.environment)
+    evidence = load_evidence(situation.device, situation.environment, situation.specs)
     uncached = timed(configs, count, lambda config: decide(situation, config, choice, None, batches, evidence))
     rows.append((f"the same for workload {WORKLOAD}, h100", f"{uncached:.0f} us", ""))
     clear_cache()

@@ -46,7 +46,7 @@ def test_wheel_holds_the_packages_and_nothing_else(dist, tree, project):
     assert found == expected
     kinds = {PurePosixPath(name).suffix or PurePosixPath(name).name for name in found}
     measured = {".css", ".j2", ".js"} if project.folder == "measure" else set()
-    surveys = {".gz"} if project.folder == "core" else set()
+    surveys = {".gz"} if project.normalized == "attn_select" else set()
     assert kinds <= {".py", ".json", ".jsonl", ".toml", ".typed"} | measured | surveys
     assert not [name for name in found if PurePosixPath(name).name.startswith(("test_", "conftest"))]
     described = {name.removeprefix(f"{info}/") for name in dist.built[project].wheel if name.startswith(f"{info}/")}

@@ -200,14 +200,12 @@ class EngineTable:
         Args:
             lacks: as in ``offers``.
         """
-        if len(set(selection.selected.values())) < 2 or selection.explicit:
-            return len(set(selection.selected.values())) > 1
-        first = set[str]()
-        for phase in selection.config.phases:
-            offers = self.offers(selection, (phase,), "attention", lacks)
-            named = [(offer.place, offer.name.name) for offer in offers if offer.name is not None]
-            first.update(name for _, name in sorted(named)[:1])
-        return len(first) > 1
+        if len(set(selection.selected.values())) < 2:
+            return False
+        orders = [self.offers(selection, (phase,), "attention", lacks) for phase in selection.config.phases]
+        named = [[(offer.place, offer.name.name, offer.why) for offer in order if offer.name] for order in orders]
+        moved = any(why for order in named for _, _, why in order)
+        return not moved or len({min(order)[1] for order in named if order}) > 1
 
     def _offer(
         self,

@@ -127,9 +127,8 @@ def test_times_of_our_kernel_choose_no_kernel_of_vllms(tmp_path: Path) -> None:
 
 def test_the_log_says_what_runs_and_not_what_does_not() -> None:
     """Providers, buffers and CUDA-graph levels are those of attn-select's kernels, which vLLM's own are not."""
-    theirs = choose(
-        select(AttentionConfig(**GQA_FIELDS), "h100", times=False), lambda _, engine: ["-"] if engine.own else []
-    )
+    selection = select(AttentionConfig(**GQA_FIELDS), "h100", times=False)
+    theirs = choose(selection, lambda _, engine: ["-"] if engine.own else [])
     text = choice_text(theirs, "full_attention")
     assert "chose for full_attention: FLASH_ATTN (vLLM's kernel)" in text
     assert "prefill + decode FLASH_ATTN  FA3: " in text
@@ -141,7 +140,8 @@ def test_the_log_says_what_runs_and_not_what_does_not() -> None:
 
 
 def test_the_log_says_which_of_a_pair_runs_and_who_runs_both() -> None:
-    pair = choose(select(AttentionConfig(**GQA_FIELDS), "h200"), lambda *_: [])
+    asked = {"prefill": "FLASH_ATTN", "decode": "TRITON_ATTN"}
+    pair = choose(select(AttentionConfig(**GQA_FIELDS), "h200", backend=asked), lambda *_: [])
     assert set(pair.selection.selected.values()) == {"FLASH_ATTN", "TRITON_ATTN"}
     text = "it runs in prefill and decode: the order in decode counts"
     assert text in choice_text(pair, "full_attention")
