@@ -25,7 +25,7 @@ from attn_select.layer.models.presets import presets
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
-from attn_select.times.timed_layer import timed_layer
+from attn_select_measure.timed_fields import timed_fields
 
 FAMILIES = (
     "gqa", "mla", "window", "gqa", "sinks", "fp8", "sparse", "mla", "gqa", "drafts", "mla fp8", "gqa", "cap",
@@ -125,7 +125,7 @@ def draw_batch(rng: random.Random, phase: str, config: LayerConfig, space: Space
 
 def kind_of(config: LayerConfig) -> str:
     """Return one text for all layers that are alike but for what changes no time, to leave kinds out by."""
-    fields = timed_layer(config).to_dict()
+    fields = timed_fields(config)
     if isinstance(config, AttentionConfig):
         first = f"{config.num_heads}:{config.num_kv_heads} {config.head_size}"
         if config.mla:
@@ -209,7 +209,7 @@ def _of_models(base: str) -> list[Mapping[str, Any]]:
         for kind in configs_from_model(name).kinds:
             config = kind.config
             if isinstance(config, AttentionConfig) and config.attn_type == "decoder" and _base_of(config) == base:
-                found.setdefault(kind_of(config), {**timed_layer(config).to_dict(), "dtype": "bfloat16"})
+                found.setdefault(kind_of(config), {**timed_fields(config), "dtype": "bfloat16"})
     return [*found.values()]
 
 

@@ -22,7 +22,6 @@ from attn_select.machine.environment import Environment
 from attn_select.rules.plugins import load_plugins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
-from attn_select.times.timed_layer import timed_layer
 from attn_select.times.workload import phases_of
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
@@ -30,6 +29,7 @@ from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
 from attn_select_measure.survey_draw import PHASES, SPACE, TINY, draw, kind_of
 from attn_select_measure.survey_records import Record, append_record, merged, read_survey, write_survey
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
+from attn_select_measure.timed_fields import timed_fields
 
 PAIR = " + "
 """Between the backend of a step's prefills and that of its decodes, where they differ."""
@@ -135,7 +135,7 @@ def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig
         "family": family,
         "phase": phase,
         "kind": kind_of(config),
-        "config": timed_layer(config).to_dict(),
+        "config": timed_fields(config),
         "batch": str(batch),
     }
     return Work(row, config, batch)

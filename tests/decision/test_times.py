@@ -49,7 +49,7 @@ def test_the_default_mix_decodes_with_the_layers_drafts() -> None:
 
 def test_in_the_default_mix_each_step_counts_alike(decider: Any) -> None:
     """Where A is half as fast in one long prompt and twice as fast in all decodes, its decodes count."""
-    times = {"*": {"A": 20.0, "B": 40.0}, "q8k": {"A": 40_000.0, "B": 20_000.0}}
+    times = {"*": {"A": 20.0, "B": 40.0}, "q256s64k": {"A": 40_000.0, "B": 20_000.0}}
     assert decide(decider(), times, workload=None).selected == {"prefill": "A", "decode": "A"}
     named = ",".join(str(shape.batch) for shape in default_mix(LAYER).shapes)
     assert decide(decider(), times, named).selected == {"prefill": "B", "decode": "A"}
@@ -109,10 +109,13 @@ def test_an_explicit_choice_beats_everything(decider: Any) -> None:
     assert by_name["B"].behind == pytest.approx(113 / 140)
 
 
-def test_nothing_passes_a_candidate_without_times(decider: Any) -> None:
-    assert ranks(decide(decider(), {"*": {"A": 125, "C": 100}})) == ["A", "B", "C"]
-    assert why(decide(decider(), {"*": {"A": 125, "C": 100}})) == "no neighbour of A in the order has times"
+def test_a_candidate_without_times_keeps_its_place(decider: Any) -> None:
+    assert ranks(decide(decider(), {"*": {"A": 125, "C": 100}})) == ["C", "B", "A"]
     assert ranks(decide(decider(), {"*": {"A": 125, "B": 100}})) == ["B", "A", "C"]
+    first = decide(decider(), {"*": {"B": 125, "C": 100}})
+    assert (ranks(first), first.selected["decode"]) == (["A", "C", "B"], "A")
+    assert why(first) == "A was not surveyed on such layers"
+    assert why(decide(decider(), {"*": {"A": 125}})) == "A alone was surveyed on such layers"
 
 
 def test_a_named_workload_is_the_sum_of_its_steps(decider: Any) -> None:
@@ -178,3 +181,18 @@ def test_what_was_measured_nearby_is_told(decider: Any) -> None:
     assert "took 1.11 times as long in the nearest measured layer, first call 2.5 s, workspace 4 KiB" in selection_text(
         selection
     )
+
+
+def test_prefills_of_mla_compare_by_their_part_of_mixed_steps(decider: Any, spec: Any, mla: AttentionConfig) -> None:
+    """B serves prefills alone: it is not faster because its mixed steps lack the decodes."""
+    specs = [spec("A", mla=True), spec("B", phases=("prefill",), mla=True)]
+    times = {
+        "q1k_64q1s2k": {"A": 120.0, "B": 1.0},
+        "q1k": {"A": 50.0, "B": 60.0},
+        "64q1s2k": {"A": 70.0, "B": 1.0},
+    }
+    selection = decide(decider(specs=specs), times, "q1k_64q1s2k", config=mla)
+    assert selection.selected == {"prefill": "A", "decode": "A"}
+    assert ranks(selection, "prefill")[:2] == ["A", "B"]
+    behind = {c.backend: c.phases["prefill"].behind for c in selection.candidates}
+    assert behind["B"] == pytest.approx(60 / 50)

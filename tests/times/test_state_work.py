@@ -9,7 +9,6 @@ from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.roofline import roofline_us, step_work
-from attn_select.times.timed_layer import layer_from_dict, timed_layer
 
 GDN = StateConfig(recurrence="gated_delta_net", num_heads=2, num_v_heads=4, head_size=64, conv_kernel_size=4)
 STATE = 4 * 64 * 64 * 4
@@ -52,10 +51,3 @@ def test_the_roofline_of_a_decode_is_that_of_its_bytes() -> None:
     h200, batch = lookup("h200"), parse_batch_shape("64q1s1k")
     assert h200.bandwidth_gbps is not None
     assert roofline_us(GDN, batch, h200) == pytest.approx(step_work(GDN, batch).bytes / h200.bandwidth_gbps / 1e3)
-
-
-def test_layers_in_files_are_read_back() -> None:
-    layer = timed_layer(GDN.model_copy(update={"cuda_graph": "UNIFORM_BATCH"}))
-    assert layer == timed_layer(GDN)
-    assert layer_from_dict(layer.to_dict()) == layer
-    assert layer.config == GDN

@@ -208,7 +208,7 @@ def plan_lines(
         lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
     if runs:
         lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
-    if selection.evidence is not None:
+    if selection.evidence is not None or not selection.device.is_cpu:
         lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
     return lines
 
@@ -234,8 +234,10 @@ def _rank_lines(selection: Outcome[Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _time_text(selection: Outcome[Any], used: EvidenceUsed) -> str:
+def _time_text(selection: Outcome[Any], used: EvidenceUsed | None) -> str:
     """Say how long the chosen backends are predicted to take for the workload's steps, and what that rests on."""
+    if used is None:
+        return "not known: no survey takes part, rules rank the backends"
     parts: list[str] = []
     for phase, name in selection.selected.items():
         timing = _verdict(selection, name, phase).timing if name is not None else None

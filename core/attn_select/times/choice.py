@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from attn_select.backends.spec import BackendPlan
-from attn_select.layer.config import PHASES, AttentionConfig, Phase
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.evidence import Evidence
@@ -24,8 +24,8 @@ from attn_select.times.workload import WeightedShape, Workload
 
 APART = 1.1
 """A mixed step of two backends counts so many times as long as its parts: no survey times such steps, and the least of
-many predictions is one that was too short. Steps of MLA's pairs were timed: they take 0.997 times their parts'
-predicted times (the median of 77 on an H200)."""
+many predictions is one that was too short. Steps of MLA's pairs were timed: they take as long as their parts' predicted
+times (0.997 times, the median of 77 on an H200)."""
 Pair = dict[Phase, str]
 """The backend of each phase."""
 
@@ -159,10 +159,10 @@ def order_by_times(
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         why = _why_rules(phase, share, by_rules, costs)
         if not why and by_rules.chosen is not None:
-            pools[phase] = rivals(by_rules.chosen, order[phase], costs, by_rules.placed)
+            pools[phase] = movable(order[phase], costs, by_rules.placed)
             if len(pools[phase]) < 2:
                 del pools[phase]
-                why = f"no neighbour of {by_rules.chosen} in the order has times"
+                why = f"{by_rules.chosen} alone was surveyed on such layers"
         elif not share and by_rules.chosen is not None and not by_rules.held and by_rules.chosen not in by_rules.placed:
             # No step of the workload is of this phase: it takes the first backend that shares the other one's cache.
             pools[phase] = [*by_rules.names]
@@ -201,8 +201,43 @@ def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step of a workload with its predicted times, in us, by backend.
+
+    Attributes:
+        batch, weight: of the workload.
+        phase: that the step counts in; a mixed one is a prefill.
+        whole: times of the whole step.
+        parts: times of the prefills and of the decodes of a mixed step, each alone; else empty.
+        together: whether one backend runs both phases of a mixed step at once; those of MLA run one behind the other.
+        unit: that costs are in, us.
+    """
+
+    batch: BatchShape
+    weight: float
+    phase: Phase
+    whole: Mapping[str, float]
+    parts: Mapping[Phase, Mapping[str, float]]
+    together: bool
+    unit: float
+
+    def time_us(self, pair: Mapping[Phase, str | None]) -> float | None:
+        """Return the time of the step by the backends of its phases; None where it is not predicted."""
+        if not self.parts or pair.get("prefill") == pair.get("decode"):
+            return self.whole.get(pair.get(self.phase) or "")
+        times = [known.get(pair.get(phase) or "") for phase, known in self.parts.items()]
+        apart = APART if self.together else 1.0
+        return sum([each or 0.0 for each in times]) * apart if None not in times else None
+
+    def alone_us(self, name: str) -> float | None:
+        """Return the time by one backend, of the prefills of a mixed step where it runs these alone."""
+        prefills = self.parts.get(self.phase, {}).get(name)
+        return prefills if self.parts and not self.together else self.whole.get(name, prefills)
+
+
 class _Steps:
-    """The predicted times of a workload's steps, by backend."""
+    """The steps of a workload, and what is to be said of backends over them."""
 
     def __init__(
         self,
@@ -212,171 +247,121 @@ class _Steps:
         phases: Mapping[Phase, PhaseOrder],
         steps_alike: bool,
     ) -> None:
-        self._config, self._evidence, self._phases = config, evidence, phases
-        self._shapes = {phase: workload.of_phase(phase, config) for phase in phases}
-        # The phases of MLA run one behind the other in any case.
-        self._apart = 1.0 if isinstance(config, AttentionConfig) and config.mla else APART
-        self._known: dict[tuple[BatchShape, Phase], dict[str, float]] = {}
-        self._cut: dict[BatchShape, dict[Phase, BatchShape]] = {}
-        self._nearest: dict[BatchShape, list[Near]] = {}
-        self._units: dict[BatchShape, float] = {}
-        for phase, shapes in self._shapes.items():
-            for shape in shapes:
-                times = self._alone(phase, shape.batch).values()
-                self._units[shape.batch] = min(times, default=1.0) if steps_alike else 1.0
+        self._config, self._evidence = config, evidence
+        self._plans = {phase: by_rules.plans for phase, by_rules in phases.items()}
+        self._steps = [
+            self._step(shape, phase, steps_alike) for phase in phases for shape in workload.of_phase(phase, config)
+        ]
+        self._costs = {phase: self._costs_of(phase) for phase in phases}
 
-    def _of_part(self, phase: Phase, batch: BatchShape) -> dict[str, float]:
-        """Return the times of requests that are all of one phase, or of a whole mixed step, in us."""
-        key = batch, phase
-        if key not in self._known:
-            plans = self._phases[phase].plans
-            times = self._evidence.predict(self._config, batch)
-            self._known[key] = {
-                name: time_us + (plans[name].host_us_per_shape if phase == "prefill" else 0.0)
-                for name, time_us in times.items()
-                if name in plans
-            }
-        return self._known[key]
+    def _step(self, shape: WeightedShape, phase: Phase, alike: bool) -> _Step:
+        config, groups = self._config, shape.batch.groups
+        decodes = [is_decode(config, group.query_len) for group in groups]
+        parts: dict[Phase, Mapping[str, float]] = {}
+        here: tuple[Phase, ...] = (phase,)
+        if any(decodes) and not all(decodes):
+            here = ("prefill", "decode")
+            for part in here:
+                mine = [group for group, decode in zip(groups, decodes, strict=True) if decode is (part == "decode")]
+                parts[part] = self._predicted(BatchShape(tuple(mine)), (part,))
+        whole = self._predicted(shape.batch, here)
+        together = not (isinstance(config, AttentionConfig) and config.mla)
+        unit = min(whole.values(), default=1.0) if alike else 1.0
+        return _Step(shape.batch, shape.weight, phase, whole, parts, together, unit)
 
-    def _parts(self, batch: BatchShape) -> dict[Phase, BatchShape]:
-        """Return the requests of each phase."""
-        if batch in self._cut:
-            return self._cut[batch]
-        decodes = [is_decode(self._config, group.query_len) for group in batch.groups]
-        found: dict[Phase, BatchShape] = {}
-        for phase in PHASES:
-            groups = tuple(
-                [g for g, decode in zip(batch.groups, decodes, strict=True) if decode is (phase == "decode")]
-            )
-            if groups:
-                found[phase] = BatchShape(groups)
-        self._cut[batch] = found
+    def _predicted(self, batch: BatchShape, phases: tuple[Phase, ...]) -> dict[str, float]:
+        """Return the times of the backends that serve all of these phases."""
+        found = {}
+        for name, time_us in self._evidence.predict(self._config, batch).items():
+            if all(name in self._plans.get(phase, {}) for phase in phases):
+                first = phases[0]
+                found[name] = time_us + (self._plans[first][name].host_us_per_shape if first == "prefill" else 0.0)
         return found
 
-    def _time(self, pair: Mapping[Phase, str | None], phase: Phase, batch: BatchShape) -> float | None:
-        """Return the time of a step in us; None where it is not predicted."""
-        parts = self._parts(batch)
-        if len(parts) == 1 or len({pair.get(each) for each in parts}) == 1:
-            return self._of_part(phase, batch).get(pair.get(phase) or "")
-        times = [self._of_part(each, part).get(pair.get(each) or "") for each, part in parts.items()]
-        known = [time_us for time_us in times if time_us is not None]
-        return sum(known) * self._apart if len(known) == len(times) else None
-
-    def _alone(self, phase: Phase, batch: BatchShape) -> dict[str, float]:
-        """Return the time of a step by each backend that runs all of it, or its prefills where it runs them alone."""
+    def _costs_of(self, phase: Phase) -> dict[str, float]:
         found: dict[str, float] = {}
-        for name in self._phases[phase].plans:
-            time_us = self._time(dict.fromkeys(self._phases, name), phase, batch)
-            if time_us is None:
-                time_us = self._of_part(phase, self._parts(batch)[phase]).get(name)
-            if time_us is not None:
-                found[name] = time_us
+        steps = [step for step in self._steps if step.phase == phase]
+        for name in self._plans[phase] if steps else ():
+            times = [step.alone_us(name) for step in steps]
+            if None not in times:
+                costs = [s.weight * (time_us or 0.0) / s.unit for s, time_us in zip(steps, times, strict=True)]
+                found[name] = math.fsum(costs)
         return found
 
     def costs(self, phase: Phase) -> dict[str, float]:
         """Return the mean cost of a phase's steps by backend, of those that are predicted in all of them."""
-        found: dict[str, float] = {}
-        for name in self._phases[phase].plans:
-            costs = [self._cost_alone(name, phase, shape) for shape in self._shapes[phase]]
-            if costs and None not in costs:
-                found[name] = math.fsum([each for each in costs if each is not None])
-        return found
-
-    def _cost_alone(self, name: str, phase: Phase, shape: WeightedShape) -> float | None:
-        time_us = self._alone(phase, shape.batch).get(name)
-        return None if time_us is None else shape.weight * time_us / self._units[shape.batch]
+        return self._costs[phase]
 
     def cost(self, pair: Mapping[Phase, str]) -> tuple[int, float]:
         """Return how many steps of the whole workload are not predicted, and the mean cost of the others."""
-        unknown, total = 0, 0.0
-        for phase, shapes in self._shapes.items():
-            for shape in shapes:
-                time_us = self._time(pair, phase, shape.batch)
-                unknown += time_us is None
-                total += shape.weight * time_us / self._units[shape.batch] if time_us is not None else 0.0
-        return unknown, total
+        times = [(step, step.time_us(pair)) for step in self._steps]
+        known = [step.weight * time_us / step.unit for step, time_us in times if time_us is not None]
+        return len(times) - len(known), math.fsum(known)
 
     def time_us(self, pair: Mapping[Phase, str | None]) -> float | None:
         """Return the mean time of a step of the whole workload; None where not all of it is predicted."""
-        times = [
-            (shape.weight, self._time(pair, phase, shape.batch))
-            for phase, shapes in self._shapes.items()
-            for shape in shapes
-        ]
+        times = [(step.weight, step.time_us(pair)) for step in self._steps]
         known = [weight * time_us for weight, time_us in times if time_us is not None]
         return math.fsum(known) if known and len(known) == len(times) else None
 
     def shown(self, phase: Phase, winner: str | None) -> dict[str, tuple[Timing, float | None]]:
         """Return each candidate's time of a phase's steps, and that time as a multiple of the winner's."""
-        shapes = self._shapes[phase]
-        share = math.fsum([shape.weight for shape in shapes])
-        costs = self.costs(phase)
+        steps = [step for step in self._steps if step.phase == phase]
+        share = math.fsum([step.weight for step in steps])
+        costs, nearest = self._costs[phase], self._nearest(steps)
         found: dict[str, tuple[Timing, float | None]] = {}
         for name in costs:
-            times = [shape.weight * self._alone(phase, shape.batch)[name] for shape in shapes]
+            times = [step.weight * (step.alone_us(name) or 0.0) for step in steps]
             timing = Timing(
                 time_us=math.fsum(times) / share,
                 share=share,
                 stale=self._evidence.stale.get(name, ""),
-                host_us=self._phases[phase].plans[name].host_us_per_shape if phase == "prefill" else 0.0,
+                host_us=self._plans[phase][name].host_us_per_shape if phase == "prefill" else 0.0,
             )
             behind = costs[name] / costs[winner] if winner in costs else None
-            found[name] = self._beside(timing, name, winner, shapes), behind
+            found[name] = _beside(timing, name, winner, nearest), behind
         return found
 
-    def _beside(self, timing: Timing, name: str, winner: str | None, shapes: Sequence[WeightedShape]) -> Timing:
-        """Add what the nearest measured workloads say: of the step that counts most."""
-        batch = max(shapes, key=lambda shape: shape.weight).batch
-        if batch not in self._nearest:
-            self._nearest[batch] = self._evidence.survey.nearest(self._config, batch)
-        nearest = self._nearest[batch]
-        ratios = [
-            math.log(near.times_us[name] / near.times_us[winner])
-            for near in nearest
-            if name in near.times_us and winner is not None and winner in near.times_us
-        ]
-        first = [near.first_call_s[name] for near in nearest if name in near.first_call_s]
-        return replace(
-            timing,
-            near=math.exp(math.fsum(ratios) / len(ratios)) if ratios else None,
-            near_count=len(ratios),
-            first_call_s=first[0] if first else None,
-            workspace_bytes=max([n.workspace_bytes[name] for n in nearest if name in n.workspace_bytes], default=None),
-        )
+    def _nearest(self, steps: Sequence[_Step]) -> list[Near]:
+        """Return the measured workloads that are nearest to the step that counts most."""
+        if not steps:
+            return []
+        return self._evidence.survey.nearest(self._config, max(steps, key=lambda step: step.weight).batch)
+
+
+def _beside(timing: Timing, name: str, winner: str | None, nearest: Sequence[Near]) -> Timing:
+    """Add what the nearest measured workloads say."""
+    ratios = [
+        math.log(near.times_us[name] / near.times_us[winner])
+        for near in nearest
+        if name in near.times_us and winner is not None and winner in near.times_us
+    ]
+    first = [near.first_call_s[name] for near in nearest if name in near.first_call_s]
+    return replace(
+        timing,
+        near=math.exp(math.fsum(ratios) / len(ratios)) if ratios else None,
+        near_count=len(ratios),
+        first_call_s=first[0] if first else None,
+        workspace_bytes=max([n.workspace_bytes[name] for n in nearest if name in n.workspace_bytes], default=None),
+    )
 
 
 def arranged(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str] = ()) -> list[str]:
-    """Return candidates by cost where they have one.
-
-    A candidate moves only past neighbours that have a cost too. One without stays where it is and nothing passes it,
-    and so does one that a rule places.
+    """Return candidates by cost, those that have one and that no user's rule places; all others keep their places.
 
     Args:
         order: the candidates that can run, best first.
         costs: by candidate.
         placed: candidates that keep their place.
     """
-    found: list[str] = []
-    run: list[str] = []
-    for name in order:
-        if name in costs and name not in placed:
-            run.append(name)
-        else:
-            found += [*sorted(run, key=costs.__getitem__), name]
-            run = []
-    return found + sorted(run, key=costs.__getitem__)
+    moved = movable(order, costs, placed)
+    by_cost = iter(sorted(moved, key=costs.__getitem__))
+    return [next(by_cost) if name in moved else name for name in order]
 
 
-def rivals(name: str, order: Sequence[str], costs: Mapping[str, float], placed: Collection[str]) -> list[str]:
-    """Return the candidate and its neighbours in the order that times may choose in its place, in their order."""
-    found = [name]
-    here = order.index(name)
-    for step, others in ((-1, reversed(order[:here])), (1, iter(order[here + 1 :]))):
-        for other in others:
-            if other not in costs or other in placed:
-                break
-            found = [*found, other] if step > 0 else [other, *found]
-    return found
+def movable(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str]) -> list[str]:
+    """Return the candidates that times may order."""
+    return [name for name in order if name in costs and name not in placed]
 
 
 def fastest(

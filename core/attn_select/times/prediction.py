@@ -17,6 +17,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from itertools import repeat
 from operator import mul
 from pathlib import Path
@@ -162,7 +163,8 @@ class Survey:
         return found
 
     def predict(self, config: LayerConfig, batch: BatchShape) -> dict[str, float]:
-        """Return the time of one layer's step over a batch in us, for each backend that was timed on such layers.
+        """Return the time of one layer's step over a batch in us, for each backend that was timed on the like of it:
+        on one of the ``NEAREST`` measured workloads at least.
 
         A backend that serves one phase alone is to be asked about batches of that phase.
         """
@@ -170,10 +172,13 @@ class Survey:
         if family is None:
             return {}
         near, features = self._likeness(family, config, batch)
-        return {
-            name: features.floor_us * math.exp(family.levels[name] + family.amplitude * sum(map(mul, near, weights)))
-            for name, weights in family.weights.items()
-        }
+        nearest, found = nlargest(NEAREST, range(len(near)), near.__getitem__), {}
+        for name in family.weights:
+            times = family.data["backends"][name]["times_us"]
+            if any(times[index] is not None for index in nearest):
+                deviation = family.levels[name] + family.amplitude * sum(map(mul, near, family.weights[name]))
+                found[name] = features.floor_us * math.exp(deviation)
+        return found
 
     def nearest(self, config: LayerConfig, batch: BatchShape, count: int = NEAREST) -> list[Near]:
         """Return the measured workloads that are most like this one, the nearest first."""
@@ -182,7 +187,7 @@ class Survey:
             return []
         near, _ = self._likeness(family, config, batch)
         found = []
-        for index in sorted(range(len(near)), key=near.__getitem__, reverse=True)[:count]:
+        for index in nlargest(count, range(len(near)), near.__getitem__):
 
             def of(what: str, index: int = index) -> dict[str, float]:
                 values = {name: each[what][index] for name, each in family.data["backends"].items()}

@@ -43,8 +43,3 @@ class Timing:
             "host_us": self.host_us,
             "stale": self.stale or None,
         }
-
-
-def us_figure(time_us: float) -> str:
-    """Return microseconds in three digits."""
-    return f"{time_us:.3g}" if time_us < 1000 else f"{time_us:.0f}"

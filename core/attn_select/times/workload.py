@@ -18,8 +18,8 @@ from attn_select.times.roofline import is_decode
 
 PROFILES: dict[str, tuple[str, str]] = {
     "default": (
-        "256q1s512,64q1s2k,16q1s8k,4q1s32k,q1s4k,40q1s1k_20q1s4k_4q1s32k,8q1s512_6q1s2k_2q1s16k,32q1s1k_q1s64k,"
-        "q512s1k_63q1s2k,2q2k_32q1s4k,q128_8q1s8k,q1k,q8k,8q128,q2ks16k,4q512s4k,q256s64k",
+        "256q1s512,64q1s2k,8q1s8k,q1s16k,4q1s32k_20q1s4k_40q1s1k,q1s64k_32q1s1k,q512s1k_63q1s2k,q128_8q1s8k,"
+        "q1k,8q128,q2ks16k,q256s64k",
         "a bit of everything: few and many requests, of like and unlike lengths, prompts with and without history",
     ),
     "chat": (

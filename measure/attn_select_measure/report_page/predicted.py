@@ -17,8 +17,8 @@ from attn_select.machine.device import Device
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.prediction import Survey
 from attn_select.times.roofline import roofline_us
-from attn_select.times.timed_layer import timed_layer
 from attn_select_measure.charts import Line, in_page, lines
+from attn_select_measure.timed_fields import timed_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Layer:
     @property
     def key(self) -> Any:
         """What layers with the same charts have in common."""
-        return timed_layer(self.selection.config), self.device.name
+        return tuple(timed_fields(self.selection.config).items()), self.device.name
 
 
 def chart_groups(layers: Iterable[Layer]) -> list[ChartGroup]:

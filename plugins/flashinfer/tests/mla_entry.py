@@ -74,7 +74,7 @@ FlashInfer can choose between the two itself (`backend="auto"` inside `flashinfe
 is not used: what it finds differs from run to run and from rank to rank (flashinfer-ai/flashinfer
 #3920, sgl-project/sglang #35343). Here they are two backends, so `attn-select tune` measures both,
 keeps the times in a file with the GPU and the versions, and every rank that reads the file decides
-alike; `explain --workload` shows the times ([measurements.md](measurements.md)).
+alike; `explain --workload` shows the times ([times.md](times.md)).
 
 ## Its arguments
 

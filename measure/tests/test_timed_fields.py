@@ -1,4 +1,4 @@
-"""Which configs share measurements."""
+"""Which configs share times."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
-from attn_select.times.timed_layer import layer_from_dict, timed_layer
+from attn_select.layer.layer_config import layer_of
+from attn_select_measure.timed_fields import timed_fields
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 MLA = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -16,16 +16,11 @@ MLA = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_r
 
 @pytest.mark.parametrize(
     "same",
-    [
-        {"block_size": 16},
-        {"cuda_graph": "ALWAYS"},
-        {"kv_cache_dtype": "bfloat16"},
-        {"v_head_size": 128},
-    ],
+    [{"block_size": 16}, {"cuda_graph": "ALWAYS"}, {"kv_cache_dtype": "bfloat16"}, {"v_head_size": 128}],
     ids=str,
 )
 def test_what_moves_no_time_is_left_out(same: dict[str, Any]) -> None:
-    assert timed_layer(GQA.model_copy(update=same)) == timed_layer(GQA)
+    assert timed_fields(GQA.model_copy(update=same)) == timed_fields(GQA)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +38,11 @@ def test_what_moves_no_time_is_left_out(same: dict[str, Any]) -> None:
     ids=str,
 )
 def test_what_moves_times_tells_layers_apart(other: dict[str, Any]) -> None:
-    assert timed_layer(GQA.model_copy(update=other)) != timed_layer(GQA)
+    assert timed_fields(GQA.model_copy(update=other)) != timed_fields(GQA)
 
 
 def test_every_soft_cap_is_one_layer() -> None:
-    capped = [timed_layer(GQA.model_copy(update={"logits_soft_cap": cap})) for cap in (30.0, 50.0)]
+    capped = [timed_fields(GQA.model_copy(update={"logits_soft_cap": cap})) for cap in (30.0, 50.0)]
     assert capped[0] == capped[1]
 
 
@@ -55,12 +50,4 @@ def test_every_soft_cap_is_one_layer() -> None:
     "config", [GQA, MLA, GQA.model_copy(update={"logits_soft_cap": 50.0, "block_size": 64})], ids=["gqa", "mla", "cap"]
 )
 def test_through_a_file(config: AttentionConfig) -> None:
-    layer = timed_layer(config)
-    assert layer_from_dict(layer.to_dict()) == layer
-    assert timed_layer(layer.config) == layer
-    assert hash(layer_from_dict(layer.to_dict())) == hash(layer)
-
-
-def test_a_file_with_an_unknown_field_names_it() -> None:
-    with pytest.raises(ConfigError, match="'num_head'"):
-        layer_from_dict({"num_head": 32, "head_size": 128})
+    assert timed_fields(layer_of(timed_fields(config))) == timed_fields(config)
