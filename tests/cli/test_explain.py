@@ -69,7 +69,7 @@ def test_decisions_for_well_known_models(
         ("deepseek-v3", (), "FLASHINFER_MLA"),
         ("deepseek-v3", ("--kv-cache-dtype", "fp8"), "FLASHMLA"),
         ("deepseek-v3.2", ("--kv-cache-dtype", "fp8"), "TRITON_MLA_SPARSE"),
-        ("gemma-4", (), "TRITON_ATTN"),
+        ("llama-3-8b", (), "TRITON_ATTN"),
     ],
 )
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
