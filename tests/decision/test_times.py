@@ -196,3 +196,16 @@ def test_prefills_of_mla_compare_by_their_part_of_mixed_steps(decider: Any, spec
     assert ranks(selection, "prefill")[:2] == ["A", "B"]
     behind = {c.backend: c.phases["prefill"].behind for c in selection.candidates}
     assert behind["B"] == pytest.approx(60 / 50)
+
+
+def test_a_mixed_step_that_no_one_serves_alone_counts_like_the_others(decider: Any, spec: Any) -> None:
+    """In the default mix a pair's mixed steps are in units of its parts, not of microseconds."""
+    specs = [
+        spec("A", phases=("prefill",)),
+        spec("B", phases=("decode",)),
+        spec("C", phases=("decode",)),
+    ]
+    small = {"A": 10.0, "B": 100.0, "C": 110.0}
+    mixed = {str(shape.batch): small for shape in default_mix(LAYER).shapes if "_" in str(shape.batch)}
+    times = {"*": {"A": 10.0, "B": 100.0, "C": 60.0}, "63q1s2k": small, "8q1s8k": small, **mixed}
+    assert decide(decider(specs=specs), times, workload=None).selected == {"prefill": "A", "decode": "C"}

@@ -155,3 +155,11 @@ def test_packaged_files_are_small_and_quickly_read() -> None:
     assert paths
     for path in paths:
         assert path.stat().st_size <= 200_000
+
+
+def test_a_file_that_was_written_anew_is_read_again(home: Path) -> None:
+    path = written(home / "mine.json.gz", data(TRITON_ATTN=250.0, FLASH_ATTN=100.0))
+    assert select(GQA, "h200", times=path).selected["decode"] == "FLASH_ATTN"
+    written(path, data(TRITON_ATTN=50.0, FLASH_ATTN=100.0))
+    clear_cache()
+    assert select(GQA, "h200", times=path).selected["decode"] == "TRITON_ATTN"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -247,3 +248,5 @@ def clear_cache() -> None:
     detection.by_nvml.cache_clear()
     for read in (_situation, _environment, _rules, _read_workload, _evidence):
         read.cache_clear()
+    if (prediction := sys.modules.get("attn_select.times.prediction")) is not None:
+        prediction.read_survey_file.cache_clear()

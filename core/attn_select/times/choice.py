@@ -266,8 +266,9 @@ class _Steps:
                 parts[part] = self._predicted(BatchShape(tuple(mine)), (part,))
         whole = self._predicted(shape.batch, here)
         together = not (isinstance(config, AttentionConfig) and config.mla)
-        unit = min(whole.values(), default=1.0) if alike else 1.0
-        return _Step(shape.batch, shape.weight, phase, whole, parts, together, unit)
+        least = [whole] if whole else [*parts.values()]  # no backend may serve all of a mixed step
+        unit = sum([min(times.values(), default=0.0) for times in least]) if alike else 1.0
+        return _Step(shape.batch, shape.weight, phase, whole, parts, together, unit or 1.0)
 
     def _predicted(self, batch: BatchShape, phases: tuple[Phase, ...]) -> dict[str, float]:
         """Return the times of the backends that serve all of these phases."""
