@@ -26,7 +26,7 @@ MODULES = {
         "layer.models",
         "errors",
     ),
-    "Workloads and times": ("times.batch_shape", "times.workload", "times.measurement", "times.store"),
+    "Workloads and times": ("times.batch_shape", "times.workload", "times.prediction", "times.evidence"),
     "Plugins": ("backends.spec", "layer.layouts", "backends.hookspecs", "backends.kernel_builds"),
     "Runtime": (
         "runtime.group",

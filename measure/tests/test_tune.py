@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +80,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, gpu: None) -> dict[str, Times]:
 
 
 @pytest.fixture(autouse=True)
-def survey_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Any) -> Path:
+def survey_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Any) -> Iterator[Path]:
     """Where a user's survey is written; the packaged one says that FLASH_ATTN is the faster one."""
     file = tmp_path / "cache" / "h100.json.gz"
     monkeypatch.setattr(prediction, "user_path", lambda device: file)
@@ -95,7 +95,9 @@ def survey_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Any) -
 
     surveying.survey(settings, plan, environment_for(H100), lambda text: None)
     save(fit_survey(read_survey(settings.out)), tmp_path / "packaged" / "h100.json.gz")
-    return file
+    clear_cache()
+    yield file
+    clear_cache()  # what was read of an H100 here is not of the packaged survey
 
 
 def content(file: Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,12 @@ def written(path: Path, content: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home directory of its own."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home directory of its own; what was read there is forgotten."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     clear_cache()
-    return tmp_path
+    yield tmp_path
+    clear_cache()
 
 
 def test_a_predicted_time_is_the_floor_times_what_was_learned(home: Path) -> None:
