@@ -73,10 +73,11 @@ def test_filters(visit: Any) -> None:
     page.fill("#filter-gpu", "h2")
     assert page.locator("[data-cell]:visible").count() == 2
     assert page.locator("#shown").inner_text() == "2 of 15 cells"
-    page.select_option("#filter-backend", "FLASH_ATTN")
+    page.fill("#filter-model", "")
+    page.select_option("#filter-backend", "FLASHINFER_MLA")
     shown = page.locator("[data-cell]:visible")
     assert shown.count() == 1
-    assert "FLASH_ATTN" in shown.first.inner_text()
+    assert "FLASHINFER_MLA" in shown.first.inner_text()
     page.fill("#filter-model", "no such model")
     assert page.locator("[data-cell]:visible").count() == 0
 
