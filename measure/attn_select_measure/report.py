@@ -86,7 +86,7 @@ def _check_output(output: Path, force: bool) -> None:
 
 def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> Page:
     """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers."""
-    from attn_select.times.prediction import load_survey, read_survey_file
+    from attn_select.times.prediction import load_survey, survey_for
     from attn_select_cli.explanation import build_explanations
     from attn_select_measure.report_page.page import Cell, Page
     from attn_select_measure.report_page.predicted import Layer, chart_groups
@@ -97,7 +97,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
     for (model, gpu), explanation in zip(asked, explanations, strict=True):
         survey = None if options["no_times"] else load_survey(explanation.device)
         if options["times"] is not None:
-            survey = read_survey_file(Path(options["times"]), options["times"])
+            survey = survey_for(explanation.device, Path(options["times"]), options["times"])
         if survey is None:
             lacking[gpu] = None
         for each in explanation.layers:

@@ -63,8 +63,8 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
     "--phase",
     "phases",
     multiple=True,
-    type=click.Choice(["decode", "uneven", "spread", "prefill", "chunk", "mixed"]),
-    help="Only these of the seed's workloads; can be given again.",
+    metavar="NAME",
+    help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
 )
 @click.option("--seconds", type=Seconds(0, min_open=True), metavar="S", help="End by then [default: when all is done].")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Time this one alone; can be given again.")
@@ -103,6 +103,7 @@ def command(
     from attn_select.machine.environment import parse_pins
     from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import require_writable
+    from attn_select_measure.survey_draw import PHASES
 
     if (out is None) == (check is None):
         raise click.UsageError("give either --out FILE or --check [FILE]")
@@ -110,6 +111,9 @@ def command(
     for name in backends:
         if name not in specs:
             raise UnknownNameError("backend", name, specs)
+    for name in phases:
+        if name not in PHASES:
+            raise UnknownNameError("phase", name, dict.fromkeys(PHASES))
     environment = environment_for(detect_device().device, parse_pins(pins))
     if check is not None:
         return _check(Path(check) if check else None, environment)
@@ -157,6 +161,7 @@ def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
 
 def _check(path: Path | None, environment: Environment) -> int:
     """Print which times are stale, of a file or packaged ones; return the exit code."""
+    from attn_select.errors import MeasurementError
     from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import print_line
     from attn_select_measure.survey_records import check_packaged, check_survey, read_survey
@@ -164,6 +169,8 @@ def _check(path: Path | None, environment: Environment) -> int:
     registry = load_plugins()
     if path is None:
         checked = check_packaged(registry, environment)
+    elif not path.is_file():
+        raise MeasurementError(f"{path}: there is no such file", hint="--check alone judges the packaged times")
     else:
         checked = check_survey(read_survey(path), registry, environment)
     for each in checked:

@@ -22,6 +22,8 @@ from attn_select.times.prediction import PACKAGED_FOLDER, SUFFIX, read_survey_fi
 
 VERSION = 1
 """Of the lines' format."""
+PAIR = " + "
+"""Between the backend of a step's prefills and that of its decodes, where they differ."""
 MOST_KNOWN_STALE = 3
 """Backends whose packaged times may be of older kernels."""
 Record = dict[str, Any]
@@ -56,6 +58,11 @@ def read_survey(path: Path) -> list[Record]:
         if version != VERSION:
             raise MeasurementError(f"{named}:{number}: v = {version!r}: accepted is {VERSION}, the format's version")
     return [found[key] for key in sorted(found)]
+
+
+def times_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the valid times of a workload in us, by backend or by pair of backends."""
+    return {each["backend"]: each["time_us"] for each in record["timed"] if each["failure"] is None}
 
 
 def line_of(record: Mapping[str, Any]) -> str:

@@ -27,12 +27,10 @@ from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
 from attn_select_measure.survey_draw import PHASES, SPACE, TINY, draw, kind_of
-from attn_select_measure.survey_records import Record, append_record, merged, read_survey, write_survey
+from attn_select_measure.survey_records import PAIR, Record, append_record, merged, read_survey, write_survey
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 from attn_select_measure.timed_fields import timed_fields
 
-PAIR = " + "
-"""Between the backend of a step's prefills and that of its decodes, where they differ."""
 UNASKED = ("FLEX_ATTENTION",)
 """Timed where they are named alone: it compiles for half a minute at each new shape."""
 ROUNDS, SETTLED, ROUNDS_SECONDS = 12, 0.01, 1.0

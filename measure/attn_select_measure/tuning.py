@@ -23,8 +23,8 @@ from attn_select.times.roofline import is_decode
 from attn_select.times.workload import WeightedShape, Workload, phases_of
 from attn_select_measure.survey_draw import PHASES, SPACE, Space, draw_batch, kind_of
 from attn_select_measure.survey_fit import extended, fit_survey, save
-from attn_select_measure.survey_records import Record
-from attn_select_measure.surveying import PAIR, Work, work_of
+from attn_select_measure.survey_records import PAIR, Record, times_of
+from attn_select_measure.surveying import Work, work_of
 
 LEAST_OTHERS = 100
 """Workloads of other layers that must be known before a layer's own times are added to them."""
@@ -155,7 +155,7 @@ def judged(
         for record in held:
             config, batch = layer_of(record["config"]), parse_batch_shape(record["batch"])
             workload = Workload(str(batch), (WeightedShape(batch, 1.0),))
-            times = {each["backend"]: each["time_us"] for each in record["timed"] if each["failure"] is None}
+            times = times_of(record)
             regrets = []
             for path in paths:
                 selection = select(config, device, rules, environment=environment, workload=workload, times=path)

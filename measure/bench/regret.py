@@ -19,7 +19,7 @@ from attn_select.layer.layer_config import layer_of
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.prediction import family_of
 from attn_select.times.workload import WeightedShape, Workload, phases_of
-from attn_select_measure.survey_records import Record, read_survey
+from attn_select_measure.survey_records import PAIR, Record, read_survey, times_of
 
 OURS = {"attention": "TRITON_ATTN", "mla": "TRITON_MLA", "sparse_mla": "TRITON_MLA_SPARSE"}
 LIBRARIES = {
@@ -29,11 +29,6 @@ LIBRARIES = {
 }
 Times = Mapping[str, float]
 Rule = Callable[[Record, str, Times], str | None]
-
-
-def times_of(record: Record) -> Times:
-    """Return the valid times of a workload by backend, or by pair of backends."""
-    return {each["backend"]: each["time_us"] for each in record["timed"] if each["failure"] is None}
 
 
 def by_order(orders: Mapping[str, Sequence[str]]) -> Rule:
@@ -49,7 +44,7 @@ def by_choice(gpu: str, given: bool, times: str | bool) -> Rule:
         workload = Workload("", (WeightedShape(batch, 1.0),)) if given else None
         selection = select(config, gpu, workload=workload, times=times)
         phases = phases_of(batch, config)
-        names = [" + ".join(dict.fromkeys(str(selection.selected[phase]) for phase in phases))]
+        names = [PAIR.join(dict.fromkeys(str(selection.selected[phase]) for phase in phases))]
         names += [candidate.backend for candidate in selection.ranked(phases)]
         return next((name for name in names if name in measured), None)
 
@@ -61,7 +56,7 @@ def best_orders(records: Sequence[Record]) -> dict[str, Sequence[str]]:
     found: dict[str, Sequence[str]] = {}
     for family in OURS:
         mine = [times_of(record) for record in records if family_of(layer_of(record["config"])) == family]
-        names = sorted({name for times in mine for name in times if " + " not in name})
+        names = sorted({name for times in mine for name in times if PAIR not in name})
         found[family] = min(permutations(names), key=lambda order: _cost(order, mine), default=())
     return found
 

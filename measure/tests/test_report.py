@@ -124,7 +124,7 @@ def test_without_times_there_are_no_charts(run: Any) -> None:
 
 def test_a_named_survey_is_drawn(run: Any, tmp_path: Path) -> None:
     shutil.copy(PACKAGED_FOLDER / "h200.json.gz", tmp_path / "mine.json.gz")
-    page = written(run, "--model", "llama-3-8b", "--gpu", "a100", "--times", "mine.json.gz")
+    page = written(run, "--model", "llama-3-8b", "--gpu", "h200", "--times", "mine.json.gz")
     assert page.count("<svg") == 3
 
 

@@ -193,6 +193,8 @@ def test_check_says_what_is_stale(run: Any, out: Path) -> None:
         (("--check", "notes.txt"), "notes.txt:1: no line of a survey: to do"),
         (("--check", "later.jsonl"), "later.jsonl:1: v = 2: accepted is 1"),
         (("--out", "new.jsonl", "--with", "vllm"), "expected NAME==VERSION"),
+        (("--check", "no.jsonl"), "no.jsonl: there is no such file"),
+        (("--out", "new.jsonl", "--phase", "decodes"), "unknown phase 'decodes'"),
     ],
 )
 def test_wrong_input(

@@ -165,3 +165,11 @@ def test_a_file_that_was_written_anew_is_read_again(home: Path) -> None:
     written(path, data(TRITON_ATTN=50.0, FLASH_ATTN=100.0))
     clear_cache()
     assert select(GQA, "h200", times=path).selected["decode"] == "TRITON_ATTN"
+
+
+def test_a_survey_of_another_gpu_is_refused(home: Path) -> None:
+    path = written(home / "mine.json.gz", data(TRITON_ATTN=250.0))
+    with pytest.raises(MeasurementError, match="a survey of NVIDIA H200 says nothing of NVIDIA A100") as caught:
+        select(GQA, "a100", times=path)
+    assert str(path) in str(caught.value)
+    assert select(GQA, "h100", times=path).evidence is not None

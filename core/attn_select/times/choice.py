@@ -153,7 +153,7 @@ def order_by_times(
     pools: dict[Phase, list[str]] = {}
     for phase, by_rules in phases.items():
         order[phase] = [*by_rules.names]
-        costs = steps.costs(phase)
+        costs = steps.costs[phase]
         if not by_rules.held:
             order[phase] = arranged(by_rules.names, costs, by_rules.placed)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
@@ -206,21 +206,22 @@ class _Step:
     """One step of a workload with its predicted times, in us, by backend.
 
     Attributes:
-        batch, weight: of the workload.
+        weight: of the workload.
         phase: that the step counts in; a mixed one is a prefill.
         whole: times of the whole step.
         parts: times of the prefills and of the decodes of a mixed step, each alone; else empty.
         together: whether one backend runs both phases of a mixed step at once; those of MLA run one behind the other.
         unit: that costs are in, us.
+        nearest: the measured workloads that are most like it.
     """
 
-    batch: BatchShape
     weight: float
     phase: Phase
     whole: Mapping[str, float]
     parts: Mapping[Phase, Mapping[str, float]]
     together: bool
     unit: float
+    nearest: Sequence[Near]
 
     def time_us(self, pair: Mapping[Phase, str | None]) -> float | None:
         """Return the time of the step by the backends of its phases; None where it is not predicted."""
@@ -252,7 +253,7 @@ class _Steps:
         self._steps = [
             self._step(shape, phase, steps_alike) for phase in phases for shape in workload.of_phase(phase, config)
         ]
-        self._costs = {phase: self._costs_of(phase) for phase in phases}
+        self.costs = {phase: self._costs_of(phase) for phase in phases}
 
     def _step(self, shape: WeightedShape, phase: Phase, alike: bool) -> _Step:
         config, groups = self._config, shape.batch.groups
@@ -265,10 +266,11 @@ class _Steps:
                 mine = [group for group, decode in zip(groups, decodes, strict=True) if decode is (part == "decode")]
                 parts[part] = self._predicted(BatchShape(tuple(mine)), (part,))
         whole = self._predicted(shape.batch, here)
+        nearest = self._evidence.survey.nearest(config, shape.batch)
         together = not (isinstance(config, AttentionConfig) and config.mla)
         least = [whole] if whole else [*parts.values()]  # no backend may serve all of a mixed step
         unit = sum([min(times.values(), default=0.0) for times in least]) if alike else 1.0
-        return _Step(shape.batch, shape.weight, phase, whole, parts, together, unit or 1.0)
+        return _Step(shape.weight, phase, whole, parts, together, unit or 1.0, nearest)
 
     def _predicted(self, batch: BatchShape, phases: tuple[Phase, ...]) -> dict[str, float]:
         """Return the times of the backends that serve all of these phases."""
@@ -280,6 +282,7 @@ class _Steps:
         return found
 
     def _costs_of(self, phase: Phase) -> dict[str, float]:
+        """Return the mean cost of a phase's steps by backend, of those that are predicted in all of them."""
         found: dict[str, float] = {}
         steps = [step for step in self._steps if step.phase == phase]
         for name in self._plans[phase] if steps else ():
@@ -288,10 +291,6 @@ class _Steps:
                 costs = [s.weight * (time_us or 0.0) / s.unit for s, time_us in zip(steps, times, strict=True)]
                 found[name] = math.fsum(costs)
         return found
-
-    def costs(self, phase: Phase) -> dict[str, float]:
-        """Return the mean cost of a phase's steps by backend, of those that are predicted in all of them."""
-        return self._costs[phase]
 
     def cost(self, pair: Mapping[Phase, str]) -> tuple[int, float]:
         """Return how many steps of the whole workload are not predicted, and the mean cost of the others."""
@@ -309,7 +308,7 @@ class _Steps:
         """Return each candidate's time of a phase's steps, and that time as a multiple of the winner's."""
         steps = [step for step in self._steps if step.phase == phase]
         share = math.fsum([step.weight for step in steps])
-        costs, nearest = self._costs[phase], self._nearest(steps)
+        costs = self.costs[phase]
         found: dict[str, tuple[Timing, float | None]] = {}
         for name in costs:
             times = [step.weight * (step.alone_us(name) or 0.0) for step in steps]
@@ -320,29 +319,23 @@ class _Steps:
                 host_us=self._plans[phase][name].host_us_per_shape if phase == "prefill" else 0.0,
             )
             behind = costs[name] / costs[winner] if winner in costs else None
-            found[name] = _beside(timing, name, winner, nearest), behind
+            found[name] = _beside(timing, name, winner, steps), behind
         return found
 
-    def _nearest(self, steps: Sequence[_Step]) -> list[Near]:
-        """Return the measured workloads that are nearest to the step that counts most."""
-        if not steps:
-            return []
-        return self._evidence.survey.nearest(self._config, max(steps, key=lambda step: step.weight).batch)
 
-
-def _beside(timing: Timing, name: str, winner: str | None, nearest: Sequence[Near]) -> Timing:
-    """Add what the nearest measured workloads say."""
+def _beside(timing: Timing, name: str, winner: str | None, steps: Sequence[_Step]) -> Timing:
+    """Add what the workloads say that were measured nearest to any of the steps."""
+    nearest = [near for step in steps for near in step.nearest]
     ratios = [
         math.log(near.times_us[name] / near.times_us[winner])
         for near in nearest
         if name in near.times_us and winner is not None and winner in near.times_us
     ]
-    first = [near.first_call_s[name] for near in nearest if name in near.first_call_s]
     return replace(
         timing,
         near=math.exp(math.fsum(ratios) / len(ratios)) if ratios else None,
         near_count=len(ratios),
-        first_call_s=first[0] if first else None,
+        first_call_s=max([near.first_call_s[name] for near in nearest if name in near.first_call_s], default=None),
         workspace_bytes=max([n.workspace_bytes[name] for n in nearest if name in n.workspace_bytes], default=None),
     )
 

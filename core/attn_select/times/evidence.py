@@ -14,7 +14,7 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.fingerprint import SOURCES, present, stale_parts
-from attn_select.times.prediction import PACKAGED_FOLDER, Near, Survey, load_survey, read_survey_file
+from attn_select.times.prediction import PACKAGED_FOLDER, Near, Survey, load_survey, survey_for
 
 STALE = 1.05
 """A time of another release counts as so many times as long: kernels become faster, and a survey of them is due."""
@@ -75,9 +75,9 @@ def load_evidence(
         host_time: as ``Evidence`` has it.
 
     Raises:
-        MeasurementError: a file cannot be read.
+        MeasurementError: a file cannot be read, or ``path`` is of another GPU.
     """
-    survey = load_survey(device) if path is None else read_survey_file(path, path.name)
+    survey = load_survey(device) if path is None else survey_for(device, path, path.name)
     if survey is None:
         return None
     stale: dict[str, str] = {}

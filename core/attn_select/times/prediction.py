@@ -34,9 +34,9 @@ VERSION = 1
 """Of the files' format."""
 SUFFIX = ".json.gz"
 PACKAGED_FOLDER = Path(__file__).parent / "surveys"
-"""One file for each GPU; ``measure/bench/package_survey.py`` writes them."""
+"""One file for each GPU; ``attn-select survey --fit`` writes them."""
 NEAREST = 8
-"""Measured workloads that a prediction is explained by."""
+"""Measured workloads that a prediction is explained by, and one of which its backend must have been timed on."""
 
 Family = Literal["attention", "mla", "sparse_mla"]
 """Layers whose backends are others."""
@@ -117,6 +117,15 @@ class _Family:
         here = tuple(map(mul, [features.values[name] for name in self.features], self.scales))
         return [math.exp(-distance) for distance in map(math.dist, self.places, repeat(here))]
 
+    def measured(self, index: int, likeness: float) -> Near:
+        """Return a measured workload."""
+        backends = self.data["backends"]
+        known = {
+            key: {name: value for name, each in backends.items() if (value := each[key][index]) is not None}
+            for key in ("times_us", "first_call_s", "workspace_bytes", "host_us")
+        }
+        return Near(likeness, **known)
+
 
 class Survey:
     """One GPU's survey.
@@ -186,28 +195,12 @@ class Survey:
         if family is None:
             return []
         near, _ = self._likeness(family, config, batch)
-        found = []
-        for index in nlargest(count, range(len(near)), near.__getitem__):
-
-            def of(what: str, index: int = index) -> dict[str, float]:
-                values = {name: each[what][index] for name, each in family.data["backends"].items()}
-                return {name: value for name, value in values.items() if value is not None}
-
-            found.append(
-                Near(
-                    near[index],
-                    of("times_us"),
-                    of("first_call_s"),
-                    of("workspace_bytes"),
-                    of("host_us"),
-                )
-            )
-        return found
+        return [family.measured(index, near[index]) for index in nlargest(count, range(len(near)), near.__getitem__)]
 
     def _likeness(
         self, family: _Family, config: LayerConfig, batch: BatchShape
     ) -> tuple[Sequence[float], StepFeatures]:
-        last = self._last  # a step is asked about by all candidates, one after the other
+        last = self._last  # who asks for a step's times asks for the nearest workloads next
         if last is None or last[0] is not config or last[1] is not batch:
             assert isinstance(config, AttentionConfig)
             features = step_features(config, batch, self.rates)
@@ -223,19 +216,35 @@ def load_survey(device: Device) -> Survey | None:
         MeasurementError: the file cannot be read.
     """
     own = user_path(device)
-    return read_survey_file(own, "measured here") if own is not None and own.exists() else packaged_survey(device)
+    return survey_for(device, own, "measured here") if own is not None and own.exists() else packaged_survey(device)
 
 
 def packaged_survey(device: Device) -> Survey | None:
     """Return the packaged survey of a device, as ``load_survey`` does where the user has none."""
     path = PACKAGED_FOLDER / _file_name(device)
     if path.exists():
-        return read_survey_file(path, "packaged")
+        return survey_for(device, path, "packaged")
     for path in sorted(PACKAGED_FOLDER.glob(f"*{SUFFIX}")):
         measured = find_gpu(path.name.removesuffix(SUFFIX))
         if measured is not None and _differs_in_memory_alone(measured, device):
-            return read_survey_file(path, f"of {measured.name}").scaled(measured, device)
+            return survey_for(device, path, f"of {measured.name}")
     return None
+
+
+def survey_for(device: Device, path: Path, source: str) -> Survey:
+    """Return the survey of a file for a device: of that device, or of one that differs from it in its memory alone.
+
+    Raises:
+        MeasurementError: the file cannot be read, or is of another GPU.
+    """
+    survey = read_survey_file(path, source)
+    measured = find_gpu(survey.gpu)
+    if survey.gpu == device.full_name or (measured is not None and measured.name == device.name):
+        return survey
+    if measured is not None and _differs_in_memory_alone(measured, device):
+        return survey.scaled(measured, device)
+    text = f"{printable(str(path))}: a survey of {printable(str(survey.gpu))} says nothing of {device.full_name or device.name}"
+    raise MeasurementError(text, hint="a GPU has the same multiprocessors where its survey serves another one")
 
 
 def _differs_in_memory_alone(measured: Device, other: Device) -> bool:

@@ -16,8 +16,7 @@ class Timing:
         near: its mean time as a multiple of the chosen backend's in the nearest measured workloads; None where it was
             not timed there beside it.
         near_count: in how many measured workloads.
-        first_call_s: seconds of the first call with a cold disk cache in the nearest measured workload; None where that
-            is not known.
+        first_call_s: most seconds of a first call in the nearest measured workloads; None where that is not known.
         workspace_bytes: most device memory that a call takes beside its arguments in the nearest measured workloads.
         stale: which kernels it is of, where these are others than those that are here; else empty.
         host_us: of ``time_us``, the host time that each new shape takes (``BackendPlan.host_us_per_shape``).
