@@ -243,7 +243,8 @@ def survey_for(device: Device, path: Path, source: str) -> Survey:
         return survey
     if measured is not None and _differs_in_memory_alone(measured, device):
         return survey.scaled(measured, device)
-    text = f"{printable(str(path))}: a survey of {printable(str(survey.gpu))} says nothing of {device.full_name or device.name}"
+    of, here = printable(str(survey.gpu)), device.full_name or device.name
+    text = f"{printable(str(path))}: a survey of {of} says nothing of {here}"
     raise MeasurementError(text, hint="a GPU has the same multiprocessors where its survey serves another one")
 
 
