@@ -4,8 +4,6 @@ from __future__ import annotations
 
 TMA_FROM = (9, 0)
 GLUON_CAPABILITY = (9, 0)
-GLUON_TRITON = "3.6."
-"""Gluon, Triton's language of explicit layouts, is experimental: its kernels were compiled and run with these."""
 MEASURED_CAPABILITY = (9, 0)
 """Of the GPUs on which tiles and splits were measured, which ``tuning.toml`` names."""
 TILE_ROWS = 128
@@ -27,7 +25,7 @@ def two_powers(size: int) -> tuple[int, int]:
 
 
 def gluon_lacks(
-    capability: tuple[int, int], rank: int, rope: int, block_size: int, dtype: str, cache_dtype: str, triton: str | None
+    capability: tuple[int, int], rank: int, rope: int, block_size: int, dtype: str, cache_dtype: str
 ) -> str | None:
     """Return what keeps decode's warp-specialised kernel from these layers, as a predicate; None: it takes them.
 
@@ -36,7 +34,6 @@ def gluon_lacks(
         rank, rope: sizes of the latent and of the rope part.
         block_size: tokens per block of the cache.
         dtype, cache_dtype: names of the query's and the cache's dtype.
-        triton: Triton's version; None: unknown, and assumed to be one that was run.
     """
     if capability != GLUON_CAPABILITY:
         return "is for compute capability 9.0"
@@ -47,6 +44,4 @@ def gluon_lacks(
         return f"takes latents of {accepted}, not {rank} + {rope}"
     if block_size % GLUON_BLOCK:
         return f"takes blocks of multiples of {GLUON_BLOCK} tokens, not {block_size}"
-    if triton is not None and not triton.startswith(GLUON_TRITON):
-        return f"was run with Triton {GLUON_TRITON}x, not {triton}"
     return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections.abc import Iterator
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,7 @@ triton = pytest.importorskip("triton", minversion="3.6")
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 import torch  # noqa: E402
 
-from attn_select_triton.kernels import relaunch as module  # noqa: E402  # Triton first
-from attn_select_triton.kernels.descriptors import Descriptors  # noqa: E402
+from attn_select_triton.kernels.descriptors import Descriptors  # noqa: E402  # Triton first
 from attn_select_triton.kernels.relaunch import Relaunch, launcher_of  # noqa: E402
 
 
@@ -35,38 +36,43 @@ class Compiled:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+def compiled() -> Iterator[Compiled]:
     """Return a compiled kernel on a driver that knows one stream."""
     active = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
-    return Compiled()
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(active)
+    yield Compiled()
+    driver._active = before
 
 
-class CudaLauncher:
-    """Triton's launcher of a kernel whose second and fourth arguments are descriptors, or which has none."""
+def launcher_on(compiled: Compiled, described: bool) -> Any:
+    """Return the installed Triton's launcher of a kernel whose second and fourth arguments are descriptors, or of none.
 
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid, launch_pdl = False, True
-
-    def __init__(self, compiled: Compiled, described: bool) -> None:
-        self.launch: Any = Recorded(compiled)
-        if described:
-            signature = dict(enumerate(["*fp16", "tensordesc<fp16[8, 64]>", "i32", "tensordesc<fp16[8, 64]>"]))
-            self.launch = nvidia.wrap_handle_tensordesc(self.launch, signature, ["first meta", "second meta"])
-
-    def __call__(self, *given: Any) -> None:
-        first, rest = given[:5], given[5:]
-        self.launch(*first, self.launch_cooperative_grid, self.launch_pdl, None, None, *rest)
+    C's function below it, which needs a driver, is one that records what it is given.
+    """
+    launcher = object.__new__(nvidia.CudaLauncher)
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
+    launcher.launch_cooperative_grid, launcher.launch_pdl, launcher.gsan_enabled = False, True, False
+    launcher.arg_annotations, launcher.kernel_signature = "annotations", b"signature"
+    launcher.launch = Recorded(compiled)
+    if described:
+        signature = dict(enumerate(["*fp16", "tensordesc<fp16[8, 64]>", "i32", "tensordesc<fp16[8, 64]>"]))
+        launcher.launch = nvidia.wrap_handle_tensordesc(launcher.launch, signature, ["first meta", "second meta"])
+    return launcher
 
 
 class Recorded:
-    """The C function below it."""
+    """C's function below a launcher."""
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
 
     def __call__(self, *given: Any) -> None:
-        self._compiled.ran.append(given)
+        *others, last = given
+        # Either a list or a tuple does: C reads a sequence.
+        self._compiled.ran.append((*others, tuple(last) if isinstance(last, list) else last))
 
 
 @dataclasses.dataclass
@@ -79,9 +85,9 @@ class Descriptor:
     block_shape: list[int]
 
 
-def again(compiled: Compiled) -> Relaunch:
+def again(compiled: Compiled, *arguments: Any) -> Relaunch:
     relaunch = Relaunch(None)
-    relaunch._launcher = launcher_of(compiled)
+    relaunch._launcher = launcher_of(compiled, arguments)
     return relaunch
 
 
@@ -98,14 +104,14 @@ def test_the_c_function_gets_what_triton_gives_it(
     """And a descriptor is encoded once, whatever memory it leads to."""
     encoded: list[tuple[int, int]] = []
 
-    def encode(descriptor: Any, meta: str) -> list[Any]:
+    def encode(descriptor: Any, meta: str, *unread: Any) -> list[Any]:
         encoded.append((descriptor.base.data_ptr(), descriptor.shape[0]))
         return [f"map by {meta}", *descriptor.shape, *descriptor.strides]
 
-    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
-    launcher = CudaLauncher(compiled, described)
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", wraps(nvidia.make_tensordesc_arg)(encode))
+    launcher = launcher_on(compiled, described)
     monkeypatch.setattr(compiled, "run", launcher)
-    relaunch = again(compiled)
+    relaunch = None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     boxes = Descriptors(Descriptor(torch.zeros(0, 64), [9, 64], [64, 1], [8, 64]))
     tensor = torch.zeros(20, 64)
@@ -116,6 +122,10 @@ def test_the_c_function_gets_what_triton_gives_it(
         wanted = list(compiled.ran)
         encoded[:] = encoded[:-2]
         compiled.ran.clear()
+        relaunch = relaunch or again(compiled, *arguments)
+        assert relaunch._launcher is not None
+        assert relaunch._launcher.function is not None
+        assert not compiled.ran
         relaunch((2, 3, 4), *arguments)
         assert compiled.ran == wanted
     places = [(tensor.data_ptr(), 9), (tensor[4:].data_ptr(), 9), (tensor.data_ptr(), 20), (tensor[4:].data_ptr(), 20)]
@@ -159,6 +169,27 @@ def test_a_profilers_hooks_are_called_by_triton(hook: str, compiled: Compiled) -
     assert compiled.ran == [("item", (2, 3, 4), "a", 5)]
 
 
+@pytest.mark.parametrize("change", ["arguments are changed", "arguments come first", "none are handed on"])
+def test_a_launcher_of_another_shape_is_called_itself(
+    change: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No release is known by its name: what hands C's function anything else launches by itself."""
+
+    def call(self: Any, *given: Any) -> None:
+        handed = {"arguments are changed": [*given[:-1], "another"], "arguments come first": [*given[9:], *given[:9]]}
+        self.launch(*handed.get(change, given[:9]))
+
+    monkeypatch.setattr(nvidia.CudaLauncher, "__call__", call)
+    launcher = launcher_on(compiled, described=False)
+    monkeypatch.setattr(compiled, "run", launcher)
+    assert launcher_of(compiled, ("a", "b")).function is None
+    again(compiled, "a", "b")((2, 3, 4), "a", "b")
+    launched = list(compiled.ran)
+    compiled.ran.clear()
+    launcher(2, 3, 4, "stream of 3", "function", "metadata", None, None, None, "a", "b")
+    assert launched == compiled.ran
+
+
 def test_it_is_called_as_triton_calls_it() -> None:
     """``CompiledKernel.__getitem__`` of the installed release passes the same arguments."""
     import inspect
@@ -166,8 +197,5 @@ def test_it_is_called_as_triton_calls_it() -> None:
     from triton.compiler.compiler import CompiledKernel
 
     source = "".join(inspect.getsource(CompiledKernel.__getitem__).split())
-    launcher = "".join(inspect.getsource(nvidia.CudaLauncher.__call__).split())
-    assert "self.launch(gridX,gridY,gridZ,stream,function,self.launch_cooperative_grid,self.launch_pdl," in launcher
-    assert "global_scratch,profile_scratch,*args)" in launcher
     assert "self.run(grid[0],grid[1],grid[2],stream,self.function,self.packed_metadata,launch_metadata," in source
     assert "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*args)" in source

@@ -29,7 +29,7 @@ from attn_select_triton.facts.triton_support import (
     notes,
     split_workspace,
 )
-from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, TILE_ROWS, TMA_FROM, power_of_two, two_powers
+from attn_select_triton.limits import GLUON_CAPABILITY, TILE_ROWS, TMA_FROM, power_of_two, two_powers
 
 
 class TritonAttnOptions(BackendOptions):
@@ -115,12 +115,10 @@ def kernel_block_sizes(size: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys((size, *(page for page in reversed(PAGES) if size % page == 0))))
 
 
-def warp_specialised(config: AttentionConfig, device: Device, environment: Environment) -> bool:
+def warp_specialised(config: AttentionConfig, device: Device) -> bool:
     """Whether the Gluon kernel computes this layer's prefill on this device."""
-    triton = environment.version("triton")
     return (
         device.compute_capability == GLUON_CAPABILITY
-        and (triton is None or triton.startswith(GLUON_TRITON))
         and config.dtype in ("bfloat16", "float16")
         and (config.cache_dtype == config.dtype or config.cache_dtype.startswith("fp8"))
         and config.head_size == config.value_head_size
@@ -154,7 +152,7 @@ def prefill_way(
         return False, False, 0, False
     by_tma = whole_pages(config)
     gathered = 0 if by_tma or config.batch_invariant else options.gather_workspace_mib << 20
-    warps = warp_specialised(config, device, environment)
+    warps = warp_specialised(config, device)
     in_place = config.cache_dtype == config.dtype  # FP8 is copied out of the pages, as 16 bits
     return warps and in_place, by_tma, gathered, warps and not in_place and gathered > 0
 

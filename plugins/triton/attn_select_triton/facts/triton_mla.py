@@ -23,7 +23,7 @@ from attn_select_triton.facts.triton_support import (
     notes,
     split_workspace,
 )
-from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, gluon_lacks
+from attn_select_triton.limits import GLUON_CAPABILITY, gluon_lacks
 
 LORA_RANKS = HeadSizes(multiple_of=16, minimum=16, maximum=512)
 """Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512."""
@@ -73,15 +73,10 @@ _FIXED = "splits of a fixed number of tokens: batch invariance"
 _FIXED_GROWS = "partial results of fixed splits are reserved for the longest request and the largest batch of decodes"
 
 
-def warp_specialised_prefill(config: AttentionConfig, device: Device, environment: Environment) -> bool:
+def warp_specialised_prefill(config: AttentionConfig, device: Device) -> bool:
     """Whether the Gluon kernel computes these layers' prefills on this device."""
-    triton = environment.version("triton")
     qk_size = (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0)
-    return (
-        device.compute_capability == GLUON_CAPABILITY
-        and (triton is None or triton.startswith(GLUON_TRITON))
-        and (qk_size, config.v_head_dim) == PREFILL_SIZES
-    )
+    return device.compute_capability == GLUON_CAPABILITY and (qk_size, config.v_head_dim) == PREFILL_SIZES
 
 
 def _dim(name: str, value: int, supported: HeadSizes) -> Reason:
@@ -122,7 +117,7 @@ def _plan(
     said = notes(config, device)
     # Chunked prefill loops on host lengths, so mixed batches are not captured.
     if not decode:
-        warps = warp_specialised_prefill(config, device, environment)
+        warps = warp_specialised_prefill(config, device)
         return BackendPlan(
             kernel=PrefillKernel(warps),
             path="warp-specialised prefill" if warps else "prefill",
@@ -136,8 +131,7 @@ def _plan(
         )
     rank, rope, size = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0, config.block_size or BLOCK_SIZES[0]
     capability = device.compute_capability or (0, 0)
-    version = environment.version("triton")
-    lacks = gluon_lacks(capability, rank, rope, size, config.dtype, config.cache_dtype, version)
+    lacks = gluon_lacks(capability, rank, rope, size, config.dtype, config.cache_dtype)
     fp8_query = lacks is None and config.cache_dtype != config.dtype
     because = f"warp-specialised for Hopper, {rank} + {rope} in blocks of {size} by TMA"
     if fp8_query:

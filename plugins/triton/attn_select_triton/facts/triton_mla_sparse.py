@@ -22,7 +22,7 @@ from attn_select_triton.facts.triton_support import (
     notes,
     split_workspace,
 )
-from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_RANKS, GLUON_ROPE, GLUON_TRITON
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_RANKS, GLUON_ROPE
 
 ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 """Accepted ``qk_rope_head_dim`` besides 0."""
@@ -55,7 +55,7 @@ _SPLIT = "each token's chosen keys split until every SM has work"
 _WHOLE = "keys are not split: batch invariance"
 
 
-def gather_lacks(config: AttentionConfig, device: Device, environment: Environment) -> str | None:
+def gather_lacks(config: AttentionConfig, device: Device) -> str | None:
     """Return what keeps the warp-specialised kernel from these layers, as a predicate; None: it takes them."""
     if device.compute_capability != GLUON_CAPABILITY:
         return "is for compute capability 9.0"
@@ -66,9 +66,6 @@ def gather_lacks(config: AttentionConfig, device: Device, environment: Environme
         return f"takes latents of {accepted}, not {config.kv_lora_rank} + {config.qk_rope_head_dim}"
     if config.num_heads > MOST_ROWS:
         return f"takes up to {MOST_ROWS} heads, not {config.num_heads}"
-    triton = environment.version("triton")
-    if triton is not None and not triton.startswith(GLUON_TRITON):
-        return f"was run with Triton {GLUON_TRITON}x, not {triton}"
     return None
 
 
@@ -92,7 +89,7 @@ def plan(
     reasons = device_reasons(config, device, environment) + _dim_reasons(config)
     if reasons:
         return reasons
-    lacks = gather_lacks(config, device, environment)
+    lacks = gather_lacks(config, device)
     because = f"the Gluon kernel {lacks}" if lacks else _GATHER
     rows = min(64, -(-config.num_heads // 16) * 16)
     workspace = 0

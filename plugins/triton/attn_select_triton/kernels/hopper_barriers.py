@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn_select_triton.kernels.gluon_names import barrier
+
 
 @gluon.jit
 def barriers_of(STAGES: gl.constexpr):
@@ -18,5 +20,5 @@ def barriers_of(STAGES: gl.constexpr):
 @gluon.jit
 def hand_back(empty, buffer):
     """Tell the loader that this compute group is through with a tile, or with its part of one."""
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(empty.index(buffer), count=1)

@@ -308,7 +308,7 @@ def mla_launch(
         gluon: whether to take the warp-specialised kernel where it serves.
     """
     names = str(query), "fp8_e4m3" if cache == torch.float8_e4m3fn else str(cache)
-    lacks = gluon_lacks(capability, rank, rope, block_size, *names, triton.__version__)
+    lacks = gluon_lacks(capability, rank, rope, block_size, *names)
     if gluon and lacks is None:
         tile = tile_of("mla_hopper", capability, rows=rows)
         return MLALaunch(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, True, True)

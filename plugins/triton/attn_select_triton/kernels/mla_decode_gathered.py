@@ -11,8 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from attn_select_triton.kernels.gluon_names import async_load, tma_load
 from attn_select_triton.kernels.hopper_barriers import barriers_of
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
@@ -43,9 +44,9 @@ def gather_tiles(
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // P, P // 8], [LOADERS, 1], [1, 0])
     if tiles > 0:
         mbarrier.expect(barriers.q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
-        tma.async_copy_global_to_shared(q_half, [row, 0], barriers.q_ready, smem.q_left)
-        tma.async_copy_global_to_shared(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
+        tma_load(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
+        tma_load(q_half, [row, 0], barriers.q_ready, smem.q_left)
+        tma_load(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
     half_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, HALF))
     rope_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, ROPE))
     half_columns = gl.arange(0, R // 2, layout=gl.SliceLayout(0, HALF))[None, :]
@@ -65,12 +66,12 @@ def gather_tiles(
         half_slots = gl.load(slots + half_keys, mask=half_keys < high, other=0)
         rope_slots = gl.load(slots + rope_keys, mask=rope_keys < high, other=0)
         mbarrier.wait(barriers.left_empty.index(buffer), free)
-        async_copy.async_copy_global_to_shared(smem.k_pe.index(buffer), rope_rows + rope_columns, mask=rope_there)
-        async_copy.async_copy_global_to_shared(smem.k_left.index(buffer), half_rows + half_columns, mask=half_there)
+        async_load(smem.k_pe.index(buffer), rope_rows + rope_columns, mask=rope_there)
+        async_load(smem.k_left.index(buffer), half_rows + half_columns, mask=half_there)
         async_copy.mbarrier_arrive(barriers.left_ready.index(buffer), increment_count=False)
         mbarrier.wait(barriers.right_empty.index(buffer), free)
         right = half_rows + (R // 2 + half_columns)
-        async_copy.async_copy_global_to_shared(smem.k_right.index(buffer), right, mask=half_there)
+        async_load(smem.k_right.index(buffer), right, mask=half_there)
         async_copy.mbarrier_arrive(barriers.right_ready.index(buffer), increment_count=False)
 
 

@@ -20,11 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attn_select_triton.kernels.gluon_names import barrier, reinterpret, tma_load
 from attn_select_triton.kernels.hopper_barriers import barriers_of, hand_back
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.pieces import FIELDS
@@ -172,9 +172,9 @@ def load_tiles(
     """Load the query once and then every tile of keys, each half as soon as all groups are through with it."""
     if tiles > 0:
         mbarrier.expect(barriers.q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
-        tma.async_copy_global_to_shared(q_half, [row, 0], barriers.q_ready, smem.q_left)
-        tma.async_copy_global_to_shared(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
+        tma_load(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
+        tma_load(q_half, [row, 0], barriers.q_ready, smem.q_left)
+        tma_load(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
     for tile in range(tiles):
         buffer = tile % STAGES
         free = (tile // STAGES & 1) ^ 1
@@ -183,12 +183,12 @@ def load_tiles(
         mbarrier.wait(barriers.left_empty.index(buffer), free)
         bar = barriers.left_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(kv_rope, [key, R], bar, smem.k_pe.index(buffer))
-        tma.async_copy_global_to_shared(kv_half, [key, 0], bar, smem.k_left.index(buffer))
+        tma_load(kv_rope, [key, R], bar, smem.k_pe.index(buffer))
+        tma_load(kv_half, [key, 0], bar, smem.k_left.index(buffer))
         mbarrier.wait(barriers.right_empty.index(buffer), free)
         bar = barriers.right_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes)
-        tma.async_copy_global_to_shared(kv_half, [key, R // 2], bar, smem.k_right.index(buffer))
+        tma_load(kv_half, [key, R // 2], bar, smem.k_right.index(buffer))
 
 
 @gluon.jit
@@ -198,7 +198,7 @@ def clear_behind(values, first, high, T: gl.constexpr):
     loaded = values.load(T)
     values.store(gl.where((rows < high)[:, None], loaded, gl.zeros_like(loaded)))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -292,10 +292,10 @@ def write_quarters(
     else:
         T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        quarters = staging._reinterpret(pointers.out_ptr.dtype.element_ty, [2, first.shape[0], R // 4], wide)
+        quarters = reinterpret(staging, pointers.out_ptr.dtype.element_ty, [2, first.shape[0], R // 4], wide)
         quarters.index(0).store((first * norm).to(pointers.out_ptr.dtype.element_ty))
         quarters.index(1).store((second * norm).to(pointers.out_ptr.dtype.element_ty))
-        gl.thread_barrier()
+        barrier()
         for quarter in gl.static_range(2):
             total = quarters.index(quarter).load(T)
             write_columns(pointers, total, position, num_splits, strides, HEADS, R, False, COLUMN + quarter * R // 4, 1)
@@ -498,7 +498,7 @@ def add_values(
     buffer = tile % STAGES
     weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
-    quarters = halves._reinterpret(halves.dtype, [2 * STAGES, KEYS, R // 4], halves.type.layout)
+    quarters = reinterpret(halves, halves.dtype, [2 * STAGES, KEYS, R // 4], halves.type.layout)
     first_values = quarters.index(2 * buffer)
     second_values = quarters.index(2 * buffer + 1)
     if low + (tile + 1) * KEYS > high:
@@ -583,7 +583,7 @@ def attend_tile_turned(
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     smem.weights.permute((1, 0)).store(weights.to(values.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     accumulator = warpgroup_mma(values.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(0, [accumulator])
     hand_back(barriers.right_empty if RIGHT else barriers.left_empty, buffer)

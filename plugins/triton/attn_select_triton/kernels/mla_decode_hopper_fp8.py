@@ -19,11 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from attn_select_triton.kernels.gluon_names import barrier, reinterpret, tma_load
 from attn_select_triton.kernels.hopper_barriers import barriers_of, hand_back
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
@@ -114,7 +114,7 @@ def round_query(
     for part in gl.static_range(HALF):
         q_smem.index(BEGIN + part).store(rounded(loaded[part], scale))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(q_ready, count=1)
 
 
@@ -133,8 +133,8 @@ def load_tiles(
         bar = ready.index(buffer)
         mbarrier.expect(bar, PARTS * kv_part.block_type.nbytes + kv_rope.block_type.nbytes)
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(kv_part, [key, part * PART], bar, k_smem.index(buffer * PARTS + part))
-        tma.async_copy_global_to_shared(kv_rope, [key, R], bar, k_pe.index(buffer))
+            tma_load(kv_part, [key, part * PART], bar, k_smem.index(buffer * PARTS + part))
+        tma_load(kv_rope, [key, R], bar, k_pe.index(buffer))
 
 
 @gluon.jit
@@ -186,9 +186,9 @@ def add_values(
         for part in gl.static_range(R // PART // 2):
             clear_behind(values.index(part), start, high, T)
     weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
-    quarters = values._reinterpret(gl.float16, [2, KEYS, R // 4], values.type.layout)
+    quarters = reinterpret(values, gl.float16, [2, KEYS, R // 4], values.type.layout)
     first, second = multiply_values(first, second, weights, factor, least, quarters.index(0), quarters.index(1))
-    gl.thread_barrier()  # every warp is through with the values before one widens the next
+    barrier()  # every warp is through with the values before one widens the next
     return first, second
 
 
@@ -220,11 +220,11 @@ def attend_tile_turned(
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     smem.weights.permute((1, 0)).store(weights.to(gl.float16))
     fence_async_shared()
-    gl.thread_barrier()
-    half = values._reinterpret(gl.float16, [KEYS, R // 2], values.type.layout)
+    barrier()
+    half = reinterpret(values, gl.float16, [KEYS, R // 2], values.type.layout)
     accumulator = warpgroup_mma(half.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(0, [accumulator])
-    gl.thread_barrier()  # as in add_values
+    barrier()  # as in add_values
     return accumulator, new_max, sums
 
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia import hopper
 
 from attn_select_triton.kernels.descriptors import Descriptors
+from attn_select_triton.kernels.gluon_names import barrier
 from attn_select_triton.kernels.hopper_barriers import barriers_of
 from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe, sm_count
 from attn_select_triton.kernels.merge import merge_rows
@@ -207,7 +208,7 @@ def write_rows(rows, item, row, q_smem, accumulators, norm, OPTIONS: gl.constexp
         if rows.out_scale_ptr is not None:
             result = gl.minimum(gl.maximum(result, -E4M3_MAX), E4M3_MAX)
         q_smem.index(part).store(result.to(q_smem.dtype))
-    gl.thread_barrier()
+    barrier()
     flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     token = (item.query_start + flat // GROUP).to(gl.int64)
     places = token * rows.stride_ot + (item.kv_head * GROUP + flat % GROUP) * rows.stride_oh
@@ -249,7 +250,7 @@ def attend_items(
     while more:
         item = take(mail, turn)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
 
         flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         limits, running = begin(rows, item, flat, OPTIONS)
@@ -289,7 +290,7 @@ def attend_items(
             if OPTIONS.lse:
                 gl.store(rows.lse_ptr + lse_row, lse, mask=inside)
             write_rows(rows, item, row, q_smem, accumulators, norm, OPTIONS)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(mail.read.index((turn - 1) % 2), count=1)
         if not EARLY:
             query = load_query(rows, following, row, OPTIONS)

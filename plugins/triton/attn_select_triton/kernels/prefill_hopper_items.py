@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn_select_triton.kernels.gluon_names import barrier, reinterpret, tma_load
 
 PART = gl.constexpr(64)
 """Columns of one part of a tile: 128 bytes, the width of TMA's swizzle."""
@@ -186,7 +188,7 @@ def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexp
     for part in gl.static_range(PARTS):
         for i in gl.static_range(BOXES):
             box = boxes.index((buffer * PARTS + part) * BOXES + i)
-            tma.async_copy_global_to_shared(descriptor, [rows[i], column + part * PART], bar, box)
+            tma_load(descriptor, [rows[i], column + part * PART], bar, box)
 
 
 @gluon.jit
@@ -253,7 +255,7 @@ def publish(mail, turn, item):
     for place in gl.static_range(2, 10):
         numbers = gl.where(i == place, item[place], numbers)
     mail.memory.index(slot).store(numbers)
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(mail.there.index(slot), count=1)
 
 
@@ -294,8 +296,8 @@ def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl
     BLOCK_SIZE: gl.constexpr = OPTIONS.block_size
     BOXES: gl.constexpr = KEYS // BOX
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k_boxes = tiles.k._reinterpret(k.descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
-    v_boxes = tiles.v._reinterpret(v.descriptor.dtype, [STAGES * V_PARTS * BOXES, BOX, PART], LAYOUT)
+    k_boxes = reinterpret(tiles.k, k.descriptor.dtype, [STAGES * PARTS * BOXES, BOX, PART], LAYOUT)
+    v_boxes = reinterpret(tiles.v, v.descriptor.dtype, [STAGES * V_PARTS * BOXES, BOX, PART], LAYOUT)
     turn = 0
     loaded = 0
     index = gl.program_id(0)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_select_triton.kernels.gluon_names import barrier
 from attn_select_triton.kernels.hopper_barriers import hand_back
 from attn_select_triton.kernels.prefill_hopper_items import PART, ROWS
 
@@ -78,7 +79,7 @@ def clear_behind(v_smem, buffer, first, seq_len, OPTIONS: gl.constexpr):
         loaded = values.load(T)
         values.store(gl.where((rows < seq_len)[:, None], loaded, gl.zeros_like(loaded)))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit

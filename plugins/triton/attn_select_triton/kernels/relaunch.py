@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import triton
@@ -16,18 +19,14 @@ from torch import Tensor
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-KNOWN = triton.__version__.startswith("3.6.")
-"""Whether this Triton is one whose compiled kernels were seen to take all arguments, constants included."""
-
-
 _add_function: Any = getattr(getattr(jit, "DependenciesFinder", None), "_update_hash", None)
 
 
 def _add_hashed(self: Any, function: Any) -> None:
     """Add a function that a kernel calls to the kernel's key in the cache on the disk, after its own key is made.
 
-    Triton 3.6 takes over its globals before (triton/runtime/jit.py, ``_update_hash``): whether these are known
-    then depends on what the process launched before, and one that launches in another order compiles anew.
+    Triton 3.6 and 3.7 take over its globals before (triton/runtime/jit.py, ``_update_hash``; 3.9 after): whether these
+    are known then depends on what the process launched before, and one that launches in another order compiles anew.
     """
     _ = function.cache_key
     _add_function(self, function)
@@ -67,37 +66,57 @@ class Launcher:
 
     Attributes:
         compiled: the kernel.
-        function: C's, which takes descriptors as TMA has them; None: the kernel wants what only Triton makes for it.
-        kernel: arguments of the function behind the stream.
+        function: C's, which takes descriptors as TMA has them; None: only Triton's own launcher knows how.
+        kernel: arguments of the function between the stream and the kernel's.
+        together: whether the function takes the kernel's arguments as one tuple (from Triton 3.7 on).
         descriptors: places of the kernel's arguments, the last first, and what Triton encodes each with.
     """
 
     compiled: Any
     function: Any
     kernel: tuple[Any, ...] = ()
+    together: bool = False
     descriptors: tuple[tuple[int, Any], ...] = ()
 
 
-def launcher_of(compiled: Any) -> Launcher:
-    """Return how a compiled kernel is launched (triton/backends/nvidia/driver.py 3.6, ``CudaLauncher``)."""
+def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
+    """Return how a compiled kernel is launched, as Triton's launcher shows when it is called with these arguments.
+
+    The launcher is ``CudaLauncher`` of triton/backends/nvidia/driver.py, read in 3.6.0, 3.7.1 and 3.9.0. Where it hands
+    C's function anything but what is known of these, the kernel is launched through it.
+    """
+    unknown = Launcher(compiled, None)
     launcher = compiled.run
     if type(launcher).__name__ != "CudaLauncher" or launcher.global_scratch_size or launcher.profile_scratch_size:
-        return Launcher(compiled, None)
-    kernel = (
-        compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
-        None, None, None,
-    )  # fmt: skip
-    if not inspect.isfunction(launcher.launch):
-        return Launcher(compiled, launcher.launch, kernel)
+        return unknown
+    given: list[Any] = []
+    shown = copy(launcher)
+    shown.launch = lambda *each: given.extend(each)
+    start = 1, 1, 1, 0
+    shown(*start, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    together = isinstance(given[-1], tuple) and _same(given[-1], arguments)
+    behind = 1 if together else len(arguments)
+    if not together and not _same(given[-behind:], arguments):
+        return unknown
+    kernel = tuple(given[len(start) : -behind])
+    places = [place for place, argument in enumerate(arguments) if hasattr(argument, "block_shape")]
+    if not places:
+        return Launcher(compiled, launcher.launch, kernel, together)
     wrapped = inspect.getclosurevars(launcher.launch).nonlocals
-    places = zip(sorted(wrapped["tensordesc_indices"]), wrapped["tensordesc_meta"], strict=True)
-    return Launcher(compiled, wrapped["launcher"], kernel, tuple(places)[::-1])
+    function, metas = wrapped.get("launcher"), wrapped.get("tensordesc_meta") or ()
+    if function is None or len(metas) != len(places):
+        return unknown
+    return Launcher(compiled, function, kernel, together, tuple(zip(places, metas, strict=True))[::-1])
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
     """Launch a compiled kernel on the current stream, as ``compiled[grid](*arguments)`` does.
 
-    Without hooks, which profilers set, nothing is made for them (triton/compiler/compiler.py 3.6, ``__getitem__``).
+    Without hooks, which profilers set, nothing is made for them (triton/compiler/compiler.py, ``__getitem__``).
     TMA's form of a descriptor stays with it: Triton makes it in every launch.
     """
     hooks = triton.knobs.runtime
@@ -109,22 +128,34 @@ def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[An
     if launcher.function is None:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
         return
+    flat: Sequence[Any] = arguments
     if launcher.descriptors:
         flat = list(arguments)
         for place, meta in launcher.descriptors:
             flat[place : place + 1] = encoded(flat[place], meta)
-        launcher.function(*grid, stream, *launcher.kernel, *flat)
+    if launcher.together:
+        launcher.function(*grid, stream, *launcher.kernel, flat)
         return
-    launcher.function(*grid, stream, *launcher.kernel, *arguments)
+    launcher.function(*grid, stream, *launcher.kernel, *flat)
+
+
+@cache
+def _encode() -> Callable[[Any, Any], list[Any]]:
+    """Return Triton's function from a descriptor and its kernel's metadata to the launcher's arguments.
+
+    3.9 hands it the launch's other arguments too, of which it reads none.
+    """
+    from triton.backends.nvidia import driver as nvidia
+
+    unread = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
+    return lambda descriptor, meta: nvidia.make_tensordesc_arg(descriptor, meta, *unread)
 
 
 def encoded(descriptor: Any, meta: Any) -> list[Any]:
     """Return a descriptor as the launcher takes it: made in its first launch and kept."""
     found: list[Any] | None = descriptor.__dict__.get("encoded")
     if found is None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        found = descriptor.encoded = make_tensordesc_arg(descriptor, meta)
+        found = descriptor.encoded = _encode()(descriptor, meta)
     return found
 
 
@@ -154,8 +185,8 @@ class Relaunch:
             relaunch(self._launcher, grid, arguments)
             return
         compiled = launch(self._function, grid, *arguments, **self._options)
-        if KNOWN and compiled is not None:
-            self._launcher = launcher_of(compiled)
+        if compiled is not None:
+            self._launcher = launcher_of(compiled, arguments)
 
 
 class Relaunches:

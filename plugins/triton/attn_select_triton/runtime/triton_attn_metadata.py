@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from attn_select.errors import KernelMismatchError
@@ -28,7 +27,7 @@ from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
 from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
-from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON, power_of_two
+from attn_select_triton.limits import GLUON_CAPABILITY, power_of_two
 from attn_select_triton.runtime import schedule
 from attn_select_triton.tuning import Cost, Way, way_cost
 
@@ -102,16 +101,16 @@ def planned_prefill(context: BackendContext) -> PrefillKernel:
 
 
 def check_gluon(device: torch.device) -> None:
-    """Check that the Gluon kernel of a plan is one for this device and this Triton.
+    """Check that the Gluon kernel of a plan is one for this device.
 
     Raises:
         KernelMismatchError: it is not.
     """
     capability = capability_of(device)
-    if capability != GLUON_CAPABILITY or not triton.__version__.startswith(GLUON_TRITON):
+    if capability != GLUON_CAPABILITY:
         raise KernelMismatchError(
-            f"the plan's warp-specialised prefill runs on compute capability 9.0 with Triton {GLUON_TRITON}x; {device} "
-            f"has compute capability {'.'.join(map(str, capability))}, and Triton is {triton.__version__}",
+            f"the plan's warp-specialised prefill runs on compute capability 9.0; {device} has "
+            f"{'.'.join(map(str, capability))}",
             hint="select on the machine that runs the layers",
         )
 
@@ -120,7 +119,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
     """Builds the metadata of one kind of layers; reserves the workspaces of its plans.
 
     Raises:
-        KernelMismatchError: the plan's prefill is a Gluon kernel, which does not run on this device or by this Triton.
+        KernelMismatchError: the plan's prefill is a Gluon kernel, which does not run on this device.
     """
 
     takes_length_bounds = True

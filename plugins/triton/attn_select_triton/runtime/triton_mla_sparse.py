@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import triton
 from torch import Tensor
 
 from attn_select.errors import KernelMismatchError
@@ -37,7 +36,7 @@ from attn_select_triton.kernels.mla_decode import (
     mla_launch,
     mla_num_splits,
 )
-from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_TRITON
+from attn_select_triton.limits import GLUON_CAPABILITY
 from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.side_by_side import COMPILING
@@ -94,7 +93,7 @@ def launch_of(context: BackendContext) -> MLALaunch:
     """Return how the plan's kernel is launched.
 
     Raises:
-        KernelMismatchError: the plan's kernel is not one for this device and this Triton.
+        KernelMismatchError: the plan's kernel is not one for this device.
     """
     config, planned = context.config, _kernel(context)
     if not planned.gluon:
@@ -108,10 +107,9 @@ def launch_of(context: BackendContext) -> MLALaunch:
             storage_dtype(config.cache_dtype),
             gluon=False,
         )
-    if capability_of(context.device) != GLUON_CAPABILITY or not triton.__version__.startswith(GLUON_TRITON):
+    if capability_of(context.device) != GLUON_CAPABILITY:
         raise KernelMismatchError(
-            f"the plan's kernel, written in Gluon for Hopper, does not run on {context.device} with Triton "
-            f"{triton.__version__}",
+            f"the plan's kernel, written in Gluon for Hopper, does not run on {context.device}",
             hint="select on the machine that runs the layers",
         )
     return gathered_launch(config.num_heads)

@@ -206,7 +206,7 @@ def compiling() -> Iterator[list[Compiled]]:
     again, launcher_of = relaunch.relaunch, relaunch.launcher_of
     JITFunction.run, knobs.compilation.listener = compile_only, note
     relaunch.relaunch = lambda *arguments: None
-    relaunch.launcher_of = lambda compiled: relaunch.Launcher(compiled, None)
+    relaunch.launcher_of = lambda compiled, arguments: relaunch.Launcher(compiled, None)
     try:
         yield found
     finally:
