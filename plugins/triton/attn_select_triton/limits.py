@@ -8,6 +8,8 @@ MEASURED_CAPABILITY = (9, 0)
 """Of the GPUs on which tiles and splits were measured, which ``tuning.toml`` names."""
 TILE_ROWS = 128
 """The most query rows (queries x heads of a group) that one decode program holds."""
+GLUON_PART = 64
+"""Columns of K and V in one part of the warp-specialised prefill's tiles: 128 bytes, the width of TMA's swizzle."""
 GLUON_RANKS, GLUON_ROPE, GLUON_BLOCK = (256, 512), 64, 64
 """Sizes of the latent, of the rope part, and of blocks (multiples) that MLA's Gluon kernels were run with."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from attn_select_triton.limits import MEASURED_CAPABILITY
 
-Way = Literal["pages", "gathered", "split", "warps", "warps_split", "gathered_warps"]
+Way = Literal["pages", "gathered", "split", "warps", "gathered_warps"]
 Kernel = Literal[
     "prefill", "prefill_hopper", "decode", "mla", "mla_hopper", "paged_attention", "classic_prefill"
 ]  # fmt: skip
@@ -135,6 +135,7 @@ class Cost:
     key: float = 0.0
     row: float = 0.0
     fixed: float = 0.0
+    merge: float = 0.0
 
 
 @cache
@@ -226,6 +227,19 @@ def decode_splits() -> DecodeSplits:
 
 
 @cache
+def share_parts() -> tuple[float, ...]:
+    """Return into how many parts a multiprocessor's share of a prefill's keys is cut: sizes of shares to try."""
+    return tuple(_tuning()["shares"]["parts"])
+
+
+@cache
+def least_share() -> int:
+    """Return the fewest keys of a share."""
+    least: int = _tuning()["shares"]["least_keys"]
+    return least
+
+
+@cache
 def two_streams() -> dict[int, tuple[int, int]]:
     """Return by bytes that a mixed step's decodes read at least, the largest first, between how many query tokens its
     prefills run beside them."""
@@ -304,21 +318,3 @@ def _condition(field: str, text: Any) -> tuple[str, Callable[[Any, Any], bool], 
 
 def _text(capability: tuple[int, int]) -> str:
     return "{}.{}".format(*capability)
-
-
-def prefill_cost(
-    cost: Cost, work: Mapping[str, float], *, heads: tuple[int, int], gpu: Gpu, splits: int = 1
-) -> float:  # fmt: skip
-    """Return the predicted time of a way to run a prefill, in ns.
-
-    Args:
-        work: ``tiles`` of ``TILE_ROWS`` rows, ``pairs`` of a tile and a key, ``keys``, query ``rows``, and the
-            ``longest`` request's keys.
-        heads: of the query, and of K and V.
-        splits: programs that share the keys of a tile of rows.
-    """
-    share = heads[1] / gpu.sms
-    busy = share * cost.tile * (work["pairs"] + work["tiles"] * cost.border)
-    latency = cost.alone if 2 * work["tiles"] * heads[1] <= gpu.sms else cost.two
-    read = share * cost.key / gpu.bandwidth_share * work["keys"]
-    return max(busy, work["longest"] / splits * latency) + read + cost.row * work["rows"] * splits + cost.fixed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="needs triton")
@@ -67,9 +68,13 @@ class TestGathering(OnGPU):
 
     @pytest.fixture(autouse=True)
     def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def way(ways: Sequence[str], query_lens: Sequence[int], seq_lens: Sequence[int], **_: object) -> str:
-            names = ["gathered", "split", *(way for way in ("warps", "warps_split", "gathered_warps") if way in ways)]
-            return names[sum(seq_lens) % len(names)]
+        def way(ways: Sequence[str], work: schedule.PrefillWork, *_: object) -> str:
+            names = ["gathered", "split", *(way for way in ("warps", "gathered_warps") if way in ways)]
+            return names[int(work.keys) % len(names)]
+
+        def shares(_: object, work: schedule.PrefillWork, __: object, room: int) -> schedule.Lens:
+            every = 1 + np.arange(len(work.query_lens)) % 3
+            return every if int((every * work.query_lens).sum()) * work.heads[0] <= room else every * 0 + 1
 
         def pieces(lens: schedule.Lens, *, units: int, room: int, gpu: Gpu, **_: object) -> tuple[int, int]:
             total = int(lens.sum())
@@ -77,4 +82,5 @@ class TestGathering(OnGPU):
             return -(-int(lens.max()) // tokens), tokens
 
         monkeypatch.setattr(schedule, "prefill_way", way)
+        monkeypatch.setattr(schedule, "prefill_shares", shares)
         monkeypatch.setattr(schedule, "split_keys", pieces)

@@ -103,13 +103,17 @@ def test_gluon_runs_where_it_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_attn_metadata.check_gluon(torch.device("cuda", 0))
 
 
+def way_of(ways: Any, queries: list[int], keys: list[int], *, window: int = 0, room: int = 0) -> str:
+    work = schedule.prefill_work(queries, keys, heads=(32, 8), causal=True, window=window)
+    return schedule.prefill_way(ways, work, schedule.prefill_shares(way_cost("warps"), work, H100, room), H100)
+
+
 def test_the_cheapest_way_is_taken() -> None:
     """The way that was the fastest on an H200, by less than 5 % where two are named."""
     every = {"pages": way_cost("pages"), "gathered": way_cost("gathered"), "split": way_cost("split")}
-    heads, h100 = (32, 8), {"gpu": H100, "causal": True, "window": 0}
 
     def way(requests: int, seq_len: int, query_len: int, ways: Any = every) -> str:
-        return schedule.prefill_way(ways, [query_len] * requests, [seq_len] * requests, heads=heads, **h100)
+        return way_of(ways, [query_len] * requests, [seq_len] * requests)
 
     for query_len in (16, 32, 64, 128, 256):
         assert way(1, 16896, query_len) == "split"
@@ -142,29 +146,34 @@ def test_the_cheapest_way_is_taken() -> None:
     assert way(1, 2048, 64, warps) == "split"
 
 
+def shares_of(queries: list[int], keys: list[int], room: int = 1 << 20) -> list[int]:
+    work = schedule.prefill_work(queries, keys, heads=(32, 8), causal=True, window=0)
+    return list(schedule.prefill_shares(way_cost("warps"), work, H100, room))
+
+
 def test_few_tokens_over_many_keys_share_them_where_sms_are_idle() -> None:
-    ways = {name: way_cost(name) for name in ("pages", "gathered", "split", "warps", "warps_split")}
-    given: dict[str, Any] = {"heads": (32, 8), "gpu": H100}
-    batch = [128], [8320]  # 4 tiles of 128 rows for each of 8 heads
-    assert schedule.warp_splits(*batch, **given, room=4096) == 4
-    assert schedule.warp_splits(*batch, **given, room=300) == 2
-    assert schedule.warp_splits([128], [400], **given, room=4096) == 1
-    assert schedule.warp_splits([512], [16896], **given, room=4096) == 1
-    for queries, keys, room, way in (
-        (128, 8320, 4096, "warps_split"),
-        (128, 8320, 128, "split"),
-        (256, 16896, 1064, "warps_split"),
-        (512, 16896, 4096, "warps"),
-    ):
-        assert schedule.prefill_way(ways, [queries], [keys], **given, causal=True, window=0, room=room) == way
+    (shares,) = shares_of([128], [8320])  # 4 tiles of 128 rows for each of 8 heads
+    assert 3 <= shares <= 8
+    assert shares_of([128], [8320], room=128 * 32 - 1) == [1]
+    assert shares_of([128], [8320], room=128 * 32 * 2) == [2]
+    assert shares_of([128], [400]) == [1]
+    ways = {name: way_cost(name) for name in ("pages", "gathered", "split", "warps")}
+    assert way_of(ways, [128], [8320], room=1 << 20) == "warps"
+    assert way_of(ways, [128], [8320]) == "split"
+
+
+def test_only_a_request_that_would_end_last_is_cut() -> None:
+    """A few tokens over many keys beside a prompt that fills the GPU for a while."""
+    prompt, chunk = shares_of([4496, 35], [4613, 160302])
+    assert prompt == 1
+    assert chunk >= 4
+    assert shares_of([4096] * 4, [4096] * 4) == [1] * 4
 
 
 def test_a_window_costs_what_it_holds_on_paper() -> None:
     every = {"pages": way_cost("pages"), "gathered": way_cost("gathered")}
-    given = {"heads": (32, 8), "gpu": H100, "causal": True}
-    ways = [schedule.prefill_way(every, [128], [100_000], window=window, **given) for window in (0, 4096)]
-    assert ways == ["gathered", "gathered"]
-    assert schedule.prefill_way(every, [16] * 64, [4096] * 64, window=0, **given) == "pages"
+    assert [way_of(every, [128], [100_000], window=window) for window in (0, 4096)] == ["gathered", "gathered"]
+    assert way_of(every, [16] * 64, [4096] * 64) == "pages"
 
 
 @pytest.mark.parametrize(

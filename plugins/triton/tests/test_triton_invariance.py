@@ -22,6 +22,7 @@ from attn_select.testing import Problem, random_problem, same_bits
 from attn_select_triton.kernels import cache, decode, launch, mla_decode, prefill, prefill_hopper
 from attn_select_triton.kernels.launch import Launch, Terms, power_of_two
 from attn_select_triton.kernels.mla_decode import MLALaunch
+from attn_select_triton.kernels.work_list import list_work
 
 pytestmark = pytest.mark.long
 
@@ -202,9 +203,13 @@ def test_warp_specialised_prefill_on_a_gpu(block_size: int, heads: int, kv_heads
 
     def attend(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         output, lse = part.poisoned(128)
-        given = {**part.batch, "block_table": part.table, "scale": problem.scale, "output_lse": lse}
         counter = torch.zeros(2, dtype=torch.int32, device="cuda")
-        prefill_hopper.prefill_hopper(part.query, *views, output, max_seq_len=5000, counter=counter, **given)
+        lens = part.batch["query_start_loc"].diff().tolist()
+        work = list_work(lens, [1] * len(lens), heads=(heads, kv_heads), tile_rows=128, device=output.device)
+        step = prefill_hopper.Prefill(
+            max_seq_len=5000, counter=counter, work=work, block_table=part.table, **part.batch
+        )  # fmt: skip
+        step(part.query, *views, output, scale=problem.scale, output_lse=lse)
         return output, lse
 
     check(problem, 512, attend)

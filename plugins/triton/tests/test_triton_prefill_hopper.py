@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
+import numpy as np
 import torch
 import triton_attn_layers as layers
 
@@ -20,14 +21,15 @@ from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.torch_ops import quantize_fp8
 from attn_select.testing import lse_error, random_problem, relative_error, varlen_reference
 from attn_select_triton.kernels import prefill_hopper as kernel
-from attn_select_triton.kernels.decode import decode_workspace
-from attn_select_triton.kernels.launch import Terms
-from attn_select_triton.kernels.prefill_hopper import box_rows, prefill_hopper, readable
+from attn_select_triton.kernels.launch import Terms, hopper_prefill_launch
+from attn_select_triton.kernels.prefill_hopper import box_rows, readable
+from attn_select_triton.kernels.work_list import list_work
 from attn_select_triton.runtime import schedule
 
 CHANGES = (
     {}, {"non_causal": True}, {"dtype": "float16"}, {"head_size": 64}, {"head_size": 256, "logits_soft_cap": 30.0},
     {"sliding_window": 100}, {"sliding_window": 1, "sinks": True}, {"head_size": 64, "sinks": True},
+    {"head_size": 80}, {"head_size": 96, "sliding_window": 100}, {"head_size": 112, "sinks": True}, {"head_size": 192},
 )  # fmt: skip
 REQUESTS = ((1, 300), (257, 257), (0, 40), (64, 512), (1, 0), (130, 1000), (128, 128), (63, 129), (5, 3))
 BATCHES = (REQUESTS, ((1000, 1000),), ((3, 2000), (700, 900), (65, 65)))
@@ -39,10 +41,28 @@ def needs_hopper() -> None:
         pytest.skip("needs a CUDA device of compute capability 9.0")
 
 
-def launched(*tensors: torch.Tensor, **given: Any) -> None:
-    """Launch the kernel, which must leave its counter as the next launch needs it."""
+LAYER = ("scale", "terms", "output_scale", "output_lse")
+
+
+def launched(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *, shares: Any = 1, **given: Any
+) -> None:
+    """Launch the kernel, which must leave its counter as the next launch needs it.
+
+    Args:
+        shares: of the keys, of each request or of all.
+    """
     counter = torch.zeros(2, dtype=torch.int32, device="cuda")
-    prefill_hopper(*tensors, counter=counter, **given)
+    lens = given["query_start_loc"].diff().cpu().numpy()
+    tile = hopper_prefill_launch(query.shape[2], output.shape[2])
+    assert tile is not None
+    work = list_work(
+        lens, np.broadcast_to(shares, lens.shape), heads=(query.shape[1], value.shape[-2]), tile_rows=tile.block_m,
+        device=query.device, longest_first=np.argsort(-lens),
+    )  # fmt: skip
+    workspace = torch.full((work.partials * (output.shape[2] + 1),), torch.nan, device="cuda")
+    layer = {name: given.pop(name) for name in LAYER if name in given}
+    kernel.Prefill(work=work, counter=counter, workspace=workspace, **given)(query, key, value, output, **layer)
     assert counter.tolist() == [0, 0]
 
 
@@ -90,7 +110,7 @@ def test_pages(layout: str, block_size: int, terms_of: Callable[[Any], Terms]) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, 96, 192, 256])
 @pytest.mark.parametrize(("layout", "block_size"), [(FLASH_ATTN_NHD, 64), (FLASHINFER_HND, 48)])
 def test_pages_of_other_head_sizes(layout: str, block_size: int, size: int, terms_of: Callable[[Any], Terms]) -> None:
     check_pages(terms_of, {"head_size": size}, layout, block_size)
@@ -104,22 +124,27 @@ def test_groups(heads: tuple[int, int], terms_of: Callable[[Any], Terms]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_size", "longest"), [(128, 523), (192, 523), (192, 1 << 15)])
-def test_keys_and_values_as_they_come(head_size: int, longest: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("head_size", "value_size", "longest"), [(128, 128, 523), (192, 128, 523), (192, 128, 1 << 15), (96, 64, 523)]
+)
+def test_keys_and_values_as_they_come(head_size: int, value_size: int, longest: int, causal: bool) -> None:
     """Cut from one tensor, behind them nothing: reads behind the last request are TMA's zeros.
 
     Of long requests some head sizes have a variant of the kernel.
     """
     needs_hopper()
-    config = config_of(8, 2, non_causal=not causal, head_size=head_size, v_head_size=128)
-    both = torch.randn(900, 2, head_size + 128, device="cuda", dtype=torch.bfloat16)
-    key, value = both.split([head_size, 128], -1)
+    config = config_of(8, 2, non_causal=not causal, head_size=head_size, v_head_size=value_size)
+    both = torch.randn(900, 2 * (head_size + value_size), device="cuda", dtype=torch.bfloat16)
+    key, value = (
+        part.view(900, 2, size) for part, size in zip(both.split([2 * head_size, 2 * value_size], -1),
+                                                      (head_size, value_size), strict=True)
+    )  # fmt: skip
     query = torch.randn(900, 8, head_size, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([0, 77, 77, 600, 900], device="cuda", dtype=torch.int32)
     wanted, wanted_lse = varlen_reference(
         query, key, value, starts, starts, config, 128**-0.5
     )  # fmt: skip
-    output, lse = torch.full_like(query[..., :128], torch.nan), torch.full((900, 8), torch.nan, device="cuda")
+    output, lse = torch.full_like(query[..., :value_size], torch.nan), torch.full((900, 8), torch.nan, device="cuda")
     launched(
         query, key, value, output, query_start_loc=starts, key_start_loc=starts[:-1],
         seq_lens=starts.diff().int(), max_seq_len=longest, scale=128**-0.5, terms=Terms(causal=causal), output_lse=lse,
@@ -131,28 +156,46 @@ def test_keys_and_values_as_they_come(head_size: int, longest: int, causal: bool
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_keys_are_split(changes: dict[str, Any], terms_of: Callable[[Any], Terms]) -> None:
-    """Short requests into one share, long ones into all; rows of other requests, before and behind, are left alone."""
+    """Some requests in one share, others in many; rows of other requests, before and behind, are left alone."""
     needs_hopper()
     config = config_of(14, 2, **changes)
     problem = random_problem(2, config, FLASHINFER_NHD, requests=REQUESTS, device="cuda")
     kv_cache = problem.written_cache()
     wanted, wanted_lse = problem.reference(kv_cache=kv_cache)
     first, last = int(problem.query_start_loc[1]), int(problem.query_start_loc[-2])
-    for num_splits in (2, 5):
+    for shares in (2, [1, 2, 1, 1, 7, 1, 20]):
         output = torch.full_like(problem.query, torch.nan)
         lse = torch.full(output.shape[:2], torch.nan, device="cuda")
-        size = decode_workspace(last - first, 14, output.shape[2], num_splits)
         launched(
             problem.query, *key_value_views(kv_cache, FLASHINFER_NHD, config), output,
             query_start_loc=problem.query_start_loc[1:-1], seq_lens=problem.seq_lens[1:-1], max_seq_len=1000,
             scale=problem.scale, block_table=problem.block_table[1:-1], output_lse=lse, terms=terms_of(problem),
-            num_tokens=last - first, num_splits=num_splits, split_keys=128,
-            workspace=torch.full((size,), torch.nan, device="cuda"), first_token=first,
+            shares=shares,
         )  # fmt: skip
         assert output[:first].isnan().all()
         assert output[last:].isnan().all()
         assert relative_error(output[first:last], wanted[first:last]).row < 2e-2
         assert lse_error(lse[first:last], wanted_lse[first:last]) < 1e-2
+
+
+@pytest.mark.gpu
+def test_keys_wider_than_the_query(terms_of: Callable[[Any], Terms]) -> None:
+    """As they are copied from an FP8 cache: zeros behind each head."""
+    needs_hopper()
+    config = config_of(8, 2, head_size=80)
+    query = torch.randn(300, 8, 80, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.zeros(300, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for rows in (key, value):
+        rows[..., :80].normal_()
+    starts = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
+    wanted, wanted_lse = varlen_reference(query, key[..., :80], value[..., :80], starts, starts, config, 80**-0.5)
+    output, lse = torch.full_like(query, torch.nan), torch.full((300, 8), torch.nan, device="cuda")
+    launched(
+        query, key, value, output, query_start_loc=starts, key_start_loc=starts[:-1], seq_lens=starts.diff().int(),
+        max_seq_len=200, scale=80**-0.5, output_lse=lse, shares=[1, 3],
+    )  # fmt: skip
+    assert relative_error(output, wanted).row < 2e-2
+    assert lse_error(lse, wanted_lse) < 1e-2
 
 
 @pytest.mark.gpu
@@ -182,6 +225,7 @@ STEPS = (((1, 700), (1, 3), (200, 900), (130, 130)), ((16, 2000), (0, 40)), ((60
 PLACES: list[dict[str, Any]] = [
     {}, {"block_size": 64, "dtype": "float16"}, {"non_causal": True}, {"kv_cache_dtype": "fp8_e4m3"},
     {"kv_cache_dtype": "fp8_e5m2", "head_size": 256, "block_size": 64, "sliding_window": 300},
+    {"kv_cache_dtype": "fp8_e4m3", "head_size": 96}, {"head_size": 192},
 ]  # fmt: skip
 
 
@@ -247,7 +291,11 @@ def test_what_boxes_can_read() -> None:
     assert readable(pages[:, 0].transpose(1, 2).contiguous().transpose(1, 2), pages[:, 1])
     assert readable(pages[0, 0], pages[0, 1])
     assert not readable(*torch.zeros(4, 2, 8, 2, 128, dtype=torch.bfloat16).unbind(1))
-    assert not readable(*torch.zeros(4, 2, 16, 2, 192, dtype=torch.bfloat16).unbind(1))
+    assert readable(*torch.zeros(4, 2, 16, 2, 80, dtype=torch.bfloat16).unbind(1))
+    assert not readable(*torch.zeros(4, 2, 16, 2, 512, dtype=torch.bfloat16).unbind(1))
+    wide = torch.zeros(9, 2, 128, dtype=torch.bfloat16)
+    assert readable(wide[..., :64], wide[..., :64])
+    assert not readable(wide[..., :80], wide[..., :80])  # what lies between two heads may be NaN
     assert readable(
         torch.zeros(9, 2, 192, dtype=torch.bfloat16), torch.zeros(9, 2, 256, dtype=torch.bfloat16)[..., 128:]
     )

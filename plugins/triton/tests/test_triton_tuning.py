@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -27,7 +25,6 @@ from attn_select_triton.tuning import Gpu, Tile, Way, way_cost
 CHOICES = Path(__file__).with_name("choices.json")
 """What was chosen on 22 November 2026, as measured on H100 and H200. Renew it with ``python test_triton_tuning.py``
 where another choice was measured to be better."""
-FIT = Path(__file__).parents[1] / "bench" / "fit.py"
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.float8_e4m3fn}
 BOTH = ("bfloat16", "float32")
@@ -135,14 +132,18 @@ def schedules(gpu: Gpu) -> Iterator[tuple[str, list[Any]]]:
         [schedule.latent_splits(np.array(lens), units, most, gpu.sms) for _, lens, units, most in batches()],
     )
     yield "ways", [
-        schedule.prefill_way(
-            {way: way_cost(name) for way, name in ways.items()}, queries, lens, heads=heads, gpu=gpu, causal=True,
-            window=window,
-        )
+        prefill_way(ways, queries, lens, gpu, heads=heads, window=window)
         for (queries, lens, _, _), ways, heads, window in zip(
             batches(), WAYS * 50, [(32, 8), (16, 16), (64, 4)] * 60, [0, 0, 1024] * 60, strict=False
         )
     ]  # fmt: skip
+
+
+def prefill_way(ways: Any, queries: Any, lens: Any, gpu: Gpu, *, heads: tuple[int, int], window: int = 0) -> str:
+    costs = {way: way_cost(name) for way, name in ways.items()}
+    work = schedule.prefill_work(queries, lens, heads=heads, causal=True, window=window)
+    shares = schedule.prefill_shares(way_cost("warps"), work, gpu, 1 << 20)
+    return schedule.prefill_way(costs, work, shares, gpu)
 
 
 def said(chosen: Any) -> str:
@@ -239,11 +240,9 @@ def test_prompts_run_beside_decodes_where_both_gain(mib: int, tokens: list[int])
 
 def test_less_bandwidth_makes_copies_dearer() -> None:
     """A gather copies all keys once more; reading the pages costs the tensor cores' time."""
-    ways = {way: way_cost(name) for way, name in WAYS[0].items() if way != "split"}
-    given: dict[str, Any] = {"heads": (32, 8), "causal": True, "window": 0}
+    ways = {way: name for way, name in WAYS[0].items() if way != "split"}
     chosen = [
-        schedule.prefill_way(ways, [512], [16896], gpu=Gpu((8, 9), 132, bandwidth), **given)
-        for bandwidth in (3350, 500)
+        prefill_way(ways, [512], [16896], Gpu((8, 9), 132, bandwidth), heads=(32, 8)) for bandwidth in (3350, 500)
     ]
     assert chosen == ["gathered", "pages"]
 
@@ -257,17 +256,6 @@ def test_every_gpu_has_its_shared_memory(device: Any) -> None:
     tile = launch.prefill_launch(gpu.capability, 128, torch.bfloat16, False, True, 4096)
     assert (tile.block_m + tile.num_stages * 2 * tile.block_n) * 256 <= gpu.shared_kib << 10
     assert tuning.measured(gpu.capability) == (gpu.capability == (9, 0))
-
-
-def test_the_packaged_costs_are_those_of_the_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("fit", FIT)
-    assert spec is not None
-    assert spec.loader is not None
-    fit = importlib.util.module_from_spec(spec)
-    sys.modules["fit"] = fit
-    spec.loader.exec_module(fit)
-    fit.main(["--check"])
-    assert "nothing to change" in capsys.readouterr().out
 
 
 if __name__ == "__main__":

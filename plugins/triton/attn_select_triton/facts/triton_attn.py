@@ -77,7 +77,7 @@ PROGRAMS_PER_SM = 8
 """Half the programs per SM that the workspace of split-KV decode has room for. Two fill an SM. The rest is for batches
 of unequal lengths, where every request has room for as many splits as the longest."""
 
-WARPS_HEAD_SIZES = (64, 128, 256)
+WARPS_HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 WARPS_PLAIN_SIZE = 64
 """With windows or sinks its warp-specialised prefill was slower than the plain one, or was not timed."""
 _GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
@@ -136,7 +136,7 @@ def whole_pages(config: AttentionConfig) -> bool:
     return (config.block_size or PAGES[0]) % TMA_PAGE == 0 and config.cache_dtype == config.dtype
 
 
-def _in_boxes(head_size: int, width: int) -> bool:
+def in_boxes(head_size: int, width: int) -> bool:
     """Whether TMA reads rows of K and of V in boxes whose widths are powers of two."""
     return two_powers(head_size) != (0, 0) and power_of_two(width) == width
 
@@ -148,12 +148,12 @@ def prefill_way(
     capability = device.compute_capability
     if capability is None or capability < TMA_FROM or config.dtype == "float32":
         return False, False, 0, False
-    if not _in_boxes(config.head_size, config.value_head_size):
-        return False, False, 0, False
-    by_tma = whole_pages(config)
-    gathered = 0 if by_tma or config.batch_invariant else options.gather_workspace_mib << 20
     warps = warp_specialised(config, device)
     in_place = config.cache_dtype == config.dtype  # FP8 is copied out of the pages, as 16 bits
+    boxes = in_boxes(config.head_size, config.value_head_size)
+    by_tma = boxes and whole_pages(config)
+    copies = not by_tma and (boxes or (warps and not in_place)) and not config.batch_invariant
+    gathered = options.gather_workspace_mib << 20 if copies else 0
     return warps and in_place, by_tma, gathered, warps and not in_place and gathered > 0
 
 

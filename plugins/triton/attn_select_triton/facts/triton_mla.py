@@ -63,7 +63,7 @@ DECODE = _capabilities(reads_cache=True)
 BLOCK_SIZES = (64, 32, 16)
 """Of decode, preferred first: a tile of up to 64 keys then lies in one block. Other multiples of 16 run as they are."""
 
-PREFILL_SIZES = (192, 128)
+PREFILL_SIZES = ((96, 64), (192, 128), (256, 256))
 """Head sizes of QK and of V for which the warp-specialised prefill was run."""
 
 _PREFILL = "TRITON_ATTN's prefill kernel on decompressed keys and values"
@@ -76,7 +76,7 @@ _FIXED_GROWS = "partial results of fixed splits are reserved for the longest req
 def warp_specialised_prefill(config: AttentionConfig, device: Device) -> bool:
     """Whether the Gluon kernel computes these layers' prefills on this device."""
     qk_size = (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0)
-    return device.compute_capability == GLUON_CAPABILITY and (qk_size, config.v_head_dim) == PREFILL_SIZES
+    return device.compute_capability == GLUON_CAPABILITY and (qk_size, config.v_head_dim) in PREFILL_SIZES
 
 
 def _dim(name: str, value: int, supported: HeadSizes) -> Reason:

@@ -15,10 +15,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select.machine.device import find_gpu
 from attn_select_triton.kernels.descriptors import Descriptors
-from attn_select_triton.limits import TILE_ROWS, TMA_FROM
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_PART, TILE_ROWS, TMA_FROM
 from attn_select_triton.limits import power_of_two as power_of_two
 from attn_select_triton.limits import two_powers as two_powers
-from attn_select_triton.tuning import Gpu, Tile, decode_splits, tile_of
+from attn_select_triton.tuning import Gpu, Tile, decode_splits, find_tile, tile_of
 
 Launch = Tile
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -101,6 +101,12 @@ def prefill_launch(
     return tile_of(
         "prefill", capability, width=width, dtype=_name(dtype), described=described, paged=paged, keys=keys
     )  # fmt: skip
+
+
+def hopper_prefill_launch(head_size: int, value_size: int) -> Launch | None:
+    """Return the launch of the warp-specialised prefill for these head sizes; None: it is not for them."""
+    parts, v_parts = -(-head_size // GLUON_PART), -(-value_size // GLUON_PART)
+    return find_tile("prefill_hopper", GLUON_CAPABILITY, parts=parts, v_parts=v_parts)
 
 
 def decode_launch(

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
+from attn_select_triton.kernels.work_list import FIELDS, WorkList
 
 IN_FLIGHT = tl.constexpr(8)
 """Partial results of a row that ``merged_parts`` reads at once."""
@@ -112,73 +113,74 @@ MERGE_CHUNK = 16
 """Splits that one step of the merge takes."""
 
 
-@triton.jit(do_not_specialize=["rows", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
-def merge_rows_kernel(
+@triton.jit(do_not_specialize_on_alignment=launch.SLICED)
+def merge_shares_kernel(
     part_ptr,
     part_lse_ptr,
     out_ptr,
     out_scale_ptr,
     lse_ptr,
-    rows,
-    num_splits,
+    query_start_loc_ptr,
+    cut_ptr,
     stride_ot,
     stride_oh,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge the splits of ``ROWS`` query rows, one split after the other. Memory traffic: each partial once.
-
-    For the many rows of a prefill: ``merge_splits_kernel`` has a program for each.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Merge ``ROWS`` query rows of one request that is cut. Memory traffic: each partial once."""
+    cut_ptr += tl.program_id(1) * FIELDS
+    query_start = tl.load(query_start_loc_ptr + tl.load(cut_ptr))
+    shares = tl.load(cut_ptr + 1)
+    first = tl.load(cut_ptr + 2)
+    rows = tl.load(cut_ptr + 3)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS >= rows:
+        return
     inside = row < rows
+    result, lse = merged_parts(
+        part_ptr, part_lse_ptr, (first + row).to(tl.int64), rows, shares, inside, DV, ROWS, BLOCK_DV
+    )  # fmt: skip
     width = tl.arange(0, BLOCK_DV)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    accumulator = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for split in range(num_splits):
-        part = row * num_splits + split
-        lse = tl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
-        mask = (lse > float("-inf"))[:, None] & (width < DV)[None, :]
-        numbers = tl.load(part_ptr + part[:, None] * DV + width[None, :], mask=mask, other=0.0)
-        accumulator, row_max, row_sum = merged(accumulator, row_max, row_sum, numbers, lse)
-    result = accumulator / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    target = out_ptr + (row // HEADS * stride_ot + row % HEADS * stride_oh)[:, None] + width[None, :]
+    token = (query_start + row // HEADS).to(tl.int64)
+    target = out_ptr + (token * stride_ot + row % HEADS * stride_oh)[:, None] + width[None, :]
     stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
     tl.store(target, stored, mask=inside[:, None] & (width < DV)[None, :])
     if LSE:
-        tl.store(lse_ptr + row, natural_lse(row_max, row_sum), mask=inside)
+        tl.store(lse_ptr + token * HEADS + row % HEADS, lse, mask=inside)
 
 
-ROWS_TOGETHER = 16
-"""Rows of one program of ``merge_rows``."""
-_merge_rows = Relaunches(merge_rows_kernel, num_warps=4)
+SHARED_NUMBERS = 1024
+"""Of the rows of one program of ``merge_shares``: with those in flight they fill half of a thread's registers."""
+_merge_shares = Relaunches(merge_shares_kernel, num_warps=4)
 
 
-def merge_rows(
+def merge_shares(
     parts: Tensor,
     part_lse: Tensor,
     output: Tensor,
     output_scale: Tensor | None,
     output_lse: Tensor | None,
-    num_splits: int,
+    query_start_loc: Tensor,
+    work: WorkList,
 ) -> None:
-    """Merge float32 partial results ``(T, H, num_splits, Dv)`` and LSEs ``(T, H, num_splits)``, one behind the other.
+    """Merge the partial results of requests that are cut: float32 ``(partials, Dv)``, and their LSEs ``(partials,)``.
 
     Args:
         output: ``(T, H, Dv)``, last dimension contiguous; output_lse float32 ``(T, H)``, contiguous.
         output_scale: as ``prefill_attention`` has it.
+        query_start_loc: int32 ``(B + 1,)``, rows of the output.
     """
-    tokens, heads, size = output.shape
-    rows = tokens * heads
-    strides = output.stride()[:2]
+    heads, size = output.shape[1:]
+    strides, width = output.stride()[:2], launch.power_of_two(size)
+    rows = max(1, SHARED_NUMBERS // width)
     key = (heads, size, strides, *specialised(output, parts, part_lse), *dtypes(output_scale, output_lse))
-    _merge_rows(
-        key, (-(-rows // ROWS_TOGETHER), 1, 1), parts, part_lse, output, output_scale, output_lse, rows, num_splits,
-        *strides, heads, size, launch.power_of_two(size), ROWS_TOGETHER, output_lse is not None,
+    _merge_shares(
+        key, (-(-work.most_cut // rows), len(work.cut), 1), parts, part_lse, output, output_scale, output_lse,
+        query_start_loc, work.cut, *strides, heads, size, width, FIELDS, rows, output_lse is not None,
     )  # fmt: skip
 
 

@@ -24,8 +24,16 @@ from triton.experimental.gluon.nvidia import hopper
 from attn_select_triton.kernels.descriptors import Descriptors
 from attn_select_triton.kernels.gluon_names import barrier
 from attn_select_triton.kernels.hopper_barriers import barriers_of
-from attn_select_triton.kernels.launch import PLAIN, SLICED, Terms, describable, describe, sm_count
-from attn_select_triton.kernels.merge import merge_rows
+from attn_select_triton.kernels.launch import (
+    PLAIN,
+    SLICED,
+    Terms,
+    describable,
+    describe,
+    hopper_prefill_launch,
+    sm_count,
+)
+from attn_select_triton.kernels.merge import merge_shares
 from attn_select_triton.kernels.prefill_hopper_items import (
     PART,
     ROWS,
@@ -53,8 +61,9 @@ from attn_select_triton.kernels.prefill_hopper_tiles import (
 )
 from attn_select_triton.kernels.primitives import E4M3_MAX, LN2, LOG2E
 from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
+from attn_select_triton.kernels.work_list import WorkList
 from attn_select_triton.limits import GLUON_CAPABILITY
-from attn_select_triton.tuning import find_tile, section_of, tile_of
+from attn_select_triton.tuning import section_of
 
 LEAST_BOX = 16
 """Tokens of the smallest box that was run."""
@@ -82,12 +91,10 @@ class Rows(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Where partial results go: float32 ``(T, H, num_splits, Dv)`` and their LSEs."""
+    """Where partial results go: float32 ``(partials, Dv)`` and their LSEs."""
 
     part_ptr: Any
     part_lse_ptr: Any
-    query_start_loc_ptr: Any
-    num_splits: Any
 
 
 class Scales(NamedTuple):
@@ -100,6 +107,14 @@ class Scales(NamedTuple):
 
 
 @gluon.jit
+def with_columns(inside, columns, part: gl.constexpr, SIZE: gl.constexpr):
+    """Return a mask of rows, ``(rows, 1)``, without the columns of the last part that a size does not have."""
+    if (part + 1) * PART > SIZE:
+        inside = inside & (part * PART + columns < SIZE)[None, :]
+    return inside
+
+
+@gluon.jit
 def load_query(rows, item, row, OPTIONS: gl.constexpr):
     """Return the parts of one group's rows of the query, zeros behind the request's last."""
     PARTS: gl.constexpr = OPTIONS.parts
@@ -108,10 +123,12 @@ def load_query(rows, item, row, OPTIONS: gl.constexpr):
     columns = gl.arange(0, PART, layout=gl.SliceLayout(0, T))
     token = (item.query_start + flat // GROUP).to(gl.int64)
     places = token * rows.stride_qt + (item.kv_head * GROUP + flat % GROUP) * rows.stride_qh
+    inside = (flat < item.query_len * GROUP)[:, None]
     parts = ()
     for part in gl.static_range(PARTS):
         source = rows.q_ptr + places[:, None] + (part * PART + columns)[None, :]
-        parts = parts + (gl.load(source, mask=(flat < item.query_len * GROUP)[:, None], other=0.0),)
+        there = with_columns(inside, columns, part, OPTIONS.head_size)
+        parts = parts + (gl.load(source, mask=there, other=0.0),)
     return parts
 
 
@@ -182,18 +199,20 @@ def attend_in_order(
 
 
 @gluon.jit
-def write_partial(parts, item, lse_row, lse, row_sum, accumulators, norm, inside, OPTIONS: gl.constexpr):
+def write_partial(parts, item, flat, lse, row_sum, accumulators, norm, OPTIONS: gl.constexpr):
     """Write one group's partial result of a share of the keys, and its LSE; -inf says that there is no result."""
     V_PARTS: gl.constexpr = OPTIONS.v_parts
-    first_row = gl.load(parts.query_start_loc_ptr).to(gl.int64) * OPTIONS.heads
-    lse_row = (lse_row - first_row) * parts.num_splits + item.split
-    gl.store(parts.part_lse_ptr + lse_row, lse, mask=inside)
-    row = gl.convert_layout(lse_row, gl.SliceLayout(1, ACC))
-    some = gl.convert_layout(inside & (row_sum > 0), gl.SliceLayout(1, ACC))
-    target = parts.part_ptr + row * (OPTIONS.v_parts * PART)
-    columns = target[:, None] + gl.arange(0, PART, gl.SliceLayout(0, ACC))[None, :]
+    GROUP: gl.constexpr = OPTIONS.group
+    inside = flat < item.query_len * GROUP
+    place = item.partial + flat // GROUP * OPTIONS.heads + item.kv_head * GROUP + flat % GROUP
+    gl.store(parts.part_lse_ptr + place, lse, mask=inside)
+    row = gl.convert_layout(place, gl.SliceLayout(1, ACC)).to(gl.int64)
+    some = gl.convert_layout(inside & (row_sum > 0), gl.SliceLayout(1, ACC))[:, None]
+    columns = gl.arange(0, PART, gl.SliceLayout(0, ACC))
+    target = (parts.part_ptr + row * OPTIONS.value_size)[:, None] + columns[None, :]
     for part in gl.static_range(V_PARTS):
-        gl.store(columns + part * PART, accumulators[part] * norm, mask=some[:, None])
+        there = with_columns(some, columns, part, OPTIONS.value_size)
+        gl.store(target + part * PART, accumulators[part] * norm, mask=there)
 
 
 @gluon.jit
@@ -212,21 +231,34 @@ def write_rows(rows, item, row, q_smem, accumulators, norm, OPTIONS: gl.constexp
     flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     token = (item.query_start + flat // GROUP).to(gl.int64)
     places = token * rows.stride_ot + (item.kv_head * GROUP + flat % GROUP) * rows.stride_oh
-    target = rows.out_ptr + places[:, None] + gl.arange(0, PART, layout=gl.SliceLayout(0, T))[None, :]
+    columns = gl.arange(0, PART, layout=gl.SliceLayout(0, T))
+    target = rows.out_ptr + places[:, None] + columns[None, :]
     inside = (flat < item.query_len * GROUP)[:, None]
     for part in gl.static_range(V_PARTS):
         result = q_smem.index(part).load(T)
         if rows.out_scale_ptr is not None:
             result = result.to(gl.float32)
-        gl.store(target + part * PART, result.to(rows.out_ptr.dtype.element_ty), mask=inside)
+        there = with_columns(inside, columns, part, OPTIONS.value_size)
+        gl.store(target + part * PART, result.to(rows.out_ptr.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS: gl.constexpr):
+    """Write one group's rows of the output and their LSEs."""
+    GROUP: gl.constexpr = OPTIONS.group
+    if OPTIONS.lse:
+        token = (item.query_start + flat // GROUP).to(gl.int64)
+        place = token * OPTIONS.heads + item.kv_head * GROUP + flat % GROUP
+        gl.store(rows.lse_ptr + place, lse, mask=flat < item.query_len * GROUP)
+    write_rows(rows, item, row, q_smem, accumulators, norm, OPTIONS)
 
 
 @gluon.jit
 def attend_items(
     q_smem, rows, tiles, turns, mail, scales, parts, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """Attend from one group's 64 rows of each item to all its tiles, and write their output, or with splits their
-    partial result. The query of the next item is on its way meanwhile, where registers allow it.
+    """Attend from one group's 64 rows of each item to all its tiles, and write their output, or their partial result
+    where several programs share the keys. The query of the next item is on its way meanwhile, where registers allow it.
 
     Args:
         q_smem: shared memory of the query's parts.
@@ -235,7 +267,6 @@ def attend_items(
         INDEX: of the group.
     """
     PARTS: gl.constexpr = OPTIONS.parts
-    GROUP: gl.constexpr = OPTIONS.group
     EARLY: gl.constexpr = OPTIONS.parts + OPTIONS.v_parts < 8
     S: gl.constexpr = score_layout(OPTIONS.keys)
     row = ROWS * INDEX
@@ -282,14 +313,13 @@ def attend_items(
         lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         norm = gl.where(row_sum > 0, scales.v_scale / row_sum, 0.0)
         norm = gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
-        lse_row = (item.query_start + flat // GROUP).to(gl.int64) * OPTIONS.heads + item.kv_head * GROUP + flat % GROUP
-        inside = flat < item.query_len * GROUP
         if OPTIONS.split:
-            write_partial(parts, item, lse_row, lse, row_sum, accumulators, norm, inside, OPTIONS)
+            if item.partial < 0:
+                write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS)
+            else:
+                write_partial(parts, item, flat, lse, row_sum, accumulators, norm, OPTIONS)
         else:
-            if OPTIONS.lse:
-                gl.store(rows.lse_ptr + lse_row, lse, mask=inside)
-            write_rows(rows, item, row, q_smem, accumulators, norm, OPTIONS)
+            write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS)
         barrier()
         mbarrier.arrive(mail.read.index((turn - 1) % 2), count=1)
         if not EARLY:
@@ -300,7 +330,7 @@ def attend_items(
 
 
 @gluon.jit(
-    do_not_specialize=["items", "num_splits", "split_tiles", "num_requests", "section", "window", "stride_table"],
+    do_not_specialize=["items", "num_requests", "section", "window", "stride_table"],
     do_not_specialize_on_alignment=SLICED,
 )
 def prefill_hopper_kernel(
@@ -318,9 +348,8 @@ def prefill_hopper_kernel(
     part_ptr,
     part_lse_ptr,
     counter_ptr,
+    work_ptr,
     items,
-    num_splits,
-    split_tiles,
     num_requests,
     section,
     score_scale,
@@ -348,7 +377,8 @@ def prefill_hopper_kernel(
 
     Args:
         counter_ptr: two zeros, which the last program leaves there.
-        items: row tiles that all requests may own, as ``find_request`` counts them, x KV heads x ``num_splits``.
+        work_ptr: ``WorkList.rows`` of ``num_requests``.
+        items: of all KV heads.
         COMPILED_FOR: an ``Options``.
     """
     OPTIONS: gl.constexpr = constants(COMPILED_FOR)
@@ -384,11 +414,9 @@ def prefill_hopper_kernel(
     fence_async_shared()
     rows = Rows(q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, stride_ot, stride_oh)
     scales = Scales(score_scale, v_scale, cap_log2, window)
-    parts = Parts(part_ptr, part_lse_ptr, query_start_loc_ptr, num_splits)
-    row_tiles = items // num_splits // (OPTIONS.heads // OPTIONS.group)
-    batch = Batch(
-        query_start_loc_ptr, seq_lens_ptr, num_requests, row_tiles, section, num_splits, split_tiles, window
-    )  # fmt: skip
+    parts = Parts(part_ptr, part_lse_ptr)
+    head_items = items // (OPTIONS.heads // OPTIONS.group)
+    batch = Batch(query_start_loc_ptr, seq_lens_ptr, num_requests, work_ptr, head_items, section, window)
     keys = Source(k_descriptor, k_pages, k_head_rows, k_head_columns)
     values = Source(v_descriptor, v_pages, v_head_rows, v_head_columns)
     places = Places(table_ptr, stride_table, key_start_loc_ptr)
@@ -425,13 +453,19 @@ _readable: dict[Any, bool] = {}
 
 
 def readable(key: Tensor, value: Tensor) -> bool:
-    """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
+    """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes.
+
+    What lies between two heads of K may hold NaN, and a part that reaches there is multiplied.
+    """
     kind = (*key.shape[1:], *value.shape[1:], key.stride(), value.stride(), *specialised(key, value), key.numel() > 0)
     if kind not in _readable:
-        tile = find_tile("prefill_hopper", GLUON_CAPABILITY, head_size=key.shape[-1], value_size=value.shape[-1])
+        tile = hopper_prefill_launch(key.shape[-1], value.shape[-1])
         box = 0 if tile is None else box_rows(key.shape[1], key.ndim == 4, tile.block_n)
-        _readable[kind] = box >= LEAST_BOX and all(
-            describable(tensor, key.dtype, box, GLUON_CAPABILITY) for tensor in (key, value)
+        between = key.stride(-2) - key.shape[-1] if key.shape[-2] > 1 and key.stride(-2) < key.stride(-3) else 0
+        _readable[kind] = (
+            box >= LEAST_BOX
+            and (between == 0 or key.shape[-1] % PART.value == 0)
+            and all(describable(tensor, key.dtype, box, GLUON_CAPABILITY) for tensor in (key, value))
         )
     return _readable[kind]
 
@@ -478,28 +512,28 @@ class _Kind:
         options, launches: the kernel without and with scores begun early.
     """
 
-    __slots__ = ("ahead", "keys", "launches", "options", "places", "row_bytes", "sms", "strides", "tile", "values")
+    __slots__ = ("ahead", "keys", "launches", "options", "places", "row_bytes", "sms", "strides", "values")
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, flags: Flags, paged: bool) -> None:
         heads, head_size = query.shape[1:]
-        value_size = value.shape[-1]
-        self.tile = tile_of("prefill_hopper", GLUON_CAPABILITY, head_size=head_size, value_size=value_size)
-        groups = self.tile.block_m // ROWS.value
+        value_size, tile = output.shape[-1], hopper_prefill_launch(head_size, output.shape[-1])
+        assert tile is not None
+        groups = tile.block_m // ROWS.value
         block_size = key.shape[1] if paged else 1
-        box = box_rows(block_size, paged, self.tile.block_n)
+        box = box_rows(block_size, paged, tile.block_n)
         self.keys, self.values = _Boxes(key, box), _Boxes(value, box)
         self.row_bytes = (head_size + value_size) * key.itemsize
         self.strides = (*query.stride()[:2], *output.stride()[:2])
         self.places = *self.keys.places, *self.values.places
-        tile = self.tile
         plain = Options(
-            heads, heads // value.shape[-2], *flags, paged, block_size, head_size // PART.value,
-            value_size // PART.value, tile.block_n, tile.num_stages, box, tile.turns, tile.sums_apart, groups, False,
+            heads, heads // value.shape[-2], *flags, paged, block_size, head_size, value_size,
+            -(-head_size // PART.value), -(-value_size // PART.value), tile.block_n, tile.num_stages, box, tile.turns,
+            tile.sums_apart, groups, False,
         )  # fmt: skip
         self.options = plain, plain._replace(apart=True, ahead=True)
         self.sms = sm_count(query.device)
         causal, window, cap, sinks, _, split = flags
-        self.ahead = self.tile.ahead if causal and not (window or cap or sinks or split or paged) else 0
+        self.ahead = tile.ahead if causal and not (window or cap or sinks or split or paged) else 0
         self.launches = tuple(
             Relaunch(prefill_hopper_kernel, num_warps=4, maxnreg=168 if groups == 2 else 128) for _ in range(2)
         )
@@ -512,16 +546,14 @@ class Prefill:
     """A step's prefill, ready for its layers: what they share is worked out once. Nothing waits for the device.
 
     Takes bfloat16 and float16, K and V that are ``readable``; rows between the requests' keys may hold anything. No
-    ALiBi and no image ranges, and a window only where it is causal.
+    ALiBi and no image ranges, and a window only where it is causal. K and V may be wider than the query and the output:
+    zeros behind each head.
 
     Args:
         query_start_loc, seq_lens, max_seq_len, block_table, key_start_loc: as ``prefill_attention`` has them.
-        num_tokens: of these requests, or any bound above it.
+        work: ``work_list.list_work`` of these requests, with the rows of ``launch.hopper_prefill_launch``.
         counter: int32 ``(2,)``, zeros, which the kernel leaves there; of launches that do not run side by side.
-        num_splits: programs that may share the keys of 128 rows; their results are merged.
-        split_keys: keys that one of them should have at least.
-        workspace: float32, ``decode.decode_workspace`` elements at least; with splits.
-        first_token: row of the first request's first token, as ``query_start_loc`` has it; with splits.
+        workspace: float32, ``work.partials * (Dv + 1)`` elements at least, where requests are cut.
     """
 
     def __init__(
@@ -530,20 +562,15 @@ class Prefill:
         query_start_loc: Tensor,
         seq_lens: Tensor,
         max_seq_len: int,
-        num_tokens: int,
+        work: WorkList,
         counter: Tensor,
         block_table: Tensor | None = None,
         key_start_loc: Tensor | None = None,
-        num_splits: int = 1,
-        split_keys: int = 0,
         workspace: Tensor | None = None,
-        first_token: int = 0,
     ) -> None:
         self._tensors = block_table, query_start_loc, key_start_loc, seq_lens
         self._paged, self._stride_table = block_table is not None, 0 if block_table is None else block_table.stride(0)
-        self._requests, self._longest, self._tokens, self._counter = len(seq_lens), max_seq_len, num_tokens, counter
-        self._splits, self._split_keys, self._workspace = num_splits, split_keys, workspace
-        self._rows = slice(first_token, first_token + num_tokens)
+        self._longest, self._work, self._counter, self._workspace = max_seq_len, work, counter, workspace
         # Of the layer before, which is most often like the next one.
         self._seen: Any = None
         self._found: tuple[_Kind, tuple[int, ...], Tensor | None, Tensor | None] | None = None
@@ -569,8 +596,8 @@ class Prefill:
             alone: a program for each multiprocessor works until the end; else there is one for each item, and programs
                 of other kernels start in between.
         """
-        sinks, cap, window = terms.sinks, terms.soft_cap, terms.window
-        flags = terms.causal, window > 0, cap > 0, sinks is not None, output_lse is not None, self._splits > 1
+        work, sinks, cap, window = self._work, terms.sinks, terms.soft_cap, terms.window
+        flags = terms.causal, window > 0, cap > 0, sinks is not None, output_lse is not None, work.partials > 0
         layer = (
             query.dtype, key.dtype, value.dtype, output.dtype, query.data_ptr() % 16, key.data_ptr() % 16,
             value.data_ptr() % 16, output.data_ptr() % 16, *dtypes(sinks, output_scale),
@@ -583,63 +610,28 @@ class Prefill:
         items, ahead = counts[0], 0 < kind.ahead < self._longest
         kind.launches[ahead](
             (min(items, kind.sms) if alone else items, 1, 1), query, kind.keys.over(key), kind.values.over(value),
-            output, output_scale, output_lse, *self._tensors, sinks, parts, part_lse, self._counter, *counts,
+            output, output_scale, output_lse, *self._tensors, sinks, parts, part_lse, self._counter, work.rows, *counts,
             scale * k_scale / cap if cap else scale * k_scale * LOG2E.value, v_scale, cap * LOG2E.value, window,
             *kind.strides, self._stride_table, *kind.places, kind.options[ahead],
         )  # fmt: skip
         if parts is not None and part_lse is not None:
-            lse = None if output_lse is None else output_lse[self._rows]
-            merge_rows(parts, part_lse, output[self._rows], output_scale, lse, self._splits)
+            merge_shares(parts, part_lse, output, output_scale, output_lse, self._tensors[1], work)
 
     def _lookup(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, flags: Flags, layer: tuple[Any, ...]
     ) -> tuple[_Kind, tuple[int, ...], Tensor | None, Tensor | None]:
         """Return the kind of a layer, the kernel's counts, and where partial results and their LSE go."""
-        heads, kv_heads, value_size = query.shape[1], value.shape[-2], value.shape[-1]
-        workspace, splits = self._workspace, self._splits
+        kv_heads, work, workspace = value.shape[-2], self._work, self._workspace
         same = (
-            flags, layer, self._paged, query.shape[1:], key.shape[1:], value.shape[1:], query.get_device(),
-            None if workspace is None else workspace.data_ptr() % 16,
+            flags, layer, self._paged, query.shape[1:], output.shape[1:], key.shape[1:], value.shape[1:],
+            query.get_device(), None if workspace is None else workspace.data_ptr() % 16,
         )  # fmt: skip
         kind = _kinds.get(same)
         if kind is None:
             kind = _kinds[same] = _Kind(query, key, value, output, flags, self._paged)
         parts = part_lse = None
-        if splits > 1:
+        if work.partials:
             assert workspace is not None
-            parts, part_lse = workspace, workspace[self._tokens * heads * splits * value_size :]
-        row_tiles = self._tokens * (heads // kv_heads) // kind.tile.block_m + self._requests
-        counts = (
-            row_tiles * kv_heads * splits, splits, max(1, self._split_keys // kind.tile.block_n), self._requests,
-            section_of(kv_heads, self._longest * kind.row_bytes),
-        )  # fmt: skip
-        return kind, counts, parts, part_lse
-
-
-def prefill_hopper(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    *,
-    scale: float,
-    num_tokens: int | None = None,
-    alone: bool = True,
-    terms: Terms = PLAIN,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    output_scale: Tensor | None = None,
-    output_lse: Tensor | None = None,
-    **step: Any,
-) -> None:
-    """Attend from many query tokens per request: a ``Prefill`` for one layer.
-
-    Args:
-        num_tokens: None: the query's.
-        step: as ``Prefill`` has it; the other arguments as its call has them.
-    """
-    prefill = Prefill(num_tokens=len(query) if num_tokens is None else num_tokens, **step)
-    prefill(
-        query, key, value, output, scale=scale, alone=alone, terms=terms, k_scale=k_scale, v_scale=v_scale,
-        output_scale=output_scale, output_lse=output_lse,
-    )  # fmt: skip
+            parts, part_lse = workspace, workspace[work.partials * output.shape[-1] :]
+        section = section_of(kv_heads, self._longest * kind.row_bytes)
+        return kind, (work.items * kv_heads, len(work.rows), section), parts, part_lse

@@ -18,12 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn_select_triton.kernels import work_list
 from attn_select_triton.kernels.gluon_names import barrier, reinterpret, tma_load
+from attn_select_triton.limits import GLUON_PART
 
-PART = gl.constexpr(64)
-"""Columns of one part of a tile: 128 bytes, the width of TMA's swizzle."""
+PART = gl.constexpr(GLUON_PART)
 ROWS = gl.constexpr(64)
 """Query rows of a compute group."""
+FIELDS = gl.constexpr(work_list.FIELDS)
 
 
 class Options(NamedTuple):
@@ -33,9 +35,11 @@ class Options(NamedTuple):
         heads: of the query; group of them share a KV head.
         causal, window, soft_cap, sinks: which of ``launch.Terms`` there are. A window is causal.
         lse: whether the log-sum-exp is written.
-        split: whether programs share the keys of an item.
+        split: whether some requests are cut: programs share the keys of their rows.
         paged: K and V lie in blocks of ``block_size`` tokens, found through a block table.
-        parts, v_parts: parts of ``PART`` columns of K and of V.
+        head_size, value_size: of Q and K, and of V.
+        parts, v_parts: parts of ``PART`` columns of K and of V. Of a size that is no multiple, the last part has the
+            next head's columns, or zeros: the query has zeros there, and the output's are not written.
         keys, stages: of a tile, and tiles of K and of V in shared memory.
         box: tokens that TMA loads at once.
         turns: groups multiply in turns (``attend_tile``).
@@ -54,6 +58,8 @@ class Options(NamedTuple):
     split: bool
     paged: bool
     block_size: int
+    head_size: int
+    value_size: int
     parts: int
     v_parts: int
     keys: int
@@ -81,6 +87,7 @@ class Item(NamedTuple):
         start, full_start, full, tiles: rows see the tiles ``start .. tiles - 1``, and all rows all keys of
             ``full_start .. full - 1``.
         split: which share of the keys.
+        partial: the first row of this share's partial results; negative where the share is the whole.
     """
 
     first: Any
@@ -93,6 +100,7 @@ class Item(NamedTuple):
     full: Any
     tiles: Any
     split: Any
+    partial: Any
 
 
 class Tiles(NamedTuple):
@@ -125,19 +133,18 @@ class Batch(NamedTuple):
 
     Attributes:
         query_start_loc_ptr, seq_lens_ptr, num_requests: as ``prefill_attention`` has them.
-        row_tiles: that all requests may own, as ``find_request`` counts them.
+        work_ptr: ``WorkList.rows``.
+        head_items: of one KV head.
         section: KV heads whose keys L2 holds.
-        num_splits, split_tiles: shares of an item's keys at most, and tiles that one of them should have at least.
         window: as ``launch.Terms`` has it.
     """
 
     query_start_loc_ptr: Any
     seq_lens_ptr: Any
     num_requests: Any
-    row_tiles: Any
+    work_ptr: Any
+    head_items: Any
     section: Any
-    num_splits: Any
-    split_tiles: Any
     window: Any
 
 
@@ -165,19 +172,17 @@ class Places(NamedTuple):
 
 
 @gluon.jit
-def find_request(start_loc_ptr, tile, num_requests, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Return the request that row tile ``tile`` belongs to, as ``primitives.find_request``."""
-    before = gl.load(start_loc_ptr)
+def find_row(work_ptr, place, num_requests):
+    """Return the row of the work list that item ``place`` of a KV head belongs to: the last one that begins by then."""
     low = 0
     high = num_requests
     while low < high:
         middle = (low + high) // 2
-        first = (gl.load(start_loc_ptr + middle) - before) * GROUP // BLOCK_M + middle
-        if first <= tile:
+        if gl.load(work_ptr + middle * FIELDS) <= place:
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    return work_ptr + (low - 1) * FIELDS
 
 
 @gluon.jit
@@ -195,25 +200,22 @@ def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexp
 def item_at(index, batch, OPTIONS: gl.constexpr):
     """Return the item with this number, and its request.
 
-    Row tiles come last first, and each for ``section`` KV heads before the next: long rows start before short ones, and
-    L2 holds what a section reads. With splits an item has one of at most ``num_splits`` even shares of the keys, of
-    ``split_tiles`` tiles at least.
+    Requests come as they are listed, of each its last row tiles first, and each for ``section`` KV heads before the
+    next: long rows start before short ones, and L2 holds what a section reads. A request that is cut has an item for
+    each share of a row tile's keys.
     """
     GROUP: gl.constexpr = OPTIONS.group
     KEYS: gl.constexpr = OPTIONS.keys
     BLOCK_M: gl.constexpr = OPTIONS.groups * ROWS
-    split = 0
-    if OPTIONS.split:
-        split = index % batch.num_splits
-        index = index // batch.num_splits
-    place = index % (batch.row_tiles * batch.section)
-    tile = batch.row_tiles - 1 - place // batch.section
-    kv_head = index // (batch.row_tiles * batch.section) * batch.section + place % batch.section
-    request = find_request(batch.query_start_loc_ptr, tile, batch.num_requests, GROUP, BLOCK_M)
+    place = index % (batch.head_items * batch.section)
+    kv_head = index // (batch.head_items * batch.section) * batch.section + place % batch.section
+    row_ptr = find_row(batch.work_ptr, place // batch.section, batch.num_requests)
+    number = place // batch.section - gl.load(row_ptr)
+    request = gl.load(row_ptr + 1)
+    shares = gl.load(row_ptr + 2)
     query_start = gl.load(batch.query_start_loc_ptr + request)
     query_len = gl.load(batch.query_start_loc_ptr + request + 1) - query_start
-    tokens_before = query_start - gl.load(batch.query_start_loc_ptr)
-    first = (tile - tokens_before * GROUP // BLOCK_M - request) * BLOCK_M
+    first = ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - number // shares) * BLOCK_M
     seq_len = gl.load(batch.seq_lens_ptr + request)
     high = seq_len
     full_high = seq_len
@@ -230,15 +232,18 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
         start = gl.minimum(gl.maximum(context + first // GROUP - batch.window + 1, 0) // KEYS, tiles)
         full_start = (gl.maximum(context + last_token - batch.window + 1, 0) + KEYS - 1) // KEYS
+    split = 0
+    partial = -1
     if OPTIONS.split:
-        splits = gl.maximum(
-            gl.minimum((tiles - start + batch.split_tiles - 1) // batch.split_tiles, batch.num_splits), 1
-        )
-        share = (tiles - start + splits - 1) // splits
+        split = number % shares
+        share = (tiles - start + shares - 1) // shares
         start = gl.minimum(start + split * share, tiles)
         tiles = gl.minimum(start + share, tiles)
         full = gl.minimum(full, tiles)
-    return request, Item(first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split)
+        if shares > 1:
+            partial = gl.load(row_ptr + 3) + split * query_len * OPTIONS.heads
+    item = Item(first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split, partial)
+    return request, item
 
 
 @gluon.jit
@@ -252,7 +257,7 @@ def publish(mail, turn, item):
     mbarrier.wait(mail.read.index(slot), (turn // 2 & 1) ^ 1)
     i = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [1], [0]))
     numbers = gl.where(i == 0, item.first, item.kv_head)
-    for place in gl.static_range(2, 10):
+    for place in gl.static_range(2, 11):
         numbers = gl.where(i == place, item[place], numbers)
     mail.memory.index(slot).store(numbers)
     barrier()
@@ -274,7 +279,7 @@ def take(mail, turn):
     return Item(
         number_of(numbers, 0), number_of(numbers, 1), number_of(numbers, 2), number_of(numbers, 3),
         number_of(numbers, 4), number_of(numbers, 5), number_of(numbers, 6), number_of(numbers, 7),
-        number_of(numbers, 8), number_of(numbers, 9),
+        number_of(numbers, 8), number_of(numbers, 9), number_of(numbers, 10),
     )  # fmt: skip
 
 
@@ -303,44 +308,41 @@ def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl
     index = gl.program_id(0)
     while index < items:
         request, item = item_at(index, batch, OPTIONS)
-        if item.first < item.query_len * OPTIONS.group:
-            publish(mail, turn, item)
-            k_row = item.kv_head * k.head_rows
-            v_row = item.kv_head * v.head_rows
-            pages_ptr = places.table_ptr
-            if OPTIONS.paged:
-                pages_ptr += request.to(gl.int64) * places.stride_table
-            else:
-                key_start = gl.load(places.key_start_loc_ptr + request)
-                k_row += key_start
-                v_row += key_start
-            for tile in range(item.start, item.tiles):
-                count = loaded + tile - item.start
-                buffer = count % STAGES
-                free = (count // STAGES & 1) ^ 1
-                k_rows = ()
-                v_rows = ()
-                for i in gl.static_range(BOXES):
-                    token = tile * KEYS + i * BOX
-                    if OPTIONS.paged:
-                        page = gl.load(pages_ptr + token // BLOCK_SIZE, mask=token < item.seq_len, other=0)
-                        k_rows = k_rows + (k_row + page * k.page_rows + token % BLOCK_SIZE,)
-                        v_rows = v_rows + (v_row + page * v.page_rows + token % BLOCK_SIZE,)
-                    else:
-                        k_rows = k_rows + (k_row + token,)
-                        v_rows = v_rows + (v_row + token,)
-                mbarrier.wait(tiles.k_empty.index(buffer), free)
-                load_tile(
-                    k.descriptor, k_boxes, tiles.k_ready, buffer, k_rows, item.kv_head * k.head_columns, PARTS, BOXES
-                )
-                mbarrier.wait(tiles.v_empty.index(buffer), free)
-                load_tile(
-                    v.descriptor, v_boxes, tiles.v_ready, buffer, v_rows, item.kv_head * v.head_columns, V_PARTS, BOXES
-                )
-            turn += 1
-            loaded += item.tiles - item.start
+        publish(mail, turn, item)
+        k_row = item.kv_head * k.head_rows
+        v_row = item.kv_head * v.head_rows
+        pages_ptr = places.table_ptr
+        if OPTIONS.paged:
+            pages_ptr += request.to(gl.int64) * places.stride_table
+        else:
+            key_start = gl.load(places.key_start_loc_ptr + request)
+            k_row += key_start
+            v_row += key_start
+        for tile in range(item.start, item.tiles):
+            count = loaded + tile - item.start
+            buffer = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            k_rows = ()
+            v_rows = ()
+            for i in gl.static_range(BOXES):
+                token = tile * KEYS + i * BOX
+                if OPTIONS.paged:
+                    page = gl.load(pages_ptr + token // BLOCK_SIZE, mask=token < item.seq_len, other=0)
+                    k_rows = k_rows + (k_row + page * k.page_rows + token % BLOCK_SIZE,)
+                    v_rows = v_rows + (v_row + page * v.page_rows + token % BLOCK_SIZE,)
+                else:
+                    k_rows = k_rows + (k_row + token,)
+                    v_rows = v_rows + (v_row + token,)
+            mbarrier.wait(tiles.k_empty.index(buffer), free)
+            load_tile(k.descriptor, k_boxes, tiles.k_ready, buffer, k_rows, item.kv_head * k.head_columns, PARTS, BOXES)
+            mbarrier.wait(tiles.v_empty.index(buffer), free)
+            load_tile(
+                v.descriptor, v_boxes, tiles.v_ready, buffer, v_rows, item.kv_head * v.head_columns, V_PARTS, BOXES
+            )
+        turn += 1
+        loaded += item.tiles - item.start
         index = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-    publish(mail, turn, Item(0, 0, 0, -1, 0, 0, 0, 0, 0, 0))
+    publish(mail, turn, Item(0, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0))
     ended = gl.atomic_add(counter_ptr + 1, 1)
     if ended == gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
 from attn_select_triton import tuning
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, num_splits_for
 from attn_select_triton.kernels.mla_decode import mla_num_splits
-from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, Way, prefill_cost
+from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, Way
 
 Lens = NDArray[np.int64]
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
@@ -26,7 +26,7 @@ MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 ORDER = 2.0**21
 """A factor for ``in_order``, larger than the number of a request's pieces."""
 TILE_ROWS = 64
-"""Rows of a tile, in the costs of ways."""
+"""Rows of a tile, in the costs of ways; a program of the warp-specialised prefill has two tiles."""
 
 
 def split_keys(
@@ -232,63 +232,98 @@ def gathered_chunks(query_lens: Sequence[int], seq_lens: Sequence[int], window: 
     return chunks
 
 
-def prefill_way(
-    ways: Mapping[Way, Cost],
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    *,
-    heads: tuple[int, int],
-    gpu: Gpu,
-    causal: bool,
-    window: int,
-    room: int = 0,
-) -> Way:
-    """Return the cheapest way to run a prefill.
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """What the costs of ways ask of a step's prefills, of B requests.
 
-    Args:
+    Attributes:
+        query_lens: int64 ``(B,)``.
+        seen: float64 ``(B,)``, keys that the last token of a request sees; mean what a tile of its rows sees.
+        keys: of all requests.
         heads: of the query, and of K and V.
-        window: keys that a row sees to its left, itself included; 0: all.
-        room: how many partial results of one query token the workspace holds.
     """
-    work = prefill_work(query_lens, seq_lens, heads=heads, causal=causal, window=window)
-    splits = warp_splits(query_lens, seq_lens, heads=heads, gpu=gpu, room=room) if "warps_split" in ways else 1
 
-    def cost(way: Way) -> float:
-        if way != "warps_split":
-            return prefill_cost(ways[way], work, heads=heads, gpu=gpu)
-        return prefill_cost(ways[way], work, heads=heads, gpu=gpu, splits=splits) if splits > 1 else math.inf
+    query_lens: Lens
+    seen: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    keys: float
+    heads: tuple[int, int]
 
-    return min(ways, key=cost)
-
-
-def warp_splits(
-    query_lens: Sequence[int], seq_lens: Sequence[int], *, heads: tuple[int, int], gpu: Gpu, room: int
-) -> int:
-    """Return how many programs of the warp-specialised prefill share the keys of 128 rows.
-
-    One program fills an SM, and a second wave takes as long as the first, so that programs beyond the number of SMs
-    gain nothing. Arguments as ``prefill_way`` has them.
-    """
-    group = heads[0] // heads[1]
-    programs = heads[1] * sum(-(-query_len * group // (2 * TILE_ROWS)) for query_len in query_lens)
-    tiles = max(seq_lens, default=0) // (2 * TILE_ROWS)
-    return max(1, min(gpu.sms // max(1, programs), tiles // 2, room // max(1, sum(query_lens))))
+    def tiles(self, rows: int) -> NDArray[np.float64]:
+        """Return how many tiles of so many rows the requests have, ``(B,)``."""
+        return np.ceil(self.query_lens * (self.heads[0] // self.heads[1]) / rows)
 
 
 def prefill_work(
-    query_lens: Sequence[int], seq_lens: Sequence[int], *, heads: tuple[int, int], causal: bool, window: int
-) -> dict[str, float]:
-    """Return what ``tuning.prefill_cost`` asks of a batch; arguments as ``prefill_way`` has them."""
-    group = heads[0] // heads[1]
-    tiles = rows = longest = 0
-    pairs = keys = 0.0
-    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
-        own = -(-query_len * group // TILE_ROWS)
-        seen = min(seq_len, window) if window else seq_len
-        pairs += own * (max(seen - query_len / 2, seen / 2) if causal else seen)
-        keys += min(seq_len, seen + query_len)
-        tiles, rows, longest = tiles + own, rows + query_len * heads[0], max(longest, seen)
-    return {"tiles": tiles, "pairs": pairs, "keys": keys, "rows": rows, "longest": longest}
+    query_lens: ArrayLike, seq_lens: ArrayLike, *, heads: tuple[int, int], causal: bool, window: int
+) -> PrefillWork:  # fmt: skip
+    """Return what ``prefill_cost`` asks of requests.
+
+    Args:
+        query_lens, seq_lens: ``(B,)``, new tokens and keys of each request.
+        heads: of the query, and of K and V.
+        window: keys that a row sees to its left, itself included; 0: all.
+    """
+    lens, keys = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.float64)
+    seen = np.minimum(keys, window) if window else keys
+    mean = np.maximum(seen - lens / 2, seen / 2) if causal else seen
+    return PrefillWork(lens, seen, mean, float(np.minimum(keys, seen + lens).sum()), heads)
+
+
+def prefill_way(ways: Mapping[Way, Cost], work: PrefillWork, shares: Lens, gpu: Gpu) -> Way:
+    """Return the cheapest way to run a prefill.
+
+    Args:
+        shares: of ``prefill_shares``, which the warp-specialised ways take.
+    """
+    return min(ways, key=lambda way: prefill_cost(ways[way], work, gpu, shares if "warps" in way else None))
+
+
+def prefill_cost(cost: Cost, work: PrefillWork, gpu: Gpu, shares: Lens | None = None) -> float:
+    """Return the predicted time of a way to run a prefill, in ns.
+
+    Args:
+        shares: ``(B,)``, into which each request's keys are cut; None: by a kernel that cuts none.
+    """
+    share, rows = work.heads[1] / gpu.sms, work.query_lens * work.heads[0]
+    read = share * cost.key / gpu.bandwidth_share * work.keys
+    if shares is None:
+        tiles = work.tiles(TILE_ROWS)
+        busy = share * cost.tile * float((tiles * (work.mean + cost.border)).sum())
+        latency = cost.alone if 2 * tiles.sum() * work.heads[1] <= gpu.sms else cost.two
+        return max(busy, float(work.seen.max()) * latency) + read + cost.row * float(rows.sum()) + cost.fixed
+    times, cut = _shares_times(cost, work, gpu, shares[None])
+    return float(times[0]) + read + cost.fixed + (cost.merge if cut[0] else 0.0)
+
+
+def _shares_times(cost: Cost, work: PrefillWork, gpu: Gpu, shares: Lens) -> tuple[NDArray[np.float64], Lens]:
+    """Return, for each way to cut ``(ways, B)``, what the programs take in ns, and the rows of partial results."""
+    tiles, rows = work.tiles(2 * TILE_ROWS), work.query_lens * work.heads[0]
+    busy = (tiles * (work.mean + shares * cost.border)).sum(1) * (2 * cost.tile * work.heads[1] / gpu.sms)
+    longest = (np.ceil(work.seen / shares) * np.minimum(tiles, 1)).max(1) * cost.alone
+    cut = np.where(shares > 1, shares * rows, 0).sum(1)
+    found: NDArray[np.float64] = np.maximum(busy, longest) + cost.row * cut
+    return found, cut
+
+
+def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Lens:
+    """Return into how many shares the keys of each request go, so that no program works long after the others.
+
+    A program fills a multiprocessor and has 128 rows. Few rows over many keys would leave most of them idle.
+
+    Args:
+        room: rows of partial results that the workspace holds.
+    """
+    tiles = work.tiles(2 * TILE_ROWS)
+    even = float((tiles * work.mean).sum()) * work.heads[1] / gpu.sms
+    sizes = np.array([even / parts for parts in tuning.share_parts()])
+    shares = np.ceil(work.seen / np.maximum(sizes, tuning.least_share())[:, None]).astype(np.int64)
+    shares = np.concatenate([np.ones_like(shares[:1]), np.maximum(shares, 1)])
+    times, cut = _shares_times(cost, work, gpu, shares)
+    times += cost.merge * (cut > 0)
+    times[cut > room] = np.inf
+    found: Lens = shares[int(times.argmin())]
+    return found
 
 
 def image_ranges(common: CommonAttentionMetadata, first: int, last: int) -> list[list[int]] | None:

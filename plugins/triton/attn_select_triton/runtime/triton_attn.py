@@ -173,11 +173,12 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         key, value, boxes = call.key, call.value, call.boxes
         if part.gather is not None:
             gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
-            key, value = part.gather.rows
+            key, value = part.gather.whole if part.warps else part.gather.rows
             boxes = part.prepared is not None or (part.warps and self._warps.readable(key, value))
         if part.warps and boxes and (terms.causal or not terms.window):
             if part.prepared is None:
-                part.prepared = self._warps.Prefill(**part.prefill, **part.own)
+                of_step = {name: given for name, given in part.prefill.items() if name != "num_tokens"}
+                part.prepared = self._warps.Prefill(**of_step, **part.own)
             part.prepared(call.query, key, value, output, terms=terms, output_lse=lse, alone=alone, **scales)
             return
         prefill_attention(

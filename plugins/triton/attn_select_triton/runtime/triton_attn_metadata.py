@@ -22,11 +22,12 @@ from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import PrefillKernel
-from attn_select_triton.facts.triton_attn import TMA_PAGE
+from attn_select_triton.facts.triton_attn import TMA_PAGE, in_boxes
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
-from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of
+from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of, hopper_prefill_launch
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
+from attn_select_triton.kernels.work_list import WorkList, list_work
 from attn_select_triton.limits import GLUON_CAPABILITY, power_of_two
 from attn_select_triton.runtime import schedule
 from attn_select_triton.tuning import Cost, Way, way_cost
@@ -149,6 +150,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._ways: dict[Way, Cost] = {}
         self._pieces: Tensor | None = None
         self._counter: Tensor | None = None
+        self._tile_rows = 0
         self._fixed_split = 0
         if not config.has_cache:
             return
@@ -169,8 +171,11 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if (prefill.warp_specialised or prefill.gathered_warps) and device.type == "cuda":
             check_gluon(device)
             self._counter = torch.zeros(2, dtype=torch.int32, device=device)
+            tile = hopper_prefill_launch(config.head_size, config.value_head_size)
+            assert tile is not None
+            self._tile_rows = tile.block_m
         if prefill.warp_specialised and device.type == "cuda":
-            self._ways |= {way: way_cost(way) for way in ("warps", "warps_split")}
+            self._ways["warps"] = way_cost("warps")
         reserved = prefill.gather_bytes
         split_bytes = {phase: plan.workspace_bytes for phase, plan in context.plans.items()}
         if "prefill" in split_bytes:
@@ -192,7 +197,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
                 torch.empty(rows, config.num_kv_heads, width, dtype=self.shape.dtype, device=device) for width in widths
             )
             self._gathered = key, value
-            self._ways["gathered"] = way_cost("gathered")
+            if in_boxes(config.head_size, config.value_head_size):
+                self._ways["gathered"] = way_cost("gathered")
             if prefill.gathered_warps and device.type == "cuda":
                 self._ways["gathered_warps"] = way_cost("gathered_warps")
 
@@ -366,47 +372,42 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         seq_lens = common.seq_lens_cpu[first:].tolist()
         # An image may begin before the window.
         window = 0 if self._ranges(common, first, last) is not None else self._window
-        way = schedule.prefill_way(
-            self._ways,
-            query_lens,
-            seq_lens,
-            heads=(self.shape.heads, self.shape.kv_heads),
-            gpu=self._gpu,
-            causal=self._causal and common.causal,
-            window=window,
-            room=self._partials,
-        )
+        causal = self._causal and common.causal
+        given: dict[str, Any] = {"heads": (self.shape.heads, self.shape.kv_heads), "causal": causal, "window": window}
+        work = schedule.prefill_work(query_lens, seq_lens, **given)
+        shares = np.ones(len(query_lens), dtype=np.int64)
+        if self._tile_rows:
+            shares = schedule.prefill_shares(way_cost("warps"), work, self._gpu, self._partials)
+        way = schedule.prefill_way(self._ways, work, shares, self._gpu)
         if way == "split":
             return [self._splitting(common, first, last, max(query_lens))]
         if way not in ("gathered", "gathered_warps") or self._gathered is None:
-            part = self._prefill(common, first, last, warps=way in ("warps", "warps_split"))
-            if way == "warps_split":
-                self._share_keys(part, query_lens, seq_lens, int(common.query_start_loc_cpu[first]))
-            return [part]
+            return [self._prefill(common, first, last, shares=shares if way == "warps" else None)]
         chunks = schedule.gathered_chunks(query_lens, seq_lens, window, len(self._gathered[0]))
         starts = to_device(
             torch.tensor([start for chunk in chunks for start in chunk.starts or [0]], dtype=torch.int32),
             self.context.device,
         )
-        warps = way == "gathered_warps"
-        return [self._gathering(common, first, chunk, starts, window, warps) for chunk in chunks]
+        parts = []
+        for chunk in chunks:
+            if chunk.starts is not None:
+                own = shares[chunk.first : chunk.last] if way == "gathered_warps" else None
+                parts.append(self._gathering(common, first, chunk, starts, window, own))
+                continue
+            # Longer than what can be copied.
+            alone = schedule.prefill_work([query_lens[chunk.first]], [seq_lens[chunk.first]], **given)
+            in_place: dict[Way, Cost] = {way: self._ways[way] for way in ("pages", "split")}
+            begin, end = first + chunk.first, first + chunk.last
+            if schedule.prefill_way(in_place, alone, shares[:1], self._gpu) == "split":
+                parts.append(self._splitting(common, begin, end, chunk.tokens))
+            else:
+                parts.append(self._prefill(common, begin, end, chunk.tokens))
+        return parts
 
     @property
     def _partials(self) -> int:
-        """Partial results of a query token that the workspace holds."""
-        return 0 if self._workspace is None else self._workspace.numel() // self._row
-
-    def _share_keys(self, part: Part, query_lens: list[int], seq_lens: list[int], first_token: int) -> None:
-        """Let several programs of a warp-specialised prefill share the keys of a tile of rows."""
-        heads = self.shape.heads, self.shape.kv_heads
-        splits = schedule.warp_splits(query_lens, seq_lens, heads=heads, gpu=self._gpu, room=self._partials)
-        if splits > 1:
-            part.own |= {
-                "num_splits": splits,
-                "split_keys": -(-max(seq_lens) // splits),
-                "workspace": self._workspace,
-                "first_token": first_token,
-            }
+        """Rows of partial results that the workspace holds."""
+        return 0 if self._workspace is None else self._workspace.numel() // (self.shape.value_size + 1)
 
     def _gathering(
         self,
@@ -415,19 +416,17 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         chunk: schedule.Chunk,
         starts: Tensor,
         window: int,
-        warps: bool,
+        shares: schedule.Lens | None,
     ) -> Part:
         """Return the launch of one chunk of requests, and of the copy before it."""
-        part = self._prefill(common, first + chunk.first, first + chunk.last, chunk.tokens)
-        if chunk.starts is None or self._gathered is None:
-            return part
+        begin, end = first + chunk.first, first + chunk.last
+        assert self._gathered is not None
+        part = self._prefill(common, begin, end, chunk.tokens, shares=shares)
         key_start_loc = starts[chunk.first : chunk.last]
         of_requests = {name: part.prefill[name] for name in ("query_start_loc", "seq_lens")}
         table = part.prefill.pop("block_table")
         part.prefill["key_start_loc"] = key_start_loc
         key, value = self._gathered
-        if warps:
-            part.warps, part.own = True, {"counter": self._counter}
         part.gather = Gather(
             self._gathered,
             (key[..., : self.shape.head_size], value[..., : self.shape.value_size]),
@@ -442,9 +441,19 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         return part
 
     def _prefill(
-        self, common: CommonAttentionMetadata, first: int, last: int, tokens: int | None = None, *, warps: bool = False
+        self,
+        common: CommonAttentionMetadata,
+        first: int,
+        last: int,
+        tokens: int | None = None,
+        *,
+        shares: schedule.Lens | None = None,
     ) -> Part:
-        """Return the launch of requests ``first .. last - 1`` over pages, or over the step's own keys."""
+        """Return the launch of requests ``first .. last - 1`` over pages, or over the step's own keys.
+
+        Args:
+            shares: of their keys, by the warp-specialised kernel; None: by the plain one.
+        """
         bounds, seq_lens, table = self._requests(common, first, last)
         if tokens is None:
             tokens = common.num_actual_tokens - (int(common.query_start_loc_cpu[first]) if first else 0)
@@ -459,8 +468,25 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             prefill["key_start_loc"] = bounds[:-1]
         else:
             prefill["block_table"] = table
-        causal, own = self._causal and common.causal, {"counter": self._counter} if warps else {}
-        return Part(causal, self._ranges(common, first, last), prefill=prefill, warps=warps, own=own)
+        part = Part(self._causal and common.causal, self._ranges(common, first, last), prefill=prefill)
+        if shares is not None:
+            part.warps = True
+            part.own = {"counter": self._counter, "work": self._listed(common, first, last, shares)}
+            if part.own["work"].partials:
+                part.own["workspace"] = self._workspace
+        return part
+
+    def _listed(self, common: CommonAttentionMetadata, first: int, last: int, shares: schedule.Lens) -> WorkList:
+        """Return what the programs of the warp-specialised prefill work on."""
+        shape, lens = self.shape, common.query_lens_cpu[first:last].numpy()
+        return list_work(
+            lens,
+            shares,
+            heads=(shape.heads, shape.kv_heads),
+            tile_rows=self._tile_rows,
+            device=shape.device,
+            longest_first=np.argsort(common.seq_lens_cpu[first:last].numpy() / -shares, kind="stable"),
+        )
 
     def _requests(self, common: CommonAttentionMetadata, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return query bounds, lengths and block table of requests ``first .. last - 1``, views of the step's."""

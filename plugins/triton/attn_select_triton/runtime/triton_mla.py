@@ -8,7 +8,7 @@ keys go through one workspace that the builder reserves and all layers share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -28,16 +28,24 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel
-from attn_select_triton.kernels.launch import Terms, capability_of, sm_count
+from attn_select_triton.kernels.launch import Terms, capability_of, gpu_of, hopper_prefill_launch, sm_count
 from attn_select_triton.kernels.merge import MERGE_CHUNK
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
 from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.kernels.work_list import list_work
 from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
-from attn_select_triton.runtime.schedule import fixed_split, latent_pieces, latent_splits
+from attn_select_triton.runtime.schedule import (
+    fixed_split,
+    latent_pieces,
+    latent_splits,
+    prefill_shares,
+    prefill_work,
+)
 from attn_select_triton.runtime.side_by_side import COMPILING
 from attn_select_triton.runtime.triton_attn_metadata import check_gluon, planned_prefill
+from attn_select_triton.tuning import way_cost
 
 LEAST_FIXED_SPLIT, TILE = 1024, 64
 """Keys of a batch-invariant split, at least; it has whole tiles."""
@@ -51,12 +59,13 @@ class MLACall:
     Attributes:
         num_tokens: queries of all requests.
         arguments: of ``mla_decode`` or ``prefill_attention`` that are the same for all layers.
-        counter: of ``prefill_hopper``, where the plan has it; prepared: its launch, once a layer ran by it.
+        warps: what ``prefill_hopper`` asks for besides, where the plan has it.
+        prepared: its launch, once a layer ran by it.
     """
 
     num_tokens: int
     arguments: dict[str, Any]
-    counter: Tensor | None = None
+    warps: dict[str, Any] = field(default_factory=dict)
     prepared: Any = None
 
 
@@ -197,7 +206,27 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             "max_seq_len": longest,
             "terms": _CAUSAL if varlen.causal else _WHOLE,
         }
-        return MLACall(int(varlen.query_start_loc_cpu[-1]), arguments, self._counter)
+        return MLACall(int(varlen.query_start_loc_cpu[-1]), arguments, self._warps(varlen))
+
+    def _warps(self, varlen: VarlenMetadata) -> dict[str, Any]:
+        """Return what the warp-specialised prefill asks for besides; nothing where it does not run."""
+        config, device = self.context.config, self.context.device
+        value_size, qk_size = (
+            cast(int, config.v_head_dim),
+            (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0),
+        )
+        if self._counter is None:
+            return {}
+        lens, keys = (bounds.diff().numpy() for bounds in (varlen.query_start_loc_cpu, varlen.key_start_loc_cpu))
+        heads, gpu = (config.num_heads, config.num_heads), gpu_of(device)
+        room = 0 if self._workspace is None or config.batch_invariant else self._workspace.numel() // (value_size + 1)
+        step = prefill_work(lens, keys, heads=heads, causal=varlen.causal, window=0)
+        shares = prefill_shares(way_cost("warps"), step, gpu, room)
+        tile = hopper_prefill_launch(qk_size, value_size)
+        assert tile is not None
+        order = np.argsort(keys / -shares, kind="stable")
+        work = list_work(lens, shares, heads=heads, tile_rows=tile.block_m, device=device, longest_first=order)
+        return {"counter": self._counter, "work": work, "workspace": self._workspace if work.partials else None}
 
 
 class TritonMLAImpl(MLAAttentionImpl):
@@ -285,7 +314,7 @@ class TritonMLAImpl(MLAAttentionImpl):
             return
         if call.prepared is None:
             of_step = {name: given for name, given in call.arguments.items() if name != "terms"}
-            call.prepared = self._warps.Prefill(num_tokens=call.num_tokens, counter=call.counter, **of_step)
+            call.prepared = self._warps.Prefill(**of_step, **call.warps)
         call.prepared(query, key, value, output, scale=self.scale, terms=call.arguments["terms"], output_lse=lse)
 
 

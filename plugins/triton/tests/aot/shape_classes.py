@@ -40,6 +40,7 @@ from attn_select_triton.kernels import (
     prefill,
     prefill_hopper,
     rank_merge,
+    work_list,
 )
 from attn_select_triton.kernels.launch import Terms
 
@@ -203,30 +204,32 @@ def short_gathered_prefill(t: Tensors) -> None:
     gathered_prefill(t)
 
 
-def _hopper_options(t: Tensors) -> dict[str, Any]:
-    return {
-        "scale": 0.1, "output_scale": t.output_scale, "output_lse": t.lse, "terms": t.terms, "max_seq_len": t.longest,
-        "counter": tensor(2, dtype=torch.int32), **t.batch,
-    }  # fmt: skip
+def _hopper_prefill(t: Tensors, key: Any, value: Any, *, cut: int = 0, **given: Any) -> None:
+    rows = tensor(2, work_list.FIELDS, dtype=torch.int32)
+    work = work_list.WorkList(rows, rows, 9, cut, cut)
+    size = cut * (t.config.value_head_size + 1)
+    step = prefill_hopper.Prefill(
+        work=work, counter=tensor(2, dtype=torch.int32), workspace=tensor(size, dtype=torch.float32) if cut else None,
+        max_seq_len=t.longest, **t.batch, **given,
+    )  # fmt: skip
+    step(
+        t.query, key, value, t.output, scale=0.1, output_scale=t.output_scale, output_lse=t.lse, terms=t.terms
+    )  # fmt: skip
 
 
 def hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel, straight from the pages."""
-    prefill_hopper.prefill_hopper(t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, **_hopper_options(t))
+    _hopper_prefill(t, t.k_cache, t.v_cache, block_table=t.table)
 
 
 def split_hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel, the keys split."""
-    size = decode.decode_workspace(len(t.query), t.heads, t.config.value_head_size, 4)
-    prefill_hopper.prefill_hopper(
-        t.query, t.k_cache, t.v_cache, t.output, block_table=t.table, num_splits=4, split_keys=512,
-        workspace=tensor(size, dtype=torch.float32), **_hopper_options(t),
-    )  # fmt: skip
+    _hopper_prefill(t, t.k_cache, t.v_cache, block_table=t.table, cut=64)
 
 
 def plain_hopper_prefill(t: Tensors) -> None:
     """The Gluon kernel over K and V as they come."""
-    prefill_hopper.prefill_hopper(t.query, t.key, t.value, t.output, key_start_loc=t.seq_lens, **_hopper_options(t))
+    _hopper_prefill(t, t.key, t.value, key_start_loc=t.seq_lens)
 
 
 def long_plain_hopper_prefill(t: Tensors) -> None:

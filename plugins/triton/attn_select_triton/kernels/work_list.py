@@ -1,0 +1,67 @@
+"""What the programs of the warp-specialised prefill work on: a step's requests, listed on the host for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attn_select.runtime.batch import to_device
+
+FIELDS = 4
+"""Numbers of a row of the list, 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """B requests, of which S are cut: several programs share the keys of each of their row tiles.
+
+    Attributes:
+        rows: int32 ``(B, 4)`` on the device, in the order of work: the number of the request's first item, the request,
+            its shares, and the row of its first partial result; -1 where it has one share, whose result is the whole.
+        cut: int32 ``(S, 4)``: request, shares, row of the first partial result, and rows of each share.
+        items: of one KV head: row tiles x shares of all requests.
+        partials: rows of all partial results; most_cut of one share of a request.
+    """
+
+    rows: Tensor
+    cut: Tensor
+    items: int
+    partials: int
+    most_cut: int
+
+
+def list_work(
+    query_lens: Sequence[int] | NDArray[np.int64],
+    shares: Sequence[int] | NDArray[np.int64],
+    *,
+    heads: tuple[int, int],
+    tile_rows: int,
+    device: torch.device,
+    longest_first: Sequence[int] | NDArray[np.int64] | None = None,
+) -> WorkList:
+    """Return a step's list.
+
+    Args:
+        query_lens: ``(B,)``, query tokens of each request.
+        shares: ``(B,)``, into how many shares its keys are cut, from 1.
+        heads: of the query, and of K and V.
+        tile_rows: query rows (tokens x heads of a group) of a program.
+        longest_first: requests in the order of work; None: as they come.
+    """
+    lens, parts = np.asarray(query_lens, dtype=np.int64), np.asarray(shares, dtype=np.int64)
+    order = np.arange(len(lens)) if longest_first is None else np.asarray(longest_first)
+    items = (-(-lens * (heads[0] // heads[1]) // tile_rows) * parts)[order]
+    rows_each, several = lens * heads[0], parts > 1
+    own = np.where(several, rows_each * parts, 0)
+    first_row = np.where(several, own.cumsum() - own, -1)
+    rows = np.stack([items.cumsum() - items, order, parts[order], first_row[order]], 1)
+    cut = np.flatnonzero(several)
+    listed = np.concatenate([rows, np.stack([cut, parts[cut], first_row[cut], rows_each[cut]], 1)])
+    both = to_device(torch.from_numpy(listed.astype(np.int32)), device)
+    most_cut = int(rows_each[cut].max()) if len(cut) else 0
+    return WorkList(both[: len(lens)], both[len(lens) :], int(items.sum()), int(own.sum()), most_cut)
