@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from hypothesis import given
-from triton_mla_layers import DTYPE, OTHER_TRITON, SMALL
+from triton_mla_layers import DTYPE, SMALL, WITHOUT_GLUON
 
 from attn_select import AttentionConfig
 from attn_select.reference.running import check_result, problem_for, run_problem
@@ -40,8 +40,7 @@ LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
 @cache
 def group_of(layer: str, gpu: str) -> Any:
     spec, fields = LAYERS[layer]
-    pins = OTHER_TRITON if gpu == "h100" else {}
-    selection = selection_of(spec, AttentionConfig(dtype=DTYPE, **fields), gpu, pins=pins)
+    selection = selection_of(spec, AttentionConfig(dtype=DTYPE, **fields), gpu)
     return attention_group(selection, "cpu", Capacity(8, 512, 1024))
 
 
@@ -52,7 +51,7 @@ def batch_of(group: Any, query_lens: list[int], seq_lens: list[int]) -> Any:
     return prepare_batch(query_lens, seq_lens, table)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "b200"])
+@pytest.mark.parametrize("gpu", [WITHOUT_GLUON, "b200"])
 @pytest.mark.parametrize("layer", LAYERS)
 @given(lens=strategies.step_lens(longest_decode=4))
 def test_every_step_is_built(layer: str, gpu: str, lens: tuple[list[int], list[int]]) -> None:

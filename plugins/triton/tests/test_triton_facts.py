@@ -23,6 +23,7 @@ from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
 from attn_select_triton.facts.planned_kernels import DecodeKernel, MLADecodeKernel, PrefillKernel
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA
+from attn_select_triton.facts.triton_mla_sparse import TRITON_MLA_SPARSE
 from attn_select_triton.plugin import attn_select_register_backends
 
 SPECS = (TRITON_ATTN, TRITON_MLA, PAGED_ATTENTION)
@@ -195,10 +196,28 @@ def test_fp8_pages_are_not_read_by_the_gluon_kernel_without_room_to_copy_them() 
     assert plan.kernel == PrefillKernel()
 
 
-@pytest.mark.parametrize(("triton", "gluon"), [("3.6.1", True), ("3.7.0", False)])
-def test_triton_attn_runs_gluon_with_the_release_that_was_run(triton: str, gluon: bool) -> None:
-    plan = plan_of(TRITON_ATTN, gqa_layer(), H100, "prefill", pins={"triton": triton})
-    assert plan.kernel == PrefillKernel(warp_specialised=gluon, gather_bytes=128 << 20)
+@pytest.mark.parametrize("release", [None, "3.6.1", "3.9.0", "3.11.0+git1234"])
+def test_gluon_is_planned_with_every_release_and_marked_where_it_never_ran(release: str | None) -> None:
+    """An assumed machine and a real one get the same."""
+    pins = {"triton": release} if release else {}
+    marked = release is not None and not release.startswith("3.6.")
+    sparse = mla_layer(sparse_top_k=2048, num_heads=16)
+    for spec, layer, phase, gluon in (
+        (TRITON_ATTN, gqa_layer(), "prefill", True),
+        (TRITON_ATTN, gqa_layer(kv_cache_dtype="fp8"), "prefill", True),
+        (TRITON_ATTN, gqa_layer(), "decode", False),
+        (TRITON_MLA, mla_layer(), "prefill", True),
+        (TRITON_MLA, mla_layer(), "decode", True),
+        (TRITON_MLA, mla_layer(block_size=16), "decode", False),
+        (TRITON_MLA_SPARSE, sparse, "decode", True),
+    ):
+        plan = plan_of(spec, layer, H100, phase, pins=pins)
+        assert plan.kernel == plan_of(spec, layer, H100, phase).kernel
+        assert [str(release) in mark for mark in plan.unverified] == [True] * (marked and gluon)
+        if release:
+            installed = {"torch": "2.13.0", "triton": release}
+            here = plan_of(spec, layer, replace(H100, local=True), phase, installed=installed)
+            assert (here.kernel, here.unverified) == (plan.kernel, plan.unverified)
 
 
 def test_triton_attn_reserves_what_it_is_told() -> None:

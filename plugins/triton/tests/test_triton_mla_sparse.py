@@ -10,11 +10,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from test_triton_mla_conformance import interpretable  # noqa: E402
-from triton_mla_layers import DEEPSEEK, DEVICE, DTYPE, ON_GPU, OTHER_TRITON, SMALL  # noqa: E402
+from triton_mla_layers import DEEPSEEK, DEVICE, DTYPE, ON_GPU, SMALL, WITHOUT_GLUON  # noqa: E402
 
 from attn_select import AttentionConfig, select  # noqa: E402
 from attn_select.errors import KernelMismatchError  # noqa: E402
-from attn_select.machine.environment import Environment  # noqa: E402
 from attn_select.reference.running import check_result, common_of, problem_for, run_problem  # noqa: E402
 from attn_select.runtime import Capacity, attention_group  # noqa: E402
 from attn_select.testing import BackendConformance, codes_of, plan_of, selection_of  # noqa: E402
@@ -24,12 +23,11 @@ from attn_select_triton.runtime import triton_mla_sparse  # noqa: E402
 
 
 class TestInterpreted(BackendConformance):
-    """For an H100 whose Triton has another Gluon than the one that was tried: the interpreter runs no Gluon."""
+    """For another GPU than Hopper: the interpreter runs no Gluon."""
 
     spec = interpretable(TRITON_MLA_SPARSE)
     device = "cpu"
-    gate_device = "h100"
-    environment = Environment(assume_installed=True, pins=OTHER_TRITON)
+    gate_device = WITHOUT_GLUON
     num_configs = 16
     heads = ((1, 1), (3, 3))
 
@@ -64,7 +62,7 @@ def group_of(**fields: Any) -> Any:
     if ON_GPU:
         selection = select(config, backend="TRITON_MLA_SPARSE")
     else:
-        selection = selection_of(TRITON_MLA_SPARSE, config, "h100", pins=OTHER_TRITON)
+        selection = selection_of(TRITON_MLA_SPARSE, config, WITHOUT_GLUON)
     return attention_group(selection, DEVICE, Capacity(8, 64, 512))
 
 
@@ -101,24 +99,23 @@ def test_padding_may_stand_between_slots(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "where", "pins", "gluon"),
+    ("fields", "where", "gluon"),
     [
-        ({}, "h100", {}, True),
-        ({"num_heads": 32}, "h100", {}, True),
-        ({"num_heads": 33}, "h100", {}, False),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "h100", {}, False),
-        ({"qk_rope_head_dim": 0}, "h100", {}, False),
-        ({"kv_lora_rank": 256}, "h100", {}, True),
-        ({"kv_lora_rank": 384}, "h100", {}, False),
-        ({}, "h100", OTHER_TRITON, False),
-        ({}, "a100", {}, False),
-        ({}, "b200", {}, False),
+        ({}, "h100", True),
+        ({"num_heads": 32}, "h100", True),
+        ({"num_heads": 33}, "h100", False),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "h100", False),
+        ({"qk_rope_head_dim": 0}, "h100", False),
+        ({"kv_lora_rank": 256}, "h100", True),
+        ({"kv_lora_rank": 384}, "h100", False),
+        ({}, "a100", False),
+        ({}, "b200", False),
     ],
     ids=str,
 )
-def test_which_kernel_runs(fields: dict[str, Any], where: str, pins: dict[str, str], gluon: bool) -> None:
+def test_which_kernel_runs(fields: dict[str, Any], where: str, gluon: bool) -> None:
     config = AttentionConfig(**{"num_heads": 16, "sparse_top_k": 2048, **DEEPSEEK, **fields})
-    plan = plan_of(TRITON_MLA_SPARSE, config, where, pins=pins)
+    plan = plan_of(TRITON_MLA_SPARSE, config, where)
     assert plan.kernel == MLASparseKernel(gluon)
 
 

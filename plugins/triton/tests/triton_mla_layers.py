@@ -21,8 +21,8 @@ DTYPE = "bfloat16" if ON_GPU else "float16"
 """Triton's interpreter multiplies the bits of bfloat16 as if they were integers."""
 SMALL = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-OTHER_TRITON = {"triton": "3.7.0"}
-"""Another release than the one whose Gluon was run: the interpreter runs no Gluon."""
+WITHOUT_GLUON = "l40s"
+"""A GPU that no Gluon kernel is for: the interpreter runs none."""
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -31,11 +31,11 @@ def layer_config(**fields: Any) -> AttentionConfig:
 
 
 def group_of(config: AttentionConfig, capacity: Capacity | None = None, **options: Any) -> Any:
-    """Return a group on this machine's GPU, or in the interpreter as if for an H100."""
+    """Return a group on this machine's GPU, or in the interpreter as if for another than Hopper."""
     capacity = capacity or Capacity(8, 256, 512)
     if ON_GPU:
         return attention_group(select(config, backend="TRITON_MLA"), capacity=capacity, **options)
-    return attention_group(selection_of(TRITON_MLA, config, "h100", pins=OTHER_TRITON), "cpu", capacity, **options)
+    return attention_group(selection_of(TRITON_MLA, config, WITHOUT_GLUON), "cpu", capacity, **options)
 
 
 def parts_of(group: Any) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from attn_select_triton.facts.triton_support import (
     PREFILL_HEAD_SIZES,
     TURING_AND_UP,
     device_reasons,
+    gluon_marks,
     marked,
     notes,
     split_workspace,
@@ -212,8 +213,11 @@ def plan(
     made = _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
     if config.draft_tree:  # a captured mixed step runs decodes by the prefill's kernel, which knows no trees
         made = replace(made, cuda_graph="UNIFORM_BATCH")
+    marks = gluon_marks(environment) if prefill is not None and (prefill[0] or prefill[3]) else ()
     if config.per_head_quant_scales:
-        made = replace(made, unverified=(_PER_HEAD_UNPROVEN,))
+        marks = (*marks, _PER_HEAD_UNPROVEN)
+    if marks:
+        made = replace(made, unverified=marks)
     return marked(made, config, device.compute_capability)
 
 

@@ -19,6 +19,7 @@ from attn_select_triton.facts.triton_support import (
     PREFILL_HEAD_SIZES,
     TURING_AND_UP,
     device_reasons,
+    gluon_marks,
     marked,
     notes,
     split_workspace,
@@ -128,6 +129,7 @@ def _plan(
             kernel_block_sizes=(),
             cuda_graph="UNIFORM_BATCH",
             notes=said,
+            unverified=gluon_marks(environment) if warps else (),
         )
     rank, rope, size = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0, config.block_size or BLOCK_SIZES[0]
     capability = device.compute_capability or (0, 0)
@@ -156,6 +158,7 @@ def _plan(
         cuda_graph="UNIFORM_BATCH",
         workspace_bytes=workspace,
         notes=said,
+        unverified=gluon_marks(environment) if lacks is None else (),
     )
 
 

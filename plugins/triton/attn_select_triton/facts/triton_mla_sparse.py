@@ -18,6 +18,7 @@ from attn_select_triton.facts.triton_support import (
     OWN,
     TURING_AND_UP,
     device_reasons,
+    gluon_marks,
     marked,
     notes,
     split_workspace,
@@ -106,6 +107,7 @@ def plan(
         cuda_graph="UNIFORM_BATCH",
         workspace_bytes=workspace,
         notes=notes(config, device),
+        unverified=() if lacks else gluon_marks(environment),
     )
     return marked(made, config, device.compute_capability)
 

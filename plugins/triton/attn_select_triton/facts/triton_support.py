@@ -26,6 +26,11 @@ C_COMPILERS = ("gcc", "clang")
 """Triton builds its driver module with ``$CC`` or one of these (triton-lang/triton python/triton/runtime/build.py
 v3.6.0)."""
 
+GLUON_RAN = ((3, 6),)
+"""Releases of Triton with which the kernels in Gluon, its experimental language of explicit layouts, were run."""
+GLUON_COMPILED = "3.6.0, 3.7.1, 3.8.0 and 3.9.0"
+"""Those with which all of them were compiled ahead of time."""
+
 OWN = "own kernel"
 TURING_AND_UP: Fact[ComputeCapabilities] = Fact(
     ComputeCapabilities((((7, 5), (12, 9)),)),
@@ -118,6 +123,15 @@ def marked(
     if plan.kv_layouts and config.cache_dtype == "fp8_e5m2":
         marks.append(_E5M2_BELOW_8_9)
     return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
+
+
+def gluon_marks(environment: Environment) -> tuple[str, ...]:
+    """Return the mark of a plan whose kernel is written in Gluon: none with a release that ran it, or one not known."""
+    version = environment.version("triton")
+    if version is None or _release(version) in GLUON_RAN:
+        return ()
+    ran = ", ".join(f"{major}.{minor}" for major, minor in GLUON_RAN)
+    return (f"the Gluon kernel never ran with Triton {version} (ran with {ran}; compiled with {GLUON_COMPILED})",)
 
 
 MOST_SMS = 192

@@ -1,7 +1,7 @@
 """What Gluon's releases call differently, under the newest one's names (3.9); a release counts by what it offers.
 
-Triton 3.6 has ``thread_barrier``, 3.7 ``barrier``. Up to 3.8 the others are ``_reinterpret`` and
-``async_copy_global_to_shared``, a name that 3.9 keeps for a function that raises.
+3.7 renamed ``thread_barrier``, 3.8 both ``async_copy_global_to_shared``, 3.9 ``_reinterpret``. An old name may stay, of
+a function that raises: the new one is asked for first.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
