@@ -24,6 +24,8 @@ Kernel = Literal[
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "": operator.eq,
 }  # fmt: skip
+MERGED_ROWS, MERGED_PARTS = 4, 8
+"""Rows that a program of a decode merges at once, and partial results of each that it reads at once."""
 LEAST_SHARED_KIB = 99
 """Taken of a GPU that ``tuning.toml`` does not know."""
 
@@ -158,6 +160,9 @@ class DecodeSplits:
     key_us: float
     start_us: float
     merge_us: float
+    merge_round_us: float
+    merge_apart_us: float
+    apart: int
     uneven: float
     uneven_parts: tuple[int, ...]
     beside: float
@@ -170,7 +175,19 @@ class DecodeSplits:
         """Return what reading a key takes at least, of so many programs that each read ``key_bytes`` of it."""
         return units * key_bytes / (self.bandwidth * 1e3 * gpu.gbps)
 
-    def of_equal(self, programs: int, keys: int, gpu: Gpu, tile: Tile, key_bytes: int) -> int:
+    def merging_us(self, splits: Any, rows: int, apart: bool) -> Any:
+        """Return what merging so many partial results of each row takes, a number or an array.
+
+        Args:
+            rows: of one program, which merges them if no launch does so apart.
+        """
+        if apart:
+            return self.merge_apart_us + 0.0 * splits
+        return self.merge_us + self.merge_round_us * -(-rows // MERGED_ROWS) * -(-splits // MERGED_PARTS)
+
+    def of_equal(
+        self, programs: int, keys: int, gpu: Gpu, tile: Tile, key_bytes: int, rows: int, apart: bool
+    ) -> int:  # fmt: skip
         """Return into how many splits requests of ``keys`` each are cut.
 
         A program takes a time for each of its tiles, and all together no less than their bytes take, which is longer
@@ -180,6 +197,7 @@ class DecodeSplits:
             programs: unsplit.
             tile: the programs'.
             key_bytes: of a key and its value, of one KV head.
+            rows, apart: as ``merging_us`` has them.
         """
         places = self.places(gpu, tile)
         most = max(1, min(-(-keys // self.least_keys), self.most * gpu.sms // max(1, programs)))
@@ -189,11 +207,11 @@ class DecodeSplits:
             waves, own = -(-programs * splits // places), -(-keys // splits)
             empty = 1.0 - programs * splits / (waves * places)
             busy = waves * (self.tile_us * -(-own // tile.block_n) + self.key_us * own)
-            merging = self.merge_us if splits > 1 else 0.0
+            merging: float = self.merging_us(splits, rows, apart) if splits > 1 else 0.0
             return max(least * (1.0 + self.idle * empty), busy) + waves * self.start_us + merging
 
-        tried = {1, *(max(1, min(most, waves * places // max(1, programs))) for waves in range(1, self.waves + 1))}
-        return min(sorted(tried), key=cost)
+        tried = {waves * places // max(1, programs) for waves in range(1, self.waves + 1)} | {8, 16, 24, 32, 48, 64, 96}
+        return min(sorted({1, *(max(1, min(most, splits)) for splits in tried)}), key=cost)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,12 @@ def test_triton_attn_workspace() -> None:
         ),
         (H100, {"kv_cache_dtype": "fp8", "alibi": True}, PrefillKernel(gather_bytes=128 << 20)),
         (H100, {"head_size": 96, "v_head_size": 64}, PrefillKernel(gather_bytes=128 << 20)),
-        (H100, {"head_size": 96}, PrefillKernel()),
+        (H100, {"head_size": 96}, PrefillKernel(warp_specialised=True)),
+        (
+            H100,
+            {"head_size": 96, "kv_cache_dtype": "fp8"},
+            PrefillKernel(gather_bytes=128 << 20, gathered_warps=True),
+        ),
         (H100, {"head_size": 112, "v_head_size": 64}, PrefillKernel()),
         (H100, {"dtype": "float32"}, PrefillKernel()),
         ((8, 9), {}, PrefillKernel()),

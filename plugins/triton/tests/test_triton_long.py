@@ -140,7 +140,7 @@ def test_decode(size: int, heads: int, kv_heads: int, block_size: int, kind: str
     gpu, cache = launch.gpu_of(query.device), key.dtype
     rows, programs = heads // kv_heads * batch.max_query_len, len(DECODES) * kv_heads
     used = launch.decode_launch(gpu.capability, rows, size, query.dtype, cache, programs / gpu.sms)
-    splits = launch.num_splits_for(programs, keys, gpu, used, 2 * size * cache.itemsize)
+    splits = launch.num_splits_for(programs, keys, gpu, used, 2 * size * cache.itemsize, 4)
     split_tokens = 0
     if kind == "fixed":
         splits, split_tokens = LONGEST // 2048, 2048

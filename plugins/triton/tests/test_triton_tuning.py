@@ -108,7 +108,7 @@ def schedules(gpu: Gpu) -> Iterator[tuple[str, list[Any]]]:
     yield (
         "splits",
         [
-            launch.num_splits_for(*each, gpu, decode_tile(gpu, each[0], cache), 256 * cache.itemsize)
+            launch.num_splits_for(*each, gpu, decode_tile(gpu, each[0], cache), 256 * cache.itemsize, 4)
             for cache, each in product((torch.bfloat16, torch.float8_e4m3fn), product(programs, keys))
         ],
     )
@@ -123,6 +123,7 @@ def schedules(gpu: Gpu) -> Iterator[tuple[str, list[Any]]]:
                 gpu=gpu,
                 launch=decode_tile(gpu, len(lens) * units, torch.float8_e4m3fn if units == 2 else torch.bfloat16),
                 key_bytes=256 if units == 2 else 512,
+                rows=4,
             )
             for _, lens, units, most in batches()
         ],
@@ -221,11 +222,11 @@ def test_a_decode_fills_whole_waves_of_programs() -> None:
         (50, 2048, 1),
     ):
         tile = decode_tile(H200, 8 * requests, torch.bfloat16)
-        assert launch.num_splits_for(8 * requests, keys, H200, tile, 512) == wanted
+        assert launch.num_splits_for(8 * requests, keys, H200, tile, 512, 4) == wanted
         waves = 8 * requests * wanted / (H200.sms * 8 // tile.num_warps)
         assert waves <= 1
     tile = decode_tile(H200, 8, torch.bfloat16)
-    assert launch.num_splits_for(8, 100, H200, tile, 512) == 1  # a merge takes longer than a second tile
+    assert launch.num_splits_for(8, 100, H200, tile, 512, 4) == 1  # a merge takes longer than a second tile
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ def decode_launch(
 
 
 @lru_cache(maxsize=4096)
-def num_splits_for(programs: int, keys: int, gpu: Gpu, launch: Launch, key_bytes: int) -> int:
+def num_splits_for(
+    programs: int, keys: int, gpu: Gpu, launch: Launch, key_bytes: int, rows: int, apart: bool = False
+) -> int:  # fmt: skip
     """Return into how many splits a decode cuts the keys.
 
     Args:
@@ -138,8 +140,9 @@ def num_splits_for(programs: int, keys: int, gpu: Gpu, launch: Launch, key_bytes
         keys: the longest request's, or its window's.
         launch: of the programs.
         key_bytes: of a key and its value, of one KV head.
+        rows, apart: as ``DecodeSplits.merging_us`` has them.
     """
-    return decode_splits().of_equal(programs, keys, gpu, launch, key_bytes)
+    return decode_splits().of_equal(programs, keys, gpu, launch, key_bytes, rows, apart)
 
 
 def _name(dtype: torch.dtype) -> str:

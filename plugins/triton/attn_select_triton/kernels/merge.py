@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_select_triton import tuning
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 from attn_select_triton.kernels.work_list import FIELDS, WorkList
 
-IN_FLIGHT = tl.constexpr(8)
+MERGED_ROWS = tl.constexpr(tuning.MERGED_ROWS)
+IN_FLIGHT = tl.constexpr(tuning.MERGED_PARTS)
 """Partial results of a row that ``merged_parts`` reads at once."""
-MERGED_ROWS = tl.constexpr(4)
-"""Rows that it merges at once."""
 
 
 @triton.jit

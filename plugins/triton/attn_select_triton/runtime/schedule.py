@@ -30,7 +30,7 @@ TILE_ROWS = 64
 
 
 def split_keys(
-    lens: Lens, *, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int
+    lens: Lens, *, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int, rows: int, apart: bool = False
 ) -> tuple[int, int]:  # fmt: skip
     """Return into how many pieces the longest request of a decode is cut, and how many keys each piece should have.
 
@@ -38,19 +38,20 @@ def split_keys(
         lens: int64 ``(B,)``, the keys that the rows of each request see, at least 1.
         units: programs of one request without a cut: KV heads x row tiles.
         room: how many partial results of one request the workspace holds.
-        launch, key_bytes: as ``num_splits_for`` has them.
+        launch, key_bytes, rows, apart: as ``num_splits_for`` has them.
     """
     by, requests, longest = tuning.decode_splits(), len(lens), int(lens.max())
-    splits = max(1, min(num_splits_for(requests * units, longest, gpu, launch, key_bytes), room // requests))
+    wanted = num_splits_for(requests * units, longest, gpu, launch, key_bytes, rows, apart)
+    splits = max(1, min(wanted, room // requests))
     tokens = -(-longest // splits)
     if by.uneven * int(lens.sum()) < requests * longest:
-        tokens = uneven_tokens(lens, tokens, units, room, gpu, launch, key_bytes)
+        tokens = uneven_tokens(lens, tokens, units, room, gpu, launch, key_bytes, rows, apart)
         splits = -(-longest // tokens)
     return splits, max(1, tokens)
 
 
 def uneven_tokens(
-    lens: Lens, even: int, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int
+    lens: Lens, even: int, units: int, room: int, gpu: Gpu, launch: Launch, key_bytes: int, rows: int, apart: bool
 ) -> int:  # fmt: skip
     """Return how many keys each piece should have where the lengths of requests differ.
 
@@ -62,7 +63,9 @@ def uneven_tokens(
     by, share = tuning.decode_splits(), int(lens.sum()) * units / gpu.sms
     tried = [even, int(lens.max()), *[math.ceil(share / parts) for parts in by.uneven_parts]]
     sizes = np.array([max(size, by.least_keys) for size in tried])
-    time, count = decode_times(lens, sizes, by, units=units, gpu=gpu, launch=launch, key_bytes=key_bytes)
+    time, count = decode_times(
+        lens, sizes, by, units=units, gpu=gpu, launch=launch, key_bytes=key_bytes, rows=rows, apart=apart
+    )  # fmt: skip
     if count.max() > room:
         pieces = -(-lens // sizes[:, None])
         time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
@@ -70,7 +73,16 @@ def uneven_tokens(
 
 
 def decode_times(
-    lens: Lens, sizes: Lens, by: DecodeSplits, *, units: int, gpu: Gpu, launch: Launch, key_bytes: int
+    lens: Lens,
+    sizes: Lens,
+    by: DecodeSplits,
+    *,
+    units: int,
+    gpu: Gpu,
+    launch: Launch,
+    key_bytes: int,
+    rows: int,
+    apart: bool,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return, for each size, the predicted time of a decode in us, and its number of pieces.
 
@@ -83,6 +95,7 @@ def decode_times(
     places = by.places(gpu, launch) / units
     keys = lens.astype(np.float64)  # quotients are rounded up as with integers, in half the time
     pieces = np.ceil(keys / sizes[:, None])
+    merging = by.merging_us(pieces.max(1), rows, apart)
     own, placed = in_order(np.ceil(keys / pieces), pieces)
     busy = np.ceil(own / launch.block_n)
     busy *= by.tile_us
@@ -94,7 +107,7 @@ def decode_times(
     time = least * (1 + by.idle) - count / waves * (least * by.idle / places)
     np.maximum(time, last_of_waves(placed, busy, places) + by.beside * least, out=time)
     time += waves * by.start_us
-    time += by.merge_us * (count > len(lens))
+    time += merging * (count > len(lens))
     return time, count
 
 

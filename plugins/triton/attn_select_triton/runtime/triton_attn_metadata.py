@@ -315,8 +315,9 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if self._fixed_split:
             splits, each = self._fixed_pieces, self._fixed_split
         else:
+            rows = min(launch.block_m, self._group * query_len)
             splits, each = schedule.split_keys(
-                lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes
+                lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, rows=rows
             )
         bounds, seq_lens, table = self._requests(common, first, last)
         assert table is not None
