@@ -209,7 +209,8 @@ def test_requests_of_many_lengths_are_decoded_in_pieces(fields: dict[str, Any]) 
     pieces, merges = (builder.build(0, common).arguments[name] for name in ("pieces", "merges"))
     assert merges == 2
     assert pieces[-2:, 0].tolist() == [0, 3]
-    assert pieces[:-2, 0].bincount().tolist() == [pieces[-2, 2], 1, 1, pieces[-1, 2]]
+    assert pieces[-3, 0] == -1  # of the request without a query
+    assert pieces[:-3, 0].bincount().tolist() == [pieces[-2, 2], 1, 1, pieces[-1, 2]]
     close(decode(group, common, cache, query), expected(group, common, query, latents))
 
 
