@@ -223,7 +223,7 @@ class LatentSplits:
     merge: int
     most: int
     even: float
-    counts: tuple[int, ...]
+    parts: tuple[float, ...]
 
     def of_equal(self, programs: int, keys: int, sms: int) -> int:
         """Return into how many splits requests of ``keys`` each are cut: fewer than ``2 * sms`` programs run."""
@@ -269,7 +269,7 @@ def two_streams() -> dict[int, tuple[int, int]]:
 def latent_splits() -> LatentSplits:
     """Return how decodes over latents are split."""
     given = _tuning()["latents"]
-    return LatentSplits(**{**given, "counts": tuple(given["counts"])})
+    return LatentSplits(**{**given, "parts": tuple(given["parts"])})
 
 
 @lru_cache(maxsize=4096)

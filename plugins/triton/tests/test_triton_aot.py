@@ -47,7 +47,7 @@ ATTENTION = (
     "decode_kernel", "prefill_kernel", "mla_decode_kernel", "paged_attention_v1_kernel", "paged_attention_v2_kernel",
 )  # fmt: skip
 OTHERS = (
-    "reshape_and_cache_kernel", "gather_pages_kernel", "merge_splits_kernel", "merge_attn_states_kernel",
+    "reshape_and_cache_kernel", "gather_pages_kernel", "merge_pieces_kernel", "merge_attn_states_kernel",
     "concat_and_cache_mla_kernel", "gather_cache_mla_kernel", "paged_attention_v2_reduce_kernel",
     "gather_classic_kernel", "quantize_fp8_kernel", "flatten_block_table_kernel",
     "concat_and_quantize_mla_q_kernel",

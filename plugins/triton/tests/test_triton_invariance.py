@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import torch
+from triton_mla_layers import listed
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FLASHINFER_NHD, MLA
@@ -110,11 +111,11 @@ def prefilled(
 def mla_decoded(part: Part, kv_cache: torch.Tensor, used: MLALaunch) -> tuple[torch.Tensor, torch.Tensor]:
     rank = part.problem.config.kv_lora_rank or 0
     output, lse = part.poisoned(rank)
-    size = part.query.shape[0] * part.query.shape[1] * part.splits * (rank + 1)
+    size = len(part.lens) * part.splits * mla_decode.mla_workspace(max(part.lens), part.query.shape[1], rank)
     mla_decode.mla_decode(
         part.query, kv_cache, output, **part.batch, block_table=part.table, max_query_len=max(part.lens),
-        scale=part.problem.scale, launch=used, num_splits=part.splits, split_tokens=part.split_tokens,
-        workspace=torch.full((size,), torch.nan, device=output.device), output_lse=lse,
+        scale=part.problem.scale, launch=used, workspace=torch.full((size,), torch.nan, device=output.device),
+        output_lse=lse, **listed(*part.batch.values(), part.splits, part.split_tokens),
     )  # fmt: skip
     return output, lse
 

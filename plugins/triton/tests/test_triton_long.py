@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import torch
+from triton_mla_layers import listed
 
 from attn_select.testing import lse_error, relative_error
 from attn_select_triton.kernels import cache, decode, launch, mla_decode, prefill
@@ -206,14 +207,16 @@ def test_mla_decode(heads: int, block_size: int, fixed: bool, dtype: torch.dtype
     capability, rows = torch.cuda.get_device_capability(), heads * batch.max_query_len
     chosen = mla_decode.mla_launch(capability, rows, rank, rope, block_size, query.dtype, dtype)
     tiles = len(MLA_DECODES) * -(-rows // chosen.block_m)
-    splits, split_tokens = mla_decode.mla_num_splits(tiles, LONGEST, launch.sm_count(query.device)), 0
+    splits = mla_decode.mla_num_splits(tiles, LONGEST, launch.sm_count(query.device))
+    split: dict[str, Any] = {"num_splits": splits}
     if fixed:
-        splits, split_tokens = LONGEST // 8192, 8192
-    work = torch.full((batch.tokens * heads * splits * (rank + 1),), torch.nan, device="cuda")
+        splits = LONGEST // 8192
+        split = listed(batch.starts, batch.seq_lens, splits, 8192)
+    size = len(MLA_DECODES) * splits * mla_decode.mla_workspace(batch.max_query_len, heads, rank)
     mla_decode.mla_decode(
         query, batch.cache.squeeze(2), output, **batch.batch, block_table=batch.table, launch=chosen,
-        max_query_len=batch.max_query_len, scale=(rank + rope) ** -0.5, num_splits=splits, split_tokens=split_tokens,
-        workspace=work, output_lse=lse,
+        max_query_len=batch.max_query_len, scale=(rank + rope) ** -0.5, output_lse=lse,
+        workspace=torch.full((size,), torch.nan, device="cuda"), **split,
     )  # fmt: skip
     if chosen.hopper and dtype != torch.bfloat16:
         query = query.to(dtype).bfloat16()  # as the kernel rounds it: of a zero-mean context 2.7 % alone

@@ -1,4 +1,4 @@
-"""Merging partial results: two states, and the splits of a decode."""
+"""Merging partial results: two states, and the pieces of a decode."""
 
 from __future__ import annotations
 
@@ -63,30 +63,80 @@ def test_nothing_to_merge(device: torch.device) -> None:
     assert lses.eq(1).all()
 
 
-def merge_splits(
-    parts: torch.Tensor, part_lse: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None = None
+def merge_pieces(
+    parts: torch.Tensor,
+    part_lse: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    starts: list[int],
+    pieces: torch.Tensor | None = None,
 ) -> None:
-    """Merge float32 partials ``(T, H, splits, Dv)`` with LSEs ``(T, H, splits)``, as a decode launches it."""
-    tokens, heads, size = output.shape
-    merge.merge_splits_kernel[(tokens * heads,)](
-        parts, part_lse, output, None, lse, parts.shape[2], output.stride(0), output.stride(1),
-        heads, size, power_of_two(size), merge.MERGE_CHUNK, lse is not None, num_warps=4,
+    """Merge float32 partials ``(slots, rows, Dv)`` with LSEs ``(slots, rows)``, as a decode launches it.
+
+    Args:
+        starts: of the requests' tokens.
+        pieces: of the requests in several pieces; None: all have as many.
+    """
+    _, heads, size = output.shape
+    requests, start = len(starts) - 1, torch.tensor(starts, dtype=torch.int32, device=output.device)
+    count = requests if pieces is None else len(pieces)
+    merge.merge_pieces_kernel[(parts.shape[1], count)](
+        parts, part_lse, output, None, lse, pieces, start, torch.zeros_like(start), 0, len(parts) // requests,
+        output.stride(0), output.stride(1), heads, size, power_of_two(size), merge.MERGE_FEW, merge.MERGE_CHUNK,
+        lse is not None, num_warps=4,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("splits", [2, merge.MERGE_CHUNK, merge.MERGE_CHUNK + 3])
-def test_splits(splits: int, device: torch.device) -> None:
+@pytest.mark.parametrize("splits", [2, merge.MERGE_FEW, merge.MERGE_FEW + 1, merge.MERGE_CHUNK + 3])
+def test_pieces_of_requests_that_have_as_many(splits: int, device: torch.device) -> None:
     torch.manual_seed(splits)
-    parts, lses = torch.randn(3, 2, splits, 40).to(device), 3 * torch.randn(3, 2, splits).to(device)
-    lses[0, 0] = -INF
-    lses[1, :, 1:] = -INF
-    lses[2, 1, 0] = -INF
+    parts, lses = torch.randn(3, splits, 2, 40).to(device), 3 * torch.randn(3, splits, 2).to(device)
+    lses[0, :, 0] = -INF
+    lses[1, 1:] = -INF
+    lses[2, 0, 1] = -INF
     parts[lses == -INF] = torch.nan
-    wanted, wanted_lse = merge_reference(list(parts.unbind(2)), list(lses.unbind(2)))
+    wanted, wanted_lse = merge_reference(list(parts.unbind(1)), list(lses.unbind(1)))
     output, lse = torch.full((3, 2, 40), torch.nan, device=device), torch.full((3, 2), torch.nan, device=device)
-    merge_splits(parts, lses, output, lse)
+    merge_pieces(parts.flatten(0, 1), lses.flatten(0, 1), output, lse, [0, 1, 2, 3])
     assert relative_error(output, wanted).row < 1e-6
     assert lse_error(lse, wanted_lse) < 1e-5
+
+
+def test_pieces_of_requests_that_have_different_numbers(device: torch.device) -> None:
+    """Two, one, none, 20 and six, of 2, 1, 0, 3 and 1 tokens; rows of one piece and slots that no piece has stay."""
+    torch.manual_seed(1)
+    tokens, splits, heads, size = [2, 1, 0, 3, 1], [2, 1, 0, 20, 6], 2, 32
+    starts = torch.tensor([0, *tokens]).cumsum(0).tolist()
+    slots = [0, 0, 0, 2, 22]
+    parts, lses = torch.full((40, 3 * heads, size), torch.nan), torch.full((40, 3 * heads), torch.nan)
+    output, lse = torch.full((7, heads, size), torch.nan), torch.full((7, heads), torch.nan)
+    wanted, wanted_lse = output.clone(), lse.clone()
+    listed = []
+    for request, (count, own, slot) in enumerate(zip(tokens, splits, slots, strict=True)):
+        if own < 2:
+            continue
+        rows = count * heads
+        parts[slot : slot + own, :rows] = torch.randn(own, rows, size)
+        lses[slot : slot + own, :rows] = 3 * torch.randn(own, rows)
+        some = slice(starts[request], starts[request + 1])
+        merged = merge_reference(list(parts[slot : slot + own, :rows]), list(lses[slot : slot + own, :rows]))
+        wanted[some], wanted_lse[some] = (each.float().unflatten(0, (count, heads)) for each in merged)
+        listed.append([request, 0, own, slot, starts[request], count, 0, 0])
+    listed.append([-1] + [7] * 7)
+    pieces = torch.tensor(listed, dtype=torch.int32, device=device)
+    parts, lses, output, lse = (each.to(device) for each in (parts, lses, output, lse))
+    merge_pieces(parts, lses, output, lse, starts, pieces)
+    assert output[2].isnan().all()
+    assert lse[2].isnan().all()
+    there = [0, 1, 3, 4, 5, 6]
+    assert relative_error(output[there], wanted[there].double()).row < 1e-6
+    assert lse_error(lse[there], wanted_lse[there].double()) < 1e-5
+    for only in range(len(listed) - 1):
+        alone = torch.full_like(output, torch.nan)
+        merge_pieces(parts, lses, alone, None, starts, pieces[only : only + 1])
+        rows = slice(listed[only][4], listed[only][4] + listed[only][5])
+        assert same_bits(alone[rows], output[rows])
+        assert alone.isnan().sum() == alone.numel() - alone[rows].numel()
 
 
 @pytest.mark.parametrize("splits", [2, 5])
@@ -107,20 +157,6 @@ def test_splits_of_many_rows(size: int, splits: int, device: torch.device) -> No
     assert lse[9].isnan().all()
     merge.merge_rows(parts, lses, output[:9], None, None, splits)
     assert relative_error(output[:9], wanted).row < 1e-6
-
-
-def test_empty_splits_behind_change_no_bit(device: torch.device) -> None:
-    torch.manual_seed(1)
-    parts, lses = torch.randn(2, 2, 5, 32).to(device), torch.randn(2, 2, 5).to(device)
-    results = []
-    for splits in (5, 8, 40):
-        more, more_lse = parts.new_full((2, 2, splits, 32), torch.nan), lses.new_full((2, 2, splits), -INF)
-        more[:, :, :5], more_lse[:, :, :5] = parts, lses
-        output = parts.new_empty(2, 2, 32)
-        merge_splits(more, more_lse, output)
-        results.append(output)
-    assert same_bits(results[0], results[1])
-    assert same_bits(results[0], results[2])
 
 
 @pytest.mark.gpu

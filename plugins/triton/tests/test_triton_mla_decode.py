@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from triton_mla_layers import listed  # noqa: E402
+
 from attn_select import AttentionConfig  # noqa: E402
 from attn_select.layer.layouts import MLA  # noqa: E402
 from attn_select.reference.oracle_quant import quantize_query  # noqa: E402
@@ -75,16 +77,20 @@ class Batch:
         )  # fmt: skip
 
     def run(self, launch: MLALaunch, splits: int = 1, split_tokens: int = 0) -> tuple[Any, Any]:
+        """Decode in so many even shares, or in pieces of so many tokens; the workspace holds NaN before."""
         tokens, heads, _ = self.query.shape
         rank = self.config.kv_lora_rank
         output = torch.full((tokens, heads, rank), torch.nan, dtype=self.query.dtype, device=self.query.device)
         lse = torch.full((tokens, heads), torch.nan, device=self.query.device)
-        workspace = torch.full((tokens * heads * splits * (rank + 1),), torch.nan, device=self.query.device)
+        split: dict[str, Any] = {"num_splits": splits}
+        if split_tokens:
+            split = listed(self.start, self.lens, splits, split_tokens)
+        size = len(self.lens) * splits * mla_decode.mla_workspace(self.max_query_len, heads, rank)
+        workspace = torch.full((size,), torch.nan, device=self.query.device)
         mla_decode.mla_decode(
             self.query, self.cache, output, query_start_loc=self.start, seq_lens=self.lens, block_table=self.table,
-            max_query_len=self.max_query_len, scale=self.scale, launch=launch, num_splits=splits,
-            split_tokens=split_tokens, workspace=workspace, causal=not self.config.non_causal, kv_scale=self.kv_scale,
-            output_lse=lse,
+            max_query_len=self.max_query_len, scale=self.scale, launch=launch, workspace=workspace,
+            causal=not self.config.non_causal, kv_scale=self.kv_scale, output_lse=lse, **split,
         )  # fmt: skip
         return output.cpu(), lse.cpu()
 
@@ -148,6 +154,15 @@ def test_strides_that_do_not_suit_the_hopper_kernel(block_m: int) -> None:
     wide[:, :4] = batch.query
     batch.query = wide[:, :4]
     batch.check(MLALaunch(block_m, 64, 4, 1, True, True), 2)
+
+
+@pytest.mark.parametrize("launch", [SMALL, TALL], ids=["16x16", "64x32"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_requests_of_one_piece_beside_requests_of_many(launch: MLALaunch, causal: bool) -> None:
+    """More pieces than are merged at once, few, two, one, none, and one that only some drafts of a request see."""
+    config = config_of(6, 32, 16, causal=causal)
+    batch = Batch([700, 20, 0, 65, 130, 5, 33], [2, 3, 1, 1, 4, 0, 3], config, 16, device())
+    batch.check(launch, 22, 32)
 
 
 def test_fixed_splits_give_the_same_bits_beside_any_other_request() -> None:

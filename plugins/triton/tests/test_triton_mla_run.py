@@ -32,9 +32,9 @@ from attn_select.runtime import BatchError, Capacity, MLAAttention, VarlenMetada
 from attn_select.testing import attention_reference, merge_reference, relative_error, selection_of  # noqa: E402
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel  # noqa: E402
 from attn_select_triton.facts.triton_mla import TRITON_MLA, gluon_lacks  # noqa: E402
-from attn_select_triton.kernels.mla_decode import mla_num_splits  # noqa: E402
+from attn_select_triton.kernels.mla_decode import mla_num_splits, mla_workspace  # noqa: E402
 from attn_select_triton.runtime import triton_mla  # noqa: E402
-from attn_select_triton.runtime.schedule import fixed_split, latent_splits  # noqa: E402
+from attn_select_triton.runtime.schedule import fixed_split, latent_keys, latent_pieces  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -159,19 +159,43 @@ def test_keys_are_split_within_what_was_reserved() -> None:
         common.max_seq_len, common.seq_lens_cpu = longest, torch.full_like(common.seq_lens_cpu, longest)
         arguments = builder.build(0, common).arguments
         assert arguments["workspace"] is room
-        splits = arguments["num_splits"]
-        assert splits == 1 or requests * 16 * splits * 33 <= room.numel()
-        assert (splits > 1) == (longest > 1000 and (requests < 64 or ON_GPU))
+        pieces = len(arguments["pieces"]) - arguments["merges"] if "pieces" in arguments else requests
+        assert pieces == requests or pieces * mla_workspace(1, 16, 32) <= room.numel()
+        assert (pieces > requests) == (longest > 1000 and (requests < 64 or ON_GPU))
 
 
-def test_unequal_requests_are_cut_into_fair_splits() -> None:
+def cut(lens: list[int], keys: int) -> list[int]:
+    """Return how many pieces each request has."""
+    return [max(1, -(-length // keys)) for length in lens]
+
+
+def test_unequal_requests_are_cut_into_fair_pieces() -> None:
     """Four requests of 16384 tokens among sixteen of 512, two row tiles each, on 132 multiprocessors."""
-    lens = np.array([16384] * 4 + [512] * 16)
-    splits, tokens = latent_splits(lens, 2, 13, 132)
-    assert splits == 12
-    programs = 2 * sum(-(-int(length) // tokens) for length in lens)
-    assert programs <= 132
-    assert splits * tokens >= 16384
+    lens = [16384] * 4 + [512] * 16
+    pieces = cut(lens, latent_keys(np.array(lens), 2, 264, 132))
+    assert pieces[0] >= 12
+    assert pieces[4:] == [1] * 16
+    assert 2 * sum(pieces) <= 132 + 32
+
+
+@pytest.mark.parametrize(
+    ("lens", "units"),
+    [
+        ([248520] * 3 + [1611] * 194, 1),
+        ([90715] * 12 + [14616] * 291, 1),
+        ([209436] + [496] * 26, 1),
+        ([181211] + [494] * 11, 8),
+        ([12739] * 11 + [242] * 439, 1),
+    ],
+    ids=lambda given: "",
+)
+def test_long_requests_among_many_short_ones_are_cut(lens: list[int], units: int) -> None:
+    """No piece takes longer than 1.6 times what every multiprocessor has of all keys; before, up to 15 times."""
+    slots = 4 * 132 // units
+    pieces = cut(lens, latent_keys(np.array(lens), units, slots, 132))
+    assert max(map(lambda length, own: length / own, lens, pieces)) < 1.6 * max(sum(lens) * units / 132, 2000)
+    assert sum(own for own in pieces if own > 1) <= slots
+    assert sum(pieces) <= len(lens) + latent_pieces(units, 132)
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_heads": 40}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
@@ -180,48 +204,80 @@ def test_requests_of_many_lengths_are_decoded_in_pieces(fields: dict[str, Any]) 
     group = group_of(layer_config(**{"num_heads": 16, "num_speculative_tokens": 1, **fields}), Capacity(8, 64, 2048))
     builder, _ = parts_of(group)
     builder._sms = 40
-    common, cache, latents = batch(group, [1, 2, 1, 2, 0], [700, 20, 1, 300, 5])
+    common, cache, latents = batch(group, [1, 2, 1, 2, 0], [1400, 20, 1, 900, 5])
     query = queries(group, 6)
     builder._workspace.fill_(torch.nan)
-    pieces = builder.build(0, common).arguments["pieces"]
-    assert pieces[pieces[:, 0] >= 0, 0].bincount().tolist() == [pieces[0, 2], 1, 1, pieces[pieces[:, 0] == 3, 2][0]]
+    pieces, merges = (builder.build(0, common).arguments[name] for name in ("pieces", "merges"))
+    assert merges == 2
+    assert pieces[-2:, 0].tolist() == [0, 3]
+    assert pieces[-3, 0] == -1  # of the request without a query
+    assert pieces[:-3, 0].bincount().tolist() == [pieces[-2, 2], 1, 1, pieces[-1, 2]]
     close(decode(group, common, cache, query), expected(group, common, query, latents))
 
 
-def test_captured_steps_keep_their_splits_and_write_the_size_of_one() -> None:
-    group = group_of(layer_config(num_heads=16), Capacity(4, 64, 1 << 16), cuda_graphs=True)
+@pytest.mark.parametrize("fields", [{}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_two_long_requests_among_many_short_ones(cuda_graphs: bool, fields: dict[str, Any]) -> None:
+    """Of drafts too, and beside requests without keys or queries; the workspace holds NaN before."""
+    config = layer_config(num_speculative_tokens=2, **fields)
+    group = group_of(config, Capacity(32, 96, 3000), cuda_graphs=cuda_graphs)
+    builder, _ = parts_of(group)
+    common, cache, latents = batch(group, [3, 1, *[1, 2] * 12, 0, 1], [2900, 1500, *[5, 70] * 12, 9, 0])
+    query = queries(group, common.num_actual_tokens)
+    builder._workspace.fill_(torch.nan)
+    arguments = builder.build(0, common).arguments
+    found = arguments["pieces"][: len(arguments["pieces"]) - arguments["merges"]]
+    counts = found[found[:, 0] >= 0, 0].bincount()
+    assert counts[0] > 1
+    assert counts[1] > 1
+    assert (counts[2:26] == 1).all()
+    close(decode(group, common, cache, query), expected(group, common, query, latents))
+
+
+@pytest.mark.parametrize("fields", [{}, {"batch_invariant": True}], ids=str)
+def test_captured_steps_have_the_same_launches(fields: dict[str, Any]) -> None:
+    """Whatever the lengths, everything is the same but what stands in tensors."""
+    group = group_of(layer_config(num_heads=16, **fields), Capacity(4, 64, 1 << 16), cuda_graphs=True)
     builder, _ = parts_of(group)
     seen = []
-    for longest in (1 << 16, 700):
+    for lens in ([1 << 16] * 2, [700, 700], [1, 1], [1 << 16, 1]):
         common = batch(group, [1, 1], [1, 1])[0]
-        common.max_seq_len, common.seq_lens_cpu = longest, torch.full_like(common.seq_lens_cpu, longest)
+        common.max_seq_len, common.seq_lens_cpu = max(lens), torch.tensor(lens, dtype=torch.int32)
         arguments = builder.build(0, common).arguments
         pieces = arguments["pieces"]
-        seen.append((arguments["num_splits"], arguments["merge_chunk"], len(pieces), pieces.data_ptr()))
-        assert pieces[pieces[:, 0] >= 0, 2].amax() <= arguments["num_splits"]
-    assert seen[0] == seen[1]
+        seen.append((arguments["merges"], len(pieces), pieces.data_ptr(), arguments["workspace"].data_ptr()))
+    assert seen == seen[:1] * 4
 
 
 def test_captured_pieces_are_those_of_the_replay() -> None:
+    """A step that was even at capture is cut at replay, and the launches of the capture compute it."""
     group = group_of(layer_config(num_heads=16), Capacity(4, 64, 4096), cuda_graphs=True)
-    builder, _ = parts_of(group)
-    builder._sms = 132
-    builder._pieces = torch.empty(4 + 4 * 132, 8, dtype=torch.int32, device=group.device)
-    captured = builder.build(0, batch(group, [1, 1], [1, 1])[0]).arguments["pieces"]
-    for lens in ([4096, 64], [700, 700], [1, 4000]):
-        builder.build(0, batch(group, [1, 1], lens)[0])
-        found = captured[captured[:, 0] >= 0]
+    builder, impl = parts_of(group)
+    builder._sms = 24
+    lengths = ([4096, 64], [700, 700], [1, 4000])
+    first = batch(group, [1, 1], [1, 1])[0]
+    captured = builder.build(0, first)
+    pieces = captured.arguments["pieces"][: -captured.arguments["merges"]]
+    for seed, lens in enumerate(lengths):
+        common, cache, latents = batch(group, [1, 1], lens, seed)
+        builder.build(0, common)
+        found = pieces[pieces[:, 0] >= 0]
         assert found[:, 0].bincount().tolist() == [int(found[found[:, 0] == i, 2][0]) for i in (0, 1)]
         assert found[0, 6] == max(lens)
         assert found[0, 2] > 1
+        builder._workspace.fill_(torch.nan)
+        replayed = captured.arguments | {"seq_lens": common.seq_lens, "block_table": common.block_table_tensor}
+        query = queries(group, 2)
+        output, lse = query.new_full((2, 16, 32), torch.nan), torch.full((2, 16), torch.nan, device=DEVICE)
+        impl.forward_mqa(layer_of(), query, cache, triton_mla.MLACall(2, replayed), output, lse)
+        close((output.cpu(), lse.cpu()), expected(group, common, query, latents))
 
 
 @pytest.mark.parametrize(("requests", "longest"), [(64, 4096), (1, 32768), (20, 2000)])
 def test_equal_requests_have_the_splits_that_suit_all(requests: int, longest: int) -> None:
-    splits, tokens = latent_splits(np.full(requests, longest), 2, 1000, 132)
-    assert splits == mla_num_splits(2 * requests, longest, 132)
-    assert tokens % 64 == 0
-    assert -(-longest // tokens) == splits
+    keys = latent_keys(np.full(requests, longest), 2, 264, 132)
+    assert keys % 64 == 0
+    assert -(-longest // keys) == mla_num_splits(2 * requests, longest, 132)
 
 
 def test_splits_of_batch_invariant_layers_are_fixed_and_reserved_for_the_longest() -> None:
@@ -230,12 +286,13 @@ def test_splits_of_batch_invariant_layers_are_fixed_and_reserved_for_the_longest
     builder, _ = parts_of(group)
     common = batch(group, [1, 1], [5, 70])[0]
     arguments = builder.build(0, common).arguments
-    assert (arguments["split_tokens"], arguments["num_splits"]) == (1024, 2)
+    assert arguments["merges"] == 0
     assert arguments["workspace"].numel() == 4 * 5 * 3 * 33
-    common.max_seq_len = 5000
-    assert builder.build(0, common).arguments["num_splits"] == 5
-    common.max_seq_len = 1 << 20
-    with pytest.raises(BatchError, match=r"max_seq_len = 1048576.*max_model_len = 5000"):
+    common.seq_lens_cpu = torch.tensor([5000, 1024], dtype=torch.int32)
+    arguments = builder.build(0, common).arguments
+    assert (arguments["merges"], len(arguments["pieces"])) == (1, 5 + 1 + 1)
+    common.seq_lens_cpu = torch.tensor([1 << 20, 5], dtype=torch.int32)
+    with pytest.raises(BatchError, match=r"up to 1048576 of one.*max_model_len = 5000"):
         builder.build(0, common)
 
 

@@ -36,12 +36,16 @@ def test_long_pieces_come_first(count: int, tokens: int, most: int, reach: int, 
     lens = [query_len + rng.choice([0, 1, 60, 200, 1000]) for query_len in queries]
     expected = wanted(queries, lens, tokens, most, reach)
     start = torch.tensor([0, *queries]).cumsum(0).int().to(device)
-    capacity = len(expected) + 40
-    pieces = torch.full((capacity, FIELDS.value), 7, dtype=torch.int32, device=device)
+    cut = sorted(piece for piece in expected if piece[1] == 0 and piece[2] > 1)
+    capacity, merges = len(expected) + 40, len(cut) + 40
+    pieces = torch.full((capacity + merges, FIELDS.value), 7, dtype=torch.int32, device=device)
     found = list_pieces(
         start, torch.tensor(lens, dtype=torch.int32, device=device), capacity=capacity, split_tokens=tokens,
-        most_splits=most, reach=reach, pieces=pieces,
+        most_splits=most, reach=reach, merges=merges, pieces=pieces,
     )  # fmt: skip
     assert found.data_ptr() == pieces.data_ptr()
     assert found[: len(expected), :7].tolist() == expected
-    assert found[len(expected) :, 0].eq(-1).all()
+    assert found[len(expected) : capacity, 0].eq(-1).all()
+    behind = found[capacity:]
+    assert behind[: len(cut), :7].tolist() == cut
+    assert behind[len(cut) :, 0].eq(-1).all()

@@ -130,7 +130,7 @@ def schedules(gpu: Gpu) -> Iterator[tuple[str, list[Any]]]:
     )
     yield (
         "latents",
-        [schedule.latent_splits(np.array(lens), units, most, gpu.sms) for _, lens, units, most in batches()],
+        [schedule.latent_keys(np.array(lens), units, most * len(lens), gpu.sms) for _, lens, units, most in batches()],
     )
     yield "ways", [
         prefill_way(ways, queries, lens, gpu, heads=heads, window=window)

@@ -14,6 +14,7 @@ from attn_select.reference.oracle_quant import quantize_query
 from attn_select.runtime import BlockTable, Capacity, Scales, attention_group, prepare_batch
 from attn_select.testing import attention_reference, lse_error, relative_error, selection_of
 from attn_select_triton.facts.triton_mla import TRITON_MLA
+from attn_select_triton.kernels.pieces import list_pieces
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -106,3 +107,12 @@ def close(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
     tokens = len(wanted[0])
     assert relative_error(found[0][:tokens], wanted[0]).row < (2e-2 if ON_GPU else 2e-3)
     assert lse_error(found[1][:tokens], wanted[1]) < 5e-3
+
+
+def listed(query_start_loc: Any, seq_lens: Any, splits: int, split_tokens: int) -> dict[str, Any]:
+    """Return ``mla_decode``'s list of pieces of ``split_tokens`` keys, at most ``splits`` of a request."""
+    pieces = list_pieces(
+        query_start_loc, seq_lens, capacity=len(seq_lens) * splits, split_tokens=split_tokens, most_splits=splits,
+        merges=len(seq_lens),
+    )  # fmt: skip
+    return {"pieces": pieces, "merges": len(seq_lens)}

@@ -1,4 +1,4 @@
-"""Merging attention over disjoint sets of keys: the splits of a decode, or a prefix and a suffix."""
+"""Merging attention over disjoint sets of keys: the pieces of a decode, or a prefix and a suffix."""
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_select_triton import tuning
 from attn_select_triton.kernels import launch
+from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 from attn_select_triton.kernels.work_list import FIELDS, WorkList
@@ -61,56 +62,94 @@ def merged(total, row_max, row_sum, numbers, lse):
     return total * rescale[:, None] + numbers * weight[:, None], new_max, row_sum * rescale + weight
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=launch.SLICED)
-def merge_splits_kernel(
+@triton.jit
+def merged_row(
+    part_ptr, part_lse_ptr, first, stride, splits, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Return of one row the weighted sum ``(PADDED,)`` of its partial results, base-2 maximum and sum of weights.
+
+    Args:
+        first: int64, of its first partial result; ``stride`` to the next.
+        CHUNK: partial results that are taken at once, in their order.
+    """
+    width = tl.arange(0, PADDED)
+    row_max = float("-inf")
+    row_sum = 0.0
+    total = tl.zeros([PADDED], tl.float32)
+    for start in range(0, splits, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        part = first + split * stride
+        lse = tl.load(part_lse_ptr + part, mask=split < splits, other=float("-inf")) * LOG2E
+        mask = (lse > float("-inf"))[:, None] & (width < SIZE)[None, :]
+        numbers = tl.load(part_ptr + part[:, None] * SIZE + width[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - base)
+        weights = tl.exp2(lse - base)
+        total = total * rescale + tl.sum(numbers * weights[:, None], 0)
+        row_sum = row_sum * rescale + tl.sum(weights, 0)
+        row_max = new_max
+    return total, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["listed", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
+def merge_pieces_kernel(
     part_ptr,
     part_lse_ptr,
     out_ptr,
     out_scale_ptr,
     lse_ptr,
+    pieces_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    listed,
     num_splits,
     stride_ot,
     stride_oh,
     HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    FEW: tl.constexpr,
     CHUNK: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge the splits of one query row; one program per row.
+    """Merge the partial results of one row of a request in several pieces.
 
-    Splits are taken in chunks of fixed size in order, so that the bits of a row do not depend on how many empty
-    splits follow its own. Memory traffic: each partial once.
+    Grid: rows of a slot (most tokens of a request x heads) x requests. Memory traffic: each partial result once. How
+    many a row has alone decides its bits.
+
+    Args:
+        part_ptr, part_lse_ptr: float32, a row's results at ``(slot + split) * rows of a slot + token * HEADS + head``.
+        pieces_ptr: of ``pieces.list_pieces``, whose requests in several pieces stand behind ``listed`` ones; None: all
+            requests have ``num_splits``.
+        FEW: partial results that are taken at once where a row has no more; else ``CHUNK``.
     """
-    row = tl.program_id(0).to(tl.int64)
-    width = tl.arange(0, BLOCK_DV)
-    row_max = float("-inf")
-    row_sum = 0.0
-    accumulator = tl.zeros([BLOCK_DV], tl.float32)
-    for start in range(0, num_splits, CHUNK):
-        splits = start + tl.arange(0, CHUNK)
-        inside = splits < num_splits
-        lse = tl.load(part_lse_ptr + row * num_splits + splits, mask=inside, other=float("-inf")) * LOG2E
-        filled = lse > float("-inf")
-        mask = filled[:, None] & (width < DV)[None, :]
-        parts = tl.load(part_ptr + (row * num_splits + splits)[:, None] * DV + width[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(row_max - base)
-        weights = tl.exp2(lse - base)
-        accumulator = accumulator * rescale + tl.sum(parts * weights[:, None], 0)
-        row_sum = row_sum * rescale + tl.sum(weights, 0)
-        row_max = new_max
-    result = accumulator / tl.where(row_sum > 0, row_sum, 1.0)
-    out_row = row // HEADS * stride_ot + row % HEADS * stride_oh
+    row = tl.program_id(0)
+    stride = tl.num_programs(0)
+    if pieces_ptr is not None:
+        piece = read_piece(pieces_ptr, listed + tl.program_id(1))
+    else:
+        piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(1), 0, num_splits)
+    if piece.request < 0:
+        return
+    if row >= piece.query_len * HEADS:
+        return
+    first = piece.slot.to(tl.int64) * stride + row
+    if piece.splits <= FEW:
+        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, piece.splits, SIZE, PADDED, FEW)
+    else:
+        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, piece.splits, SIZE, PADDED, CHUNK)
+    width = tl.arange(0, PADDED)
+    result = total / tl.where(row_sum > 0, row_sum, 1.0)
+    token = (piece.query_start + row // HEADS).to(tl.int64)
     stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row + width, stored, mask=width < DV)
+    tl.store(out_ptr + token * stride_ot + row % HEADS * stride_oh + width, stored, mask=width < SIZE)
     if LSE:
-        tl.store(lse_ptr + row, natural_lse(row_max, row_sum))
+        tl.store(lse_ptr + token * HEADS + row % HEADS, natural_lse(row_max, row_sum))
 
 
-MERGE_CHUNK = 16
-"""Splits that one step of the merge takes."""
+MERGE_FEW, MERGE_CHUNK = 4, 16
+"""Partial results of a row that ``merge_pieces_kernel`` takes at once: of one that has few, and of others."""
 
 
 @triton.jit(do_not_specialize_on_alignment=launch.SLICED)

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select_triton.kernels.descriptors import Descriptors
 from attn_select_triton.kernels.launch import SLICED, capability_of, power_of_two
-from attn_select_triton.kernels.merge import MERGE_CHUNK, merge_splits_kernel
+from attn_select_triton.kernels.merge import MERGE_CHUNK, MERGE_FEW, merge_pieces_kernel
 from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
@@ -139,7 +139,7 @@ def attend_latent(
     return accumulator, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
+@triton.jit(do_not_specialize=["slot_rows", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_kernel(
     q_ptr,
     qr_ptr,
@@ -153,9 +153,8 @@ def mla_decode_kernel(
     table_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    num_splits,
-    split_tokens,
     pieces_ptr,
+    slot_rows,
     score_scale,
     value_scale,
     page_rows,
@@ -181,14 +180,20 @@ def mla_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend from ``BLOCK_M`` rows of one request to one split of its keys.
+    """Attend from ``BLOCK_M`` rows of one request to one piece of its keys.
 
-    Keys are cut into as many even shares as ``split_tokens`` asks for, ``num_splits`` at most: of one request by its
-    own length alone.
+    Of a request in one piece the result is written at once; of several, to the workspace: ``merge_pieces_kernel`` says
+    where a row's partial results lie.
 
-    Grid: row tiles x splits x requests; neighbours read the same keys at the same time, from L2. Memory traffic: the
-    split's latents once per row tile. On chip: q ``(BLOCK_M, R + P)`` and two or more tiles ``(BLOCK_N, R + P)`` in
-    shared memory, ``(BLOCK_M, R)`` float32 in registers.
+    Grid: row tiles x pieces; neighbours read the same keys at the same time, from L2. Without a list of pieces row
+    tiles x even shares of a request's keys x requests. Memory traffic: the piece's latents once per row tile. On chip:
+    q ``(BLOCK_M, R + P)`` and two or more tiles ``(BLOCK_N, R + P)`` in shared memory, ``(BLOCK_M, R)`` float32 in
+    registers.
+
+    Args:
+        part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot; with ``SPLIT``.
+        pieces_ptr: of ``pieces.list_pieces``, or None.
+        SPLIT: whether a request may have several pieces.
     """
     first = tl.program_id(0) * BLOCK_M
     if pieces_ptr is not None:
@@ -196,8 +201,8 @@ def mla_decode_kernel(
         if piece.request < 0:
             return
     else:
-        piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(2), tl.program_id(1), 0)
-    request, split, splits, _, query_start, query_len, seq_len = piece
+        piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(2), tl.program_id(1), tl.num_programs(1))
+    request, split, splits, slot, query_start, query_len, seq_len = piece
     if first >= query_len * HEADS:
         return
 
@@ -215,8 +220,6 @@ def mla_decode_kernel(
         high = tl.maximum(seq_len + last_token + 1 - query_len, 0)
     low = 0
     if SPLIT:
-        if pieces_ptr is None:
-            splits = tl.maximum(tl.minimum(tl.cdiv(high, split_tokens), num_splits), 1)
         low, high = split_bounds(split, splits, 0, high, BLOCK_N)
     full_high = tl.maximum(tl.minimum(full_high, high) // BLOCK_N * BLOCK_N, low)
 
@@ -244,21 +247,16 @@ def mla_decode_kernel(
 
     result = normalised(accumulator, row_sum) * value_scale
     mask = in_rows[:, None] & (latent_columns < R)[None, :]
-    lse_row = row * HEADS + head
-    if SPLIT:
-        parts = lse_row * num_splits + split
-        tl.store(part_ptr + parts[:, None] * R + latent_columns[None, :], result, mask=mask)
-        tl.store(part_lse_ptr + parts, natural_lse(row_max, row_sum), mask=in_rows)
-        if pieces_ptr is not None:  # the last split marks the unused ones
-            for other in range(tl.where(split == splits - 1, splits, num_splits), num_splits):
-                none = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                tl.store(part_lse_ptr + lse_row * num_splits + other, none, mask=in_rows)
+    if SPLIT and splits > 1:
+        part = (slot + split).to(tl.int64) * slot_rows + flat
+        tl.store(part_ptr + part[:, None] * R + latent_columns[None, :], result, mask=mask)
+        tl.store(part_lse_ptr + part, natural_lse(row_max, row_sum), mask=in_rows)
     else:
         out_rows = row * stride_ot + head * stride_oh
         out = result.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_rows[:, None] + latent_columns[None, :], out, mask=mask)
         if LSE:
-            tl.store(lse_ptr + lse_row, natural_lse(row_max, row_sum), mask=in_rows)
+            tl.store(lse_ptr + row * HEADS + head, natural_lse(row_max, row_sum), mask=in_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +378,6 @@ class _Prepared:
         output: Tensor,
         launch: MLALaunch,
         flags: tuple[bool, bool, bool],
-        merge_chunk: int,
     ) -> None:
         tokens, heads, rope = query_rope.shape
         rank, block_size, element = output.shape[2], kv_cache.shape[1], kv_cache.itemsize
@@ -446,11 +443,16 @@ class _Prepared:
             tail = described, launch.block_m, launch.block_n
             self.constants = stride_b, stride_t, heads, rank, block_r, rope, block_p, block_size, *flags, *tail
             self.decode = Relaunch(mla_decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
-        self.merge = Relaunch(merge_splits_kernel, num_warps=4)
-        self.merge_constants = *output_strides, heads, rank, block_r, merge_chunk, flags[1]
+        self.merge = Relaunch(merge_pieces_kernel, num_warps=4)
+        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_FEW, MERGE_CHUNK, flags[1]
 
 
 _prepared: dict[Any, _Prepared] = {}
+
+
+def mla_workspace(max_query_len: int, heads: int, rank: int) -> int:
+    """Return how many float32 elements the partial results of one piece take."""
+    return max_query_len * heads * (rank + 1)
 
 
 def mla_decode(
@@ -465,14 +467,13 @@ def mla_decode(
     scale: float,
     launch: MLALaunch,
     num_splits: int = 1,
-    split_tokens: int = 0,
     pieces: Tensor | None = None,
+    merges: int = 0,
     workspace: Tensor | None = None,
     causal: bool = True,
     kv_scale: float = 1.0,
     q_scale: float = 1.0,
     output_lse: Tensor | None = None,
-    merge_chunk: int = MERGE_CHUNK,
 ) -> None:
     """Attend over the latents with the absorbed query. No synchronisation; may be captured in a CUDA graph.
 
@@ -484,36 +485,38 @@ def mla_decode(
             int32 ``(B, W)``.
         max_query_len: the most query tokens of a request.
         scale: factor on ``q . k``.
-        num_splits: programs that may share the keys of one request.
-        split_tokens: keys that one of them should have at least; 0: every request in ``num_splits`` shares. Where
-            ``num_splits`` of them cover the longest request, a request's bits do not depend on the others.
-        pieces: of ``pieces.list_pieces``, by which the keys are split instead; no request has more than ``num_splits``.
-        workspace: float32, at 16 bytes, at least ``T * H * num_splits * (R + 1)`` where ``num_splits`` exceeds 1.
+        num_splits: even shares of every request's keys, without ``pieces``.
+        pieces: of ``pieces.list_pieces``, with room for ``merges`` requests in several pieces behind them: the keys are
+            split by these instead.
+        workspace: float32, at 16 bytes; with pieces or shares ``mla_workspace`` elements for each of them whose request
+            has several.
         causal: query token i of n sees the first ``seq_len - n + 1 + i`` keys; else each sees all.
         kv_scale: what an FP8 cache's numbers are to be multiplied with.
         q_scale: what the query is divided by before a kernel rounds it to e4m3.
         output_lse: float32 ``(T, H)``, written where given: natural logarithm; -inf, with output 0, without keys.
-        merge_chunk: splits that are merged at once, a power of two; on it a request's bits depend as well.
     """
     rank = output.shape[2]
     latent, rope = query if isinstance(query, tuple) else (query, query[..., rank:])
     tokens, heads, _ = latent.shape
     if tokens == 0:
         return
-    with_lse, split = output_lse is not None, num_splits > 1
+    with_lse, split = output_lse is not None, num_splits > 1 or pieces is not None
+    slot_rows = max_query_len * heads
     parts = part_lse = None
     if split:
         assert workspace is not None
-        parts, part_lse = workspace, workspace[tokens * heads * num_splits * rank :]
+        # As many slots as it holds, so that a captured step finds them where they were.
+        slots = workspace.numel() // mla_workspace(max_query_len, heads, rank)
+        parts, part_lse = workspace, workspace[slots * slot_rows * rank :]
     # All that Triton specialises on: a kernel that is launched again is not looked up.
     flags = causal, with_lse, split
     addresses = latent.data_ptr() % 16, rope.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
     dtypes = latent.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
     sizes = rope.shape[2], rank, kv_cache.shape[1], latent.stride(), rope.stride(), kv_cache.stride(), output.stride()
-    key = (heads, *sizes, *addresses, *dtypes, *flags, pieces is None, merge_chunk, launch, latent.get_device())
+    key = (heads, *sizes, *addresses, *dtypes, *flags, pieces is None, launch, latent.get_device())
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepared[key] = _Prepared(latent, rope, kv_cache, output, launch, flags, merge_chunk)
+        prepared = _prepared[key] = _Prepared(latent, rope, kv_cache, output, launch, flags)
     page_rows = prepared.page_rows
     parts_of_query = latent, rope
     queries = [part.over(of, tokens * heads) for part, of in zip(prepared.query_parts, parts_of_query, strict=False)]
@@ -526,14 +529,16 @@ def mla_decode(
         queries, keys = [latent, rope, kv_cache], keys or [None, None]
     elif prepared.gathered:
         keys = [kv_cache]
-    row_tiles = -(-heads * max_query_len // prepared.block_m)
+    row_tiles, requests = -(-slot_rows // prepared.block_m), len(seq_lens)
+    listed = 0 if pieces is None else len(pieces) - merges
     prepared.decode(
-        (row_tiles, num_splits, len(seq_lens)) if pieces is None else (row_tiles, len(pieces), 1),
+        (row_tiles, num_splits, requests) if pieces is None else (row_tiles, listed, 1),
         *queries, *keys, output, output_lse, parts, part_lse, block_table, query_start_loc, seq_lens,
-        num_splits, max(1, split_tokens), pieces, *scales, page_rows, *prepared.strides,
-        block_table.stride(0), *prepared.constants,
+        pieces, slot_rows, *scales, page_rows, *prepared.strides, block_table.stride(0), *prepared.constants,
     )  # fmt: skip
-    if split:
+    merges = requests if pieces is None else merges
+    if split and merges:
         prepared.merge(
-            (tokens * heads, 1, 1), parts, part_lse, output, None, output_lse, num_splits, *prepared.merge_constants
-        )
+            (slot_rows, merges, 1), parts, part_lse, output, None, output_lse, pieces, query_start_loc, seq_lens,
+            listed, num_splits, *prepared.merge_constants,
+        )  # fmt: skip

@@ -90,7 +90,7 @@ def attend_gathered_tile(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
+@gluon.jit(do_not_specialize=["slot_rows", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_gathered_kernel(
     q_half,
     q_rope,
@@ -102,9 +102,8 @@ def mla_decode_gathered_kernel(
     table_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    num_splits,
-    split_tokens,
     pieces_ptr,
+    slot_rows,
     score_scale,
     value_scale,
     page_rows,
@@ -120,7 +119,7 @@ def mla_decode_gathered_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from the heads of one token to one split of its chosen keys; all else as ``mla_decode_hopper_kernel``.
+    """Attend from the heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``.
 
     Args:
         q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, blocks ``(ROWS, R / 2)`` and
@@ -129,8 +128,7 @@ def mla_decode_gathered_kernel(
         table_ptr: int32 slots, the ones that each request reads.
     """
     position, slots = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
-        CAUSAL, ROWS,
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
     DTYPE: gl.constexpr = cache_ptr.dtype.element_ty
     q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
@@ -164,9 +162,9 @@ def mla_decode_gathered_kernel(
     scales = Scales(score_scale, value_scale)
     gl.warp_specialize(
         [
-            (attend_half_turned, (pointers, left, barriers, position, num_splits, scales, strides,
+            (attend_half_turned, (pointers, left, barriers, position, scales, strides,
              HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_gathered_tile), 16)),
-            (attend_half_turned, (pointers, right, barriers, position, num_splits, scales, strides,
+            (attend_half_turned, (pointers, right, barriers, position, scales, strides,
              HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_gathered_tile), 16)),
             (gather_tiles, (q_half, q_rope, cache_ptr, left, barriers, slots, row, position.low, position.high,
              position.tiles, STRIDE_TOKEN, R, P)),

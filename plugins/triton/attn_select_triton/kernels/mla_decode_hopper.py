@@ -42,7 +42,8 @@ class Position(NamedTuple):
 
     Attributes:
         first: of the rows of its request, tokens x heads.
-        split, splits: which of how many shares of the request's keys.
+        splits: in how many pieces the request's keys are.
+        part: int64, row of the workspace for the request's first row and this piece.
         query_start, query_len, seq_len: the request's.
         low, high: its keys.
         tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the
@@ -50,7 +51,8 @@ class Position(NamedTuple):
     """
 
     first: Any
-    split: Any
+    splits: Any
+    part: Any
     query_start: Any
     query_len: Any
     seq_len: Any
@@ -58,7 +60,6 @@ class Position(NamedTuple):
     high: Any
     tiles: Any
     full: Any
-    splits: Any
 
 
 class Shared(NamedTuple):
@@ -97,7 +98,7 @@ class Exchange(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Where results go, and partial ones of a split."""
+    """Where results go, and partial ones of a request in several pieces."""
 
     out_ptr: Any
     lse_ptr: Any
@@ -121,25 +122,25 @@ class Strides(NamedTuple):
 
 @gluon.jit
 def key_range(
-    table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table,
+    table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return the ``Position`` of a program, and its request's row of the block table.
-
-    Without ``pieces_ptr`` (of ``pieces.list_pieces``) there is a program for each of ``num_splits``.
-    """
+    """Return the ``Position`` of a program, and its request's row of the block table; the grid is ``mla_decode``'s."""
     first = gl.program_id(0) * ROWS
     if pieces_ptr is not None:
         piece = pieces_ptr + gl.program_id(1) * FIELDS
         request = gl.load(piece)
         split = gl.load(piece + 1)
         splits = gl.load(piece + 2)
+        slot = gl.load(piece + 3)
         query_start = gl.load(piece + 4)
         query_len = gl.where(request < 0, 0, gl.load(piece + 5))
         seq_len = gl.load(piece + 6)
     else:
         split = gl.program_id(1)
+        splits = gl.num_programs(1)
         request = gl.program_id(2)
+        slot = request * splits
         query_start = gl.load(query_start_loc_ptr + request)
         query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
         seq_len = gl.load(seq_lens_ptr + request)
@@ -149,18 +150,15 @@ def key_range(
         last_token = gl.minimum((first + ROWS - 1) // HEADS, query_len - 1)
         high = gl.maximum(seq_len + last_token + 1 - query_len, 0)
         full_high = gl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
-    if pieces_ptr is None:
-        splits = gl.maximum(gl.minimum((high + split_tokens - 1) // split_tokens, num_splits), 1)
     all_tiles = (high + KEYS - 1) // KEYS
     low = split * all_tiles // splits * KEYS
     high = gl.minimum(high, (split + 1) * all_tiles // splits * KEYS)
     tiles = gl.maximum(high - low + KEYS - 1, 0) // KEYS
     tiles = gl.where(first < query_len * HEADS, tiles, 0)
     full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
-    if pieces_ptr is None:
-        splits = num_splits
+    part = (slot + split).to(gl.int64) * slot_rows
     table = table_ptr + request * stride_table
-    position = Position(first, split, query_start, query_len, seq_len, low, high, tiles, full, splits)
+    position = Position(first, splits, part, query_start, query_len, seq_len, low, high, tiles, full)
     return position, table
 
 
@@ -236,69 +234,86 @@ def natural_lse(row_max, row_sum):
 
 
 @gluon.jit
-def write_lse(pointers, flat, lse, position, num_splits, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
-    """Write the log-sum-exp of the rows ``flat``, of a split to the workspace; the last split marks unused ones."""
-    row = position.query_start.to(gl.int64) * HEADS + flat
+def write_lse(pointers, flat, lse, position, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
+    """Write the log-sum-exp of the rows ``flat``, of one among several pieces to the workspace."""
     inside = flat < position.query_len * HEADS
-    if SPLIT:
-        gl.store(pointers.part_lse_ptr + row * num_splits + position.split, lse, mask=inside)
-        for other in range(gl.where(position.split == position.splits - 1, position.splits, num_splits), num_splits):
-            none = gl.full(lse.shape, float("-inf"), gl.float32, lse.type.layout)
-            gl.store(pointers.part_lse_ptr + row * num_splits + other, none, mask=inside)
+    if SPLIT and position.splits > 1:
+        gl.store(pointers.part_lse_ptr + position.part + flat, lse, mask=inside)
     elif LSE:
+        row = position.query_start.to(gl.int64) * HEADS + flat
         gl.store(pointers.lse_ptr + row, lse, mask=inside)
 
 
 @gluon.jit
+def write_parts(
+    pointers, total, position, HEADS: gl.constexpr, R: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr
+):
+    """Write a piece's columns from ``COLUMN`` on, along ``AXIS`` of ``total``, to the workspace."""
+    LAYOUT: gl.constexpr = total.type.layout
+    columns = COLUMN + gl.arange(0, total.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, LAYOUT))
+    flat = position.first + gl.arange(0, total.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, LAYOUT))
+    mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
+    rows = gl.expand_dims((position.part + flat) * R, AXIS)
+    gl.store(pointers.part_ptr + rows + gl.expand_dims(columns, 1 - AXIS), total, mask=mask)
+
+
+@gluon.jit
+def write_output(
+    pointers, total, position, strides, HEADS: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr
+):  # fmt: skip
+    """Write the output's columns from ``COLUMN`` on, along ``AXIS`` of ``total``."""
+    LAYOUT: gl.constexpr = total.type.layout
+    columns = COLUMN + gl.arange(0, total.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, LAYOUT))
+    flat = position.first + gl.arange(0, total.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, LAYOUT))
+    mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
+    token = (position.query_start + flat // HEADS).to(gl.int64)
+    rows = gl.expand_dims(token * strides.stride_ot + flat % HEADS * strides.stride_oh, AXIS)
+    stored = total.to(pointers.out_ptr.dtype.element_ty)
+    gl.store(pointers.out_ptr + rows + gl.expand_dims(columns, 1 - AXIS), stored, mask=mask)
+
+
+@gluon.jit
 def write_columns(
-    pointers, total, position, num_splits, strides,
+    pointers, total, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
-    """Write the output's columns from ``COLUMN`` on, along ``AXIS`` of ``total``; of a split, to the workspace."""
-    LAYOUT: gl.constexpr = total.type.layout
-    COLUMNS: gl.constexpr = total.shape[AXIS]
-    ROWS: gl.constexpr = total.shape[1 - AXIS]
-    columns = gl.expand_dims(COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS)
-    flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, LAYOUT))
-    row = (position.query_start + flat // HEADS).to(gl.int64)
-    mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
-    if SPLIT:
-        parts = (row * HEADS + flat % HEADS) * num_splits + position.split
-        gl.store(pointers.part_ptr + gl.expand_dims(parts * R, AXIS) + columns, total, mask=mask)
+    """Write a program's columns from ``COLUMN`` on, along ``AXIS`` of ``total``, to where its request's go."""
+    if SPLIT and position.splits > 1:
+        write_parts(pointers, total, position, HEADS, R, COLUMN, AXIS)
     else:
-        rows = row * strides.stride_ot + flat % HEADS * strides.stride_oh
-        gl.store(
-            pointers.out_ptr + gl.expand_dims(rows, AXIS) + columns,
-            total.to(pointers.out_ptr.dtype.element_ty),
-            mask=mask,
-        )
+        write_output(pointers, total, position, strides, HEADS, COLUMN, AXIS)
 
 
 @gluon.jit
 def write_quarters(
-    pointers, first, second, norm, staging, position, num_splits, strides,
+    pointers, first, second, norm, staging, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr,
 ):  # fmt: skip
-    """Write two quarters of the output's columns from ``COLUMN`` on, times ``norm``; 16-bit ones by way of ``staging``.
+    """Write two quarters of a program's columns from ``COLUMN`` on, times ``norm``; 16-bit ones by way of ``staging``.
 
     A thread has two numbers of a row in a row; from shared memory it takes eight.
 
     Args:
         staging: shared memory of ``ROWS * R`` bytes that nothing else uses any more.
     """
-    if SPLIT or pointers.out_ptr.dtype.element_ty.primitive_bitwidth != 16:
-        write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 1)
-        write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, COLUMN + R // 4, 1)
+    first = first * norm
+    second = second * norm
+    if SPLIT and position.splits > 1:
+        write_parts(pointers, first, position, HEADS, R, COLUMN, 1)
+        write_parts(pointers, second, position, HEADS, R, COLUMN + R // 4, 1)
+    elif pointers.out_ptr.dtype.element_ty.primitive_bitwidth != 16:
+        write_output(pointers, first, position, strides, HEADS, COLUMN, 1)
+        write_output(pointers, second, position, strides, HEADS, COLUMN + R // 4, 1)
     else:
         T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         quarters = reinterpret(staging, pointers.out_ptr.dtype.element_ty, [2, first.shape[0], R // 4], wide)
-        quarters.index(0).store((first * norm).to(pointers.out_ptr.dtype.element_ty))
-        quarters.index(1).store((second * norm).to(pointers.out_ptr.dtype.element_ty))
+        quarters.index(0).store(first.to(pointers.out_ptr.dtype.element_ty))
+        quarters.index(1).store(second.to(pointers.out_ptr.dtype.element_ty))
         barrier()
         for quarter in gl.static_range(2):
             total = quarters.index(quarter).load(T)
-            write_columns(pointers, total, position, num_splits, strides, HEADS, R, False, COLUMN + quarter * R // 4, 1)
+            write_output(pointers, total, position, strides, HEADS, COLUMN + quarter * R // 4, 1)
 
 
 @gluon.jit
@@ -328,7 +343,7 @@ def score_tile(
 
 @gluon.jit
 def attend_scores(
-    pointers, smem, barriers, exchange, position, num_splits, scales,
+    pointers, smem, barriers, exchange, position, scales,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
     PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
@@ -392,7 +407,7 @@ def attend_scores(
     mbarrier.wait(exchange.taken.index(slot), (position.tiles // SLOTS & 1) ^ 1)
     exchange.factors.index(slot).store(gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0))
     hand_back(exchange.given, slot)
-    write_lse(pointers, flat, natural_lse(row_max, row_sum), position, num_splits, HEADS, LSE, SPLIT)
+    write_lse(pointers, flat, natural_lse(row_max, row_sum), position, HEADS, LSE, SPLIT)
 
 
 @gluon.jit
@@ -410,7 +425,7 @@ def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
 
 @gluon.jit
 def attend_values(
-    pointers, smem, barriers, exchange, staging, position, num_splits, strides,
+    pointers, smem, barriers, exchange, staging, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
     TILE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -433,7 +448,7 @@ def attend_values(
     mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
     norm = exchange.factors.index(slot).load(gl.SliceLayout(1, ACC))[:, None]
     COLUMN: gl.constexpr = R // 2 if RIGHT else 0
-    write_quarters(pointers, first, second, norm, staging, position, num_splits, strides, HEADS, R, SPLIT, COLUMN)
+    write_quarters(pointers, first, second, norm, staging, position, strides, HEADS, R, SPLIT, COLUMN)
 
 
 @gluon.jit
@@ -511,7 +526,7 @@ def add_values(
 
 @gluon.jit
 def attend_all_values(
-    pointers, smem, barriers, exchange, position, num_splits, strides,
+    pointers, smem, barriers, exchange, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Sum all of the values' columns over all tiles, transposed, and write them.
@@ -550,8 +565,8 @@ def attend_all_values(
     slot = position.tiles % SLOTS
     mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
     norm = exchange.factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
-    write_columns(pointers, first * norm, position, num_splits, strides, HEADS, R, SPLIT, 0, 0)
-    write_columns(pointers, second * norm, position, num_splits, strides, HEADS, R, SPLIT, R // 2, 0)
+    write_columns(pointers, first * norm, position, strides, HEADS, R, SPLIT, 0, 0)
+    write_columns(pointers, second * norm, position, strides, HEADS, R, SPLIT, R // 2, 0)
 
 
 @gluon.jit
@@ -592,7 +607,7 @@ def attend_tile_turned(
 
 @gluon.jit
 def attend_half_turned(
-    pointers, smem, barriers, position, num_splits, scales, strides,
+    pointers, smem, barriers, position, scales, strides,
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
@@ -629,9 +644,9 @@ def attend_half_turned(
     norm = gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0)
     total = accumulator * gl.convert_layout(norm, gl.SliceLayout(0, ACC))[None, :]
     COLUMN: gl.constexpr = R // 2 if RIGHT else 0
-    write_columns(pointers, total, position, num_splits, strides, HEADS, R, SPLIT, COLUMN, 0)
+    write_columns(pointers, total, position, strides, HEADS, R, SPLIT, COLUMN, 0)
     if not RIGHT:
-        write_lse(pointers, flat, natural_lse(row_max, row_sum), position, num_splits, HEADS, LSE, SPLIT)
+        write_lse(pointers, flat, natural_lse(row_max, row_sum), position, HEADS, LSE, SPLIT)
 
 
 @gluon.jit
@@ -649,7 +664,7 @@ def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, TAKERS: gl.con
     return Exchange(weights, factors, given, taken)
 
 
-@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
+@gluon.jit(do_not_specialize=["slot_rows", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_hopper_kernel(
     q_half,
     q_rope,
@@ -662,9 +677,8 @@ def mla_decode_hopper_kernel(
     table_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    num_splits,
-    split_tokens,
     pieces_ptr,
+    slot_rows,
     score_scale,
     value_scale,
     page_rows,
@@ -679,9 +693,9 @@ def mla_decode_hopper_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from 64 rows of one request to one split of its keys; all else as ``mla_decode_kernel``.
+    """Attend from 64 rows of one request to one piece of its keys; all else as ``mla_decode_kernel``.
 
-    Memory traffic: the split's latents once per row tile.
+    Memory traffic: the piece's latents once per row tile.
 
     Args:
         q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
@@ -689,8 +703,7 @@ def mla_decode_hopper_kernel(
         kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     """
     position, table = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
-        CAUSAL, ROWS,
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
     q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
     q_right = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
@@ -737,11 +750,11 @@ def mla_decode_hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
+                (attend_scores, (pointers, smem, barriers, exchange, position, scales,
                  HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), 1, 16, 1)),
-                (attend_values, (pointers, smem, barriers, exchange, q_left, position, num_splits, strides,
+                (attend_values, (pointers, smem, barriers, exchange, q_left, position, strides,
                  HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_values), 1)),
-                (attend_values, (pointers, smem, barriers, exchange, q_right, position, num_splits, strides,
+                (attend_values, (pointers, smem, barriers, exchange, q_right, position, strides,
                  HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), 1)),
                 (load_tiles, loader),
             ],
@@ -753,9 +766,9 @@ def mla_decode_hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
+                (attend_scores, (pointers, smem, barriers, exchange, position, scales,
                  HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products_turned), 2, 16, 0)),
-                (attend_all_values, (pointers, smem, barriers, exchange, position, num_splits, strides,
+                (attend_all_values, (pointers, smem, barriers, exchange, position, strides,
                  HEADS, R, SPLIT, ROWS, 2)),
                 (load_tiles, loader),
             ],

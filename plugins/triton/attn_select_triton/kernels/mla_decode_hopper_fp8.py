@@ -230,21 +230,21 @@ def attend_tile_turned(
 
 @gluon.jit
 def round_and_attend_values(
-    query, pointers, smem, barriers, exchange, position, num_splits, strides,
+    query, pointers, smem, barriers, exchange, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """One half's group: rounds its half of the query beside the first loads, then attends."""
     round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, RIGHT)
     staging = smem.right_values if RIGHT else smem.left_values
     attend_values(
-        pointers, smem, barriers, exchange, staging, position, num_splits, strides,
+        pointers, smem, barriers, exchange, staging, position, strides,
         HEADS, R, SPLIT, ROWS, RIGHT, gl.constexpr(add_values), SLOTS,
     )  # fmt: skip
 
 
 @gluon.jit
 def round_and_attend_turned(
-    query, pointers, smem, barriers, position, num_splits, scales, strides,
+    query, pointers, smem, barriers, position, scales, strides,
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -253,12 +253,12 @@ def round_and_attend_turned(
         round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, False)
         round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, True)
     attend_half_turned(
-        pointers, smem, barriers, position, num_splits, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, RIGHT,
+        pointers, smem, barriers, position, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, RIGHT,
         gl.constexpr(attend_tile_turned), 32,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"], do_not_specialize_on_alignment=SLICED)
+@gluon.jit(do_not_specialize=["slot_rows", "stride_table"], do_not_specialize_on_alignment=SLICED)
 def mla_decode_hopper_fp8_kernel(
     q_ptr,
     qr_ptr,
@@ -271,9 +271,8 @@ def mla_decode_hopper_fp8_kernel(
     table_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    num_splits,
-    split_tokens,
     pieces_ptr,
+    slot_rows,
     score_scale,
     value_scale,
     q_scale,
@@ -293,7 +292,7 @@ def mla_decode_hopper_fp8_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from ``ROWS`` rows of one request to one split of its keys; all else as ``mla_decode_hopper_kernel``.
+    """Attend from ``ROWS`` rows of one request to one piece of its keys; all else as ``mla_decode_hopper_kernel``.
 
     Args:
         q_ptr, qr_ptr: 16-bit query ``(T, H, R)`` and its rope part ``(T, H, 64)``, the last dimensions contiguous.
@@ -302,8 +301,7 @@ def mla_decode_hopper_fp8_kernel(
         score_scale: scale * log2(e), times the query's scale and the cache's.
     """
     position, table = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, num_splits, split_tokens, pieces_ptr, stride_table, HEADS,
-        CAUSAL, ROWS,
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
     PARTS: gl.constexpr = R // PART
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -333,11 +331,11 @@ def mla_decode_hopper_fp8_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_scores, (pointers, smem, barriers, exchange, position, num_splits, scales,
+                (attend_scores, (pointers, smem, barriers, exchange, position, scales,
                  HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 32, 1)),
-                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, num_splits, strides,
+                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, strides,
                  HEADS, R, SPLIT, ROWS, False)),
-                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, num_splits, strides,
+                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, strides,
                  HEADS, R, SPLIT, ROWS, True)),
                 (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles,
                  page_rows, R, BLOCK_SIZE)),
@@ -352,9 +350,9 @@ def mla_decode_hopper_fp8_kernel(
         right = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, right_p)
         gl.warp_specialize(
             [
-                (round_and_attend_turned, (query, pointers, left, barriers, position, num_splits, scales, strides,
+                (round_and_attend_turned, (query, pointers, left, barriers, position, scales, strides,
                  HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
-                (round_and_attend_turned, (query, pointers, right, barriers, position, num_splits, scales, strides,
+                (round_and_attend_turned, (query, pointers, right, barriers, position, scales, strides,
                  HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
                 (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles,
                  page_rows, R, BLOCK_SIZE)),

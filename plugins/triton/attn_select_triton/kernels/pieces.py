@@ -51,10 +51,10 @@ def read_piece(pieces_ptr, index):
 
 @triton.jit
 def share_of(query_start_loc_ptr, seq_lens_ptr, request, split, splits):
-    """Return a ``Piece`` that no list has: one of ``splits`` shares of a request."""
+    """Return a ``Piece`` that no list has: one of ``splits`` shares of a request, all of which have so many."""
     start = tl.load(query_start_loc_ptr + request)
     end = tl.load(query_start_loc_ptr + request + 1)
-    return Piece(request, split, splits, 0, start, end - start, tl.load(seq_lens_ptr + request))
+    return Piece(request, split, splits, request * splits, start, end - start, tl.load(seq_lens_ptr + request))
 
 
 @triton.jit
@@ -72,14 +72,24 @@ def shares(query_start_loc_ptr, seq_lens_ptr, requests, count, split_tokens, mos
     return start, query_len, seq_len, splits, tl.cdiv(keys, tl.maximum(splits, 1))
 
 
+@triton.jit
+def write_piece(pieces_ptr, index, piece, there):
+    """Write pieces at their places."""
+    pieces_ptr += index * FIELDS
+    for field in tl.static_range(7):
+        tl.store(pieces_ptr + field, piece[field], mask=there)
+
+
 @triton.jit(
-    do_not_specialize=["count", "capacity", "split_tokens", "most_splits", "reach"],
+    do_not_specialize=["count", "capacity", "merges", "split_tokens", "most_splits", "reach"],
     do_not_specialize_on_alignment=launch.SLICED,
 )
 def list_pieces_kernel(
-    pieces_ptr, query_start_loc_ptr, seq_lens_ptr, count, capacity, split_tokens, most_splits, reach
+    pieces_ptr, query_start_loc_ptr, seq_lens_ptr, count, capacity, merges, split_tokens, most_splits, reach
 ):  # fmt: skip
     """List the pieces of ``TOGETHER`` requests at their places among all, of which longer ones come first.
+
+    Behind them stand the requests that have several, in their order.
 
     Each program goes through all requests, to count those before its own.
     """
@@ -89,7 +99,9 @@ def list_pieces_kernel(
     )
     place = tl.zeros([TOGETHER], tl.int32)
     slot = tl.zeros([TOGETHER], tl.int32)
+    merge = tl.zeros([TOGETHER], tl.int32)
     total = 0
+    cut = 0
     for first in range(0, count, TOGETHER):
         other = first + tl.arange(0, TOGETHER)
         _, _, _, others, other_size = shares(
@@ -99,21 +111,24 @@ def list_pieces_kernel(
         longer = other_size[None, :] > size[:, None]
         equal = other_size[None, :] == size[:, None]
         place += tl.sum(tl.where(longer | (equal & before), others[None, :], 0), 1)
-        slot += tl.sum(tl.where(before & (others > 1)[None, :], others[None, :], 0), 1)
+        several = others > 1
+        slot += tl.sum(tl.where(before & several[None, :], others[None, :], 0), 1)
+        merge += tl.sum((before & several[None, :]).to(tl.int32), 1)
         total += tl.sum(others, 0)
+        cut += tl.sum(several.to(tl.int32), 0)
     for split in range(0, tl.max(splits, 0)):
-        piece = pieces_ptr + (place + split) * FIELDS
-        there = (split < splits) & (place + split < capacity)
-        tl.store(piece, index, mask=there)
-        tl.store(piece + 1, index * 0 + split, mask=there)
-        tl.store(piece + 2, splits, mask=there)
-        tl.store(piece + 3, slot, mask=there)
-        tl.store(piece + 4, start, mask=there)
-        tl.store(piece + 5, query_len, mask=there)
-        tl.store(piece + 6, seq_len, mask=there)
-    for first in range(total + tl.program_id(0) * TOGETHER, capacity, tl.num_programs(0) * TOGETHER):
+        piece = Piece(index, index * 0 + split, splits, slot, start, query_len, seq_len)
+        write_piece(pieces_ptr, place + split, piece, (split < splits) & (place + split < capacity))
+    piece = Piece(index, index * 0, splits, slot, start, query_len, seq_len)
+    write_piece(pieces_ptr, capacity + merge, piece, (splits > 1) & (merge < merges))
+    own = tl.program_id(0) * TOGETHER
+    step = tl.num_programs(0) * TOGETHER
+    for first in range(total + own, capacity, step):
         rest = first + tl.arange(0, TOGETHER)
         tl.store(pieces_ptr + rest * FIELDS, rest * 0 - 1, mask=rest < capacity)
+    for first in range(cut + own, merges, step):
+        rest = first + tl.arange(0, TOGETHER)
+        tl.store(pieces_ptr + (capacity + rest) * FIELDS, rest * 0 - 1, mask=rest < merges)
 
 
 _list = Relaunches(list_pieces_kernel, num_warps=4)
@@ -127,25 +142,28 @@ def list_pieces(
     split_tokens: int,
     most_splits: int,
     reach: int = 0,
+    merges: int = 0,
     pieces: Tensor | None = None,
 ) -> Tensor:
-    """Return the pieces of a batch, int32 ``(capacity, 8)``; nothing waits for the device.
+    """Return the pieces of a batch, int32 ``(capacity + merges, 8)``; nothing waits for the device.
 
     A request is cut into as many even shares as ``split_tokens`` asks for, by its own length alone.
 
     Args:
         query_start_loc: int32 ``(B + 1,)``; seq_lens int32 ``(B,)``. Requests without query tokens have no pieces.
-        capacity: pieces at least; what is behind the last has request -1.
+        capacity: pieces at most; what is behind the last has request -1.
         split_tokens: keys that a share should have at least, from 1.
         most_splits: shares of a request at most.
         reach: keys before a token that it sees, itself included; 0: all.
+        merges: requests in several pieces at most: the first piece of each, in the order of requests, stands behind
+            all pieces, and request -1 behind the last.
         pieces: where to, for captured steps.
     """
     if pieces is None:
-        pieces = torch.empty(capacity, FIELDS.value, dtype=torch.int32, device=seq_lens.device)
+        pieces = torch.empty(capacity + merges, FIELDS.value, dtype=torch.int32, device=seq_lens.device)
     key = (seq_lens.get_device(), *dtypes(query_start_loc, seq_lens))
     _list(
         key, (max(1, -(-len(seq_lens) // TOGETHER.value)), 1, 1), pieces, query_start_loc, seq_lens, len(seq_lens),
-        capacity, max(1, split_tokens), most_splits, reach,
+        capacity, merges, max(1, split_tokens), most_splits, reach,
     )  # fmt: skip
     return pieces

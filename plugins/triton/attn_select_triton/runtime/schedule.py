@@ -160,33 +160,37 @@ def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
     return low <= tokens <= high
 
 
-def latent_splits(lens: Lens, units: int, most: int, sms: int) -> tuple[int, int]:
-    """Return how many splits a decode over latents may have, and how many keys each should have.
+def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
+    """Return how many keys each piece of a decode over latents should have.
+
+    Where lengths differ a few sizes are tried. The one with the least predicted time wins.
 
     Args:
         lens: int64 ``(B,)``, keys of each request.
         units: programs of one request without a cut: its row tiles.
-        most: how many splits of one request the workspace holds.
+        slots: partial results that the workspace holds. A request in one piece has none.
         sms: multiprocessors. One program fills one.
     """
     requests, longest, by = len(lens), int(lens.max()), tuning.latent_splits()
     tiles = max(1, -(-longest // by.tile))
-    even = min(most, mla_num_splits(requests * units, longest, sms))
-    if most > 1 and int(lens.sum()) < by.even * longest * requests:
-        counts = np.array([count for count in by.counts if count <= min(most, tiles)])
+    size = -(-tiles // max(1, min(slots // requests, mla_num_splits(requests * units, longest, sms))))
+    if int(lens.sum()) < by.even * longest * requests:
         own = np.maximum(np.ceil(lens / by.tile), 1.0)
-        splits = np.ceil(own / -(-tiles // counts)[:, None])
+        share = float(own.sum()) * units / sms
+        sizes = np.array([size, tiles, *[min(tiles, math.ceil(share / parts)) for parts in by.parts]])
+        splits = np.ceil(own / sizes[:, None])
         tiles_each = np.ceil(own / splits)
         work = (splits * (tiles_each + by.program)).sum(1) * units / sms
         ordered, placed = in_order(tiles_each, splits)
-        time = np.maximum(work, last_of_waves(placed, ordered + by.program, sms / units)) + by.merge * (counts > 1)
-        time[placed[:, -1] > requests + latent_pieces(units, sms)] = np.inf
-        even = int(counts[int(time.argmin())])
-    return even, -(-tiles // even) * by.tile
+        cut = np.where(splits > 1, splits, 0).sum(1)
+        time = np.maximum(work, last_of_waves(placed, ordered + by.program, sms / units)) + by.merge * (cut > 0)
+        time[(placed[:, -1] > requests + latent_pieces(units, sms)) | (cut > slots)] = np.inf
+        size = int(sizes[int(time.argmin())])
+    return size * by.tile
 
 
 def latent_pieces(units: int, sms: int) -> int:
-    """Return by how much the pieces that ``latent_splits`` makes of a batch may outnumber its requests."""
+    """Return by how much the pieces that ``latent_keys`` makes of a batch may outnumber its requests."""
     return -(-tuning.latent_splits().most * sms // units)
 
 

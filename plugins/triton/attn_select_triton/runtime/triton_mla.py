@@ -1,7 +1,7 @@
 """``TRITON_MLA`` at run time: decodes on the latent cache, prefills on decompressed keys and values.
 
-The decode's kernel is the plan's: ``kernels.mla_decode_hopper`` or ``kernels.mla_decode``. Partial results of split
-keys go through one workspace that the builder reserves and all layers share.
+The decode's kernel is the plan's: ``kernels.mla_decode_hopper`` or ``kernels.mla_decode``. Partial results of requests
+in several pieces go through one workspace that the builder reserves and all layers share.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -29,17 +29,17 @@ from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Va
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel
 from attn_select_triton.kernels.launch import Terms, capability_of, gpu_of, hopper_prefill_launch, sm_count
-from attn_select_triton.kernels.merge import MERGE_CHUNK
-from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_num_splits
+from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_workspace
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.kernels.work_list import list_work
 from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.schedule import (
+    Lens,
     fixed_split,
+    latent_keys,
     latent_pieces,
-    latent_splits,
     prefill_shares,
     prefill_work,
 )
@@ -70,7 +70,7 @@ class MLACall:
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
-    """Builds the metadata of one kind of layers: launch, number of splits and the workspace for their results.
+    """Builds the metadata of one kind of layers: launch, pieces of the keys and the workspace for their results.
 
     Raises:
         KernelMismatchError: the plan's kernel is not one for this device and this Triton.
@@ -112,85 +112,80 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         if self._launch.hopper:
             import_library("attn_select_triton.kernels.mla_decode_hopper")  # with Gluon, now and not in the first step
         self._sms = sm_count(context.device)
-        self._per_token = config.num_heads * (rank + 1)
         room = plan.workspace_bytes // 4
-        self._fixed_split = 0
-        self._pieces: Tensor | None = None
+        requests, self._fixed_split = context.max_num_seqs, 0
         if planned.fixed_splits:
             self._fixed_split = fixed_split(context.max_model_len, LEAST_FIXED_SPLIT, TILE)
-            tokens = min(context.max_num_batched_tokens, context.max_num_seqs * longest)
-            room = tokens * self._per_token * self._fixed_splits(context.max_model_len)
-        elif context.cuda_graphs:
-            most = context.max_num_seqs + latent_pieces(1, self._sms)
-            self._pieces = torch.empty(most, FIELDS.value, dtype=torch.int32, device=context.device)
+            slots = self._most_pieces(min(context.max_num_batched_tokens, requests), 1)
+            room = slots * mla_workspace(longest, config.num_heads, rank)
         self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
+        self._pieces: Tensor | None = None
+        if context.cuda_graphs:
+            rows = self._most_pieces(requests, 1) + requests
+            self._pieces = torch.empty(rows, FIELDS.value, dtype=torch.int32, device=context.device)
 
-    def _fixed_splits(self, max_seq_len: int) -> int:
-        # Never one: its LSE would skip the merge, and differ in the last bit from a batch with longer requests.
-        return max(2, -(-max_seq_len // self._fixed_split))
-
-    def _splits(self, common: CommonAttentionMetadata, room: int) -> dict[str, Any]:
-        """Return how ``mla_decode`` is to split the keys.
-
-        Args:
-            room: partial results that the workspace holds.
-        """
+    def _most_pieces(self, requests: int, units: int) -> int:
+        """Return how many pieces any step of so many requests has at most, of ``units`` programs each."""
         if self._fixed_split:
-            return {"num_splits": self._fixed_splits(common.max_seq_len), "split_tokens": self._fixed_split}
-        rows = self.context.config.num_heads * max(1, common.max_query_len)  # a step may have no tokens at all
-        units = -(-rows // self._launch.block_m)
-        most = max(1, room // max(1, common.num_actual_tokens))
-        if self._pieces is not None:  # the same at capture and replay: the bound follows from padded sizes
-            most = min(most, mla_num_splits(common.num_reqs * units, self.context.max_model_len, self._sms))
-        lens = common.seq_lens_cpu.numpy().astype(np.int64)
-        splits, tokens = latent_splits(lens, units, most, self._sms)
-        captured, capacity = None, min(common.num_reqs * splits, common.num_reqs + int(lens.sum()) // tokens)
-        if self._pieces is not None:
-            splits, capacity = most, common.num_reqs + latent_pieces(units, self._sms)
-            captured = self._pieces[:capacity]
-        if splits == 1:
-            return {"num_splits": 1, "split_tokens": tokens}
-        pieces = list_pieces(
-            common.query_start_loc,
-            common.seq_lens,
-            capacity=capacity,
-            split_tokens=tokens,
-            most_splits=splits,
-            pieces=captured,
-        )
-        # Few are merged faster in a small chunk.
-        chunk = min(MERGE_CHUNK, 1 << max(1, splits - 1).bit_length())
-        return {"num_splits": splits, "pieces": pieces, "merge_chunk": chunk}
+            return requests * -(-self.context.max_model_len // self._fixed_split)
+        return requests + latent_pieces(units, self._sms)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> MLACall:
-        """As ``AttentionMetadataBuilder.build``: launches nothing, and every tensor in it is the batch's own.
+    def _split(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        """Return how ``mla_decode`` is to split the keys.
 
         Raises:
             BatchError: partial results would take more than what was reserved.
         """
-        common, workspace = common_attn_metadata, self._workspace
-        assert workspace is not None
-        reserved = workspace.numel() // self._per_token
-        split = self._splits(common, reserved)
-        splits = split["num_splits"]
-        if splits > 1 and common.num_actual_tokens * splits > reserved:
+        config, requests = self.context.config, common.num_reqs
+        tokens = max(1, common.max_query_len)  # a step may have no tokens at all
+        assert self._workspace is not None
+        slots = self._workspace.numel() // mla_workspace(tokens, config.num_heads, cast(int, config.kv_lora_rank))
+        units = -(-config.num_heads * tokens // self._launch.block_m)
+        lens: Lens = common.seq_lens_cpu.numpy().astype(np.int64)
+        keys = self._fixed_split or latent_keys(lens, units, slots, self._sms)
+        splits = np.maximum(-(-lens // keys), 1)
+        cut = splits[splits > 1]
+        taken = int(cut.sum())
+        if taken > slots:
             raise BatchError(
-                f"{common.num_actual_tokens} decode tokens in {splits} splits for max_seq_len = {common.max_seq_len} "
-                f"need {common.num_actual_tokens * splits} partial results; the workspace holds {reserved}. The "
-                f"capacity of the group sets it: max_model_len = {self.context.max_model_len}, "
-                f"max_num_seqs = {self.context.max_num_seqs}"
+                f"keys of {requests} requests, up to {int(lens.max())} of one, in pieces of {keys} have {taken} "
+                f"partial results of {tokens} query tokens; the workspace holds {slots}. The group's capacity sets it: "
+                f"max_model_len = {self.context.max_model_len}, max_num_seqs = {self.context.max_num_seqs}"
             )
+        capacity, merges = int(splits.sum()), len(cut)
+        if self._pieces is not None:  # the same at capture and replay
+            capacity, merges = self._most_pieces(requests, units), min(requests, slots // 2)
+        elif not merges and not self._fixed_split:
+            return {}
+        pieces = list_pieces(
+            common.query_start_loc,
+            common.seq_lens,
+            capacity=capacity,
+            split_tokens=keys,
+            most_splits=slots,
+            merges=merges,
+            pieces=None if self._pieces is None else self._pieces[: capacity + merges],
+        )
+        return {"pieces": pieces, "merges": merges}
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLACall:
+        """As ``AttentionMetadataBuilder.build``: all tensors but workspace and pieces are the batch's own.
+
+        Raises:
+            BatchError: partial results would take more than what was reserved.
+        """
+        common = common_attn_metadata
         arguments = {
             "query_start_loc": common.query_start_loc,
             "seq_lens": common.seq_lens,
             "block_table": common.block_table_tensor,
             "max_query_len": common.max_query_len,
             "launch": self._launch,
-            "workspace": workspace,
+            "workspace": self._workspace,
             "causal": self._causal and common.causal,
-            **split,
+            **self._split(common),
         }
         return MLACall(common.num_actual_tokens, arguments)
 

@@ -37,6 +37,7 @@ from attn_select_triton.kernels import (
     mla_cache,
     mla_decode,
     paged_attention,
+    pieces,
     prefill,
     prefill_hopper,
     rank_merge,
@@ -289,32 +290,31 @@ def write_latents(t: Tensors) -> None:
     mla_cache.concat_and_cache_mla(*latents, t.cache, t.slots, t.scale)
 
 
-def _mla(t: Tensors, splits: int, split_tokens: int = 0, lse: torch.Tensor | None = None) -> None:
-    config, rank = t.config, t.config.kv_lora_rank or 0
+def _mla(t: Tensors, splits: int, lse: torch.Tensor | None = None) -> None:
+    config, rank, requests = t.config, t.config.kv_lora_rank or 0, len(t.seq_lens)
     rows, rope = t.heads * t.query_len, config.qk_rope_head_dim or 0
     chosen = mla_decode.mla_launch(
         divmod(t.target, 10), rows, rank, rope, t.cache.shape[1], t.query.dtype, t.cache.dtype
     )  # fmt: skip
+    split: dict[str, Any] = {}
+    if splits > 1:
+        rows = requests * (splits + 1)
+        split = {"pieces": tensor(rows, pieces.FIELDS.value, dtype=torch.int32), "merges": requests}
     mla_decode.mla_decode(
         t.query, t.cache, t.output, **t.batch, block_table=t.table, max_query_len=t.query_len, scale=0.1, launch=chosen,
-        num_splits=splits, split_tokens=split_tokens, causal=not config.non_causal, output_lse=lse,
+        causal=not config.non_causal, output_lse=lse, **split,
         workspace=tensor(len(t.query) * t.heads * splits * (rank + 1), dtype=torch.float32),
     )  # fmt: skip
 
 
 def split_mla_decode(t: Tensors) -> None:
-    """Few requests: the keys are split."""
-    _mla(t, 4)
+    """The keys of some requests are split."""
+    _mla(t, 4, t.lse)
 
 
 def whole_mla_decode(t: Tensors) -> None:
     """Requests enough to fill the GPU."""
-    _mla(t, 1, lse=t.lse)
-
-
-def fixed_split_mla_decode(t: Tensors) -> None:
-    """Batch-invariant."""
-    _mla(t, 4, 512)
+    _mla(t, 1)
 
 
 def _chosen(t: Tensors, splits: int, lse: torch.Tensor | None = None) -> None:
@@ -488,7 +488,7 @@ def shape_classes(target: int) -> Iterator[ShapeClass]:
     )
     yield latent(split_mla_decode, heads=128, dtype=usual, block_size=64)
     yield latent(whole_mla_decode, heads=128, dtype=usual, block_size=16)
-    yield latent(decompressed_prefill, fixed_split_mla_decode, heads=16, dtype=usual, block_size=64, query_len=2)
+    yield latent(decompressed_prefill, split_mla_decode, heads=16, dtype=usual, block_size=64, query_len=2)
     yield latent(split_mla_decode, heads=128, dtype=usual, block_size=64, qk_rope_head_dim=128)
     yield latent(split_mla_decode, heads=128, dtype=usual, block_size=64, kv_lora_rank=256, qk_rope_head_dim=32)
     yield latent(split_mla_decode, heads=128, dtype=usual, kv_lora_rank=48, qk_rope_head_dim=48)
@@ -518,7 +518,7 @@ def random_shape_classes(target: int, count: int, seed: int) -> Iterator[ShapeCl
             )  # fmt: skip
         elif kind < 0.4:
             made = latent(
-                write_latents, gather_latents, split_mla_decode, whole_mla_decode, fixed_split_mla_decode,
+                write_latents, gather_latents, split_mla_decode, whole_mla_decode,
                 decompressed_prefill, heads=rng.choice([1, 5, 16, 20, 64, 71, 128]), dtype=dtype, kv_cache_dtype=cached,
                 block_size=rng.choice([16, 32, 48, 64, 128]), query_len=rng.choice([1, 1, 2, 5]),
                 kv_lora_rank=rng.choice([rng.randrange(16, 513, 16), 256, 512]),
