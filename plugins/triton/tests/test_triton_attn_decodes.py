@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 AT_8: dict[str, Any] = {
-    "units": 8, "room": 6400, "gpu": Gpu((9, 0), 132, 4800), "launch": Tile(16, 128, 4, 2), "key_bytes": 512,
+    "units": 8, "room": 6400, "gpu": Gpu((9, 0), 132, 4800), "launch": Tile(16, 128, 4, 2), "key_bytes": 512, "rows": 4,
 }  # fmt: skip
 
 

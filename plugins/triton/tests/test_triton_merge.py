@@ -11,6 +11,7 @@ import torch
 from attn_select.testing import lse_error, merge_reference, relative_error, same_bits
 from attn_select_triton.kernels import merge
 from attn_select_triton.kernels.launch import power_of_two
+from attn_select_triton.kernels.work_list import list_work
 
 INF = float("inf")
 
@@ -139,29 +140,28 @@ def test_pieces_of_requests_that_have_different_numbers(device: torch.device) ->
         assert alone.isnan().sum() == alone.numel() - alone[rows].numel()
 
 
-@pytest.mark.parametrize("splits", [2, 5])
 @pytest.mark.parametrize("size", [64, 40])
-def test_splits_of_many_rows(size: int, splits: int, device: torch.device) -> None:
-    torch.manual_seed(splits)
-    parts, lses = torch.randn(9, 3, splits, size).to(device), 3 * torch.randn(9, 3, splits).to(device)
-    lses[0, 0] = -INF
-    lses[1, :, 1:] = -INF
-    lses[2, 1, 0] = -INF
+def test_shares_of_requests_that_are_cut(size: int, device: torch.device) -> None:
+    """Of 4 requests two are cut, into 2 and 11 shares; rows of the others are left alone."""
+    torch.manual_seed(size)
+    lens, shares = [3, 2, 4, 1], [1, 2, 1, 11]
+    work = list_work(lens, shares, heads=(3, 3), tile_rows=16, device=device)
+    assert work.partials == 2 * 6 + 11 * 3
+    parts = torch.randn(work.partials, size, device=device)
+    lses = 3 * torch.randn(work.partials, device=device)
+    lses[1], lses[6:12], lses[14:] = -INF, -INF, -INF
+    lses[18] = 2.0
     parts[lses == -INF] = torch.nan
-    wanted, wanted_lse = merge_reference(list(parts.unbind(2)), list(lses.unbind(2)))
-    output, lse = torch.full((10, 3, size), torch.nan, device=device), torch.full((10, 3), torch.nan, device=device)
-    merge.merge_rows(parts, lses, output[:9], None, lse[:9], splits)
-    assert relative_error(output[:9], wanted).row < 1e-6
-    assert lse_error(lse[:9], wanted_lse) < 1e-5
-    assert output[9].isnan().all()
-    assert lse[9].isnan().all()
-    merge.merge_rows(parts, lses, output[:9], None, None, splits)
-    assert relative_error(output[:9], wanted).row < 1e-6
-
-
-@pytest.mark.gpu
-def test_large_on_a_gpu() -> None:
-    parts = states(5000, 32, 128, torch.bfloat16, torch.device("cuda"))
-    output, lse = torch.full_like(parts[0], torch.nan), torch.full_like(parts[2], torch.nan)
-    merge.merge_attn_states(output, parts[0], parts[2], parts[1], parts[3], lse)
-    check(output, lse, parts)
+    starts = torch.tensor([0, 3, 5, 9, 10], dtype=torch.int32, device=device)
+    for given in (True, False):
+        output, lse = torch.full((10, 3, size), torch.nan, device=device), torch.full((10, 3), torch.nan, device=device)
+        merge.merge_shares(parts, lses, output, None, lse if given else None, starts, work)
+        for first, rows, begin, count in ((3, 2, 0, 2), (9, 1, 12, 11)):
+            end = begin + count * rows * 3
+            wanted, wanted_lse = merge_reference(
+                list(parts[begin:end].view(count, rows, 3, size)), list(lses[begin:end].view(count, rows, 3))
+            )
+            assert relative_error(output[first : first + rows], wanted).row < 1e-6
+            assert not given or lse_error(lse[first : first + rows], wanted_lse) < 1e-5
+        assert output[:3].isnan().all()
+        assert output[5:9].isnan().all()

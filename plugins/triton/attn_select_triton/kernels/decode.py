@@ -26,7 +26,7 @@ from attn_select_triton.kernels.launch import (
     power_of_two,
     sm_count,
 )
-from attn_select_triton.kernels.merge import MERGED_ROWS, merged_parts
+from attn_select_triton.kernels.merge import MERGED_ROWS, merge_pieces, merged_parts
 from attn_select_triton.kernels.pieces import list_pieces, read_piece, share_of
 from attn_select_triton.kernels.primitives import (
     LOG2E,
@@ -141,14 +141,14 @@ def decode_kernel(
 ):
     """One program: up to ``block_m`` rows (all heads of a KV head's group x all tokens), against one piece of the keys.
 
-    Of a request in one piece the result is written at once; of several, the program that is done last merges all.
-    Memory traffic: each key and value that is seen, once; with several pieces a float32 partial row and its LSE each,
-    written and read.
+    Of a request in one piece the result is written at once; of several, the program that is done last merges all, or a
+    launch of its own does (``merge.merge_pieces``). Memory traffic: each key and value that is seen, once; with several
+    pieces a float32 partial row and its LSE each, written and read.
 
     Args:
         part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
         arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that
-            are done: 0 before and behind.
+            are done: 0 before and behind. None: they are merged by a launch of its own.
         pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
         row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
         TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the
@@ -212,12 +212,13 @@ def decode_kernel(
         if piece.splits > 1:
             part = piece.slot.to(tl.int64) * slot_rows + rows.token * SHAPE.heads + rows.head
             write_partial(part_ptr, part_lse_ptr, result, lse, rows, part + piece.split * slot_rows, SIZE, PADDED)
-            arrived_ptr += piece.slot * tl.num_programs(0) + tl.program_id(0)
-            if is_last(arrived_ptr, piece.splits):
-                merge_rows(
-                    out_ptr, out_scale_ptr, lse_ptr, part_ptr, part_lse_ptr, first, kv_head, piece, slot_rows,
-                    row_strides, SIZE, PADDED, SHAPE,
-                )  # fmt: skip
+            if arrived_ptr is not None:
+                arrived_ptr += piece.slot * tl.num_programs(0) + tl.program_id(0)
+                if is_last(arrived_ptr, piece.splits):
+                    merge_rows(
+                        out_ptr, out_scale_ptr, lse_ptr, part_ptr, part_lse_ptr, first, kv_head, piece, slot_rows,
+                        row_strides, SIZE, PADDED, SHAPE,
+                    )  # fmt: skip
             return
     write_rows(out_ptr, out_scale_ptr, lse_ptr, result, lse, rows, row_strides, SIZE, PADDED, SHAPE)
 
@@ -265,7 +266,9 @@ class Decode:
         slots: partial results of a request that there may be: pieces of the requests that have several.
         workspace: float32, ``decode_workspace`` elements at least; with slots.
         arrived: int32, as many elements as slots x heads x ``max_query_len`` at least, zeros before and behind each
-            call; with slots.
+            call; with slots, and without merges.
+        merges: requests in several pieces that ``pieces`` lists behind all others, and whose partial results a launch
+            of its own merges; 0: the programs do.
         tree_mask: bool ``(T, columns)``, which of its request's tokens in this step a token of the query sees;
             ``max_query_len`` is at most ``columns``. None: those up to itself, with causal terms.
         launch: another than the table's.
@@ -286,6 +289,7 @@ class Decode:
         slots: int = 0,
         workspace: Tensor | None = None,
         arrived: Tensor | None = None,
+        merges: int = 0,
         tree_mask: Tensor | None = None,
         launch: Launch | None = None,
     ) -> None:
@@ -294,6 +298,9 @@ class Decode:
         if launch is None:
             load = requests * shape.kv_heads / sm_count(shape.device)
             launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
+        self._merges, self._listed = merges, pieces
+        if pieces is not None and merges:
+            pieces = pieces[:-merges]
         self.shape, self.launch, self.pieces, self.seq_lens = shape, launch, pieces, seq_lens
         row_tiles = -(-rows // launch.block_m)
         self._grid = (shape.kv_heads * row_tiles, requests if pieces is None else len(pieces), 1)
@@ -318,7 +325,7 @@ class Decode:
         self._sizes = (max_query_len * shape.heads, row_tiles)
         self._compute = compute
         self._stride_table = block_table.stride(0)
-        self._kind = (shape, launch, slots > 0)
+        self._kind = (shape, launch, slots > 0, arrived is None)
         # Of the layer before, which is most often like the next one.
         self._seen: Any = None
         self._found: tuple[tuple[Any, ...], Relaunch] | None = None
@@ -363,6 +370,12 @@ class Decode:
             slopes, sinks, ranges, self._tree, *self._sizes, scale * k_scale * LOG2E.value, v_scale,
             terms.soft_cap * LOG2E.value, terms.window, self._stride_table, self._stride_tree, *constants,
         )  # fmt: skip
+        if self._merges:
+            parts, part_lse, *_ = self._tensors
+            assert parts is not None
+            assert part_lse is not None
+            assert self._listed is not None
+            merge_pieces(parts, part_lse, output, output_scale, output_lse, self._listed, self._merges, self._sizes[0])
 
     def _lookup(
         self,

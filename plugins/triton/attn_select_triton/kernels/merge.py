@@ -150,6 +150,35 @@ def merge_pieces_kernel(
 
 MERGE_FEW, MERGE_CHUNK = 4, 16
 """Partial results of a row that ``merge_pieces_kernel`` takes at once: of one that has few, and of others."""
+_merge_pieces = Relaunches(merge_pieces_kernel, num_warps=4)
+
+
+def merge_pieces(
+    parts: Tensor,
+    part_lse: Tensor,
+    output: Tensor,
+    output_scale: Tensor | None,
+    output_lse: Tensor | None,
+    pieces: Tensor,
+    merges: int,
+    slot_rows: int,
+) -> None:
+    """Merge the partial results of a decode's requests in several pieces: float32 ``(rows, Dv)`` and LSEs ``(rows,)``.
+
+    Args:
+        output: ``(T, H, Dv)``, last dimension contiguous; output_lse float32 ``(T, H)``, contiguous.
+        output_scale: as ``prefill_attention`` has it.
+        pieces: of ``pieces.list_pieces``, the last ``merges`` of them requests in several pieces.
+        slot_rows: rows of a slot: most tokens of a request x heads.
+    """
+    heads, size = output.shape[1:]
+    strides = output.stride()[:2]
+    key = (heads, size, strides, *specialised(output, parts, part_lse), *dtypes(output_scale, output_lse))
+    _merge_pieces(
+        key, (slot_rows, merges, 1), parts, part_lse, output, output_scale, output_lse, pieces, None, None,
+        len(pieces) - merges, 0, *strides, heads, size, launch.power_of_two(size), MERGE_FEW, MERGE_CHUNK,
+        output_lse is not None,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=launch.SLICED)

@@ -21,6 +21,7 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select_triton import tuning
 from attn_select_triton.facts.planned_kernels import PrefillKernel
 from attn_select_triton.facts.triton_attn import TMA_PAGE, in_boxes
 from attn_select_triton.kernels.cache import GATHER_ALIGN
@@ -204,7 +205,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
 
     def _reserve_pieces(self) -> None:
         """Allocate the list of pieces that captured decodes read."""
-        most = self._capacity(self.context.max_num_seqs, self.shape.kv_heads)
+        most = self._capacity(self.context.max_num_seqs, self.shape.kv_heads) + tuning.decode_splits().apart
         self._pieces = torch.empty(most, FIELDS.value, dtype=torch.int32, device=self.context.device)
 
     @property
@@ -312,13 +313,16 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         room = self._workspace.numel() // (query_len * self._row)
         lens = common.seq_lens_cpu[first:last].numpy().astype(np.int64)
         lens = np.clip(lens, 1, self._visible(query_len, int(lens.max())) or 1)
+        # Where few programs have many pieces each, merging by the last of them would take longer than a launch.
+        merges = requests if requests * units <= tuning.decode_splits().apart and not self._fixed_split else 0
         if self._fixed_split:
             splits, each = self._fixed_pieces, self._fixed_split
         else:
             rows = min(launch.block_m, self._group * query_len)
             splits, each = schedule.split_keys(
-                lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, rows=rows
-            )
+                lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, rows=rows,
+                apart=merges > 0,
+            )  # fmt: skip
         bounds, seq_lens, table = self._requests(common, first, last)
         assert table is not None
         parted: dict[str, Any] = {}
@@ -327,7 +331,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             capacity = min(requests * splits, requests + int(lens.sum()) // each)
             if captured is not None:
                 capacity = self._capacity(requests, units)
-                captured = captured[:capacity]
+                captured = captured[: capacity + merges]
             parted = {
                 "pieces": list_pieces(
                     bounds,
@@ -336,11 +340,13 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
                     split_tokens=each,
                     most_splits=splits,
                     reach=self._window * (1 if self._causal else 2),
+                    merges=merges,
                     pieces=captured,
                 ),
                 "slots": min(room, requests * splits if captured is None else capacity),
                 "workspace": self._workspace,
-                "arrived": self._arrived,
+                "arrived": None if merges else self._arrived,
+                "merges": merges,
             }
         decode = Decode(
             self.shape,
