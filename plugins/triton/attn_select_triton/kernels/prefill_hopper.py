@@ -199,19 +199,19 @@ def attend_in_order(
 
 
 @gluon.jit
-def write_partial(parts, item, flat, lse, row_sum, accumulators, norm, OPTIONS: gl.constexpr):
-    """Write one group's partial result of a share of the keys, and its LSE; -inf says that there is no result."""
+def write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS: gl.constexpr):
+    """Write one group's partial result of a share of the keys, and its LSE: 0 and -inf where its rows see no key."""
     V_PARTS: gl.constexpr = OPTIONS.v_parts
     GROUP: gl.constexpr = OPTIONS.group
     inside = flat < item.query_len * GROUP
     place = item.partial + flat // GROUP * OPTIONS.heads + item.kv_head * GROUP + flat % GROUP
     gl.store(parts.part_lse_ptr + place, lse, mask=inside)
     row = gl.convert_layout(place, gl.SliceLayout(1, ACC)).to(gl.int64)
-    some = gl.convert_layout(inside & (row_sum > 0), gl.SliceLayout(1, ACC))[:, None]
+    rows_inside = gl.convert_layout(inside, gl.SliceLayout(1, ACC))[:, None]
     columns = gl.arange(0, PART, gl.SliceLayout(0, ACC))
     target = (parts.part_ptr + row * OPTIONS.value_size)[:, None] + columns[None, :]
     for part in gl.static_range(V_PARTS):
-        there = with_columns(some, columns, part, OPTIONS.value_size)
+        there = with_columns(rows_inside, columns, part, OPTIONS.value_size)
         gl.store(target + part * PART, accumulators[part] * norm, mask=there)
 
 
@@ -317,7 +317,7 @@ def attend_items(
             if item.partial < 0:
                 write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS)
             else:
-                write_partial(parts, item, flat, lse, row_sum, accumulators, norm, OPTIONS)
+                write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS)
         else:
             write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS)
         barrier()
