@@ -108,7 +108,6 @@ def merge_pieces_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    FEW: tl.constexpr,
     CHUNK: tl.constexpr,
     LSE: tl.constexpr,
 ):
@@ -121,7 +120,7 @@ def merge_pieces_kernel(
         part_ptr, part_lse_ptr: float32, a row's results at ``(slot + split) * rows of a slot + token * HEADS + head``.
         pieces_ptr: of ``pieces.list_pieces``, whose requests in several pieces stand behind ``listed`` ones; None: all
             requests have ``num_splits``.
-        FEW: partial results that are taken at once where a row has no more; else ``CHUNK``.
+        CHUNK: partial results that are taken at once; of a row that has few, half of it or a quarter.
     """
     row = tl.program_id(0)
     stride = tl.num_programs(0)
@@ -134,10 +133,13 @@ def merge_pieces_kernel(
     if row >= piece.query_len * HEADS:
         return
     first = piece.slot.to(tl.int64) * stride + row
-    if piece.splits <= FEW:
-        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, piece.splits, SIZE, PADDED, FEW)
+    splits = piece.splits
+    if splits <= CHUNK // 4:
+        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 4)
+    elif splits <= CHUNK // 2:
+        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 2)
     else:
-        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, piece.splits, SIZE, PADDED, CHUNK)
+        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK)
     width = tl.arange(0, PADDED)
     result = total / tl.where(row_sum > 0, row_sum, 1.0)
     token = (piece.query_start + row // HEADS).to(tl.int64)
@@ -147,8 +149,8 @@ def merge_pieces_kernel(
         tl.store(lse_ptr + token * HEADS + row % HEADS, natural_lse(row_max, row_sum))
 
 
-MERGE_FEW, MERGE_CHUNK = 4, 16
-"""Partial results of a row that ``merge_pieces_kernel`` takes at once: of one that has few, and of others."""
+MERGE_CHUNK = 16
+"""Partial results of a row that ``merge_pieces_kernel`` takes at once, unless it has fewer."""
 
 
 @triton.jit(do_not_specialize=["rows", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
