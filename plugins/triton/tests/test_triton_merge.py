@@ -80,8 +80,8 @@ def merge_pieces(
     _, heads, size = output.shape
     requests, start = len(starts) - 1, torch.tensor(starts, dtype=torch.int32, device=output.device)
     count = requests if pieces is None else len(pieces)
-    merge.merge_pieces_kernel[(parts.shape[1], count)](
-        parts, part_lse, output, None, lse, pieces, start, torch.zeros_like(start), 0, len(parts) // requests,
+    merge.merge_pieces_kernel[(parts.shape[1], min(count, 2))](
+        parts, part_lse, output, None, lse, pieces, start, torch.zeros_like(start), 0, count, len(parts) // requests,
         output.stride(0), output.stride(1), heads, size, power_of_two(size), merge.MERGE_CHUNK, lse is not None,
         num_warps=4,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_select_triton.kernels import launch
-from attn_select_triton.kernels.pieces import read_piece, share_of
+from attn_select_triton.kernels.pieces import FIELDS, read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
@@ -62,10 +62,10 @@ def merged(total, row_max, row_sum, numbers, lse):
 
 
 @triton.jit
-def merged_row(
+def merge_row(
     part_ptr, part_lse_ptr, first, stride, splits, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Return of one row the weighted sum ``(PADDED,)`` of its partial results, base-2 maximum and sum of weights.
+    """Return the merged result ``(PADDED,)`` and natural LSE of one row.
 
     Args:
         first: int64, of its first partial result; ``stride`` to the next.
@@ -88,10 +88,18 @@ def merged_row(
         total = total * rescale + tl.sum(numbers * weights[:, None], 0)
         row_sum = row_sum * rescale + tl.sum(weights, 0)
         row_max = new_max
-    return total, row_max, row_sum
+    return total / tl.where(row_sum > 0, row_sum, 1.0), natural_lse(row_max, row_sum)
 
 
-@triton.jit(do_not_specialize=["listed", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
+@triton.jit
+def request_of(pieces_ptr, listed, merges, index):
+    """Return the number of a request whose pieces are merged; -1 behind the last."""
+    if pieces_ptr is None:
+        return tl.where(index < merges, index, -1)
+    return tl.load(pieces_ptr + (listed + index) * FIELDS, mask=index < merges, other=-1)
+
+
+@triton.jit(do_not_specialize=["listed", "merges", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
 def merge_pieces_kernel(
     part_ptr,
     part_lse_ptr,
@@ -102,6 +110,7 @@ def merge_pieces_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     listed,
+    merges,
     num_splits,
     stride_ot,
     stride_oh,
@@ -111,44 +120,49 @@ def merge_pieces_kernel(
     CHUNK: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge the partial results of one row of a request in several pieces.
+    """Merge the partial results of one row of requests in several pieces, one request after the other.
 
-    Grid: rows of a slot (most tokens of a request x heads) x requests. Memory traffic: each partial result once. How
-    many a row has alone decides its bits.
+    Grid: rows of a slot (most tokens of a request x heads) x programs that share the requests. Memory traffic: each
+    partial result once. How many a row has alone decides its bits.
 
     Args:
         part_ptr, part_lse_ptr: float32, a row's results at ``(slot + split) * rows of a slot + token * HEADS + head``.
-        pieces_ptr: of ``pieces.list_pieces``, whose requests in several pieces stand behind ``listed`` ones; None: all
-            requests have ``num_splits``.
+        pieces_ptr: of ``pieces.list_pieces``, where ``merges`` requests in several pieces stand behind ``listed``
+            pieces; None: ``merges`` requests have ``num_splits`` each.
         CHUNK: partial results that are taken at once; of a row that has few, half of it or a quarter.
     """
     row = tl.program_id(0)
     stride = tl.num_programs(0)
-    if pieces_ptr is not None:
-        piece = read_piece(pieces_ptr, listed + tl.program_id(1))
-    else:
-        piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(1), 0, num_splits)
-    if piece.request < 0:
-        return
-    if row >= piece.query_len * HEADS:
-        return
-    first = piece.slot.to(tl.int64) * stride + row
-    splits = piece.splits
-    if splits <= CHUNK // 4:
-        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 4)
-    elif splits <= CHUNK // 2:
-        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 2)
-    else:
-        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK)
     width = tl.arange(0, PADDED)
-    result = total / tl.where(row_sum > 0, row_sum, 1.0)
-    token = (piece.query_start + row // HEADS).to(tl.int64)
-    stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * stride_ot + row % HEADS * stride_oh + width, stored, mask=width < SIZE)
-    if LSE:
-        tl.store(lse_ptr + token * HEADS + row % HEADS, natural_lse(row_max, row_sum))
+    index = tl.program_id(1)
+    request = request_of(pieces_ptr, listed, merges, index)
+    while request >= 0:
+        if pieces_ptr is not None:
+            piece = read_piece(pieces_ptr, listed + index)
+        else:
+            piece = share_of(query_start_loc_ptr, seq_lens_ptr, request, 0, num_splits)
+        if row < piece.query_len * HEADS:
+            first = piece.slot.to(tl.int64) * stride + row
+            splits = piece.splits
+            if splits <= CHUNK // 4:
+                merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 4)
+            elif splits <= CHUNK // 2:
+                merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 2)
+            else:
+                merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK)
+            result, lse = merged_row
+            token = (piece.query_start + row // HEADS).to(tl.int64)
+            stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + token * stride_ot + row % HEADS * stride_oh + width, stored, mask=width < SIZE)
+            if LSE:
+                tl.store(lse_ptr + token * HEADS + row % HEADS, lse)
+        index += tl.num_programs(1)
+        request = request_of(pieces_ptr, listed, merges, index)
 
 
+MERGE_PROGRAMS = 1024
+"""Programs of ``merge_pieces_kernel`` that share its requests, about: two waves of an H100's. A captured step has them
+for the most requests that may be in several pieces, and most often few are."""
 MERGE_CHUNK = 16
 """Partial results of a row that ``merge_pieces_kernel`` takes at once, unless it has fewer."""
 
