@@ -42,6 +42,27 @@ def test_deepseek_layers_on_a_gpu(heads: int, query_len: int, cache_dtype: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize(("heads", "query_len"), [(16, 1), (24, 1), (48, 1), (128, 1), (8, 3), (128, 4)])
+def test_long_requests_among_many_short_ones_on_a_gpu(
+    heads: int, query_len: int, cuda_graphs: bool, cache_dtype: str
+) -> None:
+    """Requests of one piece write at once, beside requests of many; the workspace holds NaN before."""
+    config = layer_config(num_heads=heads, kv_cache_dtype=cache_dtype, num_speculative_tokens=query_len - 1, **DEEPSEEK)
+    group = group_of(config, Capacity(64, 256, 20000), cuda_graphs=cuda_graphs)
+    builder, _ = parts_of(group)
+    lens = [20000, 6000, *[5, 64, 129, 700] * 10, 0]
+    common, cache, latents = batch(group, [query_len] * 42 + [1], lens)
+    query = queries(group, common.num_actual_tokens)
+    builder._workspace.fill_(torch.nan)
+    pieces = builder.build(0, common).arguments["pieces"]
+    assert pieces[:, 2].max() > 4
+    found = decode(group, common, cache, query, 0.5)
+    close(found, expected(group, common, query, latents, scale=1.0 if cache_dtype == "auto" else 0.5))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "block_size"), [(16, 64), (128, 64), (128, 16)])
 def test_128_ki_of_context_on_a_gpu(heads: int, block_size: int) -> None:
     length = 1 << 17

@@ -33,8 +33,9 @@ ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 HEAD_TILE = 64
 """The most query rows (heads x draft tokens) that one decode program holds."""
 PROGRAMS_PER_SM = 2
-"""Half the programs per SM that the workspace of split-KV decode has room for. One fills an SM. The rest is for batches
-of unequal lengths, where every request has room for as many splits as the longest."""
+"""Half the pieces per SM that the workspace of split-KV decode has room for, of requests in several pieces. One program
+fills an SM; the rest is for requests of unequal lengths: twice as much room was worth 0.2 % where the survey's were
+simulated (docs/log/triton-mla.md)."""
 
 
 _RAN = "ran on an H100, triton 3.6.0"

@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_select_triton import tuning
-from attn_select_triton.kernels import launch
-from attn_select_triton.kernels.pieces import read_piece, share_of
+from attn_select_triton.kernels import launch, work_list
+from attn_select_triton.kernels.pieces import FIELDS, read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, as_output, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
-from attn_select_triton.kernels.work_list import FIELDS, WorkList
+from attn_select_triton.kernels.work_list import WorkList
 
 MERGED_ROWS = tl.constexpr(tuning.MERGED_ROWS)
 IN_FLIGHT = tl.constexpr(tuning.MERGED_PARTS)
@@ -63,10 +63,10 @@ def merged(total, row_max, row_sum, numbers, lse):
 
 
 @triton.jit
-def merged_row(
+def merge_row(
     part_ptr, part_lse_ptr, first, stride, splits, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Return of one row the weighted sum ``(PADDED,)`` of its partial results, base-2 maximum and sum of weights.
+    """Return the merged result ``(PADDED,)`` and natural LSE of one row.
 
     Args:
         first: int64, of its first partial result; ``stride`` to the next.
@@ -89,10 +89,18 @@ def merged_row(
         total = total * rescale + tl.sum(numbers * weights[:, None], 0)
         row_sum = row_sum * rescale + tl.sum(weights, 0)
         row_max = new_max
-    return total, row_max, row_sum
+    return total / tl.where(row_sum > 0, row_sum, 1.0), natural_lse(row_max, row_sum)
 
 
-@triton.jit(do_not_specialize=["listed", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
+@triton.jit
+def request_of(pieces_ptr, listed, merges, index):
+    """Return the number of a request whose pieces are merged; -1 behind the last."""
+    if pieces_ptr is None:
+        return tl.where(index < merges, index, -1)
+    return tl.load(pieces_ptr + (listed + index) * FIELDS, mask=index < merges, other=-1)
+
+
+@triton.jit(do_not_specialize=["listed", "merges", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
 def merge_pieces_kernel(
     part_ptr,
     part_lse_ptr,
@@ -103,53 +111,61 @@ def merge_pieces_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     listed,
+    merges,
     num_splits,
     stride_ot,
     stride_oh,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    FEW: tl.constexpr,
     CHUNK: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge the partial results of one row of a request in several pieces.
+    """Merge the partial results of one row of requests in several pieces, one request after the other.
 
-    Grid: rows of a slot (most tokens of a request x heads) x requests. Memory traffic: each partial result once. How
-    many a row has alone decides its bits.
+    Grid: rows of a slot (most tokens of a request x heads) x programs that share the requests. Memory traffic: each
+    partial result once. How many a row has alone decides its bits.
 
     Args:
         part_ptr, part_lse_ptr: float32, a row's results at ``(slot + split) * rows of a slot + token * HEADS + head``.
-        pieces_ptr: of ``pieces.list_pieces``, whose requests in several pieces stand behind ``listed`` ones; None: all
-            requests have ``num_splits``.
-        FEW: partial results that are taken at once where a row has no more; else ``CHUNK``.
+        pieces_ptr: of ``pieces.list_pieces``, where ``merges`` requests in several pieces stand behind ``listed``
+            pieces; None: ``merges`` requests have ``num_splits`` each.
+        CHUNK: partial results that are taken at once; of a row that has few, half of it or a quarter.
     """
     row = tl.program_id(0)
     stride = tl.num_programs(0)
-    if pieces_ptr is not None:
-        piece = read_piece(pieces_ptr, listed + tl.program_id(1))
-    else:
-        piece = share_of(query_start_loc_ptr, seq_lens_ptr, tl.program_id(1), 0, num_splits)
-    if piece.request < 0:
-        return
-    if row >= piece.query_len * HEADS:
-        return
-    first = piece.slot.to(tl.int64) * stride + row
-    if piece.splits <= FEW:
-        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, piece.splits, SIZE, PADDED, FEW)
-    else:
-        total, row_max, row_sum = merged_row(part_ptr, part_lse_ptr, first, stride, piece.splits, SIZE, PADDED, CHUNK)
     width = tl.arange(0, PADDED)
-    result = total / tl.where(row_sum > 0, row_sum, 1.0)
-    token = (piece.query_start + row // HEADS).to(tl.int64)
-    stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * stride_ot + row % HEADS * stride_oh + width, stored, mask=width < SIZE)
-    if LSE:
-        tl.store(lse_ptr + token * HEADS + row % HEADS, natural_lse(row_max, row_sum))
+    index = tl.program_id(1)
+    request = request_of(pieces_ptr, listed, merges, index)
+    while request >= 0:
+        if pieces_ptr is not None:
+            piece = read_piece(pieces_ptr, listed + index)
+        else:
+            piece = share_of(query_start_loc_ptr, seq_lens_ptr, request, 0, num_splits)
+        if row < piece.query_len * HEADS:
+            first = piece.slot.to(tl.int64) * stride + row
+            splits = piece.splits
+            if splits <= CHUNK // 4:
+                merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 4)
+            elif splits <= CHUNK // 2:
+                merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 2)
+            else:
+                merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK)
+            result, lse = merged_row
+            token = (piece.query_start + row // HEADS).to(tl.int64)
+            stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + token * stride_ot + row % HEADS * stride_oh + width, stored, mask=width < SIZE)
+            if LSE:
+                tl.store(lse_ptr + token * HEADS + row % HEADS, lse)
+        index += tl.num_programs(1)
+        request = request_of(pieces_ptr, listed, merges, index)
 
 
-MERGE_FEW, MERGE_CHUNK = 4, 16
-"""Partial results of a row that ``merge_pieces_kernel`` takes at once: of one that has few, and of others."""
+MERGE_PROGRAMS = 1024
+"""Programs of ``merge_pieces_kernel`` that share its requests, about: two waves of an H100's. A captured step has them
+for the most requests that may be in several pieces, and most often few are."""
+MERGE_CHUNK = 16
+"""Partial results of a row that ``merge_pieces_kernel`` takes at once, unless it has fewer."""
 _merge_pieces = Relaunches(merge_pieces_kernel, num_warps=4)
 
 
@@ -175,9 +191,9 @@ def merge_pieces(
     strides = output.stride()[:2]
     key = (heads, size, strides, *specialised(output, parts, part_lse), *dtypes(output_scale, output_lse))
     _merge_pieces(
-        key, (slot_rows, merges, 1), parts, part_lse, output, output_scale, output_lse, pieces, None, None,
-        len(pieces) - merges, 0, *strides, heads, size, launch.power_of_two(size), MERGE_FEW, MERGE_CHUNK,
-        output_lse is not None,
+        key, (slot_rows, min(merges, -(-MERGE_PROGRAMS // slot_rows)), 1), parts, part_lse, output, output_scale,
+        output_lse, pieces, None, None, len(pieces) - merges, merges, 0, *strides, heads, size,
+        launch.power_of_two(size), MERGE_CHUNK, output_lse is not None,
     )  # fmt: skip
 
 
@@ -248,7 +264,7 @@ def merge_shares(
     key = (heads, size, strides, *specialised(output, parts, part_lse), *dtypes(output_scale, output_lse))
     _merge_shares(
         key, (-(-work.most_cut // rows), len(work.cut), 1), parts, part_lse, output, output_scale, output_lse,
-        query_start_loc, work.cut, *strides, heads, size, width, FIELDS, rows, output_lse is not None,
+        query_start_loc, work.cut, *strides, heads, size, width, work_list.FIELDS, rows, output_lse is not None,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select_triton.kernels.descriptors import Descriptors
 from attn_select_triton.kernels.launch import SLICED, capability_of, power_of_two
-from attn_select_triton.kernels.merge import MERGE_CHUNK, MERGE_FEW, merge_pieces_kernel
+from attn_select_triton.kernels.merge import MERGE_CHUNK, MERGE_PROGRAMS, merge_pieces_kernel
 from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
@@ -444,7 +444,7 @@ class _Prepared:
             self.constants = stride_b, stride_t, heads, rank, block_r, rope, block_p, block_size, *flags, *tail
             self.decode = Relaunch(mla_decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
         self.merge = Relaunch(merge_pieces_kernel, num_warps=4)
-        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_FEW, MERGE_CHUNK, flags[1]
+        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_CHUNK, flags[1]
 
 
 _prepared: dict[Any, _Prepared] = {}
@@ -539,6 +539,6 @@ def mla_decode(
     merges = requests if pieces is None else merges
     if split and merges:
         prepared.merge(
-            (slot_rows, merges, 1), parts, part_lse, output, None, output_lse, pieces, query_start_loc, seq_lens,
-            listed, num_splits, *prepared.merge_constants,
+            (slot_rows, min(merges, -(-MERGE_PROGRAMS // slot_rows)), 1), parts, part_lse, output, None, output_lse,
+            pieces, query_start_loc, seq_lens, listed, merges, num_splits, *prepared.merge_constants,
         )  # fmt: skip

@@ -127,7 +127,7 @@ def mla_decode_gathered_kernel(
         cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
         table_ptr: int32 slots, the ones that each request reads.
     """
-    position, slots = key_range(
+    position, part, slots = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
     DTYPE: gl.constexpr = cache_ptr.dtype.element_ty
@@ -156,7 +156,11 @@ def mla_decode_gathered_kernel(
     left = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, left_p)
     right = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, right_p)
     barriers = Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
-    pointers = Pointers(out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    start = position.query_start.to(gl.int64)
+    pointers = Pointers(
+        out_ptr + start * stride_ot, lse_ptr + start * HEADS if LSE else None,
+        part_ptr + part * R if SPLIT else None, part_lse_ptr + part if SPLIT else None,
+    )  # fmt: skip
     strides = Strides(stride_ot, stride_oh)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)

@@ -43,7 +43,6 @@ class Position(NamedTuple):
     Attributes:
         first: of the rows of its request, tokens x heads.
         splits: in how many pieces the request's keys are.
-        part: int64, row of the workspace for the request's first row and this piece.
         query_start, query_len, seq_len: the request's.
         low, high: its keys.
         tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the
@@ -52,7 +51,6 @@ class Position(NamedTuple):
 
     first: Any
     splits: Any
-    part: Any
     query_start: Any
     query_len: Any
     seq_len: Any
@@ -98,7 +96,7 @@ class Exchange(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Where results go, and partial ones of a request in several pieces."""
+    """Where the results of a request's first row go, and a piece's of it where the request has several."""
 
     out_ptr: Any
     lse_ptr: Any
@@ -125,7 +123,10 @@ def key_range(
     table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return the ``Position`` of a program, and its request's row of the block table; the grid is ``mla_decode``'s."""
+    """Return a program's ``Position``, its piece's first row of the workspace, and its request's of the block table.
+
+    The grid is ``mla_decode``'s.
+    """
     first = gl.program_id(0) * ROWS
     if pieces_ptr is not None:
         piece = pieces_ptr + gl.program_id(1) * FIELDS
@@ -158,8 +159,8 @@ def key_range(
     full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
     part = (slot + split).to(gl.int64) * slot_rows
     table = table_ptr + request * stride_table
-    position = Position(first, splits, part, query_start, query_len, seq_len, low, high, tiles, full)
-    return position, table
+    position = Position(first, splits, query_start, query_len, seq_len, low, high, tiles, full)
+    return position, part, table
 
 
 @gluon.jit
@@ -238,10 +239,9 @@ def write_lse(pointers, flat, lse, position, HEADS: gl.constexpr, LSE: gl.conste
     """Write the log-sum-exp of the rows ``flat``, of one among several pieces to the workspace."""
     inside = flat < position.query_len * HEADS
     if SPLIT and position.splits > 1:
-        gl.store(pointers.part_lse_ptr + position.part + flat, lse, mask=inside)
+        gl.store(pointers.part_lse_ptr + flat, lse, mask=inside)
     elif LSE:
-        row = position.query_start.to(gl.int64) * HEADS + flat
-        gl.store(pointers.lse_ptr + row, lse, mask=inside)
+        gl.store(pointers.lse_ptr + flat, lse, mask=inside)
 
 
 @gluon.jit
@@ -253,7 +253,7 @@ def write_parts(
     columns = COLUMN + gl.arange(0, total.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, LAYOUT))
     flat = position.first + gl.arange(0, total.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, LAYOUT))
     mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
-    rows = gl.expand_dims((position.part + flat) * R, AXIS)
+    rows = gl.expand_dims(flat * R, AXIS)
     gl.store(pointers.part_ptr + rows + gl.expand_dims(columns, 1 - AXIS), total, mask=mask)
 
 
@@ -266,8 +266,7 @@ def write_output(
     columns = COLUMN + gl.arange(0, total.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, LAYOUT))
     flat = position.first + gl.arange(0, total.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, LAYOUT))
     mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
-    token = (position.query_start + flat // HEADS).to(gl.int64)
-    rows = gl.expand_dims(token * strides.stride_ot + flat % HEADS * strides.stride_oh, AXIS)
+    rows = gl.expand_dims(flat // HEADS * strides.stride_ot + flat % HEADS * strides.stride_oh, AXIS)
     stored = total.to(pointers.out_ptr.dtype.element_ty)
     gl.store(pointers.out_ptr + rows + gl.expand_dims(columns, 1 - AXIS), stored, mask=mask)
 
@@ -702,7 +701,7 @@ def mla_decode_hopper_kernel(
             ``(ROWS, P)``.
         kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     """
-    position, table = key_range(
+    position, part, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
     q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
@@ -726,7 +725,11 @@ def mla_decode_hopper_kernel(
 
     smem = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, None)
     barriers = Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
-    pointers = Pointers(out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    start = position.query_start.to(gl.int64)
+    pointers = Pointers(
+        out_ptr + start * stride_ot, lse_ptr + start * HEADS if LSE else None,
+        part_ptr + part * R if SPLIT else None, part_lse_ptr + part if SPLIT else None,
+    )  # fmt: skip
     strides = Strides(stride_ot, stride_oh)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)

@@ -300,7 +300,7 @@ def mla_decode_hopper_fp8_kernel(
             ``(64, 64)``.
         score_scale: scale * log2(e), times the query's scale and the cache's.
     """
-    position, table = key_range(
+    position, part, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
     PARTS: gl.constexpr = R // PART
@@ -322,7 +322,11 @@ def mla_decode_hopper_fp8_kernel(
 
     barriers = Barriers(q_ready, ready, empty)
     query = (q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, q_scale)
-    pointers = Pointers(out_ptr, lse_ptr, part_ptr, part_lse_ptr)
+    start = position.query_start.to(gl.int64)
+    pointers = Pointers(
+        out_ptr + start * stride_ot, lse_ptr + start * HEADS if LSE else None,
+        part_ptr + part * R if SPLIT else None, part_lse_ptr + part if SPLIT else None,
+    )  # fmt: skip
     strides = Strides(stride_ot, stride_oh)
     scales = Scales(score_scale, value_scale)
     if ROWS == 64:
