@@ -17,10 +17,9 @@ PYPROJECTS := pyproject.toml $(sort $(wildcard measure/pyproject.toml plugins/*/
 PROJECTS := $(patsubst %/pyproject.toml,./%,$(filter-out pyproject.toml,$(PYPROJECTS)))
 EDITABLE := -e . $(addprefix -e ,$(PROJECTS))
 
-# Without a GPU the Triton kernels run in this release's interpreter (conftest.py turns it on). It is not the release that
-# torch asks for and never calls here, hence --no-deps.
-NO_GPU := $(if $(shell command -v nvidia-smi),,yes)
-TRITON := triton==3.6.0
+# What torch's build for CUDA asks for; the CPU's asks for none. Without a GPU its interpreter runs the Triton kernels
+# (conftest.py turns it on), and its compiler compiles them ahead. tests/engines/run.py has the other releases.
+TRITON := triton==3.7.1
 
 # One process per core, each with one torch thread. The tests of a class or module stay in one process, which builds
 # their fixtures and compiles their kernels once. conftest.py orders them: what takes long comes first.
@@ -68,11 +67,11 @@ site: venv ## Build the documentation's site into build/site
 test-browser: $(TEST_ENV)/.browser site ## Test the report and the site in a headless Chromium
 	$(TEST_ENV)/bin/python -m pytest tests/browser $(ARGS)
 
-test-engines: venv ## Test the adapters of engines in other releases, and FLA with fla-core, each in an environment of its own (ARGS as above)
+test-engines: venv ## Test the adapters of engines and Triton's kernels in other releases, and FLA with fla-core, each in an environment of its own (ARGS as above)
 	$(TEST_ENV)/bin/python tests/engines/run.py $(ARGS)
 
 mutate: venv ## Plant 300 faults in core and list those that no test notices (ARGS="--seed 2"; an hour on two cores)
-	$(INTERPRET) $(TEST_ENV)/bin/python tests/mutation/mutate.py $(ARGS)
+	$(TEST_ENV)/bin/python tests/mutation/mutate.py $(ARGS)
 
 check: venv ## Lint and type-check
 	$(TEST_ENV)/bin/ruff check
@@ -129,7 +128,6 @@ $(TEST_ENV)/.browser: $(TEST_ENV)/.installed
 
 $(TEST_ENV)/.installed: $(TEST_ENV)/.torch $(PYPROJECTS)
 	@echo "Installing the development tools, attn-select and its plugins into $(TEST_ENV)"
-	@$(TEST_ENV)/bin/python -m pip install -q --group dev
-	@$(if $(NO_GPU),$(TEST_ENV)/bin/python -m pip install -q --no-deps $(TRITON))
+	@$(TEST_ENV)/bin/python -m pip install -q --group dev $(TRITON)
 	@$(TEST_ENV)/bin/python -m pip install -q --no-build-isolation $(EDITABLE)
 	@touch $@

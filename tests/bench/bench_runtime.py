@@ -1,7 +1,8 @@
 """Measures the runtime's host time and prints a table. Run by ``make bench-runtime``; nothing here is asserted.
 
 ``prepare_batch`` and ``group.build`` once per step, and what a layer's ``forward`` adds to the backend's own. On a GPU
-nothing waits for the device, so what is timed is what the host does.
+nothing waits for the device, so what is timed is what the host does. Where vLLM's FlashAttention 3 is installed, a
+second table has the host time of a layer's launches beside that of its operator, which vLLM calls once for any step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ from attn_select.runtime import Attention, BlockTable, Capacity, attention_group
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 SEQ_LEN = 1024
 BATCHES = (1, 16, 256)
+BESIDE = ("TRITON_ATTN", "FLASH_ATTN")
+"""Whose launches are timed beside FlashAttention 3's operator."""
+
+
+STEPS = {
+    "decode": ([1] * 16, [SEQ_LEN] * 16),
+    "drafts": ([4] * 16, [SEQ_LEN] * 16),
+    "mixed": ([1] * 8 + [64], [SEQ_LEN] * 9),
+    "prefill": ([64], [64]),
+}
+"""Query and sequence lengths. So little work that the device is never behind the host."""
 
 
 def microseconds(function: Callable[[], Any], seconds: float = 0.4) -> float:
@@ -56,7 +68,7 @@ def rows_for(backend: str | None) -> list[tuple[str, ...]]:
     selection = select(CONFIG, backend=backend)
     group = attention_group(selection, capacity=Capacity(max(BATCHES), 8192, SEQ_LEN))
     name = selection.selected["decode"] or ""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for batch in BATCHES:
         table = filled_table(batch, group.device)
         query_lens, seq_lens = [1] * batch, [SEQ_LEN] * batch
@@ -98,6 +110,74 @@ def forward_over_raw(group: Any, common: Any) -> float:
     return microseconds(lambda: layer(query, key, value, cache, metadata, output)) - microseconds(raw)
 
 
+def blocks_of(common: Any) -> int:
+    """Return how many blocks of 16 tokens a table from ``filled_table`` names."""
+    return len(common.seq_lens) * (SEQ_LEN // 16)
+
+
+def launches(group: Any, common: Any, query: torch.Tensor) -> Callable[[], None]:
+    """Return what launches a layer's attention by a group's backends: what an engine calls, after the cache update."""
+    layer: Any = Attention(group)
+    cache, output = group.allocate_kv_cache(blocks_of(common)), torch.empty_like(query)
+    metadata = group.build(common)
+    key, value = query[:, : CONFIG.num_kv_heads].contiguous(), query[:, : CONFIG.num_kv_heads].contiguous()
+    calls = []
+    for part in metadata.parts:
+        rows = slice(part.start, part.end)
+        tensors = query[rows], key[rows], value[rows], cache, part.metadata, output[rows], None, None, None
+        calls.append(partial(layer.impls[part.phase].forward, layer, *tensors))
+
+    def launch() -> None:
+        for call in calls:
+            call()
+
+    return launch
+
+
+def flash_attention_3(common: Any, query: torch.Tensor, function: Any) -> Callable[[], None]:
+    """Return a call of FlashAttention 3's operator on a paged cache as vLLM makes it, without a schedule."""
+    key, value = torch.zeros(
+        2, blocks_of(common), 16, CONFIG.num_kv_heads, CONFIG.head_size, dtype=query.dtype, device="cuda"
+    )
+    return partial(
+        function,
+        q=query,
+        k=key,
+        v=value,
+        out=torch.empty_like(query),
+        cu_seqlens_q=common.query_start_loc,
+        max_seqlen_q=common.max_query_len,
+        seqused_k=common.seq_lens,
+        max_seqlen_k=common.max_seq_len,
+        softmax_scale=CONFIG.head_size**-0.5,
+        causal=True,
+        block_table=common.block_table_tensor,
+        fa_version=3,
+    )
+
+
+def rows_beside(function: Any) -> list[tuple[str, ...]]:
+    """Measure each kind of step by our Triton kernels and by FlashAttention 3; return table rows."""
+    capacity = Capacity(max(BATCHES), 8192, SEQ_LEN)
+    groups = {name: attention_group(select(CONFIG, backend=name), capacity=capacity) for name in BESIDE}
+    rows: list[tuple[str, ...]] = []
+    for step, (query_lens, seq_lens) in STEPS.items():
+        table = filled_table(len(seq_lens), groups["TRITON_ATTN"].device)
+        common = prepare_batch(query_lens, seq_lens, table)
+        query = torch.zeros(sum(query_lens), CONFIG.num_heads, CONFIG.head_size, dtype=torch.bfloat16, device="cuda")
+        operator = microseconds(flash_attention_3(common, query, function))
+        ours = [microseconds(launches(group, common, query)) for group in groups.values()]
+        rows.append((step, *(f"{each:.1f}" for each in (*ours, operator)), f"{ours[0] / operator:.2f}"))
+    return rows
+
+
+def print_table(*table: tuple[str, ...]) -> None:
+    """Print rows, the first of which is the header."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -107,10 +187,14 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {device}; medians, us of host time\n")
     header = ("backend", "batch", "prepare_batch", "table changed", "group.build", "forward over raw")
-    table = [header, *(row for backend in backends for row in rows_for(backend))]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_table(header, *(row for backend in backends for row in rows_for(backend)))
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+    except ImportError as error:
+        print(f"\nNo launches beside FlashAttention 3: {error}")
+        return
+    print("\nA layer's launches, us of host time")
+    print_table(("step", *BESIDE, "FA3's operator", "ratio of the first"), *rows_beside(flash_attn_varlen_func))
 
 
 if __name__ == "__main__":

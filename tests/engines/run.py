@@ -1,4 +1,4 @@
-"""The tests of what the development environment does not hold: engines in other releases, and fla-core.
+"""The tests of what the development environment does not hold: engines and Triton in other releases, and fla-core.
 
 Each environment is a virtual one of its own in ``.venv-engines``, made on first use and again when its requirements
 change. It holds the engine; everything else comes from the environment that runs this program. One release stands for
@@ -34,7 +34,7 @@ class Environment:
         name: of the environment's folder.
         requirements: what pip installs, pinned.
         tests: files or folders, relative to the root.
-        smoke: what ``--ci`` runs instead of ``tests``.
+        smoke: what ``--ci`` runs instead of ``tests``, slow ones too.
         removed: what is taken out again of all that came along.
         alone: whether nothing comes along: what the requirements ask for is left out.
     """
@@ -67,6 +67,7 @@ SGLANG = (
     *("pure_eval==0.2.4", "stack-data==0.6.3", "traitlets==5.16.1", "wcwidth==0.9.4", "opentelemetry-api==1.45.2"),
 )
 FLAG_PARSERS = "tests/engines/test_flag_parsers.py"
+TRITON_TESTS = "plugins/triton/tests/test_triton_"
 # What takes longest comes first.
 ENVIRONMENTS = (
     Environment(
@@ -88,6 +89,18 @@ ENVIRONMENTS = (
             FLAG_PARSERS,
         ),
         alone=True,  # it asks for kernels of several GB
+    ),
+    # The wheel beside the development environment's torch: nothing is run, kernels are compiled ahead. The development
+    # environment has 3.7.1, and 3.8.0 offers what either 3.7.1 or 3.9.0 does.
+    *(
+        Environment(
+            f"triton-{release}",
+            (f"triton=={release}",),
+            (f"{TRITON_TESTS}aot.py", f"{TRITON_TESTS}relaunch.py"),
+            smoke=(f"{TRITON_TESTS}aot.py::test_every_launch_compiles", f"{TRITON_TESTS}relaunch.py"),
+            alone=True,
+        )
+        for release in ("3.9.0", "3.6.0")
     ),
     # Apart, since transformers runs its kernels wherever it finds them, and they need a GPU.
     Environment(
@@ -146,7 +159,8 @@ def passes(environment: Environment, arguments: Sequence[str], ci: bool) -> bool
         return False
     ready = time.monotonic()
     say(f"made in {ready - began:.0f} s")
-    chosen = ["-m", "not slow or slow(ci=True)", *(environment.smoke or environment.tests)] if ci else environment.tests
+    quick = environment.smoke or ("-m", "not slow or slow(ci=True)", *environment.tests)
+    chosen = quick if ci else environment.tests
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *chosen]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     say(f"tested in {time.monotonic() - ready:.0f} s\n{done.stdout}")

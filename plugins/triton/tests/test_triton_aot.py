@@ -63,6 +63,14 @@ HOPPER = (
 )  # fmt: skip
 """Written for compute capability 9.0, launched there only."""
 Report = list[dict[str, Any]]
+
+
+def launched_on(target: int) -> set[str]:
+    """Return the kernels that the shape classes launch on a chip."""
+    wanted = {*ATTENTION, *OTHERS, *(HOPPER if target == 90 else []), *(INDEXER if target >= 80 else [])}
+    return wanted | ({"quantize_rows_kernel"} if target >= 89 else set())
+
+
 on_every_chip = pytest.mark.parametrize(
     "target",
     [pytest.param(each, marks=pytest.mark.slow(guard=GUARD, ci=each in FAMILIES)) for each in SHARED_MEMORY],
@@ -107,6 +115,18 @@ def test_a_usual_layer_compiles(tmp_path: Path) -> None:
         assert line["spilled"] <= SPILLED, line
 
 
+@slow
+@pytest.mark.parametrize("target", [80, 90])
+def test_every_launch_compiles(target: int, tmp_path: Path) -> None:
+    """Each kernel of each launcher for one layer: what shows that a release of Triton has all that they are made of."""
+    lines = [json.loads(line) for line in run("compile_kernels", target, tmp_path, "--once").splitlines()]
+    kernels = [line for line in lines if "refused" not in line]
+    assert {line["kernel"] for line in kernels} == launched_on(target)
+    assert len(kernels) > 35
+    for line in kernels:
+        assert line["shared"] <= SHARED_MEMORY[target] << 10, line
+
+
 @pytest.mark.parametrize("target", [pytest.param(each, marks=[] if each == 90 else [slow]) for each in SHARED_MEMORY])
 def test_the_decode_of_states_compiles(target: int, tmp_path: Path) -> None:
     """A state's tile and what is computed from it stay in registers."""
@@ -121,9 +141,7 @@ def test_the_decode_of_states_compiles(target: int, tmp_path: Path) -> None:
 @on_every_chip
 def test_compiles_into_the_chips_memory(target: int, report: Callable[[int], Report]) -> None:
     kernels = [line for line in report(target) if "refused" not in line]
-    wanted = {*ATTENTION, *OTHERS, *(HOPPER if target == 90 else []), *(INDEXER if target >= 80 else [])}
-    wanted |= {"quantize_rows_kernel"} if target >= 89 else set()
-    assert {line["kernel"] for line in kernels} == wanted
+    assert {line["kernel"] for line in kernels} == launched_on(target)
     for line in kernels:
         assert line["shared"] <= SHARED_MEMORY[target] << 10, line
         assert line["tensor_memory"] <= (TENSOR_MEMORY if target == 100 else 0), line

@@ -1,10 +1,11 @@
 """Compile shape classes for one target without a GPU.
 
-    python plugins/triton/tests/aot/compile_kernels.py 90 [--first 1 | --part 0/3 | --random 50 --seed 1]
+    python plugins/triton/tests/aot/compile_kernels.py 90 [--first 1 | --part 0/3 | --once | --random 50 --seed 1]
 
 Prints one line of JSON per kernel (``fake_gpu.Compiled`` with its launch and layer), and one per class that the gate
 refuses. ``--first`` takes only so many of the classes, ``--part 0/3`` every third from the first on and of the others
-what none before launched, ``--random`` as many as asked for from all that the gates accept.
+what none before launched, ``--random`` as many as asked for from all that the gates accept. ``--once`` compiles each
+kernel of each launcher for the first of its layers alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("target", type=int)
     parser.add_argument("--first", type=int)
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--once", action="store_true")
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -36,7 +38,16 @@ def main() -> None:
         classes = islice(shape_classes(asked.target), asked.first)
     part, parts = map(int, asked.part.split("/"))
     launched = set()
-    with compiling() as kernels:
+    compiled: set[tuple[str, str]] = set()
+    launching = ""
+
+    def wanted(kernel: str) -> bool:
+        """Whether to compile a kernel again for another layer."""
+        known = (launching, kernel) in compiled
+        compiled.add((launching, kernel))
+        return not (known and asked.once)
+
+    with compiling(wanted) as kernels:
         for index, shape in enumerate(classes):
             layer = ", ".join(
                 f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items()
@@ -49,6 +60,7 @@ def main() -> None:
                 if index % parts != part and launch in launched:
                     continue
                 launched.add(launch)
+                launching = launch.__name__
                 launch(Tensors(shape, asked.target))
                 for kernel in kernels:
                     print(json.dumps({"name": launch.__name__, "layer": layer, **asdict(kernel)}), flush=True)

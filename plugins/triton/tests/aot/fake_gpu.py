@@ -10,7 +10,7 @@ import contextlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,8 +166,11 @@ def _opcodes(ptx: str) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[list[Compiled]]:
-    """Compile what is launched, run nothing; give the list that the kernels go into, each once."""
+def compiling(wanted: Callable[[str], bool] = lambda kernel: True) -> Iterator[list[Compiled]]:
+    """Compile what is launched, run nothing; give the list that the kernels go into, each once.
+
+    Of the functions that are launched, those are left out whose name ``wanted`` does not want.
+    """
     found: list[Compiled] = []
     seen: set[int] = set()
     times: list[Any] = []
@@ -177,6 +180,8 @@ def compiling() -> Iterator[list[Compiled]]:
         times.append(told["times"])
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not wanted(self.fn.__name__):
+            return None
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             kernel = run(self, *arguments, grid=grid, warmup=True, **options)
