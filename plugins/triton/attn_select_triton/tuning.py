@@ -224,6 +224,7 @@ class LatentSplits:
     most: int
     even: float
     parts: tuple[float, ...]
+    end: float
 
     def of_equal(self, programs: int, keys: int, sms: int) -> int:
         """Return into how many splits requests of ``keys`` each are cut: fewer than ``2 * sms`` programs run."""

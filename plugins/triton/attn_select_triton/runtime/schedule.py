@@ -183,7 +183,8 @@ def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
         work = (splits * (tiles_each + by.program)).sum(1) * units / sms
         ordered, placed = in_order(tiles_each, splits)
         cut = np.where(splits > 1, splits, 0).sum(1)
-        time = np.maximum(work, last_of_waves(placed, ordered + by.program, sms / units)) + by.merge * (cut > 0)
+        time = np.maximum(work, last_of_waves(placed, ordered + by.program, sms / units))
+        time += by.end * ordered[:, 0] + by.merge * (cut > 0)
         time[(placed[:, -1] > requests + latent_pieces(units, sms)) | (cut > slots)] = np.inf
         size = int(sizes[int(time.argmin())])
     return size * by.tile
