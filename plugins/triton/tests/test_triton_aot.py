@@ -190,6 +190,25 @@ def test_batches_of_all_sizes_share_their_kernels(target: int, tmp_path: Path) -
         assert count == "1", kernel
 
 
+def test_the_first_steps_of_a_layer_compile_few_kinds_of_a_kernel(tmp_path: Path) -> None:
+    """Each takes seconds, and the first call waits for it: a further one wants a reason."""
+    counts: dict[str, dict[str, int]] = {}
+    for line in run("count_of_steps", 90, tmp_path).splitlines():
+        layer, kernel, kinds = line.split()
+        counts.setdefault(layer, {})[kernel] = int(kinds)
+    assert counts == {
+        "llama-3-8b": {
+            "decode_kernel": 6, "gather_pages_kernel": 1, "list_pieces_kernel": 1, "merge_rows_kernel": 1,
+            "prefill_hopper_kernel": 2, "prefill_kernel": 2, "reshape_and_cache_kernel": 1,
+        },
+        "deepseek-v3": {
+            "concat_and_cache_mla_kernel": 1, "gather_cache_mla_kernel": 1, "list_pieces_kernel": 1,
+            "merge_attn_states_kernel": 1, "merge_splits_kernel": 2, "mla_decode_hopper_kernel": 2,
+            "prefill_hopper_kernel": 2,
+        },
+    }  # fmt: skip
+
+
 @slow
 def test_kernels_compile_side_by_side(tmp_path: Path) -> None:
     *lines, again = run("compile_side_by_side", 90, tmp_path).splitlines()

@@ -96,8 +96,10 @@ def merge_row(
 def request_of(pieces_ptr, listed, merges, index):
     """Return the number of a request whose pieces are merged; -1 behind the last."""
     if pieces_ptr is None:
-        return tl.where(index < merges, index, -1)
-    return tl.load(pieces_ptr + (listed + index) * FIELDS, mask=index < merges, other=-1)
+        request = tl.where(index < merges, index, -1)
+    else:
+        request = tl.load(pieces_ptr + (listed + index) * FIELDS, mask=index < merges, other=-1)
+    return request
 
 
 @triton.jit(do_not_specialize=["listed", "merges", "num_splits"], do_not_specialize_on_alignment=launch.SLICED)
@@ -164,8 +166,8 @@ def merge_pieces_kernel(
 MERGE_PROGRAMS = 1024
 """Programs of ``merge_pieces_kernel`` that share its requests, about: two waves of an H100's. A captured step has them
 for the most requests that may be in several pieces, and most often few are."""
-MERGE_CHUNK = 16
-"""Partial results of a row that ``merge_pieces_kernel`` takes at once, unless it has fewer."""
+MERGE_NUMBERS = 8192
+"""Of the partial results of a row that ``merge_pieces_kernel`` takes at once, unless it has fewer."""
 _merge_pieces = Relaunches(merge_pieces_kernel, num_warps=4)
 
 
@@ -193,7 +195,7 @@ def merge_pieces(
     _merge_pieces(
         key, (slot_rows, min(merges, -(-MERGE_PROGRAMS // slot_rows)), 1), parts, part_lse, output, output_scale,
         output_lse, pieces, None, None, len(pieces) - merges, merges, 0, *strides, heads, size,
-        launch.power_of_two(size), MERGE_CHUNK, output_lse is not None,
+        launch.power_of_two(size), MERGE_NUMBERS // launch.power_of_two(size), output_lse is not None,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_select_triton.kernels.descriptors import Descriptors
 from attn_select_triton.kernels.launch import SLICED, capability_of, power_of_two
-from attn_select_triton.kernels.merge import MERGE_CHUNK, MERGE_PROGRAMS, merge_pieces_kernel
+from attn_select_triton.kernels.merge import MERGE_NUMBERS, MERGE_PROGRAMS, merge_pieces_kernel
 from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
 from attn_select_triton.kernels.relaunch import Relaunch
@@ -444,7 +444,7 @@ class _Prepared:
             self.constants = stride_b, stride_t, heads, rank, block_r, rope, block_p, block_size, *flags, *tail
             self.decode = Relaunch(mla_decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
         self.merge = Relaunch(merge_pieces_kernel, num_warps=4)
-        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_CHUNK, flags[1]
+        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_NUMBERS // block_r, flags[1]
 
 
 _prepared: dict[Any, _Prepared] = {}

@@ -310,6 +310,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         if call.prepared is None:
             of_step = {name: given for name, given in call.arguments.items() if name != "terms"}
             call.prepared = self._warps.Prefill(**of_step, **call.warps)
+        if lse is None:  # written all the same, so that one kernel serves prompts with and without a cached context
+            lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         call.prepared(query, key, value, output, scale=self.scale, terms=call.arguments["terms"], output_lse=lse)
 
 
