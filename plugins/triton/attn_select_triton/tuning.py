@@ -162,6 +162,7 @@ class DecodeSplits:
     merge_us: float
     merge_round_us: float
     merge_apart_us: float
+    merge_parts_us: float
     apart: int
     uneven: float
     uneven_parts: tuple[int, ...]
@@ -182,7 +183,7 @@ class DecodeSplits:
             rows: of one program, which merges them if no launch does so apart.
         """
         if apart:
-            return self.merge_apart_us + 0.0 * splits
+            return self.merge_apart_us + self.merge_parts_us * splits
         return self.merge_us + self.merge_round_us * -(-rows // MERGED_ROWS) * -(-splits // MERGED_PARTS)
 
     def of_equal(

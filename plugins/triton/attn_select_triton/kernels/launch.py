@@ -54,6 +54,11 @@ class Terms:
     sinks: Tensor | None = None
     ranges: Tensor | None = None
 
+    def of_heads(self, some: slice) -> Terms:
+        """Return the terms of some heads of the query."""
+        slopes, sinks = (None if term is None else term[some] for term in (self.slopes, self.sinks))
+        return replace(self, slopes=slopes, sinks=sinks)
+
 
 PLAIN = Terms()
 

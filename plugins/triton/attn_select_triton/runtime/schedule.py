@@ -23,6 +23,8 @@ from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, Way
 Lens = NDArray[np.int64]
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 """Batch-invariant splits: the most that a request has, and the fewest keys that one has."""
+FEW_WAVES = 4
+"""Items of a prefill for each multiprocessor, below which their number is rounded up."""
 ORDER = 2.0**21
 """A factor for ``in_order``, larger than the number of a request's pieces."""
 TILE_ROWS = 64
@@ -224,6 +226,17 @@ class Chunk:
     most_rows: int
 
 
+def copied_rows(query_lens: Sequence[int], seq_lens: Sequence[int], window: int) -> int:
+    """Return how many rows the request takes that takes the most; arguments as ``gathered_chunks`` has them."""
+    return max(_rows(*lens, window)[1] for lens in zip(query_lens, seq_lens, strict=True))
+
+
+def _rows(query_len: int, seq_len: int, window: int) -> tuple[int, int]:
+    """Return the first token that a request's copy has, and its rows."""
+    begin = max(0, seq_len - query_len - window + 1) // GATHER_ALIGN * GATHER_ALIGN if window else 0
+    return begin, -(-seq_len // GATHER_ALIGN) * GATHER_ALIGN - begin
+
+
 def gathered_chunks(query_lens: Sequence[int], seq_lens: Sequence[int], window: int, room: int) -> list[Chunk]:
     """Cut requests into launches whose keys fit into ``room`` rows; one that does not fit is not gathered.
 
@@ -233,8 +246,7 @@ def gathered_chunks(query_lens: Sequence[int], seq_lens: Sequence[int], window: 
     chunks: list[Chunk] = []
     used = room
     for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        begin = max(0, seq_len - query_len - window + 1) // GATHER_ALIGN * GATHER_ALIGN if window else 0
-        rows = -(-seq_len // GATHER_ALIGN) * GATHER_ALIGN - begin
+        begin, rows = _rows(query_len, seq_len, window)
         if rows > room:
             chunks.append(Chunk(request, request + 1, query_len, None, 0))
             used = room
@@ -315,12 +327,21 @@ def prefill_cost(cost: Cost, work: PrefillWork, gpu: Gpu, shares: Lens | None = 
 
 
 def _shares_times(cost: Cost, work: PrefillWork, gpu: Gpu, shares: Lens) -> tuple[NDArray[np.float64], Lens]:
-    """Return, for each way to cut ``(ways, B)``, what the programs take in ns, and the rows of partial results."""
+    """Return, for each way to cut ``(ways, B)``, what the programs take in ns, and the rows of partial results.
+
+    Long items start first. Of those that are at least as long as a request's, some multiprocessor has its share, whole
+    items while they are few.
+    """
     tiles, rows = work.tiles(2 * TILE_ROWS), work.query_lens * work.heads[0]
     busy = (tiles * (work.mean + shares * cost.border)).sum(1) * (2 * cost.tile * work.heads[1] / gpu.sms)
-    longest = (np.ceil(work.seen / shares) * np.minimum(tiles, 1)).max(1) * cost.alone
+    longest, mean = np.ceil(work.seen / shares), work.mean / shares
+    order = np.argsort(-longest, 1)
+    waves = np.take_along_axis(tiles * shares, order, 1).cumsum(1) * (work.heads[1] / gpu.sms)
+    waves = np.where(waves < FEW_WAVES, np.ceil(waves), waves) - 1
+    last = np.take_along_axis(longest, order, 1) + np.maximum(waves, 0) * np.take_along_axis(mean, order, 1)
+    last *= waves > -1
     cut = np.where(shares > 1, shares * rows, 0).sum(1)
-    found: NDArray[np.float64] = np.maximum(busy, longest) + cost.row * cut
+    found: NDArray[np.float64] = np.maximum(busy, last.max(1) * cost.alone) + cost.row * cut
     return found, cut
 
 

@@ -170,19 +170,48 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if part.decode is not None:
             part.decode(call.query, call.key, call.value, output, terms=terms, output_lse=lse, **scales)
             return
-        key, value, boxes = call.key, call.value, call.boxes
-        if part.gather is not None:
-            gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
-            key, value = part.gather.whole if part.warps else part.gather.rows
-            boxes = part.prepared is not None or (part.warps and self._warps.readable(key, value))
+        if part.gather is None:
+            self._prefill(part, terms, call, call.query, (call.key, call.value), call.boxes, output, lse, alone, scales)
+            return
+        # The copies of a few KV heads at a time where those of all take more than what was reserved.
+        heads, group = part.gather.heads, call.query.shape[1] // call.key.shape[-2]
+        for first in range(0, call.key.shape[-2], heads):
+            some, rows = slice(first, first + heads), slice(first * group, (first + heads) * group)
+            gather_pages(call.key[..., some, :], call.value[..., some, :], *part.gather.whole, **part.gather.arguments)
+            copies = part.gather.whole if part.warps else part.gather.rows
+            boxes = part.prepared is not None or (part.warps and self._warps.readable(*copies))
+            query, result, own, own_lse = call.query, output, terms, lse
+            if heads < call.key.shape[-2]:
+                query, result = query[:, rows], output[:, rows]
+                own = terms.of_heads(rows)
+                own_lse = None if lse is None else lse[:, rows].contiguous()
+            self._prefill(part, own, call, query, copies, boxes, result, own_lse, alone, scales)
+            if lse is not None and own_lse is not None and own_lse is not lse:
+                lse[:, rows] = own_lse
+
+    def _prefill(
+        self,
+        part: Part,
+        terms: Terms,
+        call: _Call,
+        query: Tensor,
+        keys_and_values: tuple[Tensor, Tensor],
+        boxes: bool,
+        output: Tensor,
+        lse: Tensor | None,
+        alone: bool,
+        scales: dict[str, Any],
+    ) -> None:
+        """Launch a prefill, of all heads or of some."""
+        key, value = keys_and_values
         if part.warps and boxes and (terms.causal or not terms.window):
             if part.prepared is None:
                 of_step = {name: given for name, given in part.prefill.items() if name != "num_tokens"}
                 part.prepared = self._warps.Prefill(**of_step, **part.own)
-            part.prepared(call.query, key, value, output, terms=terms, output_lse=lse, alone=alone, **scales)
+            part.prepared(query, key, value, output, terms=terms, output_lse=lse, alone=alone, **scales)
             return
         prefill_attention(
-            call.query, key, value, output, terms=terms, output_lse=lse, clean=part.gather is not None, **scales,
+            query, key, value, output, terms=terms, output_lse=lse, clean=part.gather is not None, **scales,
             **part.prefill,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ pieces that each replay's ``build`` writes to the same place, and mixed ones are
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,13 @@ class Gather:
     """Keys and values copied out of their pages before a prefill.
 
     Attributes:
-        whole: where to, rows padded to powers of two.
+        heads: KV heads that are copied at a time.
+        whole: where to, ``(tokens, heads, size)``, rows padded to powers of two.
         rows: the same without the padding.
         arguments: of ``gather_pages``.
     """
 
+    heads: int
     whole: tuple[Tensor, Tensor]
     rows: tuple[Tensor, Tensor]
     arguments: dict[str, Any]
@@ -379,73 +381,66 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         seq_lens = common.seq_lens_cpu[first:].tolist()
         # An image may begin before the window.
         window = 0 if self._ranges(common, first, last) is not None else self._window
-        causal = self._causal and common.causal
-        given: dict[str, Any] = {"heads": (self.shape.heads, self.shape.kv_heads), "causal": causal, "window": window}
-        work = schedule.prefill_work(query_lens, seq_lens, **given)
-        shares = np.ones(len(query_lens), dtype=np.int64)
-        if self._tile_rows:
-            shares = schedule.prefill_shares(way_cost("warps"), work, self._gpu, self._partials)
+        causal, heads = self._causal and common.causal, (self.shape.heads, self.shape.kv_heads)
+        work = schedule.prefill_work(query_lens, seq_lens, heads=heads, causal=causal, window=window)
+        shares = self._shares(work)
         way = schedule.prefill_way(self._ways, work, shares, self._gpu)
         if way == "split":
             return [self._splitting(common, first, last, max(query_lens))]
         if way not in ("gathered", "gathered_warps") or self._gathered is None:
             return [self._prefill(common, first, last, shares=shares if way == "warps" else None)]
-        chunks = schedule.gathered_chunks(query_lens, seq_lens, window, len(self._gathered[0]))
+        return self._gathering(common, first, work, window, way == "gathered_warps")
+
+    def _shares(self, work: schedule.PrefillWork) -> schedule.Lens:
+        """Return into how many shares each request's keys go by the warp-specialised kernel."""
+        if not self._tile_rows:
+            return np.ones(len(work.query_lens), dtype=np.int64)
+        return schedule.prefill_shares(way_cost("warps"), work, self._gpu, self._partials)
+
+    def _gathering(
+        self, common: CommonAttentionMetadata, first: int, work: schedule.PrefillWork, window: int, warps: bool
+    ) -> list[Part]:
+        """Return the launches of the requests from ``first`` on, and of the copies before them.
+
+        All KV heads' keys are copied at once, or of so many as there is room for with the longest request.
+        """
+        assert self._gathered is not None
+        lens, rows = common.seq_lens_cpu[first:].tolist(), len(self._gathered[0])
+        query_lens, group = work.query_lens.tolist(), self._group
+        longest, heads = schedule.copied_rows(query_lens, lens, window), self.shape.kv_heads
+        while heads > 1 and longest > rows * self.shape.kv_heads // heads:
+            heads = max(fewer for fewer in range(1, heads) if self.shape.kv_heads % fewer == 0)
+        room = rows * self.shape.kv_heads // heads
+        shares = self._shares(replace(work, heads=(heads * group, heads)))
+        chunks = schedule.gathered_chunks(query_lens, lens, window, room)
         starts = to_device(
             torch.tensor([start for chunk in chunks for start in chunk.starts or [0]], dtype=torch.int32),
             self.context.device,
         )
+        whole = tuple(copies.view(-1, heads, copies.shape[2])[:room] for copies in self._gathered)
+        key, value = whole
+        views = (key[..., : self.shape.head_size], value[..., : self.shape.value_size])
         parts = []
         for chunk in chunks:
-            if chunk.starts is not None:
-                own = shares[chunk.first : chunk.last] if way == "gathered_warps" else None
-                parts.append(self._gathering(common, first, chunk, starts, window, own))
-                continue
-            # Longer than what can be copied.
-            alone = schedule.prefill_work([query_lens[chunk.first]], [seq_lens[chunk.first]], **given)
-            in_place: dict[Way, Cost] = {way: self._ways[way] for way in ("pages", "split")}
             begin, end = first + chunk.first, first + chunk.last
-            if schedule.prefill_way(in_place, alone, shares[:1], self._gpu) == "split":
-                parts.append(self._splitting(common, begin, end, chunk.tokens))
-            else:
+            if chunk.starts is None:  # longer than what can be copied even of one head
                 parts.append(self._prefill(common, begin, end, chunk.tokens))
+                continue
+            own = shares[chunk.first : chunk.last] if warps else None
+            part = self._prefill(common, begin, end, chunk.tokens, shares=own, heads=heads)
+            key_start_loc = starts[chunk.first : chunk.last]
+            of_requests = {name: part.prefill[name] for name in ("query_start_loc", "seq_lens")}
+            table = part.prefill.pop("block_table")
+            part.prefill["key_start_loc"] = key_start_loc
+            copy = {"block_table": table, "key_start_loc": key_start_loc, "max_keys": chunk.most_rows, "window": window}
+            part.gather = Gather(heads, (key, value), views, copy | of_requests)
+            parts.append(part)
         return parts
 
     @property
     def _partials(self) -> int:
         """Rows of partial results that the workspace holds."""
         return 0 if self._workspace is None else self._workspace.numel() // (self.shape.value_size + 1)
-
-    def _gathering(
-        self,
-        common: CommonAttentionMetadata,
-        first: int,
-        chunk: schedule.Chunk,
-        starts: Tensor,
-        window: int,
-        shares: schedule.Lens | None,
-    ) -> Part:
-        """Return the launch of one chunk of requests, and of the copy before it."""
-        begin, end = first + chunk.first, first + chunk.last
-        assert self._gathered is not None
-        part = self._prefill(common, begin, end, chunk.tokens, shares=shares)
-        key_start_loc = starts[chunk.first : chunk.last]
-        of_requests = {name: part.prefill[name] for name in ("query_start_loc", "seq_lens")}
-        table = part.prefill.pop("block_table")
-        part.prefill["key_start_loc"] = key_start_loc
-        key, value = self._gathered
-        part.gather = Gather(
-            self._gathered,
-            (key[..., : self.shape.head_size], value[..., : self.shape.value_size]),
-            {
-                "block_table": table,
-                "key_start_loc": key_start_loc,
-                "max_keys": chunk.most_rows,
-                "window": window,
-                **of_requests,
-            },
-        )
-        return part
 
     def _prefill(
         self,
@@ -455,11 +450,13 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         tokens: int | None = None,
         *,
         shares: schedule.Lens | None = None,
+        heads: int = 0,
     ) -> Part:
         """Return the launch of requests ``first .. last - 1`` over pages, or over the step's own keys.
 
         Args:
             shares: of their keys, by the warp-specialised kernel; None: by the plain one.
+            heads: KV heads of a launch; 0: all.
         """
         bounds, seq_lens, table = self._requests(common, first, last)
         if tokens is None:
@@ -478,20 +475,22 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         part = Part(self._causal and common.causal, self._ranges(common, first, last), prefill=prefill)
         if shares is not None:
             part.warps = True
-            part.own = {"counter": self._counter, "work": self._listed(common, first, last, shares)}
+            part.own = {"counter": self._counter, "work": self._listed(common, first, last, shares, heads)}
             if part.own["work"].partials:
                 part.own["workspace"] = self._workspace
         return part
 
-    def _listed(self, common: CommonAttentionMetadata, first: int, last: int, shares: schedule.Lens) -> WorkList:
+    def _listed(
+        self, common: CommonAttentionMetadata, first: int, last: int, shares: schedule.Lens, heads: int
+    ) -> WorkList:  # fmt: skip
         """Return what the programs of the warp-specialised prefill work on."""
-        shape, lens = self.shape, common.query_lens_cpu[first:last].numpy()
+        lens, heads = common.query_lens_cpu[first:last].numpy(), heads or self.shape.kv_heads
         return list_work(
             lens,
             shares,
-            heads=(shape.heads, shape.kv_heads),
+            heads=(heads * self._group, heads),
             tile_rows=self._tile_rows,
-            device=shape.device,
+            device=self.shape.device,
             longest_first=np.argsort(common.seq_lens_cpu[first:last].numpy() / -shares, kind="stable"),
         )
 
