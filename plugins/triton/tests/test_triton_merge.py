@@ -14,6 +14,7 @@ from attn_select_triton.kernels.launch import power_of_two
 from attn_select_triton.kernels.work_list import list_work
 
 INF = float("inf")
+CHUNK = 16
 
 
 def states(tokens: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -83,12 +84,12 @@ def merge_pieces(
     count = requests if pieces is None else len(pieces)
     merge.merge_pieces_kernel[(parts.shape[1], min(count, 2))](
         parts, part_lse, output, None, lse, pieces, start, torch.zeros_like(start), 0, count, len(parts) // requests,
-        output.stride(0), output.stride(1), heads, size, power_of_two(size), merge.MERGE_CHUNK, lse is not None,
+        output.stride(0), output.stride(1), heads, size, power_of_two(size), CHUNK, lse is not None,
         num_warps=4,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("splits", [2, 5, merge.MERGE_CHUNK, merge.MERGE_CHUNK + 3])
+@pytest.mark.parametrize("splits", [2, 5, CHUNK, CHUNK + 3])
 def test_pieces_of_requests_that_have_as_many(splits: int, device: torch.device) -> None:
     torch.manual_seed(splits)
     parts, lses = torch.randn(3, splits, 2, 40).to(device), 3 * torch.randn(3, splits, 2).to(device)

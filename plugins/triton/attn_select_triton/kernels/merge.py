@@ -95,10 +95,10 @@ def merge_row(
 @triton.jit
 def request_of(pieces_ptr, listed, merges, index):
     """Return the number of a request whose pieces are merged; -1 behind the last."""
-    if pieces_ptr is None:
-        request = tl.where(index < merges, index, -1)
-    else:
+    if pieces_ptr is not None:
         request = tl.load(pieces_ptr + (listed + index) * FIELDS, mask=index < merges, other=-1)
+    else:
+        request = tl.where(index < merges, index, -1)
     return request
 
 
