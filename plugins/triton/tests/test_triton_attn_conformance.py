@@ -72,9 +72,11 @@ class TestGathering(OnGPU):
             names = ["gathered", "split", *(way for way in ("warps", "gathered_warps") if way in ways)]
             return names[int(work.keys) % len(names)]
 
-        def shares(_: object, work: schedule.PrefillWork, __: object, room: int) -> schedule.Lens:
+        def shares(_: object, work: schedule.PrefillWork, __: object, room: int) -> schedule.Shares:
             every = 1 + np.arange(len(work.query_lens)) % 3
-            return every if int((every * work.query_lens).sum()) * work.heads[0] <= room else every * 0 + 1
+            if int((every * work.query_lens).sum()) * work.heads[0] > room:
+                every[:] = 1
+            return schedule.Shares(every, 0.0, 0.0, 0.0, 0)
 
         def pieces(lens: schedule.Lens, *, units: int, room: int, gpu: Gpu, **_: object) -> tuple[int, int]:
             total = int(lens.sum())

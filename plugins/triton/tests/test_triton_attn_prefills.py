@@ -58,14 +58,32 @@ def test_gathered(fields: dict[str, Any], device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("always_gather")
-def test_what_does_not_fit_is_gathered_in_chunks_or_not_at_all(device: torch.device) -> None:
-    group = layers.made(device, layers.layer_config())
+def test_what_does_not_fit_is_gathered_in_chunks(device: torch.device) -> None:
+    group = layers.made(device, layers.layer_config(num_heads=4, num_kv_heads=4))
     builder = layers.builder_of(group)
     builder._gathered = tuple(tensor[:192] for tensor in builder._gathered)
-    problem = layers.problem_of(group, ((1, 40), (30, 100), (17, 64), (40, 120), (20, 200), (9, 9), (65, 65)))
+    problem = layers.problem_of(group, ((1, 40), (30, 100), (17, 64), (40, 120), (9, 9), (65, 65)))
     parts = group.build(common_of(problem)).parts[0].metadata.parts
     rows = [None if part.gather is None else part.gather.arguments["key_start_loc"].tolist() for part in parts]
-    assert rows == [None, [0, 128], [0], None, [0, 64]]
+    assert rows == [None, [0, 128], [0, 128], [0]]
+    assert {part.gather.heads for part in parts[1:]} == {4}
+    layers.check(group, problem)
+
+
+@pytest.mark.usefixtures("always_gather")
+@pytest.mark.parametrize("fields", [{}, {"sinks": True, "alibi": True}], ids=str)
+def test_what_is_longer_goes_a_few_heads_at_a_time(fields: dict[str, Any], device: torch.device) -> None:
+    """Of the longest request there is room for two of four KV heads; a second one would fit for one head alone."""
+    group = layers.made(device, layers.layer_config(num_heads=8, num_kv_heads=4, **fields))
+    builder = layers.builder_of(group)
+    builder._gathered = tuple(tensor[:128] for tensor in builder._gathered)
+    problem = layers.problem_of(group, ((1, 40), (30, 100), (20, 200), (9, 9)))
+    parts = group.build(common_of(problem)).parts[0].metadata.parts
+    assert [part.gather.heads for part in parts[1:]] == [2, 2, 2]
+    layers.check(group, problem)
+    problem = layers.problem_of(group, ((30, 600),))
+    (part,) = group.build(common_of(problem)).parts[0].metadata.parts
+    assert part.gather is None  # longer than what can be copied even of one head
     layers.check(group, problem)
 
 
@@ -114,7 +132,7 @@ def test_the_cheapest_way_is_taken() -> None:
     for case in (*gathered, (16, 128, 128), (16, 256, 256), (16, 512, 512)):
         assert way(*case) == "gathered"
     fp8 = {**every, "split": way_cost("split_fp8")}
-    assert [way(1, 16896, q, fp8) for q in (16, 32, 64, 128)] == ["split"] * 3 + ["gathered"]
+    assert [way(1, 16896, q, fp8) for q in (16, 32, 64)] == ["split"] * 3
     assert [way(8, 4096, q, fp8) for q in (16, 256)] == ["split", "gathered"]
     assert way(8, 4096, 64, fp8) in ("pages", "gathered")
     by_tma = {"pages": way_cost("tma_pages"), "split": way_cost("split")}
@@ -139,7 +157,7 @@ def test_the_cheapest_way_is_taken() -> None:
 
 def shares_of(queries: list[int], keys: list[int], room: int = 1 << 20) -> list[int]:
     work = schedule.prefill_work(queries, keys, heads=(32, 8), causal=True, window=0)
-    return list(schedule.prefill_shares(way_cost("warps"), work, H100, room))
+    return schedule.prefill_shares(way_cost("warps"), work, H100, room).counts.tolist()
 
 
 def test_few_tokens_over_many_keys_share_them_where_sms_are_idle() -> None:

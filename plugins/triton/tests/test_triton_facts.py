@@ -158,7 +158,7 @@ def test_triton_attn_workspace() -> None:
         (H100, {"batch_invariant": True}, PrefillKernel()),
         (H100, {"batch_invariant": True, "block_size": 64}, PrefillKernel(pages_by_tma=True)),
         (H100, {"head_size": 64}, PrefillKernel(warp_specialised=True, gather_bytes=128 << 20)),
-        (H100, {"head_size": 64, "sinks": True}, PrefillKernel(gather_bytes=128 << 20)),
+        (H100, {"head_size": 64, "sinks": True}, PrefillKernel(warp_specialised=True, gather_bytes=128 << 20)),
         (H100, {"head_size": 64, "sliding_window": 100}, PrefillKernel(gather_bytes=128 << 20)),
         (H100, {"sinks": True}, PrefillKernel(warp_specialised=True, gather_bytes=128 << 20)),
         (H100, {"mm_prefix": True}, PrefillKernel(gather_bytes=128 << 20)),

@@ -54,14 +54,23 @@ def list_work(
         longest_first: requests in the order of work; None: as they come.
     """
     lens, parts = np.asarray(query_lens, dtype=np.int64), np.asarray(shares, dtype=np.int64)
-    order = np.arange(len(lens)) if longest_first is None else np.asarray(longest_first)
-    items = (-(-lens * (heads[0] // heads[1]) // tile_rows) * parts)[order]
-    rows_each, several = lens * heads[0], parts > 1
-    own = np.where(several, rows_each * parts, 0)
-    first_row = np.where(several, own.cumsum() - own, -1)
-    rows = np.stack([items.cumsum() - items, order, parts[order], first_row[order]], 1)
-    cut = np.flatnonzero(several)
-    listed = np.concatenate([rows, np.stack([cut, parts[cut], first_row[cut], rows_each[cut]], 1)])
-    both = to_device(torch.from_numpy(listed.astype(np.int32)), device)
-    most_cut = int(rows_each[cut].max()) if len(cut) else 0
-    return WorkList(both[: len(lens)], both[len(lens) :], int(items.sum()), int(own.sum()), most_cut)
+    order = np.arange(len(lens)) if longest_first is None else longest_first
+    items = -(-lens * (heads[0] // heads[1]) // tile_rows) * parts
+    cut = np.flatnonzero(parts > 1)
+    listed = np.empty((len(lens) + len(cut), FIELDS), dtype=np.int32)
+    rows, behind = listed[: len(lens)], listed[len(lens) :]
+    rows[:, 1], rows[:, 3] = order, -1
+    rows[:, 2] = parts[order]
+    ends = items[order].cumsum()
+    rows[:, 0] = ends - items[order]
+    partials = most_cut = 0
+    if len(cut):
+        each = lens[cut] * heads[0]
+        own = (each * parts[cut]).cumsum()
+        first = np.full(len(lens), -1)
+        first[cut] = own - each * parts[cut]
+        rows[:, 3] = first[order]
+        behind[:, 0], behind[:, 1], behind[:, 2], behind[:, 3] = cut, parts[cut], first[cut], each
+        partials, most_cut = int(own[-1]), int(each.max())
+    both = to_device(torch.from_numpy(listed), device)
+    return WorkList(both[: len(lens)], both[len(lens) :], int(ends[-1]) if len(lens) else 0, partials, most_cut)

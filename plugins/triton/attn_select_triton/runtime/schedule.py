@@ -23,8 +23,6 @@ from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, Way
 Lens = NDArray[np.int64]
 MOST_FIXED_SPLITS, LEAST_FIXED_SPLIT = 16, 512
 """Batch-invariant splits: the most that a request has, and the fewest keys that one has."""
-FEW_WAVES = 4
-"""Items of a prefill for each multiprocessor, below which their number is rounded up."""
 ORDER = 2.0**21
 """A factor for ``in_order``, larger than the number of a request's pieces."""
 TILE_ROWS = 64
@@ -268,7 +266,8 @@ class PrefillWork:
 
     Attributes:
         query_lens: int64 ``(B,)``.
-        seen: float64 ``(B,)``, keys that the last token of a request sees; mean what a tile of its rows sees.
+        seen: float64 ``(B,)``, keys that the last token of a request sees; mean what a tile of its rows sees, and least
+            what its first token sees.
         keys: of all requests.
         heads: of the query, and of K and V.
     """
@@ -276,18 +275,43 @@ class PrefillWork:
     query_lens: Lens
     seen: NDArray[np.float64]
     mean: NDArray[np.float64]
+    least: NDArray[np.float64]
     keys: float
     heads: tuple[int, int]
 
     def tiles(self, rows: int) -> NDArray[np.float64]:
         """Return how many tiles of so many rows the requests have, ``(B,)``."""
-        return np.ceil(self.query_lens * (self.heads[0] // self.heads[1]) / rows)
+        found: NDArray[np.float64] = np.ceil(self.query_lens * (self.heads[0] // self.heads[1] / rows))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Into how many shares each request's keys go by the warp-specialised prefill, and what its programs have to do.
+
+    Attributes:
+        counts: int64 ``(B,)``.
+        items: of 128 rows, on each multiprocessor; pairs of an item and a key, likewise.
+        last: keys one after the other on the multiprocessor that ends last.
+        partials: rows of partial results.
+    """
+
+    counts: Lens
+    items: float
+    pairs: float
+    last: float
+    partials: int
+
+    def cost(self, by: Cost) -> float:
+        """Return the predicted time of all programs and of the merge, in ns."""
+        merging = by.merge + by.row * self.partials if self.partials else 0.0
+        return max(2 * by.tile * (self.pairs + self.items * by.border), self.last * by.alone) + merging
 
 
 def prefill_work(
     query_lens: ArrayLike, seq_lens: ArrayLike, *, heads: tuple[int, int], causal: bool, window: int
 ) -> PrefillWork:  # fmt: skip
-    """Return what ``prefill_cost`` asks of requests.
+    """Return what costs ask of requests.
 
     Args:
         query_lens, seq_lens: ``(B,)``, new tokens and keys of each request.
@@ -296,73 +320,78 @@ def prefill_work(
     """
     lens, keys = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.float64)
     seen = np.minimum(keys, window) if window else keys
-    mean = np.maximum(seen - lens / 2, seen / 2) if causal else seen
-    return PrefillWork(lens, seen, mean, float(np.minimum(keys, seen + lens).sum()), heads)
+    if not causal:
+        return PrefillWork(lens, seen, seen, seen, float(np.minimum(keys, seen + lens).sum()), heads)
+    least = np.maximum(seen - lens, 0)
+    return PrefillWork(lens, seen, (seen + least) / 2, least, float(np.minimum(keys, seen + lens).sum()), heads)
 
 
-def prefill_way(ways: Mapping[Way, Cost], work: PrefillWork, shares: Lens, gpu: Gpu) -> Way:
+def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Shares:
+    """Return how to cut the keys of those requests that would keep some multiprocessors long after the others.
+
+    A program fills a multiprocessor and has 128 rows. Few rows over many keys would leave most of them idle. A few
+    sizes of shares are tried. The one with the least predicted time wins.
+
+    Args:
+        cost: of the warp-specialised way.
+        room: rows of partial results that the workspace holds.
+    """
+    tiles, each = work.tiles(2 * TILE_ROWS), work.heads[1] / gpu.sms
+    pairs = float((tiles * work.mean).sum()) * each
+    whole = Shares(np.ones(len(tiles), dtype=np.int64), float(tiles.sum()) * each, pairs, float(work.seen.max()), 0)
+    if whole.last <= pairs or not room:
+        return whole
+    sizes = np.array([pairs / parts for parts in tuning.share_parts()])
+    counts = np.ceil(work.seen / np.maximum(sizes, tuning.least_share())[:, None])
+    np.maximum(counts, 1, out=counts)
+    own = counts * tiles
+    items = own.sum(1) * each
+    # Of a request's items some multiprocessor has its share, whole ones.
+    last = np.maximum(np.ceil(own * each) * work.least, work.seen) / counts
+    partials = np.where(counts > 1, counts * (work.query_lens * work.heads[0]), 0).sum(1)
+    tried = [
+        Shares(some.astype(np.int64), *numbers)
+        for some, *numbers in zip(
+            counts, items.tolist(), [pairs] * len(sizes), last.max(1).tolist(), partials.astype(int).tolist(),
+            strict=True,
+        )
+        if numbers[-1] <= room
+    ]  # fmt: skip
+    return min([whole, *tried], key=lambda shares: shares.cost(cost))
+
+
+def prefill_way(
+    ways: Mapping[Way, Cost], work: PrefillWork, shares: Shares | None, gpu: Gpu, copies: int = 1
+) -> Way:  # fmt: skip
     """Return the cheapest way to run a prefill.
 
     Args:
-        shares: of ``prefill_shares``, which the warp-specialised ways take.
+        shares: which the warp-specialised ways take.
+        copies: launches into which what is copied goes.
     """
-    return min(ways, key=lambda way: prefill_cost(ways[way], work, gpu, shares if "warps" in way else None))
+
+    def cost(way: Way) -> float:
+        launches = copies if "gathered" in way else 1
+        return prefill_cost(ways[way], work, shares if "warps" in way else None, gpu, launches)
+
+    return min(ways, key=cost)
 
 
-def prefill_cost(cost: Cost, work: PrefillWork, gpu: Gpu, shares: Lens | None = None) -> float:
+def prefill_cost(cost: Cost, work: PrefillWork, shares: Shares | None, gpu: Gpu, launches: int = 1) -> float:
     """Return the predicted time of a way to run a prefill, in ns.
 
     Args:
-        shares: ``(B,)``, into which each request's keys are cut; None: by a kernel that cuts none.
+        shares: None: by a kernel that cuts no keys.
     """
-    share, rows = work.heads[1] / gpu.sms, work.query_lens * work.heads[0]
-    read = share * cost.key / gpu.bandwidth_share * work.keys
-    if shares is None:
-        tiles = work.tiles(TILE_ROWS)
-        busy = share * cost.tile * float((tiles * (work.mean + cost.border)).sum())
-        latency = cost.alone if 2 * tiles.sum() * work.heads[1] <= gpu.sms else cost.two
-        return max(busy, float(work.seen.max()) * latency) + read + cost.row * float(rows.sum()) + cost.fixed
-    times, cut = _shares_times(cost, work, gpu, shares[None])
-    return float(times[0]) + read + cost.fixed + (cost.merge if cut[0] else 0.0)
-
-
-def _shares_times(cost: Cost, work: PrefillWork, gpu: Gpu, shares: Lens) -> tuple[NDArray[np.float64], Lens]:
-    """Return, for each way to cut ``(ways, B)``, what the programs take in ns, and the rows of partial results.
-
-    Long items start first. Of those that are at least as long as a request's, some multiprocessor has its share, whole
-    items while they are few.
-    """
-    tiles, rows = work.tiles(2 * TILE_ROWS), work.query_lens * work.heads[0]
-    busy = (tiles * (work.mean + shares * cost.border)).sum(1) * (2 * cost.tile * work.heads[1] / gpu.sms)
-    longest, mean = np.ceil(work.seen / shares), work.mean / shares
-    order = np.argsort(-longest, 1)
-    waves = np.take_along_axis(tiles * shares, order, 1).cumsum(1) * (work.heads[1] / gpu.sms)
-    waves = np.where(waves < FEW_WAVES, np.ceil(waves), waves) - 1
-    last = np.take_along_axis(longest, order, 1) + np.maximum(waves, 0) * np.take_along_axis(mean, order, 1)
-    last *= waves > -1
-    cut = np.where(shares > 1, shares * rows, 0).sum(1)
-    found: NDArray[np.float64] = np.maximum(busy, last.max(1) * cost.alone) + cost.row * cut
-    return found, cut
-
-
-def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Lens:
-    """Return into how many shares the keys of each request go, so that no program works long after the others.
-
-    A program fills a multiprocessor and has 128 rows. Few rows over many keys would leave most of them idle.
-
-    Args:
-        room: rows of partial results that the workspace holds.
-    """
-    tiles = work.tiles(2 * TILE_ROWS)
-    even = float((tiles * work.mean).sum()) * work.heads[1] / gpu.sms
-    sizes = np.array([even / parts for parts in tuning.share_parts()])
-    shares = np.ceil(work.seen / np.maximum(sizes, tuning.least_share())[:, None]).astype(np.int64)
-    shares = np.concatenate([np.ones_like(shares[:1]), np.maximum(shares, 1)])
-    times, cut = _shares_times(cost, work, gpu, shares)
-    times += cost.merge * (cut > 0)
-    times[cut > room] = np.inf
-    found: Lens = shares[int(times.argmin())]
-    return found
+    each = work.heads[1] / gpu.sms
+    others = each * cost.key / gpu.bandwidth_share * work.keys + cost.fixed * launches
+    if shares is not None:
+        return shares.cost(cost) + others
+    tiles = work.tiles(TILE_ROWS)
+    busy = each * cost.tile * float((tiles * (work.mean + cost.border)).sum())
+    latency = cost.alone if 2 * tiles.sum() * work.heads[1] <= gpu.sms else cost.two
+    rows = float(work.query_lens.sum()) * work.heads[0]
+    return max(busy, float(work.seen.max()) * latency) + others + cost.row * rows
 
 
 def image_ranges(common: CommonAttentionMetadata, first: int, last: int) -> list[list[int]] | None:

@@ -384,34 +384,40 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         causal, heads = self._causal and common.causal, (self.shape.heads, self.shape.kv_heads)
         work = schedule.prefill_work(query_lens, seq_lens, heads=heads, causal=causal, window=window)
         shares = self._shares(work)
-        way = schedule.prefill_way(self._ways, work, shares, self._gpu)
+        heads_of_copy, room = self._copied(query_lens, seq_lens, window)
+        copies = self.shape.kv_heads // heads_of_copy * -(-int(work.keys) // room)
+        way = schedule.prefill_way(self._ways, work, shares, self._gpu, copies)
         if way == "split":
             return [self._splitting(common, first, last, max(query_lens))]
         if way not in ("gathered", "gathered_warps") or self._gathered is None:
-            return [self._prefill(common, first, last, shares=shares if way == "warps" else None)]
+            return [self._prefill(common, first, last, shares=shares.counts if shares and way == "warps" else None)]
         return self._gathering(common, first, work, window, way == "gathered_warps")
 
-    def _shares(self, work: schedule.PrefillWork) -> schedule.Lens:
-        """Return into how many shares each request's keys go by the warp-specialised kernel."""
+    def _copied(self, query_lens: list[int], seq_lens: list[int], window: int) -> tuple[int, int]:
+        """Return how many KV heads are copied at a time, and the tokens that there is room for.
+
+        All, or so many as there is room for with the longest request.
+        """
+        heads, rows = self.shape.kv_heads, 1 if self._gathered is None else len(self._gathered[0])
+        every, longest = heads * rows, schedule.copied_rows(query_lens, seq_lens, window)
+        while heads > 1 and longest > every // heads:
+            heads = max(fewer for fewer in range(1, heads) if self.shape.kv_heads % fewer == 0)
+        return heads, every // heads
+
+    def _shares(self, work: schedule.PrefillWork) -> schedule.Shares | None:
+        """Return how the warp-specialised kernel cuts requests; None: it is none of the plan's."""
         if not self._tile_rows:
-            return np.ones(len(work.query_lens), dtype=np.int64)
+            return None
         return schedule.prefill_shares(way_cost("warps"), work, self._gpu, self._partials)
 
     def _gathering(
         self, common: CommonAttentionMetadata, first: int, work: schedule.PrefillWork, window: int, warps: bool
     ) -> list[Part]:
-        """Return the launches of the requests from ``first`` on, and of the copies before them.
-
-        All KV heads' keys are copied at once, or of so many as there is room for with the longest request.
-        """
+        """Return the launches of the requests from ``first`` on, and of the copies before them."""
         assert self._gathered is not None
-        lens, rows = common.seq_lens_cpu[first:].tolist(), len(self._gathered[0])
-        query_lens, group = work.query_lens.tolist(), self._group
-        longest, heads = schedule.copied_rows(query_lens, lens, window), self.shape.kv_heads
-        while heads > 1 and longest > rows * self.shape.kv_heads // heads:
-            heads = max(fewer for fewer in range(1, heads) if self.shape.kv_heads % fewer == 0)
-        room = rows * self.shape.kv_heads // heads
-        shares = self._shares(replace(work, heads=(heads * group, heads)))
+        lens, query_lens = common.seq_lens_cpu[first:].tolist(), work.query_lens.tolist()
+        heads, room = self._copied(query_lens, lens, window)
+        shares = self._shares(replace(work, heads=(heads * self._group, heads))) if warps else None
         chunks = schedule.gathered_chunks(query_lens, lens, window, room)
         starts = to_device(
             torch.tensor([start for chunk in chunks for start in chunk.starts or [0]], dtype=torch.int32),
@@ -426,7 +432,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             if chunk.starts is None:  # longer than what can be copied even of one head
                 parts.append(self._prefill(common, begin, end, chunk.tokens))
                 continue
-            own = shares[chunk.first : chunk.last] if warps else None
+            own = None if shares is None else shares.counts[chunk.first : chunk.last]
             part = self._prefill(common, begin, end, chunk.tokens, shares=own, heads=heads)
             key_start_loc = starts[chunk.first : chunk.last]
             of_requests = {name: part.prefill[name] for name in ("query_start_loc", "seq_lens")}

@@ -216,7 +216,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         heads, gpu = (config.num_heads, config.num_heads), gpu_of(device)
         room = 0 if self._workspace is None or config.batch_invariant else self._workspace.numel() // (value_size + 1)
         step = prefill_work(lens, keys, heads=heads, causal=varlen.causal, window=0)
-        shares = prefill_shares(way_cost("warps"), step, gpu, room)
+        shares = prefill_shares(way_cost("warps"), step, gpu, room).counts
         tile = hopper_prefill_launch(qk_size, value_size)
         assert tile is not None
         order = np.argsort(keys / -shares, kind="stable")
