@@ -26,7 +26,7 @@ C_COMPILERS = ("gcc", "clang")
 """Triton builds its driver module with ``$CC`` or one of these (triton-lang/triton python/triton/runtime/build.py
 v3.6.0)."""
 
-GLUON_RAN = ((3, 6),)
+GLUON_RAN = ((3, 6), (3, 7))
 """Releases of Triton with which the kernels in Gluon, its experimental language of explicit layouts, were run."""
 GLUON_COMPILED = "3.6.0, 3.7.1, 3.8.0 and 3.9.0"
 """Those with which all of them were compiled ahead of time."""
