@@ -39,10 +39,9 @@ Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong i
 def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json: bool, **options: Any) -> int:
     """Show how a model's KV cache lies in memory. With a second --gpu or --to: whether a prefill side and a decode
     side can exchange blocks, and which option removes each difference."""
-    from attn_select.decide.text import warning_lines
     from attn_select_cli.cache_sides import compare
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     if len(gpu) > 2:
         raise click.UsageError(f"--gpu is given {len(gpu)} times: a cache has a prefill side and a decode side", ctx)
@@ -65,7 +64,8 @@ def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json
     if as_json:
         print_json({"schema_version": 1, **data, "warnings": warnings})
     else:
-        print_lines([*shown, *warning_lines(warnings)])
+        print_lines(shown)
+    print_warnings(warnings)
     return 0 if fits else 1
 
 

@@ -34,8 +34,8 @@ def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: b
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""
     if full and as_json:
         raise click.UsageError("--full and --json contradict each other: JSON always holds all reasons")
-    from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations, warnings_of
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     explanations = build_explanations(options, model or (None,), gpu or ("auto",))
     if as_json:
@@ -45,4 +45,5 @@ def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: b
     else:
         for index, explanation in enumerate(explanations):
             print_lines([*([[]] if index else []), *explanation.lines(full)])
+    print_warnings(warnings_of(explanations))
     return 0 if all(explanation.ok for explanation in explanations) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from attn_select.decide.text import (
     layer_lines,
     note_lines,
     plain,
-    warning_lines,
+    plugin_lines,
 )
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds, load
@@ -31,6 +32,8 @@ from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
 from attn_select_cli.layer_options import overrides_from
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
@@ -110,10 +113,13 @@ class Explanation:
         if self.model is not None:
             architecture = f" ({self.model['architecture']})" if self.model["architecture"] else ""
             lines.append([("Model      ", "dim"), HANG, (self.model["name"], "title"), (architecture, "")])
-        return lines + device_lines(self.layers[0].selection)
+        installed = [plugin.distribution for plugin in self.situation.registry.plugins if not plugin.error]
+        lines += device_lines(self.layers[0].selection)
+        return lines + plugin_lines([layer.selection for layer in self.layers], installed)
 
     def lines(self, full: bool = True) -> list[Line]:
-        """Return the explanation as styled lines; not ``full``: the plan and one line for each rejected backend."""
+        """Return the explanation as styled lines, without warnings; not ``full``: the plan, and one line for each
+        rejected backend."""
         lines = self.head_lines()
         render = layer_lines if full else brief_lines
         said: set[str] = set()
@@ -123,8 +129,7 @@ class Explanation:
             lines += [line for line in own if plain([line]) not in said]
             said |= folded
         lines += self._page_lines()
-        lines += note_lines(layer.selection for layer in self.layers)
-        return lines + warning_lines(self.all_warnings)
+        return lines + note_lines([layer.selection for layer in self.layers], full)
 
     def _page_lines(self) -> list[Line]:
         """Say how long blocks are where attention and states share one pool, and what that wastes."""
@@ -149,6 +154,17 @@ class Explanation:
                 {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
             ],
         }
+
+
+def warnings_of(explanations: Sequence[Explanation]) -> list[str]:
+    """Return the warnings of all explanations, each once. Of several models, one about a model names it."""
+    several = len({explanation.model["name"] for explanation in explanations if explanation.model is not None}) > 1
+    seen: dict[str, None] = {}
+    for explanation in explanations:
+        for warning in explanation.all_warnings:
+            whose = explanation.model if several and warning not in explanation.situation.warnings else None
+            seen[warning if whose is None else f"{whose['name']}: {warning}"] = None
+    return list(seen)
 
 
 def environment_dict(situation: Situation) -> dict[str, Any]:
@@ -221,6 +237,8 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
         device = lookup(gpu)
     environment = environment_for(device, parse_pins(options["pins"]))
     source = load(options["model"]) if options["model"] is not None else None
+    if source is not None:
+        logger.info("model: %s, of %s", source.name, source.source)
     kinds = known_layers(source, options, device, overrides)
     used_rules = rules or tuple(options["rules"]) or None
     situation = situation_for(device, used_rules, environment)

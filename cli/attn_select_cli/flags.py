@@ -49,7 +49,7 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
     from attn_select.errors import UnknownNameError
     from attn_select_cli.engine_arguments import engine_arguments
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     if engine not in ENGINES:
         raise UnknownNameError("engine", engine, ENGINES)
@@ -66,6 +66,7 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
         print_json(_to_dict(result, explanation))
     else:
         print_lines(_lines(result, explanation, _shown_model(options)))
+    print_warnings(explanation.all_warnings)
     return 0 if result.ok else 1
 
 
@@ -109,7 +110,7 @@ def _named(taken: Taken) -> str:
 
 
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
-    from attn_select.decide.text import HANG, warning_lines
+    from attn_select.decide.text import HANG
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
     from attn_select_cli.table import Table
 
@@ -155,7 +156,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
     lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
     lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]
     lines += [[], [(f"Whether {table.engine} serves this model at all is not looked up.", "dim")]]
-    return [*lines, *warning_lines(explanation.all_warnings)]
+    return lines
 
 
 def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any]:

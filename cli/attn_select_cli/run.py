@@ -46,9 +46,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     """Run one attention layer of a model here, chunked prefill and decode on a paged cache, checked against float64."""
     from dataclasses import asdict
 
-    from attn_select.decide.text import warning_lines
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     explanation = build_explanation({**options, "gpu": "auto"})
     chosen = chosen_layers(explanation.layers, layer)
@@ -76,7 +75,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
         lines: list[Block] = [*explanation.head_lines()]
         for one, outcome in served:
             lines += [[], *_lines(one, outcome, workload)]
-        print_lines([*lines, *warning_lines(warnings)])
+        print_lines(lines)
+    print_warnings(warnings)
     return 0 if ok else 1
 
 

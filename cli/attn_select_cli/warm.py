@@ -44,10 +44,9 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     """Run every kind of step once through the kernels that are chosen here, so that serving compiles nothing."""
     from dataclasses import asdict
 
-    from attn_select.decide.text import warning_lines
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.matrix import cell_text
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.run import chosen_layers
     from attn_select_cli.table import Table
 
@@ -64,6 +63,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
             for one, found in done
         ]
         print_json({"schema_version": 1, "device": explanation.device.to_dict(), "layers": layers})
+        print_warnings(explanation.all_warnings)
         return 0
     rows = [
         [
@@ -76,7 +76,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
         for one, found in done
     ]
     header = ["layers", "backends", "kernels compiled", "steps", "seconds"]
-    print_lines([*explanation.head_lines(), [], Table(header, rows), *warning_lines(explanation.all_warnings)])
+    print_lines([*explanation.head_lines(), [], Table(header, rows)])
+    print_warnings(explanation.all_warnings)
     return 0
 
 

@@ -78,7 +78,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     from attn_select.errors import UnknownNameError
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.run import chosen_layers
 
     wanted, asked = parse_workload(workload), tuple(options["backend"])
@@ -113,6 +113,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     outcome = Outcome(explanation, bench.rates, wanted, layers, complete)
     if first:
         print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
+        print_warnings(explanation.all_warnings)
     return 130 if not complete else 0 if outcome.ok else 1
 
 
@@ -196,7 +197,7 @@ class Outcome:
 
     def lines(self) -> list[Block]:
         """Return the tables."""
-        from attn_select.decide.text import HANG, warning_lines
+        from attn_select.decide.text import HANG
 
         rates = f"copy {self.rates.copy / 1e9:.4g} GB/s, matmul {self.rates.matmul / 1e12:.3g} TFLOP/s"
         lines: list[Block] = [*self.explanation.head_lines()]
@@ -205,7 +206,7 @@ class Outcome:
             lines += [[], *self._layer_lines(each)]
         if not self.complete:
             lines.append([("interrupted: what was measured until then is shown", "warning")])
-        return [*lines, *warning_lines(self.explanation.all_warnings)]
+        return lines
 
     def _layer_lines(self, each: LayerBench) -> list[Block]:
         from attn_select.decide.config_text import config_text

@@ -46,7 +46,7 @@ Exit code: 0 written, 2 wrong input.
 @click.option("--force", is_flag=True, help="Replace a file that is no report.")
 def command(output: Path, force: bool, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
-    from attn_select_cli.output import counted, print_line
+    from attn_select_cli.output import counted, print_line, print_warnings
 
     _require_libraries()
     _check_output(output, force)
@@ -57,6 +57,7 @@ def command(output: Path, force: bool, **options: Any) -> int:
     charts = sum(len(group.charts) for group in page.timed)
     parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
     print_line(f"{output}: {', '.join(parts)}")
+    print_warnings(page.warnings)
     return 0
 
 

@@ -67,11 +67,12 @@ def command(
     from attn_select.times.prediction import SUFFIX, family_of, user_path
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_line, require_writable
+    from attn_select_cli.output import print_line, print_warnings, require_writable
     from attn_select_cli.run import chosen_layers
 
     wanted = None if workload is None else parse_workload(workload)
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
+    print_warnings(explanation.all_warnings)
     asked, device = tuple(options["backend"]), explanation.device
     for name in asked:
         if name not in explanation.situation.names:

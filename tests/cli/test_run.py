@@ -240,6 +240,6 @@ def test_too_little_memory_is_no_bug(run: Any, monkeypatch: pytest.MonkeyPatch, 
 
 def test_ranks_are_not_run(run: Any) -> None:
     told = "one process runs here, with the whole cache"
-    assert told in run("run", *SMALL, "--dcp", "2").out
+    assert told in run("run", *SMALL, "--dcp", "2").err
     assert any(told in warning for warning in run("run", *SMALL, "--dcp", "2", "--json").json["warnings"])
-    assert told not in run("run", *SMALL).out
+    assert told not in run("run", *SMALL).err
