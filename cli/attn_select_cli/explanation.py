@@ -31,7 +31,7 @@ from attn_select.machine.detection import detect_device
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
-from attn_select_cli.layer_options import overrides_from
+from attn_select_cli.layer_options import flag_of, overrides_from
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,14 @@ class Explanation:
         layers: one entry per layer kind.
         warnings: about the model and the device; ``all_warnings`` adds the selections'.
         situation: what the decisions rest on.
+        unused: the fields that options set and no layer has.
     """
 
     model: dict[str, Any] | None
     layers: Sequence[LayerExplanation]
     warnings: Sequence[str]
     situation: Situation
+    unused: Sequence[str] = ()
 
     @property
     def attention(self) -> list[LayerExplanation]:
@@ -205,12 +207,12 @@ def build_explanations(
     for model in models:
         for gpu in gpus:
             try:
-                found.append(build_explanation({**options, "model": model, "gpu": gpu}, rules))
+                found.append(_explained({**options, "model": model, "gpu": gpu}, rules))
             except (ModelError, ConfigError) as error:
                 if len(models) * len(gpus) > 1 and not error.message.startswith(f"{model}: "):
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
                 raise
-    return found
+    return _with_effect(options, found)
 
 
 def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) -> Explanation:
@@ -219,8 +221,24 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     ``rules`` replace the rules that the options name.
 
     Raises:
-        AttnSelectError: any documented error of input.
+        AttnSelectError: any documented error of input, and an option that has no effect on any layer.
     """
+    return _with_effect(options, [_explained(options, rules)])[0]
+
+
+def _with_effect(options: Mapping[str, Any], found: list[Explanation]) -> list[Explanation]:
+    """Return the explanations; refuse an option that has no effect in any of them."""
+    idle = [field for field in found[0].unused if all(field in each.unused for each in found)]
+    if idle:
+        flags = list(dict.fromkeys(flag_of(field, options) for field in idle))
+        models = dict.fromkeys(each.model["name"] for each in found if each.model is not None)
+        kinds = dict.fromkeys(layer.kind for each in found for layer in each.layers)
+        what = f"the layers of {', '.join(models)} ({', '.join(kinds)})" if models else f"a {', '.join(kinds)} layer"
+        raise ConfigError(f"{' and '.join(flags)}: no effect on {what}", fields=idle, hint="leave it out")
+    return found
+
+
+def _explained(options: Mapping[str, Any], rules: RuleSet | None) -> Explanation:
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:
         needed = "--num-heads with --head-size (or --mla, or --recurrence)"
@@ -261,7 +279,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
-    return Explanation(described, layers, [*warnings, *kinds.warnings], situation)
+    return Explanation(described, layers, [*warnings, *kinds.warnings], situation, kinds.unused)
 
 
 def known_layers(

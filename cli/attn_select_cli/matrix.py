@@ -25,11 +25,14 @@ Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 """
 
 
+_FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
+
+
 @click.command("matrix", epilog=EPILOG, short_help="The chosen backends of several models on several GPUs.")
 @pair_options
 @decision_options
 @workload_options
-@click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
+@click.option("--format", "form", type=_FORMS, default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(form: str, as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""

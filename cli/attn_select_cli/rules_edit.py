@@ -101,7 +101,7 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
     )
     @click.argument("backends", nargs=-1, required=True, metavar="BACKEND...", shell_complete=complete.backends)
     @gpu_option("The rule is for this device alone (repeatable).", several=True)
-    @click.option("--phase", type=click.Choice(PHASES), help="The rule is for this phase alone.")
+    @click.option("--phase", type=click.Choice(PHASES, case_sensitive=False), help="The rule is for this phase alone.")
     @click.option(
         "--when",
         multiple=True,

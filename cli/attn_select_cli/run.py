@@ -84,9 +84,11 @@ def chosen_layers(layers: Any, kind: str | None) -> list[LayerExplanation]:
     """Return the layers of one kind, of every kind where it is None."""
     from attn_select.errors import UnknownNameError
 
-    if kind is not None and kind not in [one.kind for one in layers]:
-        raise UnknownNameError("layer kind", kind, [one.kind for one in layers])
-    return [one for one in layers if kind in (None, one.kind)]
+    kinds = [one.kind for one in layers]
+    wanted = None if kind is None else kind.casefold().replace("-", "_")
+    if kind is not None and wanted not in kinds:
+        raise UnknownNameError("layer kind", kind, kinds)
+    return [one for one in layers if wanted in (None, one.kind)]
 
 
 def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:

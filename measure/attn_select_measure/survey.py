@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attn_select_cli.complete import BackendName
 from attn_select_measure.bench import Seconds, benching_module
 
 if TYPE_CHECKING:
@@ -67,7 +68,14 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
     help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
 )
 @click.option("--seconds", type=Seconds(0, min_open=True), metavar="S", help="End by then [default: when all is done].")
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Time this one alone; can be given again.")
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    type=BackendName(),
+    metavar="NAME",
+    help="Time this one alone; can be given again.",
+)
 @click.option("--with", "pins", multiple=True, metavar="NAME==VERSION", help="Count a library as installed.")
 @click.option(
     "--jobs",
@@ -111,6 +119,7 @@ def command(
     for name in backends:
         if name not in specs:
             raise UnknownNameError("backend", name, specs)
+    phases = tuple(name.strip().lower() for name in phases)
     for name in phases:
         if name not in PHASES:
             raise UnknownNameError("phase", name, dict.fromkeys(PHASES))
