@@ -48,6 +48,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
 
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines, print_warnings
+    from attn_select_cli.progress import progress
 
     explanation = build_explanation({**options, "gpu": "auto"})
     chosen = chosen_layers(explanation.layers, layer)
@@ -61,8 +62,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
             served.append((one, reason))
             continue
         tokens = sum(workload.prompts()) + workload.num_requests * workload.decode_steps
-        with _progress(one.kind, tokens) as advance:
-            served.append((one, serve(one.selection, workload, advance)))
+        with progress(f"{one.kind}: checking {tokens} tokens", tokens) as shown:
+            served.append((one, serve(one.selection, workload, shown.advance)))
     ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
     warnings = explanation.all_warnings
     if any(getattr(one.selection.config, "decode_context_parallel_size", 1) > 1 for one in chosen):
@@ -107,26 +108,6 @@ def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
         ) from None
     names = ("prompt_tokens", "decode_steps", "max_num_batched_tokens", "seed")
     return serve, unserved, Workload(num_requests=options["requests"], **{name: options[name] for name in names})
-
-
-def _progress(kind: str, tokens: int) -> Any:
-    """Return a context that shows a bar on a terminal's stderr and gives the function that advances it."""
-    import sys
-    from contextlib import contextmanager
-
-    @contextmanager
-    def bar() -> Any:
-        if not sys.stderr.isatty():
-            yield None
-            return
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(f"{kind}: checking {tokens} tokens", total=tokens)
-            yield lambda done: progress.advance(task, done)
-
-    return bar()
 
 
 def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:

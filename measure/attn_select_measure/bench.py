@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +76,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines, print_warnings
+    from attn_select_cli.progress import progress
     from attn_select_cli.run import chosen_layers
 
     wanted, asked = parse_workload(workload), tuple(options["backend"])
@@ -88,7 +86,11 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
             raise UnknownNameError("backend", name, explanation.situation.names)
     benching = benching_module()
     rules = tuple(options["rules"]) or None
-    with benching.joined_ranks() as ranks, progress(ranks is None or ranks.rank == 0) as (say, expect):
+    with benching.joined_ranks() as ranks, progress("measuring", shown=ranks is None or ranks.rank == 0) as shown:
+
+        def say(text: str) -> None:
+            shown.advance(1, text)
+
         bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
         first = ranks is None or ranks.rank == 0
         layers = [
@@ -101,7 +103,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
             for shape in wanted.shapes if each.not_run is None else ():
                 benching.check_runnable(config, shape.batch, ranks)
                 todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
-        expect(sum(3 * len(candidates) + 1 for _, _, candidates in todo))
+        shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
         complete = True
         for done, (each, shape, candidates) in enumerate(todo):
             found = bench.measure(each.layer.selection.config, shape.batch, candidates, seconds / (len(todo) - done))
@@ -132,25 +134,6 @@ def benching_module() -> Any:
             f"timing a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
         ) from None
     return benching
-
-
-@contextmanager
-def progress(shown: bool = True) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """Show a bar with the time left on a terminal's stderr; give what says the next step, and what says how many."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda text: None, lambda steps: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=None)
-
-        def say(text: str) -> None:
-            progress.update(task, description=text, advance=1)
-
-        yield say, lambda steps: progress.update(task, total=steps, completed=0)
 
 
 @dataclass(slots=True)

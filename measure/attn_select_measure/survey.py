@@ -129,10 +129,13 @@ def command(
     assert out is not None
     require_writable(out, "--out")
     if fit is not None:
-        from attn_select_measure.survey_fit import fit_survey, save
+        from attn_select_cli.progress import progress
+        from attn_select_measure.survey_fit import fit_survey, fit_work, save
         from attn_select_measure.survey_records import read_survey
 
-        save(fit_survey(read_survey(fit)), out)
+        records = read_survey(fit)
+        with progress(f"fitting {len(records)} workloads", fit_work(records)) as shown:
+            save(fit_survey(records, shown.advance), out)
         return 0
     benching_module()
     from attn_select_measure import surveying
