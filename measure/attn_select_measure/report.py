@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ from attn_select_cli.pairs import models_and_gpus, pair_options
 if TYPE_CHECKING:
     from attn_select.layer.config import Phase
     from attn_select_measure.report_page.page import Page
+    from attn_select_measure.report_page.predicted import ChartGroup
 
 EPILOG = """\b
 Examples:
@@ -50,14 +51,16 @@ def command(output: Path, force: bool, **options: Any) -> int:
 
     _require_libraries()
     _check_output(output, force)
-    page = _page(options, *models_and_gpus(options))
+    page, warnings = _page(options, *models_and_gpus(options))
     text = page.html()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     charts = sum(len(group.charts) for group in page.timed)
     parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
     print_line(f"{output}: {', '.join(parts)}")
-    print_warnings(page.warnings)
+    for note in page.notes:
+        print_line(note)
+    print_warnings(warnings)
     return 0
 
 
@@ -85,10 +88,13 @@ def _check_output(output: Path, force: bool) -> None:
                 )
 
 
-def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> Page:
-    """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers."""
+def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> tuple[Page, list[str]]:
+    """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers, and what
+    else is to be said of the decisions."""
+    from attn_select.rules.plugins import load_plugins
     from attn_select.times.prediction import load_survey, survey_for
-    from attn_select_cli.explanation import build_explanations
+    from attn_select_cli.explanation import build_explanations, warnings_of
+    from attn_select_measure.report_page.looks import looks
     from attn_select_measure.report_page.page import Cell, Page
     from attn_select_measure.report_page.predicted import Layer, chart_groups
 
@@ -99,7 +105,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
         survey = None if options["no_times"] else load_survey(explanation.device)
         if options["times"] is not None:
             survey = survey_for(explanation.device, Path(options["times"]), options["times"])
-        if survey is None:
+        if survey is None and not options["no_times"] and not explanation.device.is_cpu:
             lacking[gpu] = None
         for each in explanation.layers:
             name = f"{each.kind} × {each.count}"
@@ -107,8 +113,25 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
             if survey is not None:
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
     documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(asked, explanations, strict=True)}
-    notes = [f"No charts of {', '.join(lacking)}: there is no survey of their times."] if lacking else []
-    return Page(cells, documents, chart_groups(layers), notes)
+    look = looks(load_plugins().specs)
+    groups = chart_groups(layers, look)
+    shown = [group for group in groups if group.charts]
+    return Page(cells, documents, shown, _notes(options, lacking, groups), look), warnings_of(explanations)
+
+
+def _notes(options: Mapping[str, Any], lacking: Iterable[str], groups: Iterable[ChartGroup]) -> list[str]:
+    """Say why there are no charts of some layers or GPUs."""
+    if options["no_times"]:
+        return ["No charts: --no-times leaves surveys out."]
+    notes: list[str] = []
+    if gpus := ", ".join(lacking):
+        notes.append(f"No charts of {gpus}: nobody has surveyed these GPUs, so rules alone decide.")
+    empty: dict[str, list[str]] = {}
+    for group in groups:
+        if not group.charts:
+            empty.setdefault(group.title, []).append(group.gpu)
+    notes += [f"No charts of {title} on {', '.join(on)}: no survey has such layers." for title, on in empty.items()]
+    return notes
 
 
 def _names(selected: Mapping[Phase, str | None]) -> list[str]:
