@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from attn_select import __version__
 from attn_select.decide.config_text import config_text
-from attn_select.decide.text import NAN_TAIL_WARNING, us_text
+from attn_select.decide.text import NAN_TAIL_WARNING, byte_text, us_text
 from attn_select.layer.layer_config import layer_of
 from attn_select_measure.charts import COLOURS, SIGNS
 from attn_select_measure.report_page.predicted import Chart, ChartGroup
@@ -121,6 +121,7 @@ def _templates() -> Environment:
     templates.globals.update(
         cut=_CUT,
         us=us_text,
+        in_bytes=byte_text,
         nan_tail_warning=NAN_TAIL_WARNING,
         asked=lambda layer: config_text(layer_of(layer["config"])),
         ranked=_ranked,

@@ -110,7 +110,7 @@ def chart_groups(layers: Iterable[Layer], looks: Mapping[str, int]) -> list[Char
             if kind.phase in config.phases
         ]
         charts = [chart for chart in drawn if chart is not None]
-        told = f"Predicted by a survey of {survey.gpu}: {survey.workloads} workloads, {survey.date}."
+        told = f"Predicted by a survey of {survey.gpu}: {survey.workloads} workloads, {survey.date[:10]}."
         found.append(ChartGroup(title, device.name, config_text(config), told, charts))
     return found
 
