@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import cache_options, options_in
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong i
 """
 
 
-@click.command("cache", epilog=EPILOG, short_help="The format of a KV cache, and whether two sides can exchange it.")
+@click.command(
+    "cache", cls=Command, epilog=EPILOG, short_help="The format of a KV cache, and whether two sides can exchange it."
+)
 @cache_options
 @click.option("--to", "to", metavar="OPTIONS", help="Options of the decode side that replace those given here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from attn_select_cli.help import Command
+
 
 def _say(ctx: click.Context, parameter: click.Parameter, verbose: bool) -> None:
     if verbose and not ctx.resilient_parsing:
@@ -23,6 +25,8 @@ def _verbose_option() -> click.Option:
 
 class CommandGroup(click.Group):
     """A group whose error for an unknown command lists the nearest, or all. ``-v`` may stand before or behind one."""
+
+    command_class = Command
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

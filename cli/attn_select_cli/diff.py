@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import diff_options, options_in
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 """
 
 
-@click.command("diff", epilog=EPILOG, short_help="What changes between two decisions, and why.")
+@click.command("diff", cls=Command, epilog=EPILOG, short_help="What changes between two decisions, and why.")
 @diff_options
 @click.option("--to", "to", metavar="OPTIONS", help="The other side: options of explain that replace those given here.")
 @click.option(

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import explain_options
 
 EPILOG = """\b
@@ -24,7 +25,9 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none or the mod
 """
 
 
-@click.command("explain", epilog=EPILOG, short_help="Which backend serves each layer, and why each other does not.")
+@click.command(
+    "explain", cls=Command, epilog=EPILOG, short_help="Which backend serves each layer, and why each other does not."
+)
 @explain_options
 @click.option(
     "--full", is_flag=True, help="Every candidate with its reasons, the rules that count, and the nearest misses."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attn_select_cli import complete
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import diff_options, overrides_from
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ Exit code: 0 the engine has a backend of the order for every layer, 1 it has non
 ENGINES = ("vllm", "sglang", "trtllm", "transformers")
 
 
-@click.command("flags", epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")
+@click.command("flags", cls=Command, epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")
 @click.option(
     "--engine",
     "-e",

@@ -168,7 +168,7 @@ _GPU_HELP = "The device [default: auto, which is this machine's]"
 _ONE_MODEL = model_option(f"{_MODEL_HELP}.", several=False)
 
 
-def _backend_option(metavar: str, text: str, kind: click.ParamType | None = None) -> Callable[[Any], Any]:
+def _backend_option(metavar: str, text: str, kind: complete.BackendName | None = None) -> Callable[[Any], Any]:
     more: dict[str, Any] = {"type": kind, "metavar": metavar, "help": text}
     return click.option("--backend", "-b", shell_complete=complete.backends, multiple=True, **more)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import decision_options, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
@@ -28,7 +29,9 @@ Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 _FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
 
 
-@click.command("matrix", epilog=EPILOG, short_help="The chosen backends of several models on several GPUs.")
+@click.command(
+    "matrix", cls=Command, epilog=EPILOG, short_help="The chosen backends of several models on several GPUs."
+)
 @pair_options
 @decision_options
 @workload_options

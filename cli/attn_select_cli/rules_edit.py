@@ -16,6 +16,7 @@ import click
 
 from attn_select.layer.config import PHASES
 from attn_select_cli import complete
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import gpu_option, model_option, options_in
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def write_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     "init",
+    cls=Command,
     short_help="Create the user's rules file.",
     epilog="\b\nExamples:\n  attn-select rules init\n  attn-select rules init --file my_rules.toml\n",
 )
@@ -95,6 +97,7 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
 
     @click.command(
         effect,
+        cls=Command,
         help=text,
         short_help=text.partition(".")[0] + ".",
         epilog=_EDIT_EPILOG.format(effect=effect, first=first),
@@ -168,6 +171,7 @@ deny = _edit_command("deny", "Never choose backends, whatever prefers them.", "F
 
 @click.command(
     "undo",
+    cls=Command,
     short_help="Take the last change of a rules file back.",
     epilog="\b\nExamples:\n  attn-select rules undo\n  attn-select rules undo --yes\n\n"
     "Exit code: 0 taken back, 1 not written, 2 wrong input.\n",

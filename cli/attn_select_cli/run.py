@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def _count(name: str, least: int, default: int, text: str) -> Callable[[Any], An
     return click.option(name, type=click.IntRange(least), default=default, show_default=True, metavar="N", help=text)
 
 
-@click.command("run", epilog=EPILOG, short_help="Run one layer of a model here and check every output.")
+@click.command("run", cls=Command, epilog=EPILOG, short_help="Run one layer of a model here and check every output.")
 @run_options
 @click.option("--layer", "layer", metavar="KIND", help="Run only this kind of the model's layers [default: each].")
 @_count("--requests", 1, 4, "Requests in the batch.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ Exit code: 0 done, 1 a layer has no backend, 2 wrong input, 3 a bug.
 """
 
 
-@click.command("warm", epilog=EPILOG, short_help="Compile the kernels of a model's layers here, ahead of serving.")
+@click.command(
+    "warm", cls=Command, epilog=EPILOG, short_help="Compile the kernels of a model's layers here, ahead of serving."
+)
 @run_options
 @click.option("--layer", "layer", metavar="KIND", help="Warm only this kind of the model's layers [default: each].")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Requests of a step.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import bench_options
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-@click.command("bench", epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
+@click.command("bench", cls=Command, epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
 @bench_options
 @click.option("--layer", metavar="KIND", help="Time only this kind of the model's layers [default: each].")
 @click.option(

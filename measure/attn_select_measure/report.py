@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import decision_options, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
@@ -31,7 +32,9 @@ Exit code: 0 written, 2 wrong input.
 """
 
 
-@click.command("report", epilog=EPILOG, short_help="One HTML page: decisions as a matrix, times as charts.")
+@click.command(
+    "report", cls=Command, epilog=EPILOG, short_help="One HTML page: decisions as a matrix, times as charts."
+)
 @pair_options
 @decision_options
 @workload_options

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attn_select_cli.complete import BackendName
+from attn_select_cli.help import Command
 from attn_select_measure.bench import Seconds, benching_module
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 """
 
 
-@click.command("survey", epilog=EPILOG, short_help="Time every valid backend on drawn layers and batches.")
+@click.command("survey", cls=Command, epilog=EPILOG, short_help="Time every valid backend on drawn layers and batches.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False, writable=True), metavar="FILE", help="The file.")
 @click.option(
     "--fit",

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from attn_select import __version__
@@ -21,7 +22,7 @@ from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
 from attn_select.rules.plugins import load_plugins
-from attn_select_cli import rules
+from attn_select_cli import main, rules
 from attn_select_cli.main import COMMANDS, OF_MEASURE, OTHERS
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -476,6 +477,21 @@ def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
     wrong = run("matrix", *layer, "--workload", "8q1s32g")
     assert wrong.code == 2
     assert "batch = '8q1s32g': expected groups such as 64q1s4k" in wrong.err
+
+
+@pytest.mark.parametrize("command", ["explain", "run", "flags", "matrix", "diff", "cache", "bench", "tune", "report"])
+def test_help_begins_with_examples_and_has_its_options_in_groups(run: Any, command: str) -> None:
+    text = run(command, "--help").out
+    titles = re.findall(r"(?m)^(\S.*):$", text)
+    order = ["Model, and how it is served", "Options", "Rules and times", "A layer by hand, or in place of the model's"]
+    assert [title for title in titles if title in order] == [title for title in order if title in titles]
+    assert titles[0] == "Model, and how it is served"
+    assert titles[-1] == "Output"
+    assert text.index("Examples:") < text.index(titles[0])
+    parameters = main.cli.get_command(click.Context(main.cli), command).params
+    for parameter in parameters:
+        flags = [flag for flag in parameter.opts if flag.startswith("--")]
+        assert len(re.findall(rf"(?m)^  .*{flags[0]}\b(?![\w-])", text)) >= 1, flags
 
 
 @pytest.mark.parametrize("name", OF_MEASURE)
