@@ -193,7 +193,6 @@ def plan_lines(
         lines.append([(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
         if not runs:
             continue
-        lines += [[(" " * _MARGIN, ""), HANG, (text, "")] for text in _runner_up_texts(selection, phase)]
         facts = [f"query {plan.query_dtype}"]
         if selection.config.sort != "state":
             facts.append("returns LSE" if plan.returns_lse else "no LSE")
@@ -229,31 +228,37 @@ def plan_lines(
         lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
     if selection.evidence is not None or not selection.device.is_cpu:
         lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
+    return lines + (_runner_up_lines(selection) if runs else [])
+
+
+def _runner_up_lines(selection: Outcome[Any]) -> list[Line]:
+    """Say what the chosen backends were put before, and by what; in one line where it is the same in all phases."""
+    said: dict[tuple[str, str], list[Phase]] = {}
+    for phase, found in selection.runners_up.items():
+        said.setdefault((found.backend, _why_behind(selection, phase, found)), []).append(phase)
+    lines: list[Line] = []
+    for (name, why), phases in said.items():
+        where = "" if len(phases) == len(selection.backends) else f" in {phases[0]}"
+        margin = ("" if lines else "  before").ljust(_MARGIN)
+        lines.append([(margin, ""), HANG, (f"{name}{where}", ""), (why, "")])
     return lines
 
 
-def _runner_up_texts(selection: Outcome[Any], title: str) -> list[str]:
-    """Say what the chosen backend of a phase, or of both, was put before; one text where both phases say the same."""
-    texts = {p: _runner_up_text(selection, p, found) for p, found in selection.runners_up.items() if p in title}
-    if len(set(texts.values())) == 1 and len(texts) == title.count("+") + 1:
-        return [*set(texts.values())]
-    return [text if title == phase else f"in {phase} {text}" for phase, text in texts.items()]
-
-
-def _runner_up_text(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
-    verdict, before = _verdict(selection, found.backend, phase), f"before {found.backend}"
+def _why_behind(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
+    """Return why a runner-up lost, to follow its name."""
+    verdict = _verdict(selection, found.backend, phase)
     if found.lost_by == "rule" and found.rule is not None:
-        return f"{before} by rule {found.rule.name}{f': {found.rule.because}' if found.rule.because else ''}"
+        return f" by rule {found.rule.name}{f': {found.rule.because}' if found.rule.because else ''}"
     if found.lost_by == "unverified" and verdict.plan is not None:
-        return f"{before}, which is unverified: {'; '.join(verdict.plan.unverified)}"
+        return f", which is unverified: {'; '.join(verdict.plan.unverified)}"
     if found.lost_by == "cache":
         other = next((name for p, name in selection.selected.items() if p != phase and name is not None), "")
-        return f"{before}, which shares no cache with {other}"
+        return f", which shares no cache with {other}"
     if found.lost_by == "times":
-        return f"{before} by times: it would take {_behind(verdict)}"
+        return f" by times: it would take {_behind(verdict)}"
     if found.lost_by == "pair":
-        return f"{before} by times: it would take {_behind(verdict)}, and prefill and decode together would take longer"
-    return f"{before} {_LOST[found.lost_by]}"
+        return f" by times: it would take {_behind(verdict)}, and prefill and decode together would take longer"
+    return f" {_LOST[found.lost_by]}"
 
 
 def _behind(verdict: Verdict) -> str:
