@@ -97,6 +97,8 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
     from attn_select.rules.plugins import load_plugins
     from attn_select.times.prediction import load_survey, survey_for
     from attn_select_cli.explanation import build_explanations, warnings_of
+    from attn_select_cli.output import counted
+    from attn_select_cli.progress import progress
     from attn_select_measure.report_page.looks import looks
     from attn_select_measure.report_page.page import Cell, Page
     from attn_select_measure.report_page.predicted import Layer, chart_groups
@@ -117,7 +119,8 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
     documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(asked, explanations, strict=True)}
     look = looks(load_plugins().specs)
-    groups = chart_groups(layers, look)
+    with progress(f"drawing times of {counted(len(layers), 'layer')}", len(layers)) as drawn:
+        groups = chart_groups(layers, look, drawn.advance)
     shown = [group for group in groups if group.charts]
     return Page(cells, documents, shown, _notes(options, lacking, groups), look), warnings_of(explanations)
 

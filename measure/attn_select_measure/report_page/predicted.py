@@ -5,7 +5,7 @@ Decodes are drawn over how many requests there are and over how long they are, p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,13 @@ class Layer:
         return tuple(timed_fields(self.selection.config).items()), self.device.name
 
 
-def chart_groups(layers: Iterable[Layer], looks: Mapping[str, int]) -> list[ChartGroup]:
+def chart_groups(layers: Sequence[Layer], looks: Mapping[str, int], done: Callable[[], None]) -> list[ChartGroup]:
     """Return the charts of each layer and GPU, none where nothing is known; layers whose times are alike share a group.
 
-    ``looks`` are the colours and signs of backends.
+    Args:
+        layers: what the charts are of.
+        looks: colours and signs of backends.
+        done: called once for each layer.
     """
     alike: dict[Any, list[Layer]] = {}
     for layer in layers:
@@ -112,6 +115,8 @@ def chart_groups(layers: Iterable[Layer], looks: Mapping[str, int]) -> list[Char
         charts = [chart for chart in drawn if chart is not None]
         told = f"Predicted by a survey of {survey.gpu}: {survey.workloads} workloads, {survey.date[:10]}."
         found.append(ChartGroup(title, device.name, config_text(config), told, charts))
+        for _ in group:
+            done()
     return found
 
 
