@@ -75,7 +75,7 @@ def test_layers_that_keep_a_state_are_shown(run: Any) -> None:
     assert "TRITON_STATE" in text
     assert "<dt>State</dt>" in text
     assert "STATE_VK (num_slots, 32, 128, 128) float32" in text
-    assert "bytes per request and layer" in text
+    assert "MiB per request and layer" in text
     assert "None" not in text
 
 
