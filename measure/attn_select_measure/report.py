@@ -110,7 +110,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
         survey = None if options["no_times"] else load_survey(explanation.device)
         if options["times"] is not None:
             survey = survey_for(explanation.device, Path(options["times"]), options["times"])
-        if survey is None and not options["no_times"] and not explanation.device.is_cpu:
+        if survey is None:
             lacking[gpu] = None
         for each in explanation.layers:
             name = f"{each.kind} × {each.count}"
@@ -131,7 +131,7 @@ def _notes(options: Mapping[str, Any], lacking: Iterable[str], groups: Iterable[
         return ["No charts: --no-times leaves surveys out."]
     notes: list[str] = []
     if gpus := ", ".join(lacking):
-        notes.append(f"No charts of {gpus}: nobody has surveyed these GPUs, so rules alone decide.")
+        notes.append(f"No charts of {gpus}: there is no survey of them, so rules alone decide.")
     empty: dict[str, list[str]] = {}
     for group in groups:
         if not group.charts:

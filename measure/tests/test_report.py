@@ -103,7 +103,7 @@ def test_times_of_the_layers_asked_for_are_drawn(run: Any) -> None:
     assert len(names) == len(set(names))
     config, batch = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128), parse_batch_shape("16q1s4k")
     assert f"<td>{survey.predict(config, batch)['FLASH_ATTN']:.4g}</td>" in page
-    assert "No charts of a100: nobody has surveyed these GPUs, so rules alone decide." in page
+    assert "No charts of a100: there is no survey of them, so rules alone decide." in page
 
 
 def test_backends_that_are_not_valid_are_not_drawn(run: Any, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_without_times_there_are_no_charts(run: Any) -> None:
 def test_why_there_are_no_charts_is_said_where_they_are_counted(run: Any) -> None:
     told = run("report", "--model", "llama-3-8b", "--gpu", "a100").out.splitlines()
     assert "1 cell, 0 charts" in told[0]
-    assert told[1] == "No charts of a100: nobody has surveyed these GPUs, so rules alone decide."
+    assert told[1] == "No charts of a100: there is no survey of them, so rules alone decide."
     states = run("report", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--force").out
     assert "No charts of qwen3-next-80b-a3b gated_delta_net on h200: no survey has such layers." in states
 
