@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attn_select_cli import complete
+from attn_select_cli.help import Command
 
 if TYPE_CHECKING:
     from attn_select.backends.registry import Registry
@@ -22,7 +23,7 @@ Examples:
 """
 
 
-@click.command("backends", epilog=EPILOG, short_help="All backends, or one with the source of each fact.")
+@click.command("backends", cls=Command, epilog=EPILOG, short_help="All backends, or one with the source of each fact.")
 @click.argument("name", required=False, shell_complete=complete.backends)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> int:

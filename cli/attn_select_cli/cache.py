@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import cache_options, options_in
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong i
 """
 
 
-@click.command("cache", epilog=EPILOG, short_help="The format of a KV cache, and whether two sides can exchange it.")
+@click.command(
+    "cache", cls=Command, epilog=EPILOG, short_help="The format of a KV cache, and whether two sides can exchange it."
+)
 @cache_options
 @click.option("--to", "to", metavar="OPTIONS", help="Options of the decode side that replace those given here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -39,10 +42,9 @@ Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong i
 def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json: bool, **options: Any) -> int:
     """Show how a model's KV cache lies in memory. With a second --gpu or --to: whether a prefill side and a decode
     side can exchange blocks, and which option removes each difference."""
-    from attn_select.decide.text import warning_lines
     from attn_select_cli.cache_sides import compare
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     if len(gpu) > 2:
         raise click.UsageError(f"--gpu is given {len(gpu)} times: a cache has a prefill side and a decode side", ctx)
@@ -65,7 +67,8 @@ def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json
     if as_json:
         print_json({"schema_version": 1, **data, "warnings": warnings})
     else:
-        print_lines([*shown, *warning_lines(warnings)])
+        print_lines(shown)
+    print_warnings(warnings)
     return 0 if fits else 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -43,6 +43,16 @@ def backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     return [CompletionItem(f"{phase}{equals}{item.value}") for item in _starting(known_backends(), name)]
 
 
+class BackendName(click.types.StringParamType):
+    """A backend's name in any case, with hyphens for underscores too; whether there is one is checked elsewhere."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the name as backends are registered."""
+        return str(super().convert(value, param, ctx)).strip().upper().replace("-", "_")
+
+
 def workloads(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete profiles of workloads, else files."""
     from click.shell_completion import CompletionItem
@@ -52,11 +62,20 @@ def workloads(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     return _starting(PROFILES, incomplete) or [CompletionItem(incomplete, type="file")]
 
 
+def _folded(name: str) -> str:
+    return name.strip().casefold().replace("-", "_")
+
+
 def choices(*names: str) -> click.types.StringParamType:
-    """Return a parameter type that completes ``names`` and leaves checking to the library."""
+    """Return a parameter type that completes ``names``, takes them in any case, and leaves checking to the library."""
+    by_folded = {_folded(name): name for name in names}
 
     class Names(click.types.StringParamType):
         name = "text"
+
+        def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+            text = super().convert(value, param, ctx)
+            return by_folded.get(_folded(text), text)
 
         def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
             return _starting(names, incomplete)

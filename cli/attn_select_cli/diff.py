@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import diff_options, options_in
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 """
 
 
-@click.command("diff", epilog=EPILOG, short_help="What changes between two decisions, and why.")
+@click.command("diff", cls=Command, epilog=EPILOG, short_help="What changes between two decisions, and why.")
 @diff_options
 @click.option("--to", "to", metavar="OPTIONS", help="The other side: options of explain that replace those given here.")
 @click.option(
@@ -35,19 +36,19 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 @click.pass_context
 def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
     """Compare two decisions: another GPU, other rules, another config, or a golden file."""
-    from attn_select_cli.explanation import build_explanation
+    from attn_select_cli.explanation import build_explanation, warnings_of
     from attn_select_cli.golden import read_golden
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     if (to is None) == (golden is None):
         raise click.UsageError("give exactly one of --to OPTIONS and --golden FILE", ctx)
     if to is not None and not to.strip():
         raise click.UsageError("--to is empty: name an option that differs, such as --to '--gpu b200'", ctx)
-    explained = build_explanation(options).to_dict()
-    if golden is not None:
-        before, after = read_golden(golden), explained
-    else:
-        before, after = explained, build_explanation({**options, **options_in(to or "", "--to")[1]}).to_dict()
+    explained = [build_explanation(options)]
+    if to is not None:
+        explained.append(build_explanation({**options, **options_in(to, "--to")[1]}))
+    sides = [explanation.to_dict() for explanation in explained]
+    before, after = sides if golden is None else (read_golden(golden), *sides)
     changes = compare(before, after)
     if as_json:
         print_json({"schema_version": 1, "changes": changes})
@@ -55,6 +56,7 @@ def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: 
         click.echo("no change")
     else:
         print_lines([line for change in changes for line in _change_lines(change)])
+    print_warnings(warnings_of(explained))
     return 1 if changes else 0
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
+
 if TYPE_CHECKING:
     from attn_select.backends.registry import Registry
     from attn_select.backends.spec import BackendSpec
@@ -42,7 +44,7 @@ WITHOUT_EFFECT = {
 }
 
 
-@click.command("doctor", epilog=EPILOG, short_help="What this machine has, what works, what to do.")
+@click.command("doctor", cls=Command, epilog=EPILOG, short_help="What this machine has, what works, what to do.")
 @click.option(
     "--import/--no-import",
     "do_import",

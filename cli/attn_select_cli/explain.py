@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import explain_options
 
 EPILOG = """\b
@@ -24,7 +25,9 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none or the mod
 """
 
 
-@click.command("explain", epilog=EPILOG, short_help="Which backend serves each layer, and why each other does not.")
+@click.command(
+    "explain", cls=Command, epilog=EPILOG, short_help="Which backend serves each layer, and why each other does not."
+)
 @explain_options
 @click.option(
     "--full", is_flag=True, help="Every candidate with its reasons, the rules that count, and the nearest misses."
@@ -34,8 +37,8 @@ def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: b
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""
     if full and as_json:
         raise click.UsageError("--full and --json contradict each other: JSON always holds all reasons")
-    from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations, warnings_of
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     explanations = build_explanations(options, model or (None,), gpu or ("auto",))
     if as_json:
@@ -45,4 +48,5 @@ def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: b
     else:
         for index, explanation in enumerate(explanations):
             print_lines([*([[]] if index else []), *explanation.lines(full)])
+    print_warnings(warnings_of(explanations))
     return 0 if all(explanation.ok for explanation in explanations) else 1

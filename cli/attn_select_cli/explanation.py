@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from attn_select.decide.text import (
     layer_lines,
     note_lines,
     plain,
-    warning_lines,
+    plugin_lines,
 )
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds, load
@@ -30,7 +31,9 @@ from attn_select.machine.detection import detect_device
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
-from attn_select_cli.layer_options import overrides_from
+from attn_select_cli.layer_options import flag_of, overrides_from
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
@@ -57,12 +60,14 @@ class Explanation:
         layers: one entry per layer kind.
         warnings: about the model and the device; ``all_warnings`` adds the selections'.
         situation: what the decisions rest on.
+        unused: the fields that options set and no layer has.
     """
 
     model: dict[str, Any] | None
     layers: Sequence[LayerExplanation]
     warnings: Sequence[str]
     situation: Situation
+    unused: Sequence[str] = ()
 
     @property
     def attention(self) -> list[LayerExplanation]:
@@ -110,10 +115,13 @@ class Explanation:
         if self.model is not None:
             architecture = f" ({self.model['architecture']})" if self.model["architecture"] else ""
             lines.append([("Model      ", "dim"), HANG, (self.model["name"], "title"), (architecture, "")])
-        return lines + device_lines(self.layers[0].selection)
+        installed = [plugin.distribution for plugin in self.situation.registry.plugins if not plugin.error]
+        lines += device_lines(self.layers[0].selection)
+        return lines + plugin_lines([layer.selection for layer in self.layers], installed)
 
     def lines(self, full: bool = True) -> list[Line]:
-        """Return the explanation as styled lines; not ``full``: the plan and one line for each rejected backend."""
+        """Return the explanation as styled lines, without warnings; not ``full``: the plan, and one line for each
+        rejected backend."""
         lines = self.head_lines()
         render = layer_lines if full else brief_lines
         said: set[str] = set()
@@ -123,8 +131,7 @@ class Explanation:
             lines += [line for line in own if plain([line]) not in said]
             said |= folded
         lines += self._page_lines()
-        lines += note_lines(layer.selection for layer in self.layers)
-        return lines + warning_lines(self.all_warnings)
+        return lines + note_lines([layer.selection for layer in self.layers], full)
 
     def _page_lines(self) -> list[Line]:
         """Say how long blocks are where attention and states share one pool, and what that wastes."""
@@ -149,6 +156,17 @@ class Explanation:
                 {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
             ],
         }
+
+
+def warnings_of(explanations: Sequence[Explanation]) -> list[str]:
+    """Return the warnings of all explanations, each once. Of several models, one about a model names it."""
+    several = len({explanation.model["name"] for explanation in explanations if explanation.model is not None}) > 1
+    seen: dict[str, None] = {}
+    for explanation in explanations:
+        for warning in explanation.all_warnings:
+            whose = explanation.model if several and warning not in explanation.situation.warnings else None
+            seen[warning if whose is None else f"{whose['name']}: {warning}"] = None
+    return list(seen)
 
 
 def environment_dict(situation: Situation) -> dict[str, Any]:
@@ -189,12 +207,12 @@ def build_explanations(
     for model in models:
         for gpu in gpus:
             try:
-                found.append(build_explanation({**options, "model": model, "gpu": gpu}, rules))
+                found.append(_explained({**options, "model": model, "gpu": gpu}, rules))
             except (ModelError, ConfigError) as error:
                 if len(models) * len(gpus) > 1 and not error.message.startswith(f"{model}: "):
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
                 raise
-    return found
+    return _with_effect(options, found)
 
 
 def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) -> Explanation:
@@ -203,8 +221,24 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     ``rules`` replace the rules that the options name.
 
     Raises:
-        AttnSelectError: any documented error of input.
+        AttnSelectError: any documented error of input, and an option that has no effect on any layer.
     """
+    return _with_effect(options, [_explained(options, rules)])[0]
+
+
+def _with_effect(options: Mapping[str, Any], found: list[Explanation]) -> list[Explanation]:
+    """Return the explanations; refuse an option that has no effect in any of them."""
+    idle = [field for field in found[0].unused if all(field in each.unused for each in found)]
+    if idle:
+        flags = list(dict.fromkeys(flag_of(field, options) for field in idle))
+        models = dict.fromkeys(each.model["name"] for each in found if each.model is not None)
+        kinds = dict.fromkeys(layer.kind for each in found for layer in each.layers)
+        what = f"the layers of {', '.join(models)} ({', '.join(kinds)})" if models else f"a {', '.join(kinds)} layer"
+        raise ConfigError(f"{' and '.join(flags)}: no effect on {what}", fields=idle, hint="leave it out")
+    return found
+
+
+def _explained(options: Mapping[str, Any], rules: RuleSet | None) -> Explanation:
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:
         needed = "--num-heads with --head-size (or --mla, or --recurrence)"
@@ -221,6 +255,8 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
         device = lookup(gpu)
     environment = environment_for(device, parse_pins(options["pins"]))
     source = load(options["model"]) if options["model"] is not None else None
+    if source is not None:
+        logger.info("model: %s, of %s", source.name, source.source)
     kinds = known_layers(source, options, device, overrides)
     used_rules = rules or tuple(options["rules"]) or None
     situation = situation_for(device, used_rules, environment)
@@ -243,7 +279,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
-    return Explanation(described, layers, [*warnings, *kinds.warnings], situation)
+    return Explanation(described, layers, [*warnings, *kinds.warnings], situation, kinds.unused)
 
 
 def known_layers(

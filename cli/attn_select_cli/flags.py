@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attn_select_cli import complete
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import diff_options, overrides_from
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ Exit code: 0 the engine has a backend of the order for every layer, 1 it has non
 ENGINES = ("vllm", "sglang", "trtllm", "transformers")
 
 
-@click.command("flags", epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")
+@click.command("flags", cls=Command, epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")
 @click.option(
     "--engine",
     "-e",
@@ -49,7 +50,7 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
     from attn_select.errors import UnknownNameError
     from attn_select_cli.engine_arguments import engine_arguments
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
 
     if engine not in ENGINES:
         raise UnknownNameError("engine", engine, ENGINES)
@@ -66,6 +67,7 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
         print_json(_to_dict(result, explanation))
     else:
         print_lines(_lines(result, explanation, _shown_model(options)))
+    print_warnings(explanation.all_warnings)
     return 0 if result.ok else 1
 
 
@@ -109,7 +111,7 @@ def _named(taken: Taken) -> str:
 
 
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
-    from attn_select.decide.text import HANG, warning_lines
+    from attn_select.decide.text import HANG
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
     from attn_select_cli.table import Table
 
@@ -155,7 +157,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
     lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
     lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]
     lines += [[], [(f"Whether {table.engine} serves this model at all is not looked up.", "dim")]]
-    return [*lines, *warning_lines(explanation.all_warnings)]
+    return lines
 
 
 def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any]:

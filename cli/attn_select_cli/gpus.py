@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from attn_select_cli import complete
+from attn_select_cli.help import Command
 
 EPILOG = """\b
 Examples:
@@ -16,7 +17,7 @@ A GPU that is not listed can be asked about by its compute capability: --gpu sm9
 """
 
 
-@click.command("gpus", epilog=EPILOG, short_help="The GPUs known by name.")
+@click.command("gpus", cls=Command, epilog=EPILOG, short_help="The GPUs known by name.")
 @click.argument("words", nargs=-1, metavar="[WORD]...", shell_complete=complete.gpus)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each row's figures come from.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
 
+from attn_select.errors import AttnSelectError
 from attn_select.layer.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig
 from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES, canonical
 from attn_select.layer.features import FEATURES, Feature
@@ -30,6 +32,9 @@ def _feature_option(feature: Feature) -> Callable[[Any], Any]:
     return click.option(feature.flag, feature.field, type=accepted, metavar=feature.metavar, help=feature.help)
 
 
+_STORED = tuple(name for name in KV_CACHE_DTYPES if name != "nvfp4")
+"""No backend runs on an NVFP4 cache, which attn_select.runtime cannot allocate: it is not offered."""
+
 # The value of an option that sets a field of AttentionConfig is passed under the field's name.
 _LAYER: tuple[Callable[[Any], Any], ...] = (
     click.option(
@@ -40,9 +45,9 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--kv-cache-dtype",
-        type=complete.choices(*KV_CACHE_DTYPES),
+        type=complete.choices(*_STORED),
         metavar="DTYPE",
-        help=f"Stored dtype of the KV cache: {', '.join(KV_CACHE_DTYPES)}; fp8 is {canonical('fp8')}.",
+        help=f"Stored dtype of the KV cache: {', '.join(_STORED)}; fp8 is {canonical('fp8')}.",
     ),
     click.option(
         "--block-size", type=int, metavar="TOKENS", help="Tokens per cache block [default: the selection chooses]."
@@ -87,7 +92,7 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
     ),
     *map(_feature_option, FEATURES),
     click.option(
-        "--tensor-parallel", "-tp", type=int, default=1, show_default=True, help="Ranks that share the heads."
+        "--tensor-parallel", "-tp", "--tp", type=int, default=1, show_default=True, help="Ranks that share the heads."
     ),
     click.option(
         "--assume-attention",
@@ -163,12 +168,15 @@ _GPU_HELP = "The device [default: auto, which is this machine's]"
 _ONE_MODEL = model_option(f"{_MODEL_HELP}.", several=False)
 
 
-def _backend_option(metavar: str, text: str) -> Callable[[Any], Any]:
-    return click.option("--backend", "-b", shell_complete=complete.backends, multiple=True, metavar=metavar, help=text)
+def _backend_option(metavar: str, text: str, kind: complete.BackendName | None = None) -> Callable[[Any], Any]:
+    more: dict[str, Any] = {"type": kind, "metavar": metavar, "help": text}
+    return click.option("--backend", "-b", shell_complete=complete.backends, multiple=True, **more)
 
 
 _BACKEND = _backend_option("[PHASE=]NAME", "Choose explicitly, against every rule (repeatable).")
-_ONLY_BACKEND = _backend_option("NAME", "Only this backend (repeatable) [default: every one that is valid].")
+_ONLY_BACKEND = _backend_option(
+    "NAME", "Only this backend (repeatable) [default: every one that is valid].", complete.BackendName()
+)
 
 
 def decision_options(function: F, *first: Callable[[Any], Any], backend: Callable[[Any], Any] = _BACKEND) -> F:
@@ -254,9 +262,32 @@ def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Never run; only its parameters are used."""
 
     calling = click.get_current_context(silent=True)
+    if arguments and not arguments[0].startswith("-"):
+        raise click.UsageError(f"{flag} {text!r} is no option: write {flag} '{_as_option(arguments[0])}'", calling)
     context = parsed.make_context(f"{calling.command_path if calling else 'attn-select'} {flag}", arguments)
     given = click.core.ParameterSource.COMMANDLINE
     return context.params, {k: v for k, v in context.params.items() if context.get_parameter_source(k) is given}
+
+
+def _as_option(text: str) -> str:
+    """Return the option that a bare value seems meant for, with its value."""
+    from attn_select.layer.models.presets import find_preset
+    from attn_select.machine.device import lookup
+
+    with contextlib.suppress(AttnSelectError):
+        lookup(text)
+        return f"--gpu {text}"
+    if find_preset(text) is not None:
+        return f"--model {text}"
+    return f"--rules {text}" if text.endswith(".toml") else f"--OPTION {text}"
+
+
+def flag_of(field: str, options: Mapping[str, Any]) -> str:
+    """Return the option that set a field."""
+    if field in _DEEPSEEK_DIMS and options.get(field) is None:
+        return "--mla"
+    flags = {feature.field: feature.flag for feature in FEATURES}
+    return flags.get(field, f"--{field.replace('_', '-')}")
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the answer is no (no backend, a difference, a lint error),
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -39,23 +40,63 @@ OTHERS = "attn_select.commands"
 MEASURE = "attn-select-measure"
 OF_MEASURE = ("survey", "bench", "tune", "report")
 """The commands of ``attn-select-measure``: where it is not installed, they say what to install."""
+_ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""Of a command that only says why it is not here."""
 
 
 class LazyGroup(CommandGroup):
     """A group that imports a command's module only when that command (or the list of all) is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        brought = sorted(entry_point.name for entry_point in importlib.metadata.entry_points(group=OTHERS))
+        brought = sorted(each.name for each in brought_commands())
         return [*dict.fromkeys([*COMMANDS[:3], *OF_MEASURE, *COMMANDS[3:], *brought])]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in COMMANDS:
-            command: click.Command = importlib.import_module(f"attn_select_cli.{cmd_name}").command
+    def find_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in COMMANDS:
+            command: click.Command = importlib.import_module(f"attn_select_cli.{name}").command
             return command
-        for entry_point in importlib.metadata.entry_points(group=OTHERS, name=cmd_name):
-            brought: click.Command = entry_point.load()
-            return brought
-        return missing_command(cmd_name) if cmd_name in OF_MEASURE else None
+        for entry_point in brought_commands():
+            if entry_point.name == name:
+                return brought_command(entry_point)
+        return missing_command(name) if name in OF_MEASURE else None
+
+
+def brought_commands() -> list[importlib.metadata.EntryPoint]:
+    """Return the commands that other distributions bring. One whose metadata cannot be read brings none."""
+    try:
+        return [*importlib.metadata.entry_points(group=OTHERS)]
+    except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
+        found: list[importlib.metadata.EntryPoint] = []
+        for distribution in importlib.metadata.distributions():
+            with contextlib.suppress(Exception):
+                found += distribution.entry_points.select(group=OTHERS)
+        return found
+
+
+def brought_command(entry_point: importlib.metadata.EntryPoint) -> click.Command:
+    """Return the command that another distribution brings, or where it cannot be loaded one that says why."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            command = entry_point.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a stranger's module raises on import, SystemExit included
+        why = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(command, click.Command):
+            return command
+        why = f"{entry_point.value} is no click.Command"
+    from attn_select.errors import shorten
+
+    owner = entry_point.dist.name if entry_point.dist is not None else entry_point.value
+    text = f"{owner}, which brings it, cannot be used: {shorten(why, 300)}"
+
+    def say_why() -> NoReturn:
+        from attn_select.errors import PluginError
+
+        raise PluginError(f"attn-select {entry_point.name}: {text}", hint=f"reinstall or uninstall {owner}")
+
+    return click.Command(entry_point.name, _ANY_ARGUMENTS, say_why, help=f"Broken: {text}", add_help_option=False)
 
 
 def missing_command(name: str) -> click.Command:
@@ -68,9 +109,8 @@ def missing_command(name: str) -> click.Command:
         text = f"attn-select {name} is a command of {MEASURE}, which is not installed"
         raise RuntimeMissingError(text, hint=install_command(MEASURE))
 
-    any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
     text = f"Not here: {MEASURE} brings it."
-    return click.Command(name, any_arguments, say_what_to_install, help=text, add_help_option=False)
+    return click.Command(name, _ANY_ARGUMENTS, say_what_to_install, help=text, add_help_option=False)
 
 
 EPILOG = """\b
@@ -94,14 +134,8 @@ Shell completion: eval "$(_ATTN_SELECT_COMPLETE=bash_source attn-select)" (or zs
     epilog=EPILOG,
 )
 @click.version_option(None, "-V", "--version", package_name="attn-select", prog_name="attn-select")
-@click.option("-v", "--verbose", is_flag=True, help="Say on stderr what the command does on the way to its answer.")
-def cli(verbose: bool) -> None:
+def cli() -> None:
     """Pick the attention kernel for an LLM layer, say why, and run it."""
-    if verbose:
-        import logging
-
-        logging.basicConfig(format="%(message)s")
-        logging.getLogger("attn_select").setLevel(logging.INFO)
 
 
 def main() -> NoReturn:

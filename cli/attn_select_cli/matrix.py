@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import decision_options, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
@@ -25,21 +26,26 @@ Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 """
 
 
-@click.command("matrix", epilog=EPILOG, short_help="The chosen backends of several models on several GPUs.")
+_FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
+
+
+@click.command(
+    "matrix", cls=Command, epilog=EPILOG, short_help="The chosen backends of several models on several GPUs."
+)
 @pair_options
 @decision_options
 @workload_options
-@click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
+@click.option("--format", "form", type=_FORMS, default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(form: str, as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
     from attn_select.decide.text import HANG
-    from attn_select_cli.explanation import build_explanations
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.explanation import build_explanations, warnings_of
+    from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.table import Table, markdown_table
 
     names, gpus = models_and_gpus(options)
-    explained = zip(product(names, gpus), build_explanations(options, names, gpus), strict=True)
+    explanations = build_explanations(options, names, gpus)
     cells: list[dict[str, Any]] = [
         {
             "model": name,
@@ -48,14 +54,16 @@ def command(form: str, as_json: bool, **options: Any) -> int:
             "count": layer.count,
             "selected": layer.selection.selected,
         }
-        for (name, device), explanation in explained
+        for (name, device), explanation in zip(product(names, gpus), explanations, strict=True)
         for layer in explanation.layers
     ]
     ok = all(None not in cell["selected"].values() for cell in cells)
     if as_json and form == "markdown":
         raise click.UsageError("--json and --format markdown contradict each other")
+    warnings = warnings_of(explanations)
     if as_json or form == "json":
         print_json({"schema_version": 1, "models": list(names), "gpus": list(gpus), "cells": cells})
+        print_warnings(warnings)
         return 0 if ok else 1
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for cell in cells:
@@ -73,6 +81,7 @@ def command(form: str, as_json: bool, **options: Any) -> int:
         model = f"--model {missing['model']} " if missing["model"] else ""
         asked = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
         print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {asked}", "")]])
+    print_warnings(warnings)
     return 0 if ok else 1
 
 

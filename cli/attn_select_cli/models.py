@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from attn_select_cli import complete
+from attn_select_cli.help import Command
 
 EPILOG = """\b
 Examples:
@@ -17,7 +18,7 @@ its name org/name where the local Hugging Face cache has it.
 """
 
 
-@click.command("models", epilog=EPILOG, short_help="The model presets.")
+@click.command("models", cls=Command, epilog=EPILOG, short_help="The model presets.")
 @click.argument("words", nargs=-1, metavar="[WORD]...", shell_complete=complete.models)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sources", is_flag=True, help="Show where each preset's values come from.")

@@ -11,18 +11,21 @@ from typing import Any
 
 import click
 
-from attn_select.decide.text import STYLES, plain
+from attn_select.decide.text import STYLES, plain, warning_lines
 from attn_select.errors import printable
 from attn_select_cli.table import Block, Table
 
 
-def print_lines(blocks: Sequence[Block]) -> None:
+def print_lines(blocks: Sequence[Block], err: bool = False) -> None:
     """Print styled lines and tables: as plain text, or on a terminal wrapped to its width and coloured through rich.
 
-    ``NO_COLOR`` (https://no-color.org) and ``TERM=dumb`` leave the colours out.
+    ``NO_COLOR`` (https://no-color.org) and ``TERM=dumb`` leave the colours out. They go to stdout, or with ``err`` to
+    stderr.
     """
-    if not sys.stdout.isatty():
-        click.echo(plain(line for block in blocks for line in (block.lines() if isinstance(block, Table) else [block])))
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty():
+        lines = (line for block in blocks for line in (block.lines() if isinstance(block, Table) else [block]))
+        click.echo(plain(lines), err=err)
         return
     from rich.console import Console
     from rich.text import Text
@@ -30,10 +33,17 @@ def print_lines(blocks: Sequence[Block]) -> None:
     from attn_select_cli.terminal import fitted
 
     colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    console = Console(highlight=False, color_system="auto" if colours else None)
+    console = Console(file=stream, highlight=False, color_system="auto" if colours else None)
     for line in fitted(blocks, console.width):
         pieces = ((printable(text), STYLES.get(style, "") if colours else "") for text, style in line)
         console.print(Text.assemble(*pieces), soft_wrap=True)
+
+
+def print_warnings(warnings: Sequence[str]) -> None:
+    """Print warnings to stderr, behind what stdout has; so a pipe gets the answer alone, and JSON can be read."""
+    if warnings:
+        sys.stdout.flush()
+        print_lines(warning_lines(warnings)[1:], err=True)
 
 
 def print_line(text: str) -> None:

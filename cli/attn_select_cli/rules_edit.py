@@ -16,6 +16,7 @@ import click
 
 from attn_select.layer.config import PHASES
 from attn_select_cli import complete
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import gpu_option, model_option, options_in
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def write_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     "init",
+    cls=Command,
     short_help="Create the user's rules file.",
     epilog="\b\nExamples:\n  attn-select rules init\n  attn-select rules init --file my_rules.toml\n",
 )
@@ -95,13 +97,14 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
 
     @click.command(
         effect,
+        cls=Command,
         help=text,
         short_help=text.partition(".")[0] + ".",
         epilog=_EDIT_EPILOG.format(effect=effect, first=first),
     )
     @click.argument("backends", nargs=-1, required=True, metavar="BACKEND...", shell_complete=complete.backends)
     @gpu_option("The rule is for this device alone (repeatable).", several=True)
-    @click.option("--phase", type=click.Choice(PHASES), help="The rule is for this phase alone.")
+    @click.option("--phase", type=click.Choice(PHASES, case_sensitive=False), help="The rule is for this phase alone.")
     @click.option(
         "--when",
         multiple=True,
@@ -137,7 +140,7 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
                 same = [each["name"] for each in others if {**each, "name": ""} == rule]
                 taken = {each["name"] for each in others} | {each.name for each in before.rules}
                 written["name"] = same[0] if same else _new_name(effect, rule, gpu, taken)
-            proposal.check(written)
+            proposal.check(written, before)
             return rules_file.with_rule(text, written)
 
         path = rules_path(file)
@@ -168,6 +171,7 @@ deny = _edit_command("deny", "Never choose backends, whatever prefers them.", "F
 
 @click.command(
     "undo",
+    cls=Command,
     short_help="Take the last change of a rules file back.",
     epilog="\b\nExamples:\n  attn-select rules undo\n  attn-select rules undo --yes\n\n"
     "Exit code: 0 taken back, 1 not written, 2 wrong input.\n",
@@ -242,15 +246,20 @@ class Proposal:
             text = "version = 1\n"
         return load_rules(extra, fragments_of(load_plugins()), {real: text.encode()})
 
-    def check(self, rule: dict[str, Any]) -> None:
-        """Raise ``RulesError`` where a rule breaks the format."""
+    def check(self, rule: dict[str, Any], rules: RuleSet) -> None:
+        """Raise ``RulesError`` where a rule breaks the format, or one of the effective rules denies the same."""
         from attn_select.errors import RulesError
+        from attn_select.rules.lint import same_denial
         from attn_select.rules.rule import RuleError, parse_rule
 
         try:
-            parse_rule(rule, file=str(self.path), line=1, layer=1)
+            parsed = parse_rule(rule, file=str(self.path), line=1, layer=1)
         except RuleError as error:
             raise RulesError("; ".join(text for _, text in error.problems)) from None
+        same = same_denial(rules, parsed)
+        if same is not None:
+            text = f"rule {same.name!r} ({same.origin}) denies {', '.join(parsed.backends)} there already"
+            raise RulesError(text, hint=f"--name {same.name} replaces it")
 
     def put(
         self,
@@ -266,7 +275,7 @@ class Proposal:
             write: writes the change; None: as ``rules_file.write`` does.
         """
         from attn_select_cli import rules_file
-        from attn_select_cli.output import print_json, print_line, print_lines
+        from attn_select_cli.output import print_json, print_line, print_lines, print_warnings
 
         write = write or partial(rules_file.write, self.path, self.change)
         text = self.change(self.seen)
@@ -285,8 +294,10 @@ class Proposal:
                 write()
             data = {"file": str(self.path), "changes": changes, "warnings": warnings, "written": yes}
             print_json({"schema_version": 1, **more, **data})
+            print_warnings(warnings)
             return 0 if yes else 1
-        print_lines(self._lines(text, changes, compared, warnings))
+        print_lines(self._lines(text, changes, compared))
+        print_warnings(warnings)
         if not yes and not _asked():
             return 1
         write()
@@ -341,7 +352,7 @@ class Proposal:
             said.append([text for file, _, text in problems if file == str(self.path)])
         return [text for text in said[1] if text not in said[0]]
 
-    def _lines(self, text: str, changes: list[dict[str, Any]], compared: str, warnings: list[str]) -> list[Block]:
+    def _lines(self, text: str, changes: list[dict[str, Any]], compared: str) -> list[Block]:
         import difflib
 
         from attn_select_cli.diff import value_text
@@ -351,7 +362,6 @@ class Proposal:
         difference = difflib.unified_diff(self.seen.splitlines(), text.splitlines(), lineterm="", n=1)
         styles = {"+": "valid", "-": "rejected"}
         lines += [[(f"  {line}", styles.get(line[0], "dim"))] for line in list(difference)[2:] if line[:2] != "@@"]
-        lines += [[(f"warning: {warning}", "warning")] for warning in warnings]
         shown = [change for change in changes if change["what"] in _SHOWN]
         if not shown:
             return [*lines, [], [(f"Nothing changes for {compared}; --model names other models", "")]]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def _count(name: str, least: int, default: int, text: str) -> Callable[[Any], An
     return click.option(name, type=click.IntRange(least), default=default, show_default=True, metavar="N", help=text)
 
 
-@click.command("run", epilog=EPILOG, short_help="Run one layer of a model here and check every output.")
+@click.command("run", cls=Command, epilog=EPILOG, short_help="Run one layer of a model here and check every output.")
 @run_options
 @click.option("--layer", "layer", metavar="KIND", help="Run only this kind of the model's layers [default: each].")
 @_count("--requests", 1, 4, "Requests in the batch.")
@@ -46,9 +47,9 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     """Run one attention layer of a model here, chunked prefill and decode on a paged cache, checked against float64."""
     from dataclasses import asdict
 
-    from attn_select.decide.text import warning_lines
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
+    from attn_select_cli.progress import progress
 
     explanation = build_explanation({**options, "gpu": "auto"})
     chosen = chosen_layers(explanation.layers, layer)
@@ -62,8 +63,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
             served.append((one, reason))
             continue
         tokens = sum(workload.prompts()) + workload.num_requests * workload.decode_steps
-        with _progress(one.kind, tokens) as advance:
-            served.append((one, serve(one.selection, workload, advance)))
+        with progress(f"{one.kind}: checking {tokens} tokens", tokens) as shown:
+            served.append((one, serve(one.selection, workload, shown.advance)))
     ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
     warnings = explanation.all_warnings
     if any(getattr(one.selection.config, "decode_context_parallel_size", 1) > 1 for one in chosen):
@@ -76,7 +77,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
         lines: list[Block] = [*explanation.head_lines()]
         for one, outcome in served:
             lines += [[], *_lines(one, outcome, workload)]
-        print_lines([*lines, *warning_lines(warnings)])
+        print_lines(lines)
+    print_warnings(warnings)
     return 0 if ok else 1
 
 
@@ -84,9 +86,11 @@ def chosen_layers(layers: Any, kind: str | None) -> list[LayerExplanation]:
     """Return the layers of one kind, of every kind where it is None."""
     from attn_select.errors import UnknownNameError
 
-    if kind is not None and kind not in [one.kind for one in layers]:
-        raise UnknownNameError("layer kind", kind, [one.kind for one in layers])
-    return [one for one in layers if kind in (None, one.kind)]
+    kinds = [one.kind for one in layers]
+    wanted = None if kind is None else kind.casefold().replace("-", "_")
+    if kind is not None and wanted not in kinds:
+        raise UnknownNameError("layer kind", kind, kinds)
+    return [one for one in layers if wanted in (None, one.kind)]
 
 
 def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
@@ -105,26 +109,6 @@ def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
         ) from None
     names = ("prompt_tokens", "decode_steps", "max_num_batched_tokens", "seed")
     return serve, unserved, Workload(num_requests=options["requests"], **{name: options[name] for name in names})
-
-
-def _progress(kind: str, tokens: int) -> Any:
-    """Return a context that shows a bar on a terminal's stderr and gives the function that advances it."""
-    import sys
-    from contextlib import contextmanager
-
-    @contextmanager
-    def bar() -> Any:
-        if not sys.stderr.isatty():
-            yield None
-            return
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(f"{kind}: checking {tokens} tokens", total=tokens)
-            yield lambda done: progress.advance(task, done)
-
-    return bar()
 
 
 def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:

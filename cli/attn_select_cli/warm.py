@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ Exit code: 0 done, 1 a layer has no backend, 2 wrong input, 3 a bug.
 """
 
 
-@click.command("warm", epilog=EPILOG, short_help="Compile the kernels of a model's layers here, ahead of serving.")
+@click.command(
+    "warm", cls=Command, epilog=EPILOG, short_help="Compile the kernels of a model's layers here, ahead of serving."
+)
 @run_options
 @click.option("--layer", "layer", metavar="KIND", help="Warm only this kind of the model's layers [default: each].")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Requests of a step.")
@@ -44,10 +47,9 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     """Run every kind of step once through the kernels that are chosen here, so that serving compiles nothing."""
     from dataclasses import asdict
 
-    from attn_select.decide.text import warning_lines
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.matrix import cell_text
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.run import chosen_layers
     from attn_select_cli.table import Table
 
@@ -64,6 +66,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
             for one, found in done
         ]
         print_json({"schema_version": 1, "device": explanation.device.to_dict(), "layers": layers})
+        print_warnings(explanation.all_warnings)
         return 0
     rows = [
         [
@@ -76,7 +79,8 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
         for one, found in done
     ]
     header = ["layers", "backends", "kernels compiled", "steps", "seconds"]
-    print_lines([*explanation.head_lines(), [], Table(header, rows), *warning_lines(explanation.all_warnings)])
+    print_lines([*explanation.head_lines(), [], Table(header, rows)])
+    print_warnings(explanation.all_warnings)
     return 0
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import bench_options
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-@click.command("bench", epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
+@click.command("bench", cls=Command, epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
 @bench_options
 @click.option("--layer", metavar="KIND", help="Time only this kind of the model's layers [default: each].")
 @click.option(
@@ -78,7 +76,8 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     from attn_select.errors import UnknownNameError
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_json, print_lines
+    from attn_select_cli.output import print_json, print_lines, print_warnings
+    from attn_select_cli.progress import progress
     from attn_select_cli.run import chosen_layers
 
     wanted, asked = parse_workload(workload), tuple(options["backend"])
@@ -88,7 +87,11 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
             raise UnknownNameError("backend", name, explanation.situation.names)
     benching = benching_module()
     rules = tuple(options["rules"]) or None
-    with benching.joined_ranks() as ranks, progress(ranks is None or ranks.rank == 0) as (say, expect):
+    with benching.joined_ranks() as ranks, progress("measuring", shown=ranks is None or ranks.rank == 0) as shown:
+
+        def say(text: str) -> None:
+            shown.advance(1, text)
+
         bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
         first = ranks is None or ranks.rank == 0
         layers = [
@@ -101,7 +104,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
             for shape in wanted.shapes if each.not_run is None else ():
                 benching.check_runnable(config, shape.batch, ranks)
                 todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
-        expect(sum(3 * len(candidates) + 1 for _, _, candidates in todo))
+        shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
         complete = True
         for done, (each, shape, candidates) in enumerate(todo):
             found = bench.measure(each.layer.selection.config, shape.batch, candidates, seconds / (len(todo) - done))
@@ -113,6 +116,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     outcome = Outcome(explanation, bench.rates, wanted, layers, complete)
     if first:
         print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
+        print_warnings(explanation.all_warnings)
     return 130 if not complete else 0 if outcome.ok else 1
 
 
@@ -131,25 +135,6 @@ def benching_module() -> Any:
             f"timing a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
         ) from None
     return benching
-
-
-@contextmanager
-def progress(shown: bool = True) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """Show a bar with the time left on a terminal's stderr; give what says the next step, and what says how many."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda text: None, lambda steps: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=None)
-
-        def say(text: str) -> None:
-            progress.update(task, description=text, advance=1)
-
-        yield say, lambda steps: progress.update(task, total=steps, completed=0)
 
 
 @dataclass(slots=True)
@@ -196,7 +181,7 @@ class Outcome:
 
     def lines(self) -> list[Block]:
         """Return the tables."""
-        from attn_select.decide.text import HANG, warning_lines
+        from attn_select.decide.text import HANG
 
         rates = f"copy {self.rates.copy / 1e9:.4g} GB/s, matmul {self.rates.matmul / 1e12:.3g} TFLOP/s"
         lines: list[Block] = [*self.explanation.head_lines()]
@@ -205,7 +190,7 @@ class Outcome:
             lines += [[], *self._layer_lines(each)]
         if not self.complete:
             lines.append([("interrupted: what was measured until then is shown", "warning")])
-        return [*lines, *warning_lines(self.explanation.all_warnings)]
+        return lines
 
     def _layer_lines(self, each: LayerBench) -> list[Block]:
         from attn_select.decide.config_text import config_text

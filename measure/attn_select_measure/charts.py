@@ -24,11 +24,23 @@ COLOURS = (
     ("#a8117a", "#ff8ad4"),
     ("#006b75", "#4fd1dc"),
     ("#7a5c00", "#e3c04d"),
-    ("#a40e26", "#ff8a8a"),
+    ("#4f5b66", "#aab8c6"),
 )
-"""Of series, on a light and on a dark page; each has a contrast of at least 4.5 with its page."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-"""Of series, so that colour is not all that tells them apart."""
+"""Of backends, on a light and on a dark page; each has a contrast of at least 4.5 with its page. None is a red, which
+says that something is wrong."""
+SIGNS = {
+    "o": '<circle cx="6" cy="6" r="4.6"/>',
+    "s": '<rect x="1.8" y="1.8" width="8.4" height="8.4"/>',
+    "^": '<polygon points="6,1.4 10.9,10.2 1.1,10.2"/>',
+    "D": '<polygon points="6,0.8 11.2,6 6,11.2 0.8,6"/>',
+    "v": '<polygon points="1.1,1.8 10.9,1.8 6,10.6"/>',
+    "p": '<polygon points="6,1 10.9,4.6 9.1,10.4 2.9,10.4 1.1,4.6"/>',
+    "*": '<polygon points="6,0.5 7.5,4.2 11.5,4.4 8.4,6.9 9.4,10.8 6,8.6 2.6,10.8 3.6,6.9 0.5,4.4 4.5,4.2"/>',
+    "h": '<polygon points="6,0.8 10.5,3.4 10.5,8.6 6,11.2 1.5,8.6 1.5,3.4"/>',
+}
+"""Of backends, so that colour is not all that tells them apart: matplotlib's markers, each with its shape in an SVG of
+12 by 12. No cross is among them, which says that something is wrong."""
+_MARKERS = [*SIGNS]
 _SIZE = (4.6, 3.3)
 _MARGINS = {"left": 0.17, "bottom": 0.15, "right": 0.97, "top": 0.97}
 """Of a chart, with room for numbers of six digits. A layout that fits them would draw each chart twice."""
@@ -63,12 +75,12 @@ class Line:
     Attributes:
         name: in the legend.
         points: (x, y), in the order of x.
-        colour: index of the series' colour and marker; None for a reference line, dashed and without markers.
+        look: index of the series' colour and sign; None for a reference line, dashed and without signs.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
-    colour: int | None
+    look: int | None
 
 
 def lines(series: Sequence[Line], x_label: str, y_label: str) -> str:
@@ -82,9 +94,9 @@ def lines(series: Sequence[Line], x_label: str, y_label: str) -> str:
         for each in series:
             x, y = zip(*each.points, strict=True)
             look: dict[str, Any] = {"linestyle": "--", "color": INK, "linewidth": 1}
-            if each.colour is not None:
-                look = {"color": f"#fa00{each.colour % len(COLOURS):02d}", "linewidth": 1.4, "markersize": 4}
-                look["marker"] = MARKERS[each.colour % len(MARKERS)]
+            if each.look is not None:
+                look = {"color": f"#fa00{each.look:02d}", "linewidth": 1.4, "markersize": 4}
+                look["marker"] = _MARKERS[each.look]
             axes.plot(x, y, label=each.name, **look)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)

@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -97,14 +98,15 @@ class FirstCalls:
         return _Worker(process, mine)
 
     def run(self, tasks: Sequence[FirstCall], seconds: float) -> dict[Key, Ended]:
-        """Run first calls, those of backends that took longest so far at the end; stop what runs after ``seconds``."""
-        todo = sorted(tasks, key=lambda task: self._slowest.get(task.backend, 0.0), reverse=True)
+        """Run first calls in their order, but those of backends that took longest so far at the end; stop what runs
+        after ``seconds``."""
+        todo = deque(sorted(tasks, key=lambda task: self._slowest.get(task.backend, 0.0)))
         found: dict[Key, Ended] = {}
         ends = time.monotonic() + seconds
         while (now := time.monotonic()) < ends:
             for worker in self._workers:
                 if worker.task is None and todo:
-                    self._give(worker, todo.pop())
+                    self._give(worker, todo.popleft())
             busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
             if not busy:
                 return found

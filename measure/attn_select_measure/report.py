@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import decision_options, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
 if TYPE_CHECKING:
     from attn_select.layer.config import Phase
     from attn_select_measure.report_page.page import Page
+    from attn_select_measure.report_page.predicted import ChartGroup
 
 EPILOG = """\b
 Examples:
@@ -30,7 +32,9 @@ Exit code: 0 written, 2 wrong input.
 """
 
 
-@click.command("report", epilog=EPILOG, short_help="One HTML page: decisions as a matrix, times as charts.")
+@click.command(
+    "report", cls=Command, epilog=EPILOG, short_help="One HTML page: decisions as a matrix, times as charts."
+)
 @pair_options
 @decision_options
 @workload_options
@@ -46,17 +50,20 @@ Exit code: 0 written, 2 wrong input.
 @click.option("--force", is_flag=True, help="Replace a file that is no report.")
 def command(output: Path, force: bool, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
-    from attn_select_cli.output import counted, print_line
+    from attn_select_cli.output import counted, print_line, print_warnings
 
     _require_libraries()
     _check_output(output, force)
-    page = _page(options, *models_and_gpus(options))
+    page, warnings = _page(options, *models_and_gpus(options))
     text = page.html()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     charts = sum(len(group.charts) for group in page.timed)
     parts = [counted(len(page.cells), "cell"), counted(charts, "chart"), f"{len(text.encode()) / 1e6:.2f} MB"]
     print_line(f"{output}: {', '.join(parts)}")
+    for note in page.notes:
+        print_line(note)
+    print_warnings(warnings)
     return 0
 
 
@@ -84,10 +91,15 @@ def _check_output(output: Path, force: bool) -> None:
                 )
 
 
-def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> Page:
-    """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers."""
+def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> tuple[Page, list[str]]:
+    """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers, and what
+    else is to be said of the decisions."""
+    from attn_select.rules.plugins import load_plugins
     from attn_select.times.prediction import load_survey, survey_for
-    from attn_select_cli.explanation import build_explanations
+    from attn_select_cli.explanation import build_explanations, warnings_of
+    from attn_select_cli.output import counted
+    from attn_select_cli.progress import progress
+    from attn_select_measure.report_page.looks import looks
     from attn_select_measure.report_page.page import Cell, Page
     from attn_select_measure.report_page.predicted import Layer, chart_groups
 
@@ -106,8 +118,26 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
             if survey is not None:
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
     documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(asked, explanations, strict=True)}
-    notes = [f"No charts of {', '.join(lacking)}: there is no survey of their times."] if lacking else []
-    return Page(cells, documents, chart_groups(layers), notes)
+    look = looks(load_plugins().specs)
+    with progress(f"drawing times of {counted(len(layers), 'layer')}", len(layers)) as drawn:
+        groups = chart_groups(layers, look, drawn.advance)
+    shown = [group for group in groups if group.charts]
+    return Page(cells, documents, shown, _notes(options, lacking, groups), look), warnings_of(explanations)
+
+
+def _notes(options: Mapping[str, Any], lacking: Iterable[str], groups: Iterable[ChartGroup]) -> list[str]:
+    """Say why there are no charts of some layers or GPUs."""
+    if options["no_times"]:
+        return ["No charts: --no-times leaves surveys out."]
+    notes: list[str] = []
+    if gpus := ", ".join(lacking):
+        notes.append(f"No charts of {gpus}: there is no survey of them, so rules alone decide.")
+    empty: dict[str, list[str]] = {}
+    for group in groups:
+        if not group.charts:
+            empty.setdefault(group.title, []).append(group.gpu)
+    notes += [f"No charts of {title} on {', '.join(on)}: no survey has such layers." for title, on in empty.items()]
+    return notes
 
 
 def _names(selected: Mapping[Phase, str | None]) -> list[str]:

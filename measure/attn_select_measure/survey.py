@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attn_select_cli.complete import BackendName
+from attn_select_cli.help import Command
 from attn_select_measure.bench import Seconds, benching_module
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 """
 
 
-@click.command("survey", epilog=EPILOG, short_help="Time every valid backend on drawn layers and batches.")
+@click.command("survey", cls=Command, epilog=EPILOG, short_help="Time every valid backend on drawn layers and batches.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False, writable=True), metavar="FILE", help="The file.")
 @click.option(
     "--fit",
@@ -67,7 +69,14 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
     help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
 )
 @click.option("--seconds", type=Seconds(0, min_open=True), metavar="S", help="End by then [default: when all is done].")
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Time this one alone; can be given again.")
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    type=BackendName(),
+    metavar="NAME",
+    help="Time this one alone; can be given again.",
+)
 @click.option("--with", "pins", multiple=True, metavar="NAME==VERSION", help="Count a library as installed.")
 @click.option(
     "--jobs",
@@ -111,6 +120,7 @@ def command(
     for name in backends:
         if name not in specs:
             raise UnknownNameError("backend", name, specs)
+    phases = tuple(name.strip().lower() for name in phases)
     for name in phases:
         if name not in PHASES:
             raise UnknownNameError("phase", name, dict.fromkeys(PHASES))
@@ -120,10 +130,13 @@ def command(
     assert out is not None
     require_writable(out, "--out")
     if fit is not None:
-        from attn_select_measure.survey_fit import fit_survey, save
+        from attn_select_cli.progress import progress
+        from attn_select_measure.survey_fit import fit_survey, fit_work, save
         from attn_select_measure.survey_records import read_survey
 
-        save(fit_survey(read_survey(fit)), out)
+        records = read_survey(fit)
+        with progress(f"fitting {len(records)} workloads", fit_work(records)) as shown:
+            save(fit_survey(records, shown.advance), out)
         return 0
     benching_module()
     from attn_select_measure import surveying

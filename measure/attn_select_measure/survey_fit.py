@@ -11,7 +11,8 @@ import gzip
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from attn_select.times.prediction import VERSION, family_of
 from attn_select_measure.survey_records import Record
 
 Array = NDArray[np.float64]
+Done = Callable[[float], None]
+"""Told how much work is done since it was called last."""
 LEAST = 5
 """Times that a backend needs in a family to be predicted."""
 _LEVEL = 0.25
@@ -77,14 +80,19 @@ class Scales:
         return np.asarray(np.linalg.solve(covariance, deviations))
 
 
-def fit_survey(records: Sequence[Record]) -> dict[str, Any]:
+def fit_survey(records: Sequence[Record], done: Done | None = None) -> dict[str, Any]:
     """Return what a survey's file holds, of its records.
+
+    Args:
+        done: told after each fit how much work it was; all together are ``fit_work``.
 
     Raises:
         MeasurementError: the records have no times.
     """
-    rates = _rates(records)
-    families = {name: _of_family(timed) for name, timed in _by_family(records, rates).items()}
+    rates, families = _rates(records), dict[str, dict[str, Any]]()
+    for name, timed in _by_family(records, rates).items():
+        families[name] = _of_family(timed)
+        _told(done, timed)
     families = {name: each for name, each in families.items() if each["backends"]}
     if not families:
         raise MeasurementError(f"no backend has {LEAST} times in this survey")
@@ -103,10 +111,31 @@ def fit_survey(records: Sequence[Record]) -> dict[str, Any]:
         "date": max(each["date"] for each in last.values()),
         "workloads": len(records),
         "rates": {"bytes_per_us": rates.bytes_per_us, "flops_per_us": rates.flops_per_us, "sm_count": rates.sm_count},
-        "margin": round(_margin(records, families, rates), 3),
+        "margin": round(_margin(records, families, rates, done), 3),
         "backends": {name: each for name, each in sorted(last.items()) if name in predicted},
         "families": families,
     }
+
+
+def fit_work(records: Sequence[Record]) -> float:
+    """Return how much work ``fit_survey`` is, in the unit of its ``done``."""
+    families = _by_family(records, _rates(records)).values()
+    return sum(_work(timed) * (1 + min(_FOLDS, len(_groups(timed)))) for timed in families)
+
+
+def _work(timed: Sequence[Timed]) -> float:
+    """Return how much work one fit is: each backend's times make a matrix that is inverted."""
+    counts = Counter(name for each in timed for name in each.measured)
+    return float(sum(count**3 for count in counts.values()))
+
+
+def _told(done: Done | None, timed: Sequence[Timed]) -> None:
+    if done is not None:
+        done(_work(timed))
+
+
+def _groups(timed: Sequence[Timed]) -> list[str]:
+    return sorted({each.group for each in timed})
 
 
 def extended(data: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
@@ -274,14 +303,14 @@ def _solved(family: Mapping[str, Any], scales: Scales) -> dict[str, Any]:
     return {**family, "backends": backends}
 
 
-def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates) -> float:
+def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates, done: Done | None = None) -> float:
     """Return the factor within which 95 % of the ratios of the two first backends lie, where their kind is left out."""
     errors: list[float] = []
     for name, timed in _by_family(records, rates).items():
         family = families.get(name)
         if family is None:
             continue
-        for left in left_out(timed, list(family["backends"])):
+        for left in left_out(timed, list(family["backends"]), done=done):
             if len(left.predicted) > 1:
                 first, second = sorted(left.predicted, key=left.predicted.__getitem__)[:2]
                 measured = left.timed.measured
@@ -301,9 +330,9 @@ class LeftOut:
     predicted: Mapping[str, float]
 
 
-def left_out(timed: Sequence[Timed], backends: Sequence[str], seed: int = 0) -> list[LeftOut]:
-    """Predict every workload from those of other heads and sizes, in ten parts."""
-    groups = sorted({each.group for each in timed})
+def left_out(timed: Sequence[Timed], backends: Sequence[str], seed: int = 0, done: Done | None = None) -> list[LeftOut]:
+    """Predict every workload from those of other heads and sizes, in ten parts; ``done`` as in ``fit_survey``."""
+    groups = _groups(timed)
     random.Random(seed).shuffle(groups)
     found = []
     for fold in range(min(_FOLDS, len(groups))):
@@ -313,6 +342,7 @@ def left_out(timed: Sequence[Timed], backends: Sequence[str], seed: int = 0) -> 
         if len(known) < LEAST:
             continue
         scales = fit_scales(known, backends)
+        _told(done, timed)
         predicted: list[dict[str, float]] = [{} for _ in test]
         for backend in backends:
             train = [each for each in known if backend in each.measured]

@@ -231,6 +231,7 @@ class _Run:
             self._first_calls = FirstCalls(self._settings.jobs, self._bench.environment or Environment())
         began = time.monotonic()
         seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
+        self._say(f"{len(tasks)} first calls of the next {len(some)} workloads, which may take {seconds:.0f} s")
         found = self._first_calls.run(tasks, seconds)
         failed = sum(each.failure is not None for each in found.values())
         raised = Counter(f"{key[2]}: {each.error}" for key, each in found.items() if each.error is not None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from attn_select_cli.help import Command
 from attn_select_cli.layer_options import bench_options
 from attn_select_measure.bench import Seconds, benching_module
 from attn_select_measure.survey import surveyed
@@ -30,7 +31,7 @@ Exit code: 0 written, 1 not written, 2 wrong input, 130 interrupted.
 """
 
 
-@click.command("tune", epilog=EPILOG, short_help="Time a model's own layers and let choices rest on that.")
+@click.command("tune", cls=Command, epilog=EPILOG, short_help="Time a model's own layers and let choices rest on that.")
 @bench_options
 @click.option("--layer", metavar="KIND", help="Tune only this kind of the model's layers [default: each].")
 @click.option(
@@ -67,11 +68,12 @@ def command(
     from attn_select.times.prediction import SUFFIX, family_of, user_path
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
-    from attn_select_cli.output import print_line, require_writable
+    from attn_select_cli.output import print_line, print_warnings, require_writable
     from attn_select_cli.run import chosen_layers
 
     wanted = None if workload is None else parse_workload(workload)
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
+    print_warnings(explanation.all_warnings)
     asked, device = tuple(options["backend"]), explanation.device
     for name in asked:
         if name not in explanation.situation.names:

@@ -7,6 +7,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -89,7 +90,15 @@ def tuned_layer(name: str, config: LayerConfig, workload: Workload | None) -> Tu
         space = Space(requests, (min(lengths), max(lengths)), (min(queries), max(queries)))
         here = {phases_of(batch, config) for batch in batches}
         phases = [phase for phase in PHASES if _PHASES_OF[phase] in here]
-    return TunedLayer(name, config, seed, batches, phases, space)
+    return TunedLayer(name, config, seed, in_turn(batches, config), phases, space)
+
+
+def in_turn(batches: Sequence[BatchShape], config: LayerConfig) -> list[BatchShape]:
+    """Return the batches with their phases in turn, so that a short tune knows something of each."""
+    by_phases: dict[tuple[Phase, ...], list[BatchShape]] = {}
+    for batch in batches:
+        by_phases.setdefault(phases_of(batch, config), []).append(batch)
+    return [batch for turn in zip_longest(*by_phases.values()) for batch in turn if batch is not None]
 
 
 def plan(layers: Sequence[TunedLayer], workloads: int, known: Sequence[Record]) -> Iterator[Work]:

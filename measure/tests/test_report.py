@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,11 +17,15 @@ import pytest
 
 from attn_select import AttentionConfig
 from attn_select.machine.device import lookup
+from attn_select.rules.plugins import load_plugins
 from attn_select.times import prediction
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.prediction import PACKAGED_FOLDER, load_survey
 from attn_select_measure import charts
+from attn_select_measure.report_page.looks import looks
 
+DRAWN = r'<svg role="img"'
+"""How a chart begins."""
 PAIR = ("--model", "llama-3-8b", "--model", "gpt-oss-20b", "--gpu", "h100", "--gpu", "h200")
 
 
@@ -70,7 +75,7 @@ def test_layers_that_keep_a_state_are_shown(run: Any) -> None:
     assert "TRITON_STATE" in text
     assert "<dt>State</dt>" in text
     assert "STATE_VK (num_slots, 32, 128, 128) float32" in text
-    assert "bytes per request and layer" in text
+    assert "MiB per request and layer" in text
     assert "None" not in text
 
 
@@ -90,7 +95,7 @@ def test_times_of_the_layers_asked_for_are_drawn(run: Any) -> None:
     assert "llama-3-8b full_attention, h200" in page
     assert "deepseek-v3 mla, h200" in page
     assert f"Predicted by a survey of NVIDIA H200: {survey.workloads} workloads" in page
-    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    charts = re.findall(DRAWN + ".*?</svg>", page, re.DOTALL)
     assert len(charts) == 6  # of each layer decodes by number and by length, and prefills
     for chart in charts:
         ElementTree.fromstring(chart.replace("xlink:href", "href"))
@@ -98,7 +103,7 @@ def test_times_of_the_layers_asked_for_are_drawn(run: Any) -> None:
     assert len(names) == len(set(names))
     config, batch = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128), parse_batch_shape("16q1s4k")
     assert f"<td>{survey.predict(config, batch)['FLASH_ATTN']:.4g}</td>" in page
-    assert "No charts of a100: there is no survey of their times." in page
+    assert "No charts of a100: there is no survey of them, so rules alone decide." in page
 
 
 def test_backends_that_are_not_valid_are_not_drawn(run: Any, tmp_path: Path) -> None:
@@ -112,20 +117,60 @@ def test_backends_that_are_not_valid_are_not_drawn(run: Any, tmp_path: Path) -> 
 
 def test_layers_with_the_same_times_share_their_charts(run: Any) -> None:
     page = written(run, "--model", "llama-3-8b", "--model", "llama-3.1-8b", "--gpu", "h200")
-    assert page.count("<svg") == 3
+    assert len(re.findall(DRAWN, page)) == 3
     assert "llama-3-8b full_attention, llama-3.1-8b full_attention, h200" in page
 
 
 def test_without_times_there_are_no_charts(run: Any) -> None:
     page = written(run, "--model", "llama-3-8b", "--gpu", "h200", "--no-times")
-    assert "<svg" not in page
-    assert "No charts of h200: there is no survey of their times." in page
+    assert not re.findall(DRAWN, page)
+    assert "No charts: --no-times leaves surveys out." in page
+
+
+def test_why_there_are_no_charts_is_said_where_they_are_counted(run: Any) -> None:
+    told = run("report", "--model", "llama-3-8b", "--gpu", "a100").out.splitlines()
+    assert "1 cell, 0 charts" in told[0]
+    assert told[1] == "No charts of a100: there is no survey of them, so rules alone decide."
+    states = run("report", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--force").out
+    assert "No charts of qwen3-next-80b-a3b gated_delta_net on h200: no survey has such layers." in states
+
+
+def test_a_backend_looks_alike_in_the_matrix_and_in_its_charts(run: Any) -> None:
+    page = written(run, *PAIR, "--model", "deepseek-v3")
+    drawn = re.findall(DRAWN + ".*?</svg>", page, re.DOTALL)
+    shown = set(re.findall(r'--series-(\d)\)"><use href="#sign-\1"/></svg> ([A-Z_]+)<', page))
+    assert len(shown) > 1
+    for series, name in shown:
+        mine = [chart for chart in drawn if f">{name}</text>" in chart]
+        assert mine
+        assert all(f"var(--series-{series})" in chart for chart in mine)
+
+
+def test_no_two_backends_of_one_sort_look_alike() -> None:
+    specs = load_plugins().specs
+    found = looks(specs)
+    assert set(found) == set(specs)
+    by_sort: dict[str, list[int]] = {}
+    for name, index in found.items():
+        for sort in {each.sort for each in specs[name].capabilities.values()}:
+            by_sort.setdefault(sort, []).append(index)
+    assert all(len(set(each)) == len(each) for each in by_sort.values())
+    assert max(found.values()) < len(charts.COLOURS) == len(charts.SIGNS)
+    assert found["FLASH_ATTN"] == found["FLASH_ATTN_MLA"]
+
+
+def test_a_strangers_backend_has_a_look_of_its_own() -> None:
+    specs = load_plugins().specs
+    more = {**specs, "ACME_ATTN": replace(specs["FLASH_ATTN"], name="ACME_ATTN")}
+    found = looks(more)
+    assert found["ACME_ATTN"] not in {found[name] for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TORCH_SDPA")}
+    assert {name: found[name] for name in specs} == looks(specs)
 
 
 def test_a_named_survey_is_drawn(run: Any, tmp_path: Path) -> None:
     shutil.copy(PACKAGED_FOLDER / "h200.json.gz", tmp_path / "mine.json.gz")
     page = written(run, "--model", "llama-3-8b", "--gpu", "h200", "--times", "mine.json.gz")
-    assert page.count("<svg") == 3
+    assert len(re.findall(DRAWN, page)) == 3
 
 
 def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,12 @@ def test_first_calls_run_in_other_processes(first_calls: FirstCalls) -> None:
         assert ended.seconds > 0
 
 
+def test_first_calls_begin_in_their_order(first_calls: FirstCalls) -> None:
+    """Where time is short, the first workloads are timed, which are of all phases in turn."""
+    found = first_calls.run([first_call(number) for number in range(3)], 300)
+    assert [number for _, number, _ in found] == [0, 1, 2]
+
+
 def test_first_calls_that_take_too_long_are_ended(first_calls: FirstCalls) -> None:
     found = first_calls.run([first_call(0), first_call(1)], 0.05)
     told = sorted(str(ended.failure) for ended in found.values())

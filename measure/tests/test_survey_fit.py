@@ -20,7 +20,7 @@ from attn_select.times.features import Rates, step_features
 from attn_select.times.prediction import Survey
 from attn_select_measure import survey_records
 from attn_select_measure.survey_draw import draw, kind_of
-from attn_select_measure.survey_fit import extended, fit_survey, save
+from attn_select_measure.survey_fit import extended, fit_survey, fit_work, save
 from attn_select_measure.survey_records import Record, check_packaged
 
 RATES = Rates(4.19e6, 7.81e8, 132)
@@ -132,3 +132,10 @@ def test_a_known_stale_backend_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(survey_records, "known_stale", lambda: why)
     with pytest.raises(MeasurementError, match=r"known_stale.toml names FLASHMLA: expected at most 3 backends whose"):
         check_packaged(load_plugins(), environment_for(lookup("cpu")))
+
+
+def test_a_fit_says_how_much_of_it_is_done(records: list[Record]) -> None:
+    told: list[float] = []
+    fit_survey(records, told.append)
+    assert len(told) > 2
+    assert sum(told) == pytest.approx(fit_work(records), rel=0.02)  # parts with too few times are left out

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from attn_select import __version__
@@ -21,7 +22,7 @@ from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
 from attn_select.rules.plugins import load_plugins
-from attn_select_cli import rules
+from attn_select_cli import main, rules
 from attn_select_cli.main import COMMANDS, OF_MEASURE, OTHERS
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -478,6 +479,21 @@ def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
     assert "batch = '8q1s32g': expected groups such as 64q1s4k" in wrong.err
 
 
+@pytest.mark.parametrize("command", ["explain", "run", "flags", "matrix", "diff", "cache", "bench", "tune", "report"])
+def test_help_begins_with_examples_and_has_its_options_in_groups(run: Any, command: str) -> None:
+    text = run(command, "--help").out
+    titles = re.findall(r"(?m)^(\S.*):$", text)
+    order = ["Model, and how it is served", "Options", "Rules and times", "A layer by hand, or in place of the model's"]
+    assert [title for title in titles if title in order] == [title for title in order if title in titles]
+    assert titles[0] == "Model, and how it is served"
+    assert titles[-1] == "Output"
+    assert text.index("Examples:") < text.index(titles[0])
+    parameters = main.cli.get_command(click.Context(main.cli), command).params
+    for parameter in parameters:
+        flags = [flag for flag in parameter.opts if flag.startswith("--")]
+        assert len(re.findall(rf"(?m)^  .*{flags[0]}\b(?![\w-])", text)) >= 1, flags
+
+
 @pytest.mark.parametrize("name", OF_MEASURE)
 def test_a_command_of_a_distribution_that_is_not_installed_says_what_to_install(
     run: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -502,3 +518,130 @@ def test_other_distributions_bring_commands(run: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
     assert "h100" in run("mine").out
     assert re.search(r"(?m)^  mine ", run("--help").out)
+
+
+def distribution(folder: Path, name: str, entry_points: str) -> None:
+    """Install a distribution with nothing but its entry points."""
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("no_such_module:command", "ModuleNotFoundError"),
+        ("attn_select_cli.gpus:nothing", "AttributeError"),
+        ("attn_select_cli.gpus:EPILOG", "no click.Command"),
+        ("exits_at_import:command", "SystemExit"),
+    ],
+)
+def test_a_broken_command_of_a_distribution_is_named_and_the_others_go_on(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, why: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    distribution(tmp_path / "site", "acme-tools", f"[{OTHERS}]\nacme = {value}\n")
+    (tmp_path / "site" / "exits_at_import.py").write_text("print('noise')\nraise SystemExit(1)\n")
+    listed = run("--help")
+    assert listed.code == 0
+    assert re.search(r"(?m)^  acme +Broken: acme-tools", listed.out)
+    assert "explain" in listed.out
+    assert "noise" not in listed.out
+    result = run("acme", "--any", "thing")
+    assert (result.code, result.out) == (2, "")
+    assert "acme-tools, which brings it, cannot be used" in result.err
+    assert why in result.err
+    assert run("models").code == 0
+
+
+def test_entry_points_that_cannot_be_read_take_no_other_command_away(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    distribution(tmp_path / "site", "broken-metadata", "no section = at all\n")
+    result = run("--help")
+    assert result.code == 0
+    assert "survey" in result.out
+    assert "Not here" not in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-v", "models"), ("models", "-v"), ("rules", "check", "-v"), ("rules", "-v", "check")]
+)
+def test_verbose_is_taken_before_and_behind_a_command(run: Any, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).code == 0
+
+
+def test_verbose_says_what_is_read_and_decided(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("version = 1\n")
+    asked = ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--rules", "mine.toml", "--json")
+    quiet, told = (shell(tmp_path, *asked, *more) for more in ((), ("-v",)))
+    assert quiet.stderr == ""
+    assert told.stdout == quiet.stdout
+    for said in (
+        "rules, --rules: mine.toml: read",
+        "plugin triton",
+        "times: survey of NVIDIA H200",
+        "model: llama-3-8b",
+    ):
+        assert said in told.stderr
+    assert re.search(r"(?m)^decode: TRITON_ATTN by times, \d+ of \d+ backends can run it: 32 query heads", told.stderr)
+
+
+def shell(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own: logging is set up once per process."""
+    code = "from attn_select_cli.main import main; main()"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("explain", "--gpu", "h100"),
+        ("explain", "--gpu", "h100", "--json"),
+        ("matrix", "--gpu", "h100"),
+        ("matrix", "--gpu", "h100", "--json"),
+        ("diff", "--gpu", "h100", "--to", "--block-size 64"),
+        ("diff", "--gpu", "h100", "--to", "--block-size 64", "--json"),
+        ("cache", "--gpu", "h100"),
+        ("flags", "--gpu", "h100", "--engine", "vllm"),
+        ("flags", "--gpu", "h100", "--engine", "vllm", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_warnings_go_to_stderr(run: Any, tmp_path: Path, command: tuple[str, ...]) -> None:
+    rules = tmp_path / "mine.toml"
+    rules.write_text('version = 1\n[[rules]]\nname = "mine"\nprefer = ["NO_SUCH"]\n')
+    result = run(*command, "--model", "gemma-3-27b", "--rules", str(rules))
+    assert f"warning: {rules}:2: rule 'mine': unknown backend 'NO_SUCH'" in result.err
+    assert "warning: " not in result.out
+    if "--json" in command:
+        assert isinstance(result.json, dict)
+
+
+def test_of_several_models_a_warning_names_its_own(run: Any) -> None:
+    result = run("explain", "--model", "gemma-3-27b", "--model", "llama-3-8b", "--gpu", "h100")
+    assert "warning: gemma-3-27b: image tokens attend to each other" in result.err
+    assert "warning: image tokens" in run("explain", "--model", "gemma-3-27b", "--gpu", "h100").err
+
+
+def test_plugins_that_are_not_installed_are_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.metadata.entry_points
+
+    def entry_points(**given: str) -> Any:
+        return [each for each in found(**given) if given["group"] != "attn_select" or each.name == "torch"]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    asked = ("explain", "--model", "llama-3-8b", "--gpu", "h100")
+    result = run(*asked)
+    (line,) = [line for line in result.out.splitlines() if line.startswith("Plugins ")]
+    assert "attn-select-torch; 6 more would bring 15 backends" in line
+    assert "pip install" not in result.out
+    assert "TRITON_ATTN" not in result.out
+    assert len(result.out.splitlines()) < 14
+    assert "plugin attn-select-triton is not installed; try pip install" in run(*asked, "--full").out
+    named = run(*asked, "--backend", "TRITON_ATTN")
+    assert named.code == 1
+    assert "plugin attn-select-triton is not installed; try pip install" in named.out

@@ -300,7 +300,7 @@ def test_an_engines_own_kernel_takes_no_place_that_ours_was_measured_for(
 
 def test_engines_choose_kernels_of_states_by_themselves(run: Any, tmp_path: Path) -> None:
     hybrid = run("flags", "--model", "qwen3-next-80b-a3b", "--engine", "vllm", "--gpu", "h200")
-    assert "36 gated_delta_net layers are left out: this command is for attention" in hybrid.out
+    assert "36 gated_delta_net layers are left out: this command is for attention" in hybrid.err
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "mamba2", "num_heads": 8, "head_dim": 64, "hidden_size": 256}))
     alone = run("flags", "--model", str(config), "--engine", "vllm", "--gpu", "h200")

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="running a layer needs torch")
 
 from attn_select.errors import BackendError
 from attn_select.rules.plugins import load_plugins
-from attn_select_cli import serving
+from attn_select_cli import progress, serving
 
 SMALL = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--prompt-tokens", "40", "--decode-steps", "3")
 SHORT = ("--prompt-tokens", "20", "--decode-steps", "2", "--requests", "2")
@@ -238,8 +238,22 @@ def test_too_little_memory_is_no_bug(run: Any, monkeypatch: pytest.MonkeyPatch, 
     assert run("run", *SMALL).code == 3
 
 
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_a_pipe_gets_progress_by_lines_with_an_end_in_sight(
+    run: Any, monkeypatch: pytest.MonkeyPatch, json: tuple[str, ...]
+) -> None:
+    assert "s left" not in run("run", *SMALL, *json).err  # what is soon over is silent
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    result = run("run", *SMALL, *json)
+    lines = [line for line in result.err.splitlines() if "s left" in line]
+    assert len(lines) > 3
+    assert re.fullmatch(r"full_attention: checking \d+ tokens: \d+ %, \d+ s, about \d+ s left", lines[0])
+    assert ": 100 %, " in lines[-1]
+    assert "s left" not in result.out
+
+
 def test_ranks_are_not_run(run: Any) -> None:
     told = "one process runs here, with the whole cache"
-    assert told in run("run", *SMALL, "--dcp", "2").out
+    assert told in run("run", *SMALL, "--dcp", "2").err
     assert any(told in warning for warning in run("run", *SMALL, "--dcp", "2", "--json").json["warnings"])
-    assert told not in run("run", *SMALL).out
+    assert told not in run("run", *SMALL).err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from attn_select.backends.spec import BackendSpec
 from attn_select.backends.spec_check import problems_of
 from attn_select.errors import PluginError, shorten, show
 from attn_select.machine.environment import canonical_distribution, name_and_version
+
+logger = logging.getLogger(__name__)
 
 
 class RulesOfPlugin(Protocol):
@@ -173,6 +176,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_r
             for spec in specs:
                 spec.distribution = f"{distribution} {version}"
                 registered.setdefault(spec.name, []).append((distribution, spec))
+        logger.info("%s: %s", plugin, plugin.error or ", ".join(plugin.backends))
     for name, found in registered.items():
         _settle(registry, name, found)
     return registry

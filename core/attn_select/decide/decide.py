@@ -15,6 +15,7 @@ from attn_select.backends.spec import BackendPlan, BackendSpec, Reason
 from attn_select.decide import gate
 from attn_select.decide.explicit import NOTHING_ASKED, Choice
 from attn_select.decide.outcome import Candidate, Verdict
+from attn_select.decide.runner_up import runners_up
 from attn_select.decide.selection import Selection
 from attn_select.decide.shared_cache import Cache, shared_cache
 from attn_select.decide.situation import Situation
@@ -67,21 +68,23 @@ def decide(
     orders = {phase: in_order(rankings[phase], plans[phase], explicit.get(phase)) for phase in phases}
     chosen, cache = first_choice(config, rankings, orders, plans, explicit, kv_layout)
     by_times: ByTimes | None = None
+
+    def fits(pair: Mapping[Phase, str]) -> bool:
+        return _cache_of(config, pair, plans, kv_layout) is not None
+
     if evidence is not None:
         from attn_select.times.choice import order_by_times  # few devices were surveyed
         from attn_select.times.workload import default_mix
 
         given = {p: phase_order(rankings[p], orders[p], plans[p], chosen[p], explicit.get(p)) for p in phases}
-
-        def fits(pair: Mapping[Phase, str]) -> bool:
-            return _cache_of(config, pair, plans, kv_layout) is not None
-
         batches = default_mix(config) if workload is None else workload
         by_times = order_by_times(config, batches, evidence, given, fits, steps_alike=workload is None)
         if by_times.chosen != chosen:
             chosen = by_times.chosen
             cache = _cache_of(config, chosen, plans, kv_layout)
     layout, block_size = cache or (None, None)
+    candidates = candidates_of(answers, rankings, chosen, by_times)
+    used = None if by_times is None else by_times.used
     return Selection(
         config=config,
         device=situation.device,
@@ -89,7 +92,7 @@ def decide(
         backends={phase: None if name is None else situation.specs[name] for phase, name in chosen.items()},
         block_size=block_size,
         kv_layout=layout,
-        candidates=candidates_of(answers, rankings, chosen, by_times),
+        candidates=candidates,
         rules=rules_of(rankings),
         explicit=explicit,
         warnings=(
@@ -100,7 +103,8 @@ def decide(
         ),
         options=situation.options,
         workload=workload,
-        evidence=None if by_times is None else by_times.used,
+        evidence=used,
+        runners_up=runners_up(candidates, rankings, explicit, used, fits),
     )
 
 

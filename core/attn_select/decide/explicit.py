@@ -64,10 +64,11 @@ def parse_choice(
         texts = [backend] if isinstance(backend, str) or not isinstance(backend, Sequence) else backend
         items = [_split(text) for text in texts]
     chosen: dict[str, str] = {}
-    for phase, name in items:
+    for written, name in items:
+        phase = written.strip().lower()
         if phase and phase not in PHASES:
             raise UnknownNameError(
-                "phase", phase, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}"
+                "phase", written, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}"
             )
         spelled = name.strip().upper().replace("-", "_")
         if spelled not in known:

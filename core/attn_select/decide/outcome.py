@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from attn_select.times.workload import Workload
 
 VerdictName = Literal["selected", "valid", "rejected"]
+LostBy = Literal["name", "times", "untimed", "rule", "unverified", "rank", "cache", "phases", "pair"]
+"""What decided against a backend that could run:
+
+- ``name``: the other one is asked for by name,
+- ``times``: it is predicted to take longer; ``untimed``: nobody timed it on such layers, and times order the others,
+- ``rule``: the order of a rule; ``rank``: the order in which backends stand where no rule names either of the two,
+- ``unverified``: no source proves its plan, and the other one's is proved,
+- although it stands before the chosen one, ``cache``: it shares no cache with the other phase's backend, ``phases``: a
+  backend that serves both phases comes first, ``pair``: both phases together are predicted to take less with the other.
+"""
 
 
 @dataclass(slots=True)
@@ -61,6 +71,25 @@ class Candidate:
         return Candidate(self.backend, {**self.phases, phase: replace(self.phases[phase], **changes)})
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The first other backend that could run a phase.
+
+    Attributes:
+        backend: its name.
+        lost_by: what decided against it.
+        rule: the rule where one did, else None.
+    """
+
+    backend: str
+    lost_by: LostBy
+    rule: Rule | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; ``docs/json.md`` documents it."""
+        return {"backend": self.backend, "lost_by": self.lost_by, "rule": None if self.rule is None else self.rule.name}
+
+
 @dataclass(slots=True)
 class Outcome(Generic[ConfigT]):
     """The decision for one attention layer: what runs, how, and why nothing else does.
@@ -81,6 +110,7 @@ class Outcome(Generic[ConfigT]):
         options: the ``[backends.NAME]`` table of every registered backend.
         workload: the batches that it was decided for, or None.
         evidence: what was taken from measured times; None without a workload.
+        runners_up: per phase the first other backend that could run it, where there is one.
     """
 
     config: ConfigT
@@ -96,6 +126,7 @@ class Outcome(Generic[ConfigT]):
     options: Mapping[str, BackendOptions]
     workload: Workload | None = None
     evidence: EvidenceUsed | None = None
+    runners_up: Mapping[Phase, RunnerUp] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

@@ -82,6 +82,7 @@ class Selection(Outcome[ConfigT]):
             "evidence": self.evidence.to_dict() if self.evidence is not None else None,
             "plan": self._plan_dict(),
             "candidates": [_candidate_dict(candidate) for candidate in self.candidates],
+            "runners_up": {phase: found.to_dict() for phase, found in self.runners_up.items()},
             "rules": [
                 {
                     "name": rule.name,

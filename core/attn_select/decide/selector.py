@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from attn_select.decide.config_text import config_text
 from attn_select.decide.decide import decide
 from attn_select.decide.explicit import parse_choice
 from attn_select.decide.selection import Selection
@@ -27,6 +29,8 @@ from attn_select.rules.plugins import fragments_of, load_plugins
 if TYPE_CHECKING:
     from attn_select.times.evidence import Evidence
     from attn_select.times.workload import Workload, WorkloadArgument
+
+logger = logging.getLogger(__name__)
 
 RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
@@ -97,6 +101,7 @@ def select(
     choice = parse_choice(backend, situation.names, situation.registry.failed)
     batches, evidence = _workload(workload), _evidence_for(times, host_time, situation)
     selection = decide(situation, config, choice, workload=batches, evidence=evidence)
+    _log(selection)
     if len(_recent) >= _MOST_RECENT:
         _recent.clear()
     # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
@@ -140,7 +145,22 @@ def select_model(
         asked = choice.among(situation.candidates(config)) if both else choice
         return decide(situation, config, asked, kv_layout, batches, evidence)
 
-    return agree_on_pool(configs, decide_one)
+    selections = agree_on_pool(configs, decide_one)
+    for selection in selections:
+        _log(selection)
+    return selections
+
+
+def _log(selection: Selection[Any]) -> None:
+    """Log what was decided, at level INFO."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    for phase, name in selection.selected.items():
+        verdicts = [candidate.phases[phase].verdict for candidate in selection.candidates]
+        able = f"{len(verdicts) - verdicts.count('rejected')} of {len(verdicts)} backends can run it"
+        used = selection.evidence
+        by = "times" if used is not None and used.phases[phase].by_times else "rules"
+        logger.info("%s: %s by %s, %s: %s", phase, name or "none", by, able, config_text(selection.config))
 
 
 def situation_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Situation:
@@ -163,6 +183,9 @@ def situation_for(device: Device | str | None, rules: RulesArgument, environment
 
 @functools.lru_cache(maxsize=128)
 def _situation(device: Device, rules: tuple[str, ...], environment: Environment) -> Situation:
+    libraries = "all libraries assumed" if environment.assume_installed else "libraries of this machine"
+    given = [f"{name}={value}" for name, value in {**environment.pins, **environment.variables}.items()]
+    logger.info("device: %s", ", ".join([device.full_name or device.name, libraries, *given]))
     return situation_of(load_plugins(), _rules(rules), device, environment)
 
 
@@ -231,7 +254,13 @@ def _evidence_for(times: TimesArgument, host_time: bool, situation: Situation) -
 def _evidence(device: Device, environment: Environment, path: str | None, host_time: bool) -> Evidence | None:
     from attn_select.times.evidence import load_evidence  # few devices were surveyed
 
-    return load_evidence(device, environment, load_plugins().specs, None if path is None else Path(path), host_time)
+    found = load_evidence(device, environment, load_plugins().specs, None if path is None else Path(path), host_time)
+    if found is None:
+        logger.info("times: no survey of %s", device.full_name or device.name)
+    else:
+        of = found.survey
+        logger.info("times: survey of %s (%s), %s workloads, %s", of.gpu, of.source, of.workloads, of.date)
+    return found
 
 
 def _is_immutable(argument: RulesArgument | BackendArgument) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attn_select.backends import distributions
 from attn_select.backends.spec import BackendPlan, Reason
 from attn_select.decide.config_text import condition_text, config_text
-from attn_select.decide.outcome import Candidate, Outcome, Verdict
+from attn_select.decide.outcome import Candidate, Outcome, RunnerUp, Verdict
 from attn_select.errors import printable
 from attn_select.layer.config import Phase
 from attn_select.machine.device import Device
@@ -44,7 +44,16 @@ _WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported
 """Codes of reasons that hold for every layer of this kind, whatever else it asks for."""
 _OTHER_KIND = _WRONG_KIND[:-1]
 """Those of them that hold in every phase."""
+_NEED_GPU = "need a GPU"
 _NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
+
+_LOST = {
+    "name": "by name",
+    "rank": "by rank: no rule names either",
+    "untimed": "by times: it was not timed on such layers",
+    "phases": "by serving both phases",
+}
+"""Why a runner-up lost, where that needs no more words."""
 
 NAN_TAIL_WARNING = "a NaN in the unused tail of a block reaches the result; clear blocks before they are handed out"
 """Of a plan that is not ``nan_tail_safe``."""
@@ -122,10 +131,16 @@ def layer_lines(
 
 
 def brief_lines(selection: Outcome[Any], kind: str | None = None, count: int | None = None) -> list[Line]:
-    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules."""
+    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules.
+
+    Backends for other kinds of layers are counted. Those without their plugin are left out: ``plugin_lines`` has them.
+    """
     lines: dict[str, Line] = {}
     folded: dict[str, list[str]] = {}
     for candidate in selection.candidates:
+        named = candidate.backend in selection.explicit.values()
+        if _missing_plugins(candidate) and not named:
+            continue
         rejected = {phase: v for phase, v in candidate.phases.items() if v.verdict == "rejected"}
         # What speaks against a phase that the backend does serve says more than that it does not serve the other.
         served = {p: v for p, v in rejected.items() if [r.code for r in v.reasons] != ["phase-not-served"]}
@@ -134,13 +149,16 @@ def brief_lines(selection: Outcome[Any], kind: str | None = None, count: int | N
             continue
         everywhere = len(rejected) == len(candidate.phases)
         standing = {_standing(verdict, selection.device) for verdict in told.values()}
-        if everywhere and len(standing) == 1 and candidate.backend not in selection.explicit.values():
-            folded.setdefault(standing.pop() or "", []).append(candidate.backend)
+        why = standing.pop() if everywhere and len(standing) == 1 and not named else None
+        if why is not None:
+            folded.setdefault("need a GPU" if why == _NEED_GPU else "serve other layers", []).append(candidate.backend)
         lines[candidate.backend] = _brief_line(candidate.backend, told, everywhere, selection.device)
-    for why, names in folded.items():
-        if why and len(names) > 1:
-            lines = {backend: line for backend, line in lines.items() if backend not in names}
-            lines[why] = [(f"{len(names)} others {why}: {', '.join(names)}", "")]
+    several = {why: names for why, names in folded.items() if len(names) > 1}
+    for names in several.values():
+        lines = {backend: line for backend, line in lines.items() if backend not in names}
+    if several:
+        counts = ", ".join([f"{len(names)} others {why}" for why, names in several.items()])
+        lines[""] = [(counts, ""), (" (--full names them)", "dim")]
     margins = [("  rejected".ljust(_MARGIN), "rejected"), *[(" " * _MARGIN, "")] * len(lines)]
     rejected_lines = [[margin, HANG, *line] for margin, line in zip(margins, lines.values(), strict=False)]
     own = [rule for rule in selection.rules if rule.layer > PACKAGED]
@@ -210,7 +228,47 @@ def plan_lines(
         lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
     if selection.evidence is not None or not selection.device.is_cpu:
         lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
+    return lines + (_runner_up_lines(selection) if runs else [])
+
+
+def _runner_up_lines(selection: Outcome[Any]) -> list[Line]:
+    """Say what the chosen backends were put before, and by what; in one line where it is the same in all phases."""
+    said: dict[tuple[str, str], list[Phase]] = {}
+    for phase, found in selection.runners_up.items():
+        said.setdefault((found.backend, _why_behind(selection, phase, found)), []).append(phase)
+    lines: list[Line] = []
+    for (name, why), phases in said.items():
+        where = "" if len(phases) == len(selection.backends) else f" in {phases[0]}"
+        margin = ("" if lines else "  before").ljust(_MARGIN)
+        lines.append([(margin, ""), HANG, (f"{name}{where}", ""), (why, "")])
     return lines
+
+
+def _why_behind(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
+    """Return why a runner-up lost, to follow its name."""
+    verdict = _verdict(selection, found.backend, phase)
+    if found.lost_by == "rule" and found.rule is not None:
+        return f" by rule {found.rule.name}{f': {found.rule.because}' if found.rule.because else ''}"
+    if found.lost_by == "unverified" and verdict.plan is not None:
+        return f", which is unverified: {'; '.join(verdict.plan.unverified)}"
+    if found.lost_by == "cache":
+        other = next((name for p, name in selection.selected.items() if p != phase and name is not None), "")
+        return f", which shares no cache with {other}"
+    if found.lost_by == "times":
+        return f" by times: it would take {_behind(verdict)}"
+    if found.lost_by == "pair":
+        return f" by times: it would take {_behind(verdict)}, and prefill and decode together would take longer"
+    return f" {_LOST[found.lost_by]}"
+
+
+def _behind(verdict: Verdict) -> str:
+    """Return a predicted ratio with what was measured nearby."""
+    timing, parts = verdict.timing, ["predicted"]
+    if timing is not None and timing.near is not None:
+        parts.append(f"{timing.near:.2f} {_near_text(timing.near_count)}")
+    if timing is not None and timing.stale:
+        parts.append("stale")
+    return f"{verdict.behind or 0.0:.2f} times as long ({', '.join(parts)})"
 
 
 def _rank_lines(selection: Outcome[Any]) -> list[tuple[str, str]]:
@@ -281,8 +339,7 @@ def _nearby(verdict: Verdict) -> str:
     assert timing is not None
     parts = []
     if timing.near is not None and verdict.verdict != "selected":
-        near = "nearest measured layer" if timing.near_count == 1 else f"{timing.near_count} nearest measured layers"
-        parts.append(f"took {timing.near:.2f} times as long in the {near}")
+        parts.append(f"took {timing.near:.2f} times as long {_near_text(timing.near_count)}")
     if timing.host_us:
         parts.append(f"{us_text(timing.host_us)} of it host time for each new shape")
     if timing.first_call_s is not None:
@@ -290,6 +347,10 @@ def _nearby(verdict: Verdict) -> str:
     if timing.workspace_bytes:
         parts.append(f"workspace {byte_text(round(timing.workspace_bytes))}")
     return ", ".join(parts)
+
+
+def _near_text(count: int) -> str:
+    return f"in the {'nearest measured layer' if count == 1 else f'{count} nearest measured layers'}"
 
 
 def _percent(share: float) -> str:
@@ -381,7 +442,7 @@ def _standing(verdict: Verdict, device: Device) -> str | None:
         if reason.code in _WRONG_KIND:
             return reason.message.replace("serves", "serve", 1)
     if device.is_cpu and any(reason.code == "compute-capability" for reason in verdict.reasons):
-        return "need a GPU"
+        return _NEED_GPU
     return None
 
 
@@ -509,10 +570,29 @@ def _unranked_lines(selection: Outcome[Any]) -> list[Line]:
     return []
 
 
-def note_lines(selections: Iterable[Outcome[Any]]) -> list[Line]:
-    """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
-    reasons = (r for s in selections for c in s.candidates for v in c.phases.values() for r in v.reasons)
-    missing = {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}
+def _missing_plugins(candidate: Candidate) -> set[str]:
+    """Return the plugin that a backend waits for, or nothing."""
+    reasons = [reason for verdict in candidate.phases.values() for reason in verdict.reasons]
+    return {str(reason.supported) for reason in reasons if reason.code == "plugin-not-installed"}
+
+
+def plugin_lines(selections: Iterable[Outcome[Any]], installed: Sequence[str]) -> list[Line]:
+    """Say in one line which backends are left out, as their plugins are not installed; ``installed`` plugins are."""
+    waiting = {c.backend: plugins for s in selections for c in s.candidates if (plugins := _missing_plugins(c))}
+    if not waiting:
+        return []
+    missing = {plugin for plugins in waiting.values() for plugin in plugins}
+    text = f"{', '.join(installed) or 'none'}; {len(missing)} more would bring {len(waiting)} backends "
+    return [[("Plugins    ", "dim"), HANG, (text, ""), ("(`attn-select backends` says how)", "dim")]]
+
+
+def note_lines(selections: Iterable[Outcome[Any]], full: bool = True) -> list[Line]:
+    """Say where plugins come from, if an install command for one is shown and no clone is at hand.
+
+    Not ``full`` shows them of the backends alone that are asked for by name.
+    """
+    shown = (c for s in selections for c in s.candidates if full or c.backend in s.explicit.values())
+    missing = {plugin for candidate in shown for plugin in _missing_plugins(candidate)}
     if all(distributions.folder_in_clone(distribution) for distribution in missing):
         return []
     return [[], [("note: ", "warning"), HANG, (distributions.NOT_ON_AN_INDEX, "")]]

@@ -82,6 +82,23 @@ _ARCHITECTURES = {
 }
 """Every compute capability of CUDA GPUs from 5.0 up: the targets of LLVM's NVPTX back end, and ``sm_107``."""
 
+_NOT_LISTED = tuple(
+    (re.compile(pattern), capabilities)
+    for pattern, capabilities in (
+        (r"p100.*", ("6.0",)),
+        (r"(p4|p6|p40|quadrop\d+|(gtx)?10[1-8]0(ti|super)?|titanxp?)", ("6.1",)),
+        (r"(m10|m40|m60|(gtx)?9[5-8]0(ti)?)", ("5.2",)),
+        (r"(vera)?rubin(nvl\d+)?|v?r[12]00(nvl\d+)?", ("10.7",)),
+    )
+)
+"""GPUs that the data file has no figures of: older ones, as NVIDIA's list of legacy GPUs has them
+(https://developer.nvidia.com/cuda-legacy-gpus), and Rubin's names."""
+_OF_OTHERS = re.compile(
+    r"(amd|gfx|mi\d|instinct|radeon|rx[5-9]\d|intel|gaudi|arc[ab]\d|xpu|tpu|trainium|inferentia|ascend|"
+    r"apple|mps|metal|m[1-9](pro|max|ultra)|m[1-5]$)"
+)
+_THIS_MACHINES = re.compile(r"(cuda|gpu)(:?\d+)?")
+
 _SEPARATORS = {ord(c): None for c in " \t\r\n\f\v-_\N{NO-BREAK SPACE}"}
 _CAPABILITY = re.compile(r"sm[ _-]?(\d{1,2})(\d)[af]?|(\d{1,2})\.(\d)[af]?", re.ASCII)
 
@@ -153,14 +170,30 @@ def lookup(name: str) -> Device:
     if match := _CAPABILITY.fullmatch(text.casefold()):
         major, minor = (int(group) for group in match.groups() if group is not None)
         return _any_gpu(name, major, minor)
-    near = _nearest_names(text)
     listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
-    hint = f"did you mean {' or '.join(near)}? {listing}" if near else listing
-    if re.match(r"(amd|gfx|mi\d|instinct|intel|gaudi|tpu)", text.casefold()):
-        hint = f"only NVIDIA GPUs and the CPU are covered; {listing}"
+    near: list[str] = []
+    if _OF_OTHERS.match(_fold(text)):
+        hint = f"only NVIDIA GPUs and the CPU (--gpu cpu) are covered; {listing}"
+    elif _THIS_MACHINES.fullmatch(_fold(text)):
+        hint = f"auto is this machine's; {listing}"
+    elif capabilities := _capabilities_of(text):
+        names = " or ".join(f"sm{capability.replace('.', '')}" for capability in capabilities)
+        hint = f"write its compute capability, {names}: no figures of it are known; `attn-select gpus` lists all others"
+    else:
+        near = _nearest_names(text)
+        hint = f"did you mean {' or '.join(near)}? {listing}" if near else listing
     error = UnknownNameError("gpu", name, [*known_gpus(), "cpu", "auto"], hint=hint)
     error.nearest = near
     raise error
+
+
+def _capabilities_of(name: str) -> tuple[str, ...]:
+    """Return the compute capabilities of an architecture, or of GPUs that the data file lacks; () for other names."""
+    folded = _fold(name)
+    for architecture, capabilities in _ARCHITECTURES.items():
+        if folded == architecture.casefold():
+            return capabilities
+    return next((capabilities for pattern, capabilities in _NOT_LISTED if pattern.fullmatch(folded)), ())
 
 
 def _any_gpu(name: str, major: int, minor: int) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from attn_select.machine import variables
 from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, read_document, read_file
 from attn_select.rules.fragments import Fragment
 from attn_select.rules.rule import PACKAGED, Rule
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "selector_rules.toml"
 WORKING_DIRECTORY = "working directory"
@@ -153,6 +156,8 @@ def read_rules(
             layer = PACKAGED + index
             documents.append((layer, read_document(content, str(layers[index].path), layer, problems)))
     rule_set = RuleSet(layers=[*map(_fragment_layer, fragments), *layers], foreign=_foreign(layers))
+    for each in rule_set.layers:
+        logger.info("rules, %s: %s: %s", each.kind, each.path, each.state)
     by_name: dict[str, list[Rule]] = {}
     for layer, document in documents:
         plugin = fragments[layer - PACKAGED].plugin if layer < PACKAGED else None

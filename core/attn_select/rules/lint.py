@@ -210,6 +210,44 @@ def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
     return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
 
 
+def beaten_by_denials(rules: RuleSet) -> list[Problem]:
+    """Return a problem for every user's rule that names a backend which another rule denies in all its cases.
+
+    A denial counts whatever prefers the backend, in whichever file.
+    """
+    problems: list[Problem] = []
+    denials = [rule for rule in rules.rules if rule.effect == "deny"]
+    for rule in [rule for rule in rules.rules if rule.layer > PACKAGED]:
+        for name in rule.backends:
+            others = denials[: denials.index(rule)] if rule.effect == "deny" else denials
+            above = next((each for each in others if name in each.backends and _covers(each, rule)), None)
+            if above is not None:
+                text = f"rule {rule.name!r} has no effect on {name}: rule {above.name!r} ({above.origin}) denies it"
+                problems.append((rule.file, rule.line, text))
+    return problems
+
+
+def same_denial(rules: RuleSet, rule: Rule) -> Rule | None:
+    """Return the rule of another name that denies the same backends in the same cases, None where there is none."""
+    return next(
+        (
+            each
+            for each in rules.rules
+            if each.effect == rule.effect == "deny"
+            and each.name != rule.name
+            and set(each.backends) == set(rule.backends)
+            and _covers(each, rule)
+            and _covers(rule, each)
+        ),
+        None,
+    )
+
+
+def _covers(wide: Rule, narrow: Rule) -> bool:
+    """Whether a rule holds wherever another one does."""
+    return wide.phase in (None, narrow.phase) and implies(narrow.when, wide.when)
+
+
 def once_exclusive(rules: RuleSet) -> list[Problem]:
     """Return a problem for every priority of a user that does not say what becomes of the backends it leaves out.
 
@@ -235,5 +273,5 @@ def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     unknown = unknown_libraries(rules.rules, registry.specs)
     named = {(file, line) for file, line, _ in unknown}
     absent = [each for each in versions_not_here(rules.rules, registry.specs) if each[:2] not in named]
-    problems += [*unknown, *absent, *unreachable(rules), *once_exclusive(rules)]
+    problems += [*unknown, *absent, *unreachable(rules), *beaten_by_denials(rules), *once_exclusive(rules)]
     return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
@@ -28,6 +28,7 @@ class Ranking:
         denied: backend name → the rule that denies it.
         rules: the rules that made the order, as they were applied.
         evidence: the last rule that keeps times out, or None.
+        behind: the unproved backends that stand behind all others in ``default``.
     """
 
     default: list[str]
@@ -36,6 +37,7 @@ class Ranking:
     denied: dict[str, Rule]
     rules: list[Rule]
     evidence: Rule | None
+    behind: tuple[str, ...] = ()
 
     @property
     def order(self) -> list[str]:
@@ -71,7 +73,21 @@ class Ranking:
         if self.by_user:
             return self
         proved = [name for name in self.default if name not in unverified]
-        return replace(self, default=[*proved, *[name for name in self.default if name in unverified]])
+        behind = tuple([name for name in self.default if name in unverified])
+        return replace(self, default=[*proved, *behind], behind=behind)
+
+    def put_before(self, first: str, second: str) -> tuple[Literal["rule", "unverified", "rank"], Rule | None]:
+        """Say what put one backend before another: the last step of the order that names either of the two."""
+        packaged = [rule for rule in self.rules if rule not in self.users and rule.effect in ("prefer", "avoid")]
+
+        def last(rules: Sequence[Rule]) -> Rule | None:
+            return next((rule for rule in reversed(rules) if {first, second} & {*rule.backends}), None)
+
+        rule = last(self.users)
+        if rule is None and second in self.behind and first not in self.behind:
+            return "unverified", None
+        rule = rule or last(packaged) or last([] if self.priority is None else [self.priority])
+        return ("rank", None) if rule is None else ("rule", rule)
 
 
 class Ranker:

@@ -15,41 +15,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from attn_select import __version__
-from attn_select.backends.distributions import known_backends
 from attn_select.decide.config_text import config_text
-from attn_select.decide.text import NAN_TAIL_WARNING, us_text
+from attn_select.decide.text import NAN_TAIL_WARNING, byte_text, us_text
 from attn_select.layer.layer_config import layer_of
-from attn_select_measure.charts import COLOURS
+from attn_select_measure.charts import COLOURS, SIGNS
 from attn_select_measure.report_page.predicted import Chart, ChartGroup
 
 MARK = "attn-select report"
 """In the first lines of every report, so that a file can be told to be one."""
 _CUT = "\x00"
-MARKS = "●▲■◆▼✚★✖"
-"""Of families of backends, so that colour is not all that tells them apart; as many as there are colours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Backends that one distribution brings.
-
-    Attributes:
-        name: the distribution's, without ``attn-select-``.
-        index: of its colour.
-        mark: before the names of its backends.
-    """
-
-    name: str
-    index: int
-    mark: str
-
-
-def families(backends: Sequence[str]) -> dict[str, Family]:
-    """Return the family of each backend, coloured in the order of the packaged rules; others are one family."""
-    brought = known_backends()
-    names = [*dict.fromkeys(brought.values()), "other"]
-    of = {name: Family(name.removeprefix("attn-select-"), i, MARKS[i % len(MARKS)]) for i, name in enumerate(names)}
-    return {backend: of[brought.get(backend, "other")] for backend in backends if backend != "none"}
 
 
 @dataclass(slots=True)
@@ -79,20 +53,21 @@ class Page:
         cells: of the matrix.
         explanations: what each key of a cell opens: a document of ``attn-select explain --json``.
         timed: charts of predicted times.
-        notes: sentences below.
+        notes: why there are no charts of some layers or GPUs, sentences.
+        looks: index of each backend's colour and sign.
     """
 
     cells: Sequence[Cell]
     explanations: Mapping[str, Mapping[str, Any]]
     timed: Sequence[ChartGroup]
     notes: Sequence[str]
+    looks: Mapping[str, int]
 
     def html(self) -> str:
         """Return the page as text."""
         templates = _templates()
         page = templates.get_template("page.html.j2")
         backends = sorted({name for cell in self.cells for name in cell.names})
-        family_of = families(backends)
         return page.render(
             mark=MARK,
             version=__version__,
@@ -103,8 +78,8 @@ class Page:
             script=Markup(_text("report.js")),
             gpus=list(dict.fromkeys(cell.gpu for cell in self.cells)),
             backends=backends,
-            family_of=family_of,
-            legend=sorted(set(family_of.values()), key=lambda family: family.index),
+            looks=self.looks,
+            signs=[Markup(shape) for shape in SIGNS.values()],
             matrix=self._rows(),
             timed=[{**asdict(group), "charts": [_chart(chart) for chart in group.charts]} for group in self.timed],
             notes=self.notes,
@@ -146,6 +121,7 @@ def _templates() -> Environment:
     templates.globals.update(
         cut=_CUT,
         us=us_text,
+        in_bytes=byte_text,
         nan_tail_warning=NAN_TAIL_WARNING,
         asked=lambda layer: config_text(layer_of(layer["config"])),
         ranked=_ranked,

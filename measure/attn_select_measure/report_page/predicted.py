@@ -5,7 +5,7 @@ Decodes are drawn over how many requests there are and over how long they are, p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,28 +91,36 @@ class Layer:
         return tuple(timed_fields(self.selection.config).items()), self.device.name
 
 
-def chart_groups(layers: Iterable[Layer]) -> list[ChartGroup]:
-    """Return the charts of each layer and GPU; layers whose times are alike share a group."""
+def chart_groups(layers: Sequence[Layer], looks: Mapping[str, int], done: Callable[[], None]) -> list[ChartGroup]:
+    """Return the charts of each layer and GPU, none where nothing is known; layers whose times are alike share a group.
+
+    Args:
+        layers: what the charts are of.
+        looks: colours and signs of backends.
+        done: called once for each layer.
+    """
     alike: dict[Any, list[Layer]] = {}
     for layer in layers:
         alike.setdefault(layer.key, []).append(layer)
-    found, colours = [], dict[str, int]()
+    found = []
     for number, group in enumerate(alike.values()):
         title = ", ".join(layer.name for layer in group[:3]) + (f" and {len(group) - 3} more" if group[3:] else "")
         first = group[0]
         device, survey, config = first.device, first.survey, first.selection.config
         drawn = [
-            _chart(first, kind, colours, f"c{number}-{index}", f"{title}, {device.name}")
+            _chart(first, kind, looks, f"c{number}-{index}", f"{title}, {device.name}")
             for index, kind in enumerate(KINDS)
             if kind.phase in config.phases
         ]
-        if charts := [chart for chart in drawn if chart is not None]:
-            told = f"Predicted by a survey of {survey.gpu}: {survey.workloads} workloads, {survey.date}."
-            found.append(ChartGroup(title, device.name, config_text(config), told, charts))
+        charts = [chart for chart in drawn if chart is not None]
+        told = f"Predicted by a survey of {survey.gpu}: {survey.workloads} workloads, {survey.date[:10]}."
+        found.append(ChartGroup(title, device.name, config_text(config), told, charts))
+        for _ in group:
+            done()
     return found
 
 
-def _chart(one: Layer, kind: Kind, colours: dict[str, int], name: str, layer: str) -> Chart | None:
+def _chart(one: Layer, kind: Kind, looks: Mapping[str, int], name: str, layer: str) -> Chart | None:
     """Return one chart; None where the survey has times of no valid backend."""
     config = one.selection.config
     batches = {x: kind.batch(x, config) for x in kind.xs}
@@ -121,9 +129,7 @@ def _chart(one: Layer, kind: Kind, colours: dict[str, int], name: str, layer: st
     shown = [backend for backend in valid if all(backend in known for known in times.values())]
     if not shown:
         return None
-    series = [
-        Line(each, [(x, times[x][each]) for x in kind.xs], colours.setdefault(each, len(colours))) for each in shown
-    ]
+    series = [Line(each, [(x, times[x][each]) for x in kind.xs], looks[each]) for each in shown]
     floors = {x: roofline_us(config, batch, one.device) for x, batch in batches.items()}
     if least := [(x, floor) for x, floor in floors.items() if floor is not None]:
         series.append(Line("roofline", least, None))

@@ -81,11 +81,13 @@ class LayerKinds:
         kinds: the layers.
         warnings: what should be known of them.
         type_known: whether the tables know the model type; else it was read as a Llama-like decoder.
+        unused: the overrides that no layer has, which a warning names too.
     """
 
     kinds: tuple[LayerKind, ...]
     warnings: tuple[str, ...]
     type_known: bool = True
+    unused: tuple[str, ...] = ()
 
     @property
     def configs(self) -> list[LayerConfig]:
@@ -248,14 +250,20 @@ def layer_kinds(
         type_known = fields.family.known
         pooling = all(isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers)
         compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
-    rows, more = build(
+    rows, unused = build(
         reading.layers, where=where, tensor_parallel_size=tensor_parallel_size, dtype=compute, overrides=given
     )
     if "mm_prefix" not in given and any(
         isinstance(config, AttentionConfig) and config.mm_prefix for _, _, config in rows
     ):
         notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
-    return LayerKinds(tuple(LayerKind(*row) for row in rows), (*reading.notes, *notes, *more), type_known)
+    if unused:
+        lacking = "the layer has no such field"
+        if where is not None:
+            lacking = f"no layer of {where} has {'it' if len(unused) == 1 else 'them'}"
+        notes.append(f"{', '.join(unused)}: no effect, {lacking}")
+    kinds = tuple(LayerKind(*row) for row in rows)
+    return LayerKinds(kinds, (*reading.notes, *notes), type_known, tuple(unused))
 
 
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:

@@ -42,7 +42,7 @@ def build(
     dtype: Any,
     overrides: Mapping[str, Any],
 ) -> tuple[list[tuple[str, int, AttentionConfig | StateConfig]], list[str]]:
-    """Return ``(kind, count, config)`` of every distinct layer, and what should be said about the flags.
+    """Return ``(kind, count, config)`` of every distinct layer, and the overrides that no layer has.
 
     ``where`` names the model in errors; None where flags alone describe the layer. Overrides are ``AttentionConfig``
     fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
@@ -75,12 +75,7 @@ def build(
         config = AttentionConfig(**values)
         rows[kind_of(config), config] += count
     unused = [field for field in overrides if field not in used and field != "dtype"]
-    notes = []
-    if unused:
-        it = "it" if len(unused) == 1 else "them"
-        lacking = "the layer has no such field" if where is None else f"no layer of {where} has {it}"
-        notes.append(f"{', '.join(unused)}: no effect, {lacking}")
-    return [(kind, count, config) for (kind, config), count in rows.items()], notes
+    return [(kind, count, config) for (kind, config), count in rows.items()], unused
 
 
 def kind_of(config: AttentionConfig) -> str:

@@ -1,0 +1,100 @@
+"""Options: values in any case, options without effect, and hints for values that are nearly right."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LLAMA = ("--model", "llama-3-8b", "--gpu", "h100")
+KDA = ("--recurrence", "kda", "--num-heads", "8", "--head-size", "128", "--gpu", "h100")
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        (("--cuda-graph", "always"), "cuda_graph", "ALWAYS"),
+        (("--cuda-graph", "uniform-batch"), "cuda_graph", "UNIFORM_BATCH"),
+        (("--attn-type", "Decoder"), "attn_type", "decoder"),
+        (("--dtype", "BFloat16"), "dtype", "bfloat16"),
+        (("--kv-cache-dtype", "FP8_E4M3"), "kv_cache_dtype", "fp8_e4m3"),
+        (("--kv-cache-dtype", "FP8"), "kv_cache_dtype", "fp8_e4m3"),
+        (("--output-quantization", "FP8"), "output_quantization", "fp8"),
+        (("--tp", "2"), "num_heads", 16),
+    ],
+)
+def test_values_are_taken_in_any_case(run: Any, options: tuple[str, ...], field: str, value: Any) -> None:
+    result = run("explain", *LLAMA, *options, "--json")
+    assert result.json["layers"][0]["config"][field] == value
+
+
+def test_names_of_phases_engines_forms_and_recurrences_are_taken_in_any_case(run: Any) -> None:
+    chosen = run("explain", *LLAMA, "--backend", "Decode=flash-attn", "--json").json["layers"][0]
+    assert chosen["selected"]["decode"] == "FLASH_ATTN"
+    assert run("flags", *LLAMA, "--engine", "vLLM").code == 0
+    assert run("matrix", *LLAMA, "--format", "Markdown").out.startswith("| model")
+    assert run("explain", "--recurrence", "KDA", *KDA[2:], "--json").json["layers"][0]["kind"] == "kda"
+    assert run("rules", "prefer", "FLASH_ATTN", "--phase", "DECODE", "--model", "llama-3-8b", "--json").code == 1
+    wrong = run("explain", *LLAMA, "--cuda-graph", "sometimes")
+    assert (wrong.code, "cuda_graph = 'sometimes'" in wrong.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"),
+    [
+        ((*LLAMA, "--recurrence", "kda"), "--recurrence"),
+        ((*LLAMA, "--num-v-heads", "8"), "--num-v-heads"),
+        ((*KDA, "--sliding-window", "128"), "--sliding-window"),
+        ((*KDA, "--block-size", "16"), "--block-size"),
+        ((*KDA, "--dcp", "2"), "--dcp"),
+        ((*KDA, "--mla"), "--mla"),
+        (("--model", "bert-base", "--gpu", "h100", "--block-size", "16"), "--block-size"),
+        (("--model", "bert-base", "--model", "modernbert-base", "--gpu", "h100", "--dcp", "2"), "--dcp"),
+    ],
+)
+def test_an_option_without_effect_is_an_error(run: Any, asked: tuple[str, ...], option: str) -> None:
+    result = run("explain", *asked)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {option}: no effect on ")
+    assert run("explain", *asked, "--json").json["error"]["code"] == "invalid-config"
+
+
+def test_of_several_models_an_option_may_be_for_some(run: Any) -> None:
+    result = run("matrix", "--model", "llama-3-8b", "--model", "bert-base", "--gpu", "h100", "--block-size", "32")
+    assert result.code == 0
+    assert "warning: bert-base: block_size: no effect" in result.err
+    hybrid = run("explain", "--model", "qwen3-next-80b-a3b", "--gpu", "h100", "--block-size", "32")
+    assert "no effect" not in hybrid.err
+
+
+@pytest.mark.parametrize(
+    ("command", "to", "write"),
+    [
+        ("diff", "h200", "--to '--gpu h200'"),
+        ("diff", "sm90", "--to '--gpu sm90'"),
+        ("diff", "llama-2-7b", "--to '--model llama-2-7b'"),
+        ("cache", "mine.toml", "--to '--rules mine.toml'"),
+    ],
+)
+def test_a_bare_value_of_to_says_which_option_it_wants(run: Any, command: str, to: str, write: str) -> None:
+    result = run(command, *LLAMA, "--to", to)
+    assert (result.code, result.out) == (2, "")
+    assert f"write {write}" in result.err
+
+
+def test_nvfp4_is_not_offered_and_refused_with_a_reason(run: Any) -> None:
+    assert not re.search("nvfp4", run("explain", "--help").out)
+    result = run("explain", "--model", "llama-3-8b", "--gpu", "b200", "--kv-cache-dtype", "NVFP4", "--json")
+    assert result.code == 1
+    reasons = [r for c in result.json["layers"][0]["candidates"] for p in c["phases"].values() for r in p["reasons"]]
+    assert {reason["observed"] for reason in reasons if reason["code"] == "kv-cache-dtype"} == {"nvfp4"}
+
+
+def test_a_layer_of_run_is_named_in_any_case(run: Any, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("run", "--model", str(tmp_path), "--layer", "Full-Attention", "--prompt-tokens", "8", "--json")
+    assert result.code == 0
