@@ -1,13 +1,12 @@
 """Time TRITON_ATTN as a layer runs it: beside the bare kernels and FA3, path against path, and on the host.
 
 Run ``python research/bench_triton_layer.py [--what KINDS] [--rounds N]``; KINDS are
-layers,paths,uneven,streams,cascade,host, or some of them.
+layers,uneven,streams,cascade,host, or some of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,37 +142,6 @@ def layers(rounds: int) -> None:
         show(f"{case.name} ({error:.0e})", runs, rounds)
 
 
-def paths(rounds: int) -> None:
-    """Print the time of each way to run a prefill, as lines of ``measured/times.jsonl``, and which of them is taken."""
-    for fp8 in (False, True):
-        for batch, seq_len, query_len in (
-            *((1, 16896, q) for q in (16, 32, 64, 128, 256, 512, 1024)),
-            *((1, 2048, q) for q in (64, 256, 1024)),
-            *((8, 4096, q) for q in (16, 64, 256)),
-            *((16, q, q) for q in (128, 256, 512)),
-            *((8192 // q, q, q) for q in (1024, 2048, 4096)),
-        ):
-            step = Step(Problem(Case("", batch, seq_len, query_len, fp8=fp8)))
-            builder = step.group.backends[0].builder
-            lens, given = ([query_len] * batch, [seq_len] * batch), {"heads": (32, 8), "gpu": builder._gpu}
-            room = {"room": builder._partials}
-            names = ["pages", "gathered", "split", "gathered_warps" if fp8 else "warps"]
-            if not fp8 and schedule.warp_splits(*lens, **given, **room) > 1:
-                names.append("warps_split")
-            runs = {}
-            for name in names:
-                with constants(prefill_way=lambda *_, name=name, **__: name):
-                    runs["split_fp8" if fp8 and name == "split" else name] = step.run()
-            for run in runs.values():
-                run()
-            torch.cuda.synchronize()
-            us = {name: round(time_, 1) for name, time_ in flushed_times(runs, rounds).items()}
-            way = schedule.prefill_way(builder._ways, *lens, **given, **room, causal=True, window=0)
-            line = {"kind": "ways", "gpu": torch.cuda.get_device_name(), "requests": batch, "query_len": query_len}
-            line |= {"seq_len": seq_len, "heads": [32, 8], **(room if "warps_split" in us else {}), "us": us}
-            print(json.dumps(line), f"taken: {way}", flush=True)
-
-
 def uneven(rounds: int) -> None:
     torch.manual_seed(0)
     batches = {
@@ -253,12 +221,12 @@ def _host_calls(step: Step) -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--what", default="layers,paths,uneven,streams,cascade,host")
+    parser.add_argument("--what", default="layers,uneven,streams,cascade,host")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     known = {
-        "layers": layers, "paths": paths, "uneven": uneven, "streams": streams, "cascade": cascade, "host": host,
+        "layers": layers, "uneven": uneven, "streams": streams, "cascade": cascade, "host": host,
     }  # fmt: skip
     for name in arguments.what.split(","):
         print(f"--- {name}, microseconds")

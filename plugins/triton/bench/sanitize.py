@@ -50,7 +50,7 @@ SELECTED = {  # of a file's tests, those whose names match; the slowest files fi
     "cache": r"reference_writes\[(auto|fp8_e4m3)|narrower|per_head|gather\[",
     "ops": r"quantize_fp8\[(fp80|fp81-dtype1)|division|and_cache\[\{\}|transposed|gathered|"
     r"flatten_(block_table\[|long)|merge_attn_states$",
-    "merge": r"states\[.*-40\]|strided|splits",
+    "merge": r"states\[.*-40\]|strided|shares|pieces",
 }
 PLAIN = ["--padding", "4096", "--require-cuda-init", "no", "--check-exit-code", "no"]
 FAST = [

@@ -204,13 +204,13 @@ def test_the_first_steps_of_a_layer_compile_few_kinds_of_a_kernel(tmp_path: Path
         counts.setdefault(layer, {})[kernel] = int(kinds)
     assert counts == {
         "llama-3-8b": {
-            "decode_kernel": 6, "gather_pages_kernel": 1, "list_pieces_kernel": 1, "merge_rows_kernel": 1,
-            "prefill_hopper_kernel": 2, "prefill_kernel": 2, "reshape_and_cache_kernel": 1,
+            "decode_kernel": 3, "gather_pages_kernel": 1, "list_pieces_kernel": 1, "merge_pieces_kernel": 1,
+            "merge_shares_kernel": 1, "prefill_hopper_kernel": 2, "prefill_kernel": 2, "reshape_and_cache_kernel": 1,
         },
         "deepseek-v3": {
             "concat_and_cache_mla_kernel": 1, "gather_cache_mla_kernel": 1, "list_pieces_kernel": 1,
-            "merge_attn_states_kernel": 1, "merge_splits_kernel": 2, "mla_decode_hopper_kernel": 2,
-            "prefill_hopper_kernel": 2,
+            "merge_attn_states_kernel": 1, "merge_pieces_kernel": 1, "merge_shares_kernel": 1,
+            "mla_decode_hopper_kernel": 2, "prefill_hopper_kernel": 3,
         },
     }  # fmt: skip
 
