@@ -150,7 +150,7 @@ def test_the_cheapest_way_is_taken() -> None:
     copied = {**fp8, "gathered_warps": way_cost("gathered_warps")}
     for query_len in (512, 1024, 2048, 4096):
         assert way(8192 // query_len, query_len, query_len, copied) == "gathered_warps"
-    assert way(1, 16896, 128, copied) == "gathered"
+    assert way(1, 16896, 128, copied) == "split"
     assert [way(1, 16896, q, warps) for q in (16, 32, 64, 128)] == ["split"] * 4
     assert way(1, 2048, 64, warps) == "split"
 

@@ -18,7 +18,7 @@ from attn_select.testing import Problem, lse_error, random_problem, relative_err
 from attn_select_triton.facts.triton_attn import PROGRAMS_PER_SM
 from attn_select_triton.kernels import decode, launch
 from attn_select_triton.kernels.launch import Launch, Terms
-from attn_select_triton.tuning import Gpu
+from attn_select_triton.tuning import Gpu, decode_splits
 
 pytestmark = pytest.mark.long
 
@@ -146,7 +146,8 @@ def test_split_counts_keep_to_the_workspace_and_fill_the_gpu() -> None:
         for programs in (1, 8, 64, 100, 131, 132, 263, 300, 512, 2048):
             used = launch.decode_launch((9, 0), 4, 128, torch.bfloat16, torch.bfloat16, programs / sms)
             for keys in (1, 64, 1000, 131072):
-                splits = launch.num_splits_for(programs, keys, Gpu((9, 0), sms), used, 512, 4)
+                apart = programs <= decode_splits().apart
+                splits = launch.num_splits_for(programs, keys, Gpu((9, 0), sms), used, 512, 4, apart)
                 tiles = -(-keys // 64)
                 assert 1 <= splits <= tiles
                 assert splits == 1 or programs * splits <= PROGRAMS_PER_SM * sms
