@@ -113,7 +113,7 @@ def test_remedies_in_a_clone_install_the_plugins(tree, make_environment):
     environment.pip("install", "-e", ".", cwd=tree)
     for cwd in (tree, environment.path):  # by the folder relative to the clone, and from elsewhere by its path
         shown = environment.run(
-            "attn-select", "explain", "--model", "qwen3-next-80b-a3b", "--gpu", "h100", code=1, cwd=cwd
+            "attn-select", "explain", "--full", "--model", "qwen3-next-80b-a3b", "--gpu", "h100", code=1, cwd=cwd
         )
         assert distributions.NOT_ON_AN_INDEX not in shown
         remedies = sorted(set(re.findall(r"; try (pip install .*)", shown)))
@@ -130,7 +130,8 @@ def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make
     """Core from its wheel and no plugin: what explain, backends and doctor print works with PIP_FIND_LINKS."""
     environment = make_environment("numpy", "scipy")  # which attn-select-measure needs
     environment.pip("install", "--find-links", dist.folder, "attn-select")
-    explained = environment.run("attn-select", "explain", "--model", "qwen3-next-80b-a3b", "--gpu", "h100", code=1)
+    model = ("--model", "qwen3-next-80b-a3b", "--gpu", "h100")
+    explained = environment.run("attn-select", "explain", "--full", *model, code=1)
     remedies = sorted(set(re.findall(r"; try (pip install .*)", explained)))
     assert remedies == [f"pip install {name}" for name in PLUGIN_NAMES]
     listed = environment.run("attn-select", "backends")

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from attn_select.machine.environment import Environment
 
 COMPILERS = ("torch", "triton")
 """Distributions that compile or hold kernels for everyone. A backend that needs no other one runs its plugin's own."""
+ALIKE = Path(__file__).parent / "surveys" / "alike.toml"
+"""Which releases of a library were measured to be alike, with reason and date."""
 SOURCES = "sources"
 """The part of a fingerprint that is a hash."""
 _WITHOUT_TIME = (".facts", ".plugin")
@@ -72,12 +75,23 @@ def _versions(names: Sequence[str], environment: Environment) -> dict[str, str]:
 
 
 def stale_parts(recorded: Fingerprint, now: Fingerprint) -> list[str]:
-    """Return in words which parts are others now; nothing: the times are of the kernels that are here."""
-    changed = [name for name, was in recorded.items() if now.get(name, was) != was]
+    """Return in words which parts are others now; nothing: the times are of the kernels that are here, or alike."""
+    changed = [name for name, was in recorded.items() if not _alike(name, was, now.get(name, was))]
     return [
         "its own kernels or schedules changed" if name == SOURCES else f"{name} {recorded[name]}, now {now[name]}"
         for name in changed
     ]
+
+
+def _alike(name: str, was: str, now: str) -> bool:
+    """Whether two releases of a library are one, or were measured to be alike."""
+    return was == now or any({was, now} <= set(each["releases"]) for each in _measured_alike().get(name, ()))
+
+
+@functools.cache
+def _measured_alike() -> dict[str, list[dict[str, list[str]]]]:
+    found: dict[str, list[dict[str, list[str]]]] = tomllib.loads(ALIKE.read_text(encoding="utf-8"))
+    return found
 
 
 @functools.cache
