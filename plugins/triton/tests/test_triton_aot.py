@@ -65,7 +65,7 @@ INDEXER = (
 """Launched from 8.0 on, and from 8.9 on over FP8 caches, whose keys and queries are quantised."""
 HOPPER = (
     "mla_decode_hopper_kernel", "mla_decode_hopper_fp8_kernel", "mla_decode_gathered_kernel", "prefill_hopper_kernel",
-    "merge_rows_kernel",
+    "merge_shares_kernel",
 )  # fmt: skip
 """Written for compute capability 9.0, launched there only."""
 Report = list[dict[str, Any]]
