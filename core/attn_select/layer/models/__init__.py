@@ -194,11 +194,11 @@ def load(model: object) -> ModelSource:
         return _given(model)
     name = os.fsdecode(model)
     if (path := source.find_path(name)) is not None:
-        return _source(name, source.read_json(path), path)
+        return _source(name, source.read_config(path), path)
     if (row := find_preset(name)) is not None:
         return _source(row["name"], deepcopy(row["config"]), row["source"])
     if (path := hub_cache.find_repository(name)) is not None:
-        return _source(name, source.read_json(path), path)
+        return _source(name, source.read_config(path), path)
     raise source.unknown(name)
 
 
@@ -230,6 +230,7 @@ def layer_kinds(
     from attn_select.layer.config import AttentionConfig
     from attn_select.layer.models import dtype
     from attn_select.layer.models.build import build
+    from attn_select.layer.models.checkpoint_cache import CheckpointCache, checkpoint_cache
     from attn_select.layer.models.layer_kind import Layer, Reading, StateLayer
 
     if type(tensor_parallel_size) is not int or not 1 <= tensor_parallel_size <= 4096:
@@ -239,6 +240,7 @@ def layer_kinds(
     where: str | None = None
     notes: list[str] = []
     type_known = True
+    cache = CheckpointCache()
     if source is None:
         reading = Reading([(Layer() if given.get("recurrence") is None else StateLayer(), 1)], [])
         compute = given.get("dtype", dtype.preferred(device))
@@ -248,9 +250,20 @@ def layer_kinds(
         type_known = fields.family.known
         pooling = all(isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers)
         compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
+        cache = checkpoint_cache(source.raw, fields.raw)
+        if "kv_cache_dtype" not in given:
+            cache.check(where)
+        elif cache.field and given["kv_cache_dtype"] == "auto":
+            given["kv_cache_dtype"] = compute  # an engine's auto would be the checkpoint's
     rows, more = build(
-        reading.layers, where=where, tensor_parallel_size=tensor_parallel_size, dtype=compute, overrides=given
+        reading.layers,
+        where=where,
+        tensor_parallel_size=tensor_parallel_size,
+        dtype=compute,
+        cache=cache,
+        overrides=given,
     )
+    notes += cache.said([config for _, _, config in rows if isinstance(config, AttentionConfig)])
     if "mm_prefix" not in given and any(
         isinstance(config, AttentionConfig) and config.mm_prefix for _, _, config in rows
     ):

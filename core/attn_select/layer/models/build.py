@@ -10,6 +10,7 @@ from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.features import FEATURES
 from attn_select.layer.models.build_state import state_config
+from attn_select.layer.models.checkpoint_cache import CheckpointCache
 from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, StateLayer
 from attn_select.layer.models.shares import divides
 from attn_select.layer.state import StateConfig
@@ -40,11 +41,13 @@ def build(
     where: str | None,
     tensor_parallel_size: int,
     dtype: Any,
+    cache: CheckpointCache,
     overrides: Mapping[str, Any],
 ) -> tuple[list[tuple[str, int, AttentionConfig | StateConfig]], list[str]]:
     """Return ``(kind, count, config)`` of every distinct layer, and what should be said about the flags.
 
-    ``where`` names the model in errors; None where flags alone describe the layer. Overrides are ``AttentionConfig``
+    ``where`` names the model in errors; None where flags alone describe the layer. ``cache`` is what the checkpoint
+    says of its KV cache. Overrides are ``AttentionConfig``
     fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
     them are totals, which tensor parallelism then divides.
 
@@ -68,6 +71,8 @@ def build(
             continue
         values = _values(layer)
         values["dtype"] = dtype
+        if "kv_cache_dtype" not in overrides:
+            values |= cache.values(values)
         used |= _override(values, of_attention, of_a_model=where is not None)
         if where is not None:
             _check_complete(values, where, of_attention)

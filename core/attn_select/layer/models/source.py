@@ -78,6 +78,22 @@ def unknown(name: str) -> UnknownNameError | ModelError:
     return UnknownNameError("model", name, names, hint=f"{listing} (or the path of a config.json)")
 
 
+def read_config(path: str) -> dict[str, Any]:
+    """Return a ``config.json``, with the ``hf_quant_config.json`` beside it as its ``quantization_config``.
+
+    ModelOpt 0.29 and before wrote the latter; it counts where the config has none (vLLM 0.33.0
+    transformers_utils/config.py, ``get_config``).
+
+    Raises:
+        ModelError: as ``read_json``.
+    """
+    found = read_json(path)
+    beside = os.path.join(os.path.dirname(path), "hf_quant_config.json")
+    if found.get("quantization_config") is None and os.path.isfile(beside):
+        found["quantization_config"] = read_json(beside)
+    return found
+
+
 def read_json(path: str) -> dict[str, Any]:
     """Return the JSON object in ``path``.
 
