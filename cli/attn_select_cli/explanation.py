@@ -25,7 +25,7 @@ from attn_select.decide.text import (
     warning_lines,
 )
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
-from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds, load
+from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_kinds, load
 from attn_select.machine.detection import detect_device
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
@@ -41,11 +41,32 @@ OTHERS = " others serve "
 
 @dataclass(slots=True)
 class LayerExplanation:
-    """One layer kind: its name, how many layers are of it, and the decision."""
+    """One layer kind, which layers are of it and own a cache, and the decision."""
 
-    kind: str
-    count: int
+    layers: LayerKind
     selection: Selection[Any]
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+        return self.layers.kind
+
+    @property
+    def count(self) -> int:
+        """How many layers are of it."""
+        return self.layers.count
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its part of the JSON document."""
+        owners = self.layers.owners
+        return {
+            "kind": self.kind,
+            "count": self.count,
+            "cache_count": owners.caches if self.selection.config.has_cache else 0,
+            "indexer_count": owners.indexers,
+            "kv_sources": {str(layer): source for layer, source in owners.kv_sources.items()},
+            **self.selection.to_dict(),
+        }
 
 
 @dataclass(slots=True)
@@ -118,7 +139,7 @@ class Explanation:
         render = layer_lines if full else brief_lines
         said: set[str] = set()
         for layer in self.layers:
-            own = [[], *render(layer.selection, layer.kind, layer.count)]
+            own = [[], *render(layer.selection, layer.kind, layer.count, owners=layer.layers.owners)]
             folded = {text for line in own if OTHERS in (text := plain([line]))}
             lines += [line for line in own if plain([line]) not in said]
             said |= folded
@@ -145,9 +166,7 @@ class Explanation:
             "environment": environment_dict(self.situation),
             "warnings": self.all_warnings,
             "state_page": None if page is None else page.to_dict(),
-            "layers": [
-                {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
-            ],
+            "layers": [layer.to_dict() for layer in self.layers],
         }
 
 
@@ -242,7 +261,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
         host_time=bool(options.get("host_time")),
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
-    layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
+    layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
     return Explanation(described, layers, [*warnings, *kinds.warnings], situation)
 
 

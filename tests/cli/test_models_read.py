@@ -1,4 +1,4 @@
-"""What ``explain`` and ``flags`` make of a model's own config: its cache, its sparse layers, what no kernel computes."""
+"""What ``explain`` and ``flags`` make of a model's own config: its cache, its layers, what no kernel computes."""
 
 from __future__ import annotations
 

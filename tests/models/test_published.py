@@ -82,13 +82,14 @@ EXPECTED: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "whisper-large-v3": pair(20, 64, 32, "float16"),
 }
 SAID = {
+    "deepseek-r1": ["num_nextn_predict_layers = 1"],
     "devstral-small-2-24b": ["vision_config"],
     "gemma-2-9b": ["float32 weights"],
     "gemma-3-27b-it": ["vision_config", "image tokens attend to each other in both directions (--no-mm-prefix"],
     "llama-4-scout-17b-16e": ["vision_config"],
     "llava-v1.5-7b": ["mm_vision_tower"],
     "qwen2.5-vl-7b": ["vision_config"],
-    "qwen3.5-35b-a3b": ["vision_config"],
+    "qwen3.5-35b-a3b": ["vision_config", "mtp_num_hidden_layers = 1"],
     "t5-small": ["relative position biases", "float32 weights"],
     "bart-large-cnn": ["float32 weights"],
     "bert-base-uncased": ["float32 weights"],

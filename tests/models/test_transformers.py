@@ -46,6 +46,7 @@ FIELDS = (
     *("new_decoder_architecture", "encoder_layers", "decoder_layers", "encoder_attention_heads"),
     *("decoder_attention_heads", "attn_layer_period", "attn_layer_offset", "local_attention", "block_types"),
     *("global_attn_every_n_layers", "sliding_window_pattern", "no_rope_layer_interval"),
+    "num_kv_shared_layers",
 )
 # What it may hold of a class whose layers keep a state, by the name that the reader asks for.
 STATE_FIELDS = (

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attn_select.layer.config import AttentionConfig
     from attn_select.layer.layer_config import LayerConfig
     from attn_select.layer.models.fields import Fields
+    from attn_select.layer.models.kv_sharing import CacheOwners
     from attn_select.layer.models.layer_kind import Reading
     from attn_select.machine.device import Device
 
@@ -64,13 +65,21 @@ class LayerKind:
             ``encoder``, ``encoder_only``, ``encoder_only_sliding`` or ``cross_attention``. The decoder's own layers in
             an encoder-decoder model are ``full_attention``. Of layers that keep a state the name of the recurrence. A
             layer that has both is counted in two kinds.
-        count: layers of this kind.
+        layers: their places in the model, from 0. Layers that only drafts run stand behind the model's own. The
+            encoder and the decoder of a model with both are counted apart.
         config: what each of them asks for, per tensor-parallel rank.
+        owners: which of them own what they cache.
     """
 
     kind: str
-    count: int
+    layers: tuple[int, ...]
     config: LayerConfig
+    owners: CacheOwners
+
+    @property
+    def count(self) -> int:
+        """Layers of this kind."""
+        return len(self.layers)
 
 
 @dataclass(slots=True)
@@ -242,11 +251,11 @@ def layer_kinds(
     type_known = True
     cache = CheckpointCache()
     if source is None:
-        reading = Reading([(Layer() if given.get("recurrence") is None else StateLayer(), 1)], [])
+        reading = Reading([(Layer() if given.get("recurrence") is None else StateLayer(), range(1))], [])
         compute = given.get("dtype", dtype.preferred(device))
     else:
         where = shorten(source.name, 200)
-        fields, reading = _read(source.raw, where)
+        fields, reading = _read(source.raw, where, drafts=bool(given.get("num_speculative_tokens")))
         type_known = fields.family.known
         pooling = all(isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers)
         compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
@@ -268,7 +277,11 @@ def layer_kinds(
         isinstance(config, AttentionConfig) and config.mm_prefix for _, _, config in rows
     ):
         notes.append("image tokens attend to each other in both directions (--no-mm-prefix where no image is served)")
-    return LayerKinds(tuple(LayerKind(*row) for row in rows), (*reading.notes, *notes, *more), type_known)
+    found = [
+        LayerKind(kind, tuple(places), config, reading.sharing.owners(places, config.sort == "sparse_mla"))
+        for kind, places, config in rows
+    ]
+    return LayerKinds(tuple(found), (*reading.notes, *notes, *more), type_known)
 
 
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
@@ -278,12 +291,12 @@ def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
     return ModelSource(printable(name), printable(first_architecture(raw)), model_type, raw, printable(origin))
 
 
-def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
+def _read(raw: dict[str, Any], where: str, drafts: bool) -> tuple[Fields, Reading]:
     from attn_select.layer.models.readers import read
     from attn_select.layer.models.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
-    reading = read(fields, is_mm_prefix(raw, fields))
+    reading = read(fields, is_mm_prefix(raw, fields), drafts)
     reading.notes[:0] = notes
     if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL and value is not None}:
         values = ", ".join(f"{name} = {value}" for name, value in taken.items())

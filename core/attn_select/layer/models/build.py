@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,15 +35,15 @@ _FLAGS = {
 
 
 def build(
-    layers: Sequence[tuple[Layer | StateLayer, int]],
+    layers: Sequence[tuple[Layer | StateLayer, Sequence[int]]],
     *,
     where: str | None,
     tensor_parallel_size: int,
     dtype: Any,
     cache: CheckpointCache,
     overrides: Mapping[str, Any],
-) -> tuple[list[tuple[str, int, AttentionConfig | StateConfig]], list[str]]:
-    """Return ``(kind, count, config)`` of every distinct layer, and what should be said about the flags.
+) -> tuple[list[tuple[str, list[int], AttentionConfig | StateConfig]], list[str]]:
+    """Return kind, places in the model and config of every distinct layer, and what should be said about the flags.
 
     ``where`` names the model in errors; None where flags alone describe the layer. ``cache`` is what the checkpoint
     says of its KV cache. Overrides are ``AttentionConfig``
@@ -60,14 +59,14 @@ def build(
     for field in overrides:
         if field not in known:
             raise UnknownNameError("field", str(field), list(known))
-    rows: Counter[tuple[str, AttentionConfig | StateConfig]] = Counter()
+    rows: dict[tuple[str, AttentionConfig | StateConfig], list[int]] = {}
     used: set[str] = set()
     of_attention = {field: value for field, value in overrides.items() if field in AttentionConfig.model_fields}
-    for layer, count in layers:
+    for layer, places in layers:
         if isinstance(layer, StateLayer):
             of_a_state, names = state_config(layer, where, tensor_parallel_size, dtype, overrides)
             used |= names
-            rows[of_a_state.recurrence, of_a_state] += count
+            rows.setdefault((of_a_state.recurrence, of_a_state), []).extend(places)
             continue
         values = _values(layer)
         values["dtype"] = dtype
@@ -78,14 +77,14 @@ def build(
             _check_complete(values, where, of_attention)
         _divide(values, tensor_parallel_size)
         config = AttentionConfig(**values)
-        rows[kind_of(config), config] += count
+        rows.setdefault((kind_of(config), config), []).extend(places)
     unused = [field for field in overrides if field not in used and field != "dtype"]
     notes = []
     if unused:
         it = "it" if len(unused) == 1 else "them"
         lacking = "the layer has no such field" if where is None else f"no layer of {where} has {it}"
         notes.append(f"{', '.join(unused)}: no effect, {lacking}")
-    return [(kind, count, config) for (kind, config), count in rows.items()], notes
+    return [(kind, sorted(places), config) for (kind, config), places in rows.items()], notes
 
 
 def kind_of(config: AttentionConfig) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from attn_select.layer.models.kv_sharing import NOTHING_SHARED, Sharing
 
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -47,7 +50,14 @@ class StateLayer(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The distinct layers of a model with their counts, in order of appearance, and what should be said about them."""
+    """The distinct layers of a model with their places in it, in order of appearance.
 
-    layers: list[tuple[Layer | StateLayer, int]]
+    Attributes:
+        layers: what layers ask for, and which ones do.
+        notes: what should be said about them.
+        sharing: which of them cache nothing of their own.
+    """
+
+    layers: list[tuple[Layer | StateLayer, Sequence[int]]]
     notes: list[str]
+    sharing: Sharing = NOTHING_SHARED

@@ -41,6 +41,8 @@ UNSUPPORTED = {
 }
 """Kinds of attention that are known and that an ``AttentionConfig`` cannot describe, each with what it attends to
 (transformers 5.23, the modules of models that have it)."""
+DRAFT_LAYERS = "num_nextn_predict_layers"
+"""The layers for multi-token prediction, which a model has beside its own."""
 NO_MODEL = "add it, or describe one layer with --num-heads and --head-size and no --model"
 
 
@@ -57,10 +59,20 @@ def layer_types(fields: Fields) -> list[str]:
     return _RULES[rule](fields, *arguments)
 
 
+def draft_types(fields: Fields, kinds: list[str]) -> list[str]:
+    """Return the kind of every layer that only drafts run, behind the model's own ``kinds``; empty without any."""
+    count = fields.integer(DRAFT_LAYERS, 0, MAX_LAYERS) or 0
+    listed = fields.list_of(str, "layer_types", "layer types") or []
+    if len(listed) == len(kinds) + count:
+        return [_SPELLINGS.get(entry, entry) for entry in listed[len(kinds) :]]
+    last = next((kind for kind in reversed(kinds) if kind in ATTENTION or kind in UNSUPPORTED), None)
+    return [kind] * count if (kind := fields.family.drafts or last) else []
+
+
 def _checked(fields: Fields, name: str, listed: list[str]) -> list[str]:
     count = fields.heads("num_hidden_layers")
     # Layers for multi-token prediction may be listed behind the model's own (Step 3.5).
-    extra = fields.integer("num_nextn_predict_layers", 0) or 0
+    extra = fields.integer(DRAFT_LAYERS, 0) or 0
     if not listed or len(listed) > MAX_LAYERS:
         raise fields.wrong(name, listed, f"from 1 to {MAX_LAYERS} layer types")
     if count is not None and fields.family.layers[0] != "nemotron_h" and len(listed) not in (count, count + extra):

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import repeat
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 from attn_select.errors import ModelError
 from attn_select.layer.models import layer_types as types
 from attn_select.layer.models import variants
 from attn_select.layer.models.fields import Fields
+from attn_select.layer.models.kv_sharing import sharing
 from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, StateLayer
 from attn_select.layer.models.sizes import head_size
 from attn_select.layer.models.state_layers import state_layer
 from attn_select.layer.models.text import first_architecture
 
 
-def read(fields: Fields, mm_prefix: bool) -> Reading:
-    """Return the layers that ``fields`` describe; ``mm_prefix`` as in ``AttentionConfig``.
+def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
+    """Return the layers that ``fields`` describe.
+
+    Args:
+        fields: the config of a text model.
+        mm_prefix: as in ``AttentionConfig``.
+        drafts: whether the layers that only drafts run are counted: those for multi-token prediction.
 
     Raises:
         ModelError: a field has a wrong value, contradicts another, or there is no attention in it.
     """
     apart = fields.family.reader == "encoder_decoder"
-    reading = _encoder_decoder(fields) if apart else _stack(fields, mm_prefix)
+    reading = _encoder_decoder(fields) if apart else _stack(fields, mm_prefix, drafts)
     if fields.family.note:
         reading.notes.append(f"{fields.family.model_type} {fields.family.note}")
     return reading
@@ -36,9 +42,11 @@ def _is_bidirectional(fields: Fields) -> bool:
     return fields.raw.get("is_causal") is False or fields.raw.get("use_bidirectional_attention") in (True, "all")
 
 
-def _stack(fields: Fields, mm_prefix: bool) -> Reading:
+def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
     """Read one stack of layers: a decoder, or an encoder without one."""
     kinds = types.layer_types(fields)
+    for_drafts = types.draft_types(fields, kinds)
+    shared = sharing(fields, kinds)
     bidirectional = _is_bidirectional(fields)
     base = _base(fields, "encoder_only" if bidirectional else "decoder", mm_prefix and not bidirectional)
     window = variants.sliding_window(fields, bidirectional)
@@ -46,14 +54,17 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
     top_k = fields.tokens("index_topk") if base.mla else None
     heads = variants.per_layer(fields, "num_attention_heads_per_layer", len(kinds))
     kv_heads = variants.per_layer(fields, "num_key_value_heads_per_layer", len(kinds))
-    rows = Counter(zip(kinds, heads or repeat(None), kv_heads or repeat(None), strict=False))
+    rows: dict[tuple[str, int | None, int | None], list[int]] = {}
+    for place, kind in enumerate([*kinds, *(for_drafts if drafts else ())]):
+        rows.setdefault((kind, _at(heads, place), _at(kv_heads, place)), []).append(place)
     left_out: Counter[str] = Counter()
-    reading = Reading([], [])
-    for (kind, own_heads, own_kv_heads), count in rows.items():
+    reading = Reading([], [], shared)
+    for (kind, own_heads, own_kv_heads), places in rows.items():
+        count = len(places)
         if kind in (types.LINEAR, types.CONV, types.HYBRID):
             state = state_layer(fields)
             if isinstance(state, StateLayer):
-                reading.layers.append((state, count))
+                reading.layers.append((state, places))
             else:
                 left_out[f"{types.LINEAR if kind == types.HYBRID else kind}, which are {state}"] += count
         if kind in (types.LINEAR, types.CONV):
@@ -72,7 +83,7 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
             layer = layer._replace(attn_type="encoder_decoder", mm_prefix=False)
         if variant := variants.VARIANTS.get(fields.family.variant or ""):
             layer = variant(fields, kind, layer)
-        reading.layers.append((layer, count))
+        reading.layers.append((layer, places))
         if kind == types.SLIDING and window is None:
             reading.notes.append(f"{count} sliding_attention layers, but no sliding_window: counted as full attention")
         if kind == types.CHUNKED and chunk is None:
@@ -80,7 +91,16 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
                 f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
             )
     _say_what_is_left_out(fields, reading, left_out, len(kinds))
+    if for_drafts:
+        what = "layers that only drafts run, with caches of their own"
+        counted = "counted" if drafts else "left out (--speculative-tokens N counts them)"
+        reading.notes.append(f"{fields.name_of(types.DRAFT_LAYERS)} = {len(for_drafts)}: {what}, {counted}")
     return reading
+
+
+def _at(listed: Sequence[Any] | None, place: int) -> Any:
+    """Return the entry of one layer; layers for drafts behind the list's end are as its last."""
+    return listed[min(place, len(listed) - 1)] if listed else None
 
 
 def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[str], total: int) -> None:
@@ -162,5 +182,5 @@ def _encoder_decoder(fields: Fields) -> Reading:
         layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads))
         if alone:
             kinds = ("encoder_only",) if alone == "encoder" else ("decoder",)
-        reading.layers.extend((layer._replace(attn_type=kind), count) for kind in kinds)
+        reading.layers.extend((layer._replace(attn_type=kind), range(count)) for kind in kinds)
     return reading

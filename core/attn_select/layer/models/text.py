@@ -55,7 +55,8 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
             break
         if not isinstance(config[key], dict):
             raise ModelError(f"{where}: {key} = {show(config[key])}: expected an object")
-        config, where = config[key], f"{where}: {key}"
+        beside = {name: config[name] for name in ("mtp_config",) if name in config}  # Inkling
+        config, where = {**beside, **config[key]}, f"{where}: {key}"
         kind = model_type_of(config, where) or text_type(kind) or kind
     else:
         raise ModelError(f"{where}: configs inside configs inside configs")
