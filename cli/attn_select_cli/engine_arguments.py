@@ -246,9 +246,10 @@ def _say_for_kind(result: EngineArguments, kind: str, name: str) -> bool:
 def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
     table = result.table
     configs = [layer.selection.config for layer in explanation.attention]
-    for dtype in dict.fromkeys(config.dtype for config in configs):
+    for dtype in dict.fromkeys((*(config.dtype for config in configs), *(u.dtype for u in explanation.unserved))):
         result.say("dtype", dtype)
-    written = [
+    written = [unserved.cache_dtype for unserved in explanation.unserved if unserved.cache_dtype != unserved.dtype]
+    written += [
         layer.selection.config.cache_dtype
         for layer in explanation.attention
         if layer.selection.config.kv_cache_dtype != "auto" or table.says_auto(layer.selection)
@@ -293,6 +294,9 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
 def _say_rest(result: EngineArguments, explanation: Explanation, asked: Collection[str]) -> None:
     """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
     engine = result.table.engine
+    if not explanation.attention:
+        result.not_expressed += [f"{option}: no layer here takes it" for option in asked if option not in _SAID]
+        return
     config = explanation.attention[0].selection.config
     if config.batch_invariant and not result.say("batch_invariant", True):
         result.not_expressed.append(f"batch invariance: {engine} has no argument for it")

@@ -22,15 +22,18 @@ from attn_select.decide.text import (
     layer_lines,
     note_lines,
     plain,
+    situation_lines,
     warning_lines,
 )
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_kinds, load
+from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.detection import detect_device
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
 from attn_select_cli.layer_options import overrides_from
+from attn_select_cli.unserved_lines import unserved_data, unserved_lines
 
 SCHEMA_VERSION = 1
 
@@ -78,12 +81,14 @@ class Explanation:
         layers: one entry per layer kind.
         warnings: about the model and the device; ``all_warnings`` adds the selections'.
         situation: what the decisions rest on.
+        unserved: layers of kinds that no backend here has a kernel for.
     """
 
     model: dict[str, Any] | None
     layers: Sequence[LayerExplanation]
     warnings: Sequence[str]
     situation: Situation
+    unserved: Sequence[UnservedLayers] = ()
 
     @property
     def attention(self) -> list[LayerExplanation]:
@@ -101,14 +106,14 @@ class Explanation:
         if not states:
             return self
         said = f"{', '.join(states)} layers are left out: this command is for attention"
-        if not self.attention:
+        if not self.attention and not self.unserved:
             raise ConfigError(said, fields=["recurrence"], hint="name a model that has attention")
         return replace(self, layers=self.attention, warnings=[*self.warnings, said])
 
     @property
     def ok(self) -> bool:
         """Whether every layer has a backend in every phase."""
-        return all(layer.selection.ok for layer in self.layers)
+        return not self.unserved and all(layer.selection.ok for layer in self.layers)
 
     @property
     def device(self) -> Device:
@@ -131,6 +136,8 @@ class Explanation:
         if self.model is not None:
             architecture = f" ({self.model['architecture']})" if self.model["architecture"] else ""
             lines.append([("Model      ", "dim"), HANG, (self.model["name"], "title"), (architecture, "")])
+        if not self.layers:
+            return lines + situation_lines(self.device, self.situation.environment, None)
         return lines + device_lines(self.layers[0].selection)
 
     def lines(self, full: bool = True) -> list[Line]:
@@ -143,6 +150,8 @@ class Explanation:
             folded = {text for line in own if OTHERS in (text := plain([line]))}
             lines += [line for line in own if plain([line]) not in said]
             said |= folded
+        for unserved in self.unserved:
+            lines += [[], *unserved_lines(unserved, self.device)]
         lines += self._page_lines()
         lines += note_lines(layer.selection for layer in self.layers)
         return lines + warning_lines(self.all_warnings)
@@ -167,6 +176,7 @@ class Explanation:
             "warnings": self.all_warnings,
             "state_page": None if page is None else page.to_dict(),
             "layers": [layer.to_dict() for layer in self.layers],
+            "unserved": [unserved_data(unserved, self.device) for unserved in self.unserved],
         }
 
 
@@ -195,11 +205,16 @@ def library_states(registry: Registry, environment: Environment) -> dict[str, di
 
 
 def build_explanations(
-    options: Mapping[str, Any], models: Sequence[str | None], gpus: Sequence[str], rules: RuleSet | None = None
+    options: Mapping[str, Any],
+    models: Sequence[str | None],
+    gpus: Sequence[str],
+    rules: RuleSet | None = None,
+    *,
+    unserved_alone: bool = False,
 ) -> list[Explanation]:
     """Decide for every model on every GPU; return the explanations model by model.
 
-    ``rules`` replace the rules that the options name.
+    ``rules`` replace the rules that the options name; ``unserved_alone`` as in ``build_explanation``.
 
     Raises:
         AttnSelectError: any documented error of input. Where there are several, it names the model and the GPU.
@@ -208,7 +223,9 @@ def build_explanations(
     for model in models:
         for gpu in gpus:
             try:
-                found.append(build_explanation({**options, "model": model, "gpu": gpu}, rules))
+                found.append(
+                    build_explanation({**options, "model": model, "gpu": gpu}, rules, unserved_alone=unserved_alone)
+                )
             except (ModelError, ConfigError) as error:
                 if len(models) * len(gpus) > 1 and not error.message.startswith(f"{model}: "):
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
@@ -216,10 +233,15 @@ def build_explanations(
     return found
 
 
-def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) -> Explanation:
+def build_explanation(
+    options: Mapping[str, Any], rules: RuleSet | None = None, *, unserved_alone: bool = False
+) -> Explanation:
     """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation.
 
-    ``rules`` replace the rules that the options name.
+    Args:
+        options: of the command line.
+        rules: replace the rules that the options name.
+        unserved_alone: whether a model is explained of which no layer has a kernel here; else it is an error.
 
     Raises:
         AttnSelectError: any documented error of input.
@@ -241,6 +263,10 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     environment = environment_for(device, parse_pins(options["pins"]))
     source = load(options["model"]) if options["model"] is not None else None
     kinds = known_layers(source, options, device, overrides)
+    if not kinds.kinds and not unserved_alone:
+        named = ", ".join(f"{each.count} {each.kind}" for each in kinds.unserved)
+        text = f"{shorten(options['model'], 200)}: no backend has a kernel for its layers ({named})"
+        raise ModelError(text, hint="`attn-select explain` says what is known of them, and which engines serve them")
     used_rules = rules or tuple(options["rules"]) or None
     situation = situation_for(device, used_rules, environment)
     warnings += unknown_pins(environment.pins, situation)
@@ -262,7 +288,7 @@ def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) 
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
-    return Explanation(described, layers, [*warnings, *kinds.warnings], situation)
+    return Explanation(described, layers, [*warnings, *kinds.warnings], situation, kinds.unserved)
 
 
 def known_layers(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+jsonschema = pytest.importorskip("jsonschema")
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "explain.schema.json").read_text())
 TRIAL = Path(__file__).parents[1] / "models" / "data" / "trial"
 
 
@@ -40,3 +44,45 @@ def test_an_int8_kv_cache_has_an_error_of_its_own(run: Any, tmp_path: Path) -> N
         result = run(*command.split(), "--model", str(tmp_path), "--gpu", "h100", "--json")
         assert result.code == 2
         assert result.json["error"]["code"] == "kv-cache-scheme"
+
+
+@pytest.mark.parametrize("name", ["qa", "qb", "q4"])
+def test_sparse_layers_without_a_kernel_are_named_with_who_serves_them(run: Any, name: str) -> None:
+    result = ask(run, "explain", name)
+    assert result.code == 1
+    jsonschema.validate(result.json, SCHEMA)
+    (sparse,) = result.json["unserved"]
+    assert (sparse["kind"], sparse["count"], sparse["bytes_per_token"]) == ("qsa", 2, 2048)
+    assert [row["name"] for row in sparse["engines"]["vllm"]] == ["QWEN4_EXP_QSA_TRITON"]
+    flags = ask(run, "flags --engine vllm", name)
+    assert flags.code == 0
+    assert [row["name"] for row in flags.json["unserved"][0]["engine_backends"]] == ["QWEN4_EXP_QSA_TRITON"]
+    assert flags.json["arguments"] == ["--dtype", "bfloat16"]
+    assert ask(run, "flags --engine trtllm", name).code == 1
+    text = run("explain", "--model", str(TRIAL / f"{name}.json"), "--gpu", "h100").out
+    assert "qsa × 2" in text
+    assert "vLLM 0.33.0: QWEN4_EXP_QSA_TRITON" in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "names"),
+    [
+        ("h100", ["FLASHMLA_SPARSE_DSV4"]),
+        ("b200", ["FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4"]),
+        ("rtx5090", ["FLASHINFER_MLA_SPARSE_DSV4"]),
+        ("a100", []),
+    ],
+)
+def test_a_model_without_any_layer_that_is_served(run: Any, tmp_path: Path, gpu: str, names: list[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "dtype": "bfloat16"}')
+    result = run("explain", "--model", str(tmp_path), "--gpu", gpu, "--json")
+    assert result.code == 1
+    jsonschema.validate(result.json, SCHEMA)
+    assert result.json["layers"] == []
+    for sparse in result.json["unserved"]:
+        assert [row["name"] for row in sparse["engines"]["vllm"]] == names
+        assert [row["default"] for row in sparse["engines"]["vllm"]] == [True, False][: len(names)]
+    assert run("flags", "-e", "vllm", "--model", str(tmp_path), "--gpu", gpu, "--json").code == (0 if names else 1)
+    refused = run("matrix", "--model", str(tmp_path), "--gpu", gpu, "--json")
+    assert refused.code == 2
+    assert "deepseek_v4_csa" in refused.json["error"]["message"]

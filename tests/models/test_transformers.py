@@ -54,6 +54,11 @@ STATE_FIELDS = (
     *("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim"),
     *("mamba_groups", "mamba_state_size", "mamba_conv_kernel", "mamba_expand", "mamba_chunk_size", "mamba_d_ssm"),
 )
+# Of kinds of attention that have no kernel here.
+SPARSE_FIELDS = {
+    "deepseek_v4": ("index_n_heads", "index_head_dim"),
+    "minimax_m3_vl_text": ("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks"),
+}
 # Of MLA the width of the rotary part and the heads before compression, neither of them what the names say.
 MLA_TRAPS = ("head_dim", "num_key_value_heads")
 PAIR_TRAPS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # the encoder's, under a second name
@@ -91,7 +96,7 @@ def test_every_default_is_the_classes_own(model_type: str) -> None:
     elsewhere = {"mpt": {"alibi": True}, "dbrx": {"num_key_value_heads": 1}}.get(model_type, {})
     found = {}
     of_states = {"minimax": ("block_size",)}.get(model_type, STATE_FIELDS) if "state" in row else ()
-    for field in (*FIELDS, *of_states):
+    for field in (*FIELDS, *of_states, *SPARSE_FIELDS.get(model_type, ())):
         skipped = ("linear_num_heads",) if model_type == "bailing_hybrid" else ()  # overwritten
         skipped += MLA_TRAPS if "kv_lora_rank" in row["defaults"] else ()
         skipped += PAIR_TRAPS if row.get("reader") == "encoder_decoder" else ()
@@ -146,7 +151,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 def test_layer_types_are_the_classes_own(model_type: str, values: dict[str, Any]) -> None:
     """The kind of every single layer, with what the class has by default and with other settings."""
     config = build(model_type, **values)
-    fields = Fields(values, family(model_type), "a config")
+    indexer = {"indexer_n_heads": 4} if model_type == "qwen4_exp_text" else {}  # its sparse layers have one
+    fields = Fields({**values, **indexer}, family(model_type), "a config")
     ours = layer_types(fields)
     listed = resolved(config, "layer_types")
     if model_type == "gpt_neo":
@@ -158,6 +164,8 @@ def test_layer_types_are_the_classes_own(model_type: str, values: dict[str, Any]
         window = resolved(config, "sliding_window")
         listed = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     same = {"conv": "linear_attention", "moe": "linear_attention", "mlp": "linear_attention"}  # none is attention
+    same |= {"qsa": "indexed_attention", "msa": "minimax_m3_sparse"}
+    same |= {"deepseek_v4_csa": "compressed_sparse_attention", "deepseek_v4_hca": "heavily_compressed_attention"}
     assert [same.get(kind, kind) for kind in ours] == [same.get(kind, kind) for kind in listed]
 
 
@@ -215,7 +223,7 @@ def test_sizes_are_the_classes_own(model_type: str) -> None:
     if model_type in ("bamba", "granitemoehybrid"):  # without attention by default
         fields = Fields({"layer_types": ["full_attention"], "num_hidden_layers": 1}, family(model_type), "a config")
     layers = [layer for layer, _ in read(fields, mm_prefix=False).layers if isinstance(layer, Layer)]
-    assert layers or model_type in ("mamba2", "qwen4_exp_text")  # the latter: sparse attention without MLA
+    assert layers or model_type in ("mamba2", "deepseek_v4")  # the latter: attention without a kernel here
     if family(model_type).reader == "encoder_decoder":
         sides = [config.encoder_attention_heads if hasattr(config, "encoder_attention_heads") else config.num_heads]
         sides += [getattr(config, "decoder_attention_heads", config.num_attention_heads)] * 2

@@ -23,6 +23,7 @@ from attn_select.rules.rule import PACKAGED, Rule
 
 if TYPE_CHECKING:
     from attn_select.layer.models.kv_sharing import CacheOwners
+    from attn_select.machine.environment import Environment
     from attn_select.times.choice import EvidenceUsed
     from attn_select.times.workload import Workload
 
@@ -64,7 +65,11 @@ def selection_text(selection: Outcome[Any]) -> str:
 
 def device_lines(selection: Outcome[Any]) -> list[Line]:
     """Say which device, which libraries and which workload the decision is for."""
-    device, environment = selection.device, selection.environment
+    return situation_lines(selection.device, selection.environment, selection.workload)
+
+
+def situation_lines(device: Device, environment: Environment, workload: Workload | None) -> list[Line]:
+    """Say the same where there is no selection."""
     facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
     if device.sm_count:
         facts.append(f"{device.sm_count} SMs")
@@ -86,8 +91,8 @@ def device_lines(selection: Outcome[Any]) -> list[Line]:
         [("Device     ", "dim"), HANG, (name, "title"), (details, "")],
         [("Libraries  ", "dim"), HANG, (libraries, "")],
     ]
-    if selection.workload is not None:
-        lines.append([("Workload   ", "dim"), HANG, (workload_text(selection.workload), "")])
+    if workload is not None:
+        lines.append([("Workload   ", "dim"), HANG, (workload_text(workload), "")])
     return lines
 
 
@@ -225,16 +230,21 @@ def _cache_lines(selection: Outcome[Any], count: int | None, owners: CacheOwners
     text += f"{own} bytes per token and layer"
     text += f" and {indexer} of the indexer's keys in FP8" if indexer else ""
     of_all = count or 1
-    caches, indexers, sources = owners or (of_all, of_all, {})
+    caches, indexers = (owners.caches, owners.indexers) if owners else (of_all, of_all)
     if of_all > 1:
         total = byte_text(own * caches + indexer * indexers)
         whose = f"for all {count}" if caches == of_all else f"for the {caches} of {count} that own one"
         if indexer and indexers != of_all:
             whose += f", {indexers} of them with an indexer"
         text += f", {total} per token {whose}"
-    lines: list[Line] = [[("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")]]
-    for source in dict.fromkeys(sources.values()):
-        readers = _ranges([layer for layer, read in sources.items() if read == source])
+    return [[("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")], *(shared_cache_lines(owners) if owners else ())]
+
+
+def shared_cache_lines(owners: CacheOwners) -> list[Line]:
+    """Say which layers read another one's cache, a line for each of those."""
+    lines: list[Line] = []
+    for source in dict.fromkeys(owners.kv_sources.values()):
+        readers = _ranges([layer for layer, read in owners.kv_sources.items() if read == source])
         lines.append([(" " * _MARGIN, ""), HANG, (f"layers {readers} read the cache of layer {source}", "dim")])
     return lines
 

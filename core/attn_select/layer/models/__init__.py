@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attn_select.layer.models.fields import Fields
     from attn_select.layer.models.kv_sharing import CacheOwners
     from attn_select.layer.models.layer_kind import Reading
+    from attn_select.layer.models.unserved import UnservedLayers
     from attn_select.machine.device import Device
 
 __all__ = [
@@ -89,11 +90,13 @@ class LayerKinds:
     Attributes:
         kinds: the layers.
         warnings: what should be known of them.
+        unserved: layers of kinds that no ``AttentionConfig`` describes, since no backend here has a kernel for them.
         type_known: whether the tables know the model type; else it was read as a Llama-like decoder.
     """
 
     kinds: tuple[LayerKind, ...]
     warnings: tuple[str, ...]
+    unserved: tuple[UnservedLayers, ...] = ()
     type_known: bool = True
 
     @property
@@ -237,10 +240,12 @@ def layer_kinds(
     As ``ModelSource.layer_kinds``.
     """
     from attn_select.layer.config import AttentionConfig
+    from attn_select.layer.dtypes import canonical
     from attn_select.layer.models import dtype
     from attn_select.layer.models.build import build
     from attn_select.layer.models.checkpoint_cache import CheckpointCache, checkpoint_cache
     from attn_select.layer.models.layer_kind import Layer, Reading, StateLayer
+    from attn_select.layer.models.unserved import unserved_layers
 
     if type(tensor_parallel_size) is not int or not 1 <= tensor_parallel_size <= 4096:
         text = f"tensor_parallel_size = {show(tensor_parallel_size)}: expected an integer from 1 to 4096"
@@ -257,7 +262,9 @@ def layer_kinds(
         where = shorten(source.name, 200)
         fields, reading = _read(source.raw, where, drafts=bool(given.get("num_speculative_tokens")))
         type_known = fields.family.known
-        pooling = all(isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers)
+        pooling = bool(reading.layers) and all(
+            isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers
+        )
         compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
         cache = checkpoint_cache(source.raw, fields.raw)
         if "kv_cache_dtype" not in given:
@@ -281,7 +288,14 @@ def layer_kinds(
         LayerKind(kind, tuple(places), config, reading.sharing.owners(places, config.sort == "sparse_mla"))
         for kind, places, config in rows
     ]
-    return LayerKinds(tuple(found), (*reading.notes, *notes, *more), type_known)
+    stored = canonical(str(given.get("kv_cache_dtype", cache.dtype)))
+    unserved = [
+        unserved_layers(
+            sparse, places, reading.sharing.owners(places, True), tensor_parallel_size, canonical(str(compute)), stored
+        )
+        for sparse, places in reading.unserved
+    ]
+    return LayerKinds(tuple(found), (*reading.notes, *notes, *more), tuple(unserved), type_known)
 
 
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:

@@ -78,7 +78,7 @@ def build(
         _divide(values, tensor_parallel_size)
         config = AttentionConfig(**values)
         rows.setdefault((kind_of(config), config), []).extend(places)
-    unused = [field for field in overrides if field not in used and field != "dtype"]
+    unused = [field for field in overrides if field not in used and field != "dtype"] if layers else []
     notes = []
     if unused:
         it = "it" if len(unused) == 1 else "them"

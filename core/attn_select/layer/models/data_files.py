@@ -28,6 +28,7 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
         alibi: ALiBi without a field that says so.
         sinks: a learned sink logit in every layer.
         state: the recurrence of its layers that keep a state.
+        spellings: what it means by a kind of layers, where that is another one.
         drafts: the kind of its layers that only drafts run, where it is not that of the last layer with attention.
         note: what the layer configs cannot say, for the warnings.
     """
@@ -43,6 +44,7 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
     alibi: bool = False
     sinks: bool = False
     state: str | None = None
+    spellings: Mapping[str, str] = _NOTHING
     drafts: str | None = None
     note: str | None = None
 

@@ -56,6 +56,8 @@ def sharing(fields: Fields, kinds: Sequence[str]) -> Sharing:
 def _kv_sources(fields: Fields, kinds: Sequence[str]) -> dict[int, int]:
     if (listed := fields.list_of(int, "kv_source_layers", "layer numbers, one per layer")) is not None:
         return _listed_sources(fields, listed, len(kinds))
+    if (owning := fields.list_of(int, "kv_source_layer_ids", "layer numbers")) is not None:
+        return _nearest_sources(fields, owning, kinds)
     shared = fields.integer("num_kv_shared_layers", 0) or 0
     if not shared:
         return {}
@@ -82,8 +84,24 @@ def _listed_sources(fields: Fields, listed: Sequence[int], count: int) -> dict[i
     return {layer: source for layer, source in enumerate(listed) if layer != source}
 
 
+def _nearest_sources(fields: Fields, owning: Sequence[int], kinds: Sequence[str]) -> dict[int, int]:
+    """DeepSeek-V4.1: sparse layers read the nearest cache before them (vLLM's models/deepseek_v41/attention.py)."""
+    sources: dict[int, int] = {}
+    for layer, kind in enumerate(kinds):
+        if not kind.startswith("deepseek_v41_sparse") or layer in owning:
+            continue
+        source = max((each for each in owning if each < layer), default=None)
+        if source is None:
+            raise fields.wrong("kv_source_layer_ids", list(owning), f"a layer up to {layer}, the first sparse one")
+        sources[layer] = source
+    return sources
+
+
 def _without_indexer(fields: Fields, count: int) -> frozenset[int]:
     """DeepSeek-V3.2 and its kin (IndexCache, arXiv 2603.12201): vLLM 0.33.0 models/deepseek_v32/attention.py."""
+    if (choosing := fields.list_of(int, "index_source_layer_ids", "layer numbers")) is not None:
+        owning = fields.list_of(int, "kv_source_layer_ids", "layer numbers") or []  # keys are cached where both are
+        return frozenset(range(count)) - (set(choosing) & set(owning))
     types = fields.list_of(str, "indexer_types", "'full' and 'shared', one per layer")
     pattern = fields.get("index_topk_pattern")
     if types is None and isinstance(pattern, str):

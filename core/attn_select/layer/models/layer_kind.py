@@ -49,6 +49,27 @@ class StateLayer(NamedTuple):
     state_dtype: str | None = None
 
 
+class Sparse(NamedTuple):
+    """Layers of a kind that no backend here serves; fields as in ``UnservedLayers``, None: the config does not say it.
+
+    ``cache_elements`` are numbers per token of context, layer and KV head, ``indexer_elements`` per token and layer.
+    """
+
+    kind: str
+    attends_to: str
+    source: str = ""
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_size: int | None = None
+    tokens: int | None = None
+    block_size: int | None = None
+    window: int | None = None
+    indexer_heads: int | None = None
+    indexer_head_size: int | None = None
+    cache_elements: float | None = None
+    indexer_elements: float = 0
+
+
 class Reading(NamedTuple):
     """The distinct layers of a model with their places in it, in order of appearance.
 
@@ -56,8 +77,10 @@ class Reading(NamedTuple):
         layers: what layers ask for, and which ones do.
         notes: what should be said about them.
         sharing: which of them cache nothing of their own.
+        unserved: layers of kinds that no backend here has a kernel for, and which ones are.
     """
 
     layers: list[tuple[Layer | StateLayer, Sequence[int]]]
     notes: list[str]
     sharing: Sharing = NOTHING_SHARED
+    unserved: Sequence[tuple[Sparse, Sequence[int]]] = ()

@@ -6,11 +6,12 @@ mapped to them. The rules are what each ``configuration_*.py`` does when ``layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attn_select.errors import ModelError
 from attn_select.layer.models.fields import MAX_LAYERS, Fields
+from attn_select.layer.models.unserved import KINDS
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED, CROSS = "indexed_attention", "cross_attention"
@@ -23,6 +24,8 @@ _SPELLINGS = {
     "global": FULL,
     "local": SLIDING,
     "deepseek_sparse_attention": INDEXED,
+    "qwen_sparse_attention": INDEXED,
+    "minimax_m3_sparse": "msa",
     "mamba": LINEAR,
     "mamba2": LINEAR,
     "recurrent": LINEAR,
@@ -32,15 +35,8 @@ ATTENTION = (FULL, SLIDING, CHUNKED, INDEXED, HYBRID, CROSS)
 NO_ATTENTION = ("moe", "mlp", "none")
 """Layers of neither attention nor a state; ``none``: attention that was taken out of a model (Nemotron-NAS)."""
 NOT_ATTENTION = (LINEAR, CONV, *NO_ATTENTION)
-UNSUPPORTED = {
-    "window_attention": "windows of an image",
-    "compressed_sparse_attention": "keys of 4 tokens each, which an indexer chooses, beside a window",
-    "heavily_compressed_attention": "keys of 128 tokens each, beside a window",
-    "minimax_m3_sparse": "blocks of keys, which an indexer chooses for each query",
-    "reference_sliding_attention": "a window, and all tokens of images and of the prompt",
-}
-"""Kinds of attention that are known and that an ``AttentionConfig`` cannot describe, each with what it attends to
-(transformers 5.23, the modules of models that have it)."""
+UNSUPPORTED = {"window_attention": "windows of an image"}
+"""Kinds of attention that no text model has, each with what it attends to."""
 DRAFT_LAYERS = "num_nextn_predict_layers"
 """The layers for multi-token prediction, which a model has beside its own."""
 NO_MODEL = "add it, or describe one layer with --num-heads and --head-size and no --model"
@@ -54,9 +50,22 @@ def layer_types(fields: Fields) -> list[str]:
     """
     for name in ("layer_types", "layers_block_type"):
         if (listed := fields.list_of(str, name, "layer types")) is not None:
-            return _checked(fields, name, listed)
-    rule, *arguments = fields.family.layers
-    return _RULES[rule](fields, *arguments)
+            kinds = _checked(fields, name, listed)
+            break
+    else:
+        rule, *arguments = fields.family.layers
+        kinds = _RULES[rule](fields, *arguments)
+    return [_own(fields, kind) for kind in kinds]
+
+
+def _own(fields: Fields, kind: str) -> str:
+    """Return what the family means by a kind: Qwen4Exp calls its sparse layers full attention, for one."""
+    found = fields.family.spellings.get(kind, kind)
+    if (
+        found == "qsa" and fields.get("indexer_n_heads") is None
+    ):  # Qwen4ExpTextConfig: without an indexer they are dense
+        return FULL
+    return found
 
 
 def draft_types(fields: Fields, kinds: list[str]) -> list[str]:
@@ -64,8 +73,8 @@ def draft_types(fields: Fields, kinds: list[str]) -> list[str]:
     count = fields.integer(DRAFT_LAYERS, 0, MAX_LAYERS) or 0
     listed = fields.list_of(str, "layer_types", "layer types") or []
     if len(listed) == len(kinds) + count:
-        return [_SPELLINGS.get(entry, entry) for entry in listed[len(kinds) :]]
-    last = next((kind for kind in reversed(kinds) if kind in ATTENTION or kind in UNSUPPORTED), None)
+        return [_own(fields, _SPELLINGS.get(entry, entry)) for entry in listed[len(kinds) :]]
+    last = next((kind for kind in reversed(kinds) if kind in ATTENTION or kind in KINDS), None)
     return [kind] * count if (kind := fields.family.drafts or last) else []
 
 
@@ -79,8 +88,8 @@ def _checked(fields: Fields, name: str, listed: list[str]) -> list[str]:
         raise ModelError(f"{fields.where}: {name} has {len(listed)} entries for num_hidden_layers = {count}")
     known = {entry: _SPELLINGS.get(entry, entry) for entry in set(listed)}
     for entry, kind in known.items():
-        if kind not in (*ATTENTION, *NOT_ATTENTION, *UNSUPPORTED):
-            accepted = ", ".join((*ATTENTION, *NOT_ATTENTION))
+        if kind not in (*ATTENTION, *NOT_ATTENTION, *UNSUPPORTED, *KINDS, *fields.family.spellings):
+            accepted = ", ".join(dict.fromkeys((*ATTENTION, *NOT_ATTENTION, *fields.family.spellings)))
             raise fields.wrong(f"{name}[{listed.index(entry)}]", entry, f"one of {accepted}")
     kinds = [known[entry] for entry in listed[: count if count and len(listed) == count + extra else None]]
     if fields.family.variant == "gemma4":  # Gemma4TextConfig forces it
@@ -208,7 +217,33 @@ def _minimax_m3(fields: Fields) -> list[str]:
     if not isinstance(listed, list) or len(listed) != _count(fields) or set(listed) - {0, 1}:
         name = "sparse_attention_config.sparse_attention_freq"
         raise fields.wrong(name, listed, f"0 or 1 for each of {_count(fields)} layers")
-    return ["minimax_m3_sparse" if entry else FULL for entry in listed]
+    return ["msa" if entry else FULL for entry in listed]
+
+
+def _deepseek_v4(fields: Fields) -> list[str]:
+    """By ``compress_ratios``, one per layer; else DeepseekV4Config's own: two HCA layers, then HCA and CSA in turn."""
+    count = _count(fields)
+    ratios = _ratios(fields, {0: "deepseek_v4_window", 4: "deepseek_v4_csa", 128: "deepseek_v4_hca"})
+    rest = ["deepseek_v4_csa" if i % 2 else "deepseek_v4_hca" for i in range(count - 2)]
+    return ratios or (["deepseek_v4_hca"] * 2 + rest)[:count]
+
+
+def _deepseek_v41(fields: Fields) -> list[str]:
+    kinds = {0: "deepseek_v41_window", 1: "deepseek_v41_sparse_1", 2: "deepseek_v41_sparse_2"}
+    found = _ratios(fields, kinds)
+    if found is None:
+        raise ModelError(f"{fields.where}: compress_ratios is missing: one of {', '.join(map(str, kinds))} per layer")
+    return found
+
+
+def _ratios(fields: Fields, kinds: Mapping[int, str]) -> list[str] | None:
+    """Read ``compress_ratios``; what is listed behind the model's layers is for drafts."""
+    count, listed = _count(fields), fields.list_of(int, "compress_ratios", "integers, one per layer")
+    if listed is None:
+        return None
+    if len(listed) < count or set(listed[:count]) - set(kinds):
+        raise fields.wrong("compress_ratios", listed, f"one of {', '.join(map(str, kinds))} for each of {count} layers")
+    return [kinds[ratio] for ratio in listed[:count]]
 
 
 def _nemotron_h(fields: Fields) -> list[str]:
@@ -319,6 +354,8 @@ _RULES: dict[str, Callable[..., list[str]]] = {
     "mimo": _mimo,
     "minimax": _minimax,
     "minimax_m3": _minimax_m3,
+    "deepseek_v4": _deepseek_v4,
+    "deepseek_v41": _deepseek_v41,
     "nemotron_h": _nemotron_h,
     "block_types": _block_types,
     "zamba": _zamba,

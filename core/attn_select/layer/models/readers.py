@@ -11,10 +11,11 @@ from attn_select.layer.models import layer_types as types
 from attn_select.layer.models import variants
 from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.kv_sharing import sharing
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, StateLayer
+from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, Sparse, StateLayer
 from attn_select.layer.models.sizes import head_size
 from attn_select.layer.models.state_layers import state_layer
 from attn_select.layer.models.text import first_architecture
+from attn_select.layer.models.unserved import KINDS, sparse_kind
 
 
 def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
@@ -58,7 +59,8 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
     for place, kind in enumerate([*kinds, *(for_drafts if drafts else ())]):
         rows.setdefault((kind, _at(heads, place), _at(kv_heads, place)), []).append(place)
     left_out: Counter[str] = Counter()
-    reading = Reading([], [], shared)
+    unserved: list[tuple[Sparse, Sequence[int]]] = []
+    reading = Reading([], [], shared, unserved)
     for (kind, own_heads, own_kv_heads), places in rows.items():
         count = len(places)
         if kind in (types.LINEAR, types.CONV, types.HYBRID):
@@ -69,7 +71,10 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
                 left_out[f"{types.LINEAR if kind == types.HYBRID else kind}, which are {state}"] += count
         if kind in (types.LINEAR, types.CONV):
             continue
-        if kind not in types.ATTENTION or (kind == types.INDEXED and not base.mla):
+        if kind in KINDS and not (kind == types.INDEXED and base.mla):
+            unserved.append((sparse_kind(fields, kind, base), places))
+            continue
+        if kind not in types.ATTENTION:
             left_out[kind] += count
             continue
         layer = base._replace(
@@ -90,7 +95,7 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
             reading.notes.append(
                 f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
             )
-    _say_what_is_left_out(fields, reading, left_out, len(kinds))
+    _say_what_is_left_out(fields, reading, left_out, place + 1)
     if for_drafts:
         what = "layers that only drafts run, with caches of their own"
         counted = "counted" if drafts else "left out (--speculative-tokens N counts them)"
@@ -108,9 +113,15 @@ def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[st
     without = Counter({kind: count for kind, count in left_out.items() if kind in types.NO_ATTENTION})
     lacking = left_out - without
     named = ", ".join(f"{count} {_what_it_is(kind)}" for kind, count in left_out.items())
-    if not reading.layers and lacking:
+    if reading.unserved:
+        counts = Counter({sparse.kind: 0 for sparse, _ in reading.unserved})
+        for sparse, places in reading.unserved:
+            counts[sparse.kind] += len(places)
+        named = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        reading.notes.append(f"{counts.total()} of {total} layers have no kernel here: {named}")
+    if not reading.layers and not reading.unserved and lacking:
         raise ModelError(f"{fields.where}: no backend has a kernel for its layers ({named})")
-    if not reading.layers:
+    if not reading.layers and not reading.unserved:
         raise ModelError(f"{fields.where}: no layer has attention or a state ({named})")
     if without:
         named = ", ".join(f"{count} {kind}" for kind, count in without.items())
