@@ -96,11 +96,12 @@ def _adapter_text(table: EngineTable, backends: Iterable[str]) -> str:
 
 
 def _shown_model(options: Mapping[str, Any]) -> str:
-    """Return what stands for the model in the command: a preset has no weights."""
+    """Return what stands for the model in the command: a preset has no weights, but its repository has."""
     from attn_select.layer.models.presets import find_preset
 
     model: str = options["model"]
-    return "MODEL" if find_preset(model) is not None else model.removesuffix("/config.json")
+    own_name = find_preset(model) is not None and "/" not in model
+    return "MODEL" if own_name else model.removesuffix("/config.json")
 
 
 def _named(taken: Taken) -> str:

@@ -170,10 +170,11 @@ def configs_from_model(
         selections = select_model(found.configs)
 
     Args:
-        model: a preset's name (``attn-select models`` lists them), the path of a ``config.json`` or of the folder that
-            holds it, a repository ``org/name`` in the local cache of the Hugging Face Hub (``HF_HUB_CACHE``,
-            ``HF_HOME``) or that repository's ``models--org--name`` folder, the content of a ``config.json`` as a
-            mapping, or a transformers config (any object whose ``to_dict`` returns such a mapping).
+        model: a preset's name (``attn-select models`` lists them) or one of the repositories that lead to it, the path
+            of a ``config.json`` or of the folder that holds it, a repository ``org/name`` in the local cache of the
+            Hugging Face Hub (``HF_HUB_CACHE``, ``HF_HOME``) or that repository's ``models--org--name`` folder, the
+            content of a ``config.json`` as a mapping, or a transformers config (any object whose ``to_dict`` returns
+            such a mapping).
         tensor_parallel: ranks that share the query heads; KV heads below it are replicated, one per rank.
         device: decides the dtype where neither ``overrides`` nor the config do; None is one that has them all.
         overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
@@ -191,7 +192,8 @@ def load(model: object) -> ModelSource:
     """Return the model that ``model`` means, as ``configs_from_model`` accepts it.
 
     A path is what contains a separator, ends in ``.json``, or is a folder with a ``config.json``: it beats a preset of
-    the same name, and a preset beats a cached repository. Presets are found in any case.
+    the same name, and a preset beats a cached repository. A cached repository beats a preset that has its name among
+    others: ``meta-llama/Llama-3.1-8B``. Presets are found in any case.
 
     Raises:
         UnknownNameError: a name that is none of them; lists the nearest presets.
