@@ -227,15 +227,23 @@ def _say_backends(result: EngineArguments) -> None:
             counts[taken.offer.name.name] = counts.get(taken.offer.name.name, 0) + taken.layer.count
     if set(by_argument) == {"prefill", "decode"} and by_argument["prefill"].keys() == by_argument["decode"].keys():
         by_argument = {"attention": by_argument["decode"]}
-    most = {argument: max(counts, key=lambda name: counts[name]) for argument, counts in by_argument.items()}
+    # An argument speaks for all kinds: where one has no backend, it would be given another kind's.
+    by_kind = {_named_by(taken.argument) for taken in result.taken if taken.offer is None}
+    most = {
+        argument: max(counts, key=lambda name: counts[name])
+        for argument, counts in by_argument.items()
+        if _named_by(argument) not in by_kind
+    }
     for argument, engine_backend in most.items():
         result.say(argument, engine_backend)
     for taken in told:
         if taken.offer is None or taken.offer.name is None:
             continue
         name = taken.offer.name
-        if name.name != most.get(taken.argument, name.name) and not _say_for_kind(result, taken.layer.kind, name.name):
-            result.not_expressed.append(f"{name.name} for {taken.layer.kind} layers: {result.table.engine} takes one")
+        alone = _named_by(taken.argument) in by_kind or name.name != most.get(taken.argument, name.name)
+        if alone and not _say_for_kind(result, taken.layer.kind, name.name):
+            one = f"{result.table.engine} takes one for all layers"
+            result.not_expressed.append(f"{name.name} for {taken.layer.kind} layers: {one}")
         result.arguments |= name.arguments
 
 

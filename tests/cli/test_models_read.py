@@ -86,3 +86,23 @@ def test_a_model_without_any_layer_that_is_served(run: Any, tmp_path: Path, gpu:
     refused = run("matrix", "--model", str(tmp_path), "--gpu", gpu, "--json")
     assert refused.code == 2
     assert "deepseek_v4_csa" in refused.json["error"]["message"]
+
+
+def test_a_bias_in_the_scores_is_a_reason_and_no_argument_forces_a_backend(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "dtype": "bfloat16"}')
+    result = run("explain", "--model", str(tmp_path), "--gpu", "h100", "--json")
+    assert result.code == 1
+    by_kind = {layer["kind"]: layer for layer in result.json["layers"]}
+    assert set(by_kind["full_attention"]["selected"].values()) == {None}
+    codes = [
+        {reason["code"] for reason in candidate["phases"]["decode"]["reasons"]}
+        for candidate in by_kind["full_attention"]["candidates"]
+    ]
+    assert all(found & {"position-bias", "mla-only", "sparse-only"} for found in codes)
+    found = run("flags", "--engine", "vllm", "--model", str(tmp_path), "--gpu", "h100", "--json")
+    assert found.code == 1
+    # Cross-attention has no bias: it alone is told what to take.
+    assert argument(found.json, "--attention-backend") is None
+    assert argument(found.json, "--attention-config.backend_per_kind.cross_attention") == "FLASH_ATTN"
+    sglang = run("flags", "--engine", "sglang", "--model", str(tmp_path), "--gpu", "h100", "--json")
+    assert argument(sglang.json, "--attention-backend") is None

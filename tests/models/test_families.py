@@ -175,7 +175,7 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
             [("full_attention", 5000, heads(32, 8, 128))],
         ),
         (
-            {"model_type": "minimax_text_01", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+            {"model_type": "brandnew", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
             | {"layer_types": ["linear_attention", "full_attention"] * 2},
             [("full_attention", 2, heads(4, 4, 16))],
         ),

@@ -43,6 +43,8 @@ _ESSENTIAL = (
     "decoder_attention_heads",
     "num_key_value_heads",
     "sliding_window",
+    "index_topk",
+    "num_kv_shared_layers",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",

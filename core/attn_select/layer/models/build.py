@@ -114,6 +114,8 @@ def _values(layer: Layer) -> dict[str, Any]:
         "logits_soft_cap": layer.logits_soft_cap,
         "alibi": layer.alibi,
         "sinks": layer.sinks,
+        "position_bias": layer.position_bias,
+        "dual_chunk": layer.dual_chunk,
         "mm_prefix": layer.mm_prefix,
         "sparse_top_k": layer.sparse_top_k,
         **dict(zip(MLA_DIMS, layer.mla or (), strict=False)),

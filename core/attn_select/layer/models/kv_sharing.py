@@ -111,7 +111,7 @@ def _without_indexer(fields: Fields, count: int) -> frozenset[int]:
             name = "indexer_types" if fields.get("indexer_types") is not None else "index_topk_pattern"
             raise fields.wrong(name, types, f"'full' or 'shared' for each of {count} layers")
         return frozenset(layer for layer in range(count) if types[layer] == "shared")
-    if fields.family.model_type == "hy_v4":  # HYV4Config: layer 0, and every fourth from 1 on, has one
+    if fields.family.model_type.startswith("hy_v4"):  # HYV4Config: layer 0, and every fourth from 1 on, has one
         return frozenset(layer for layer in range(1, count) if (layer - 1) % 4)
     every, offset = fields.integer("index_topk_freq") or 1, fields.integer("index_skip_topk_offset", 0)
     offset = 2 if offset is None else offset

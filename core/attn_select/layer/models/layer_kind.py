@@ -27,6 +27,8 @@ class Layer(NamedTuple):  # a dataclass takes a millisecond to make
     logits_soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    position_bias: bool = False
+    dual_chunk: bool = False
     mm_prefix: bool = False
     mla: tuple[int, int, int, int] | None = None
     """``MLA_DIMS``, or None."""

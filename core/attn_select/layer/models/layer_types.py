@@ -39,7 +39,8 @@ UNSUPPORTED = {"window_attention": "windows of an image"}
 """Kinds of attention that no text model has, each with what it attends to."""
 DRAFT_LAYERS = "num_nextn_predict_layers"
 """The layers for multi-token prediction, which a model has beside its own."""
-NO_MODEL = "add it, or describe one layer with --num-heads and --head-size and no --model"
+NO_MODEL_FITS = "describe one layer with --num-heads and --head-size and no --model"
+NO_MODEL = f"add it, or {NO_MODEL_FITS}"
 
 
 def layer_types(fields: Fields) -> list[str]:
@@ -61,11 +62,18 @@ def layer_types(fields: Fields) -> list[str]:
 def _own(fields: Fields, kind: str) -> str:
     """Return what the family means by a kind: Qwen4Exp calls its sparse layers full attention, for one."""
     found = fields.family.spellings.get(kind, kind)
-    if (
-        found == "qsa" and fields.get("indexer_n_heads") is None
-    ):  # Qwen4ExpTextConfig: without an indexer they are dense
+    if found == FULL and fields.family.model_type == "step5" and _step5_is_sparse(fields):
+        return INDEXED
+    # Qwen4ExpTextConfig: without an indexer they are dense; Dots3NoteTextConfig: where it is switched off.
+    if found == "qsa" and fields.get("indexer_n_heads") is None:
         return FULL
-    return found
+    return FULL if found == INDEXED and fields.raw.get("use_dsa") is False else found
+
+
+def _step5_is_sparse(fields: Fields) -> bool:
+    """Whether an indexer chooses for the full layers (vLLM 0.33.0 models/step5/nvidia/config.py)."""
+    section = fields.get("sparse_config")
+    return isinstance(section, dict) and section.get("enabled") is not False
 
 
 def draft_types(fields: Fields, kinds: list[str]) -> list[str]:
@@ -150,6 +158,39 @@ def _every_and_last(fields: Fields, period: int, rest: str) -> list[str]:
 def _first(fields: Fields, period: int, field: str = "") -> list[str]:
     period = (fields.integer(field) if field else None) or period
     return [SLIDING if i % period else FULL for i in range(_count(fields))]
+
+
+def _first_and_fourth(fields: Fields, kind: str, and_last: bool) -> list[str]:
+    """The first two layers, every fourth from the second on, and the last where it says so (Flint, dots3)."""
+    last = _count(fields) - 1
+    return [kind if i < 2 or i % 4 == 1 or (and_last and i == last) else SLIDING for i in range(last + 1)]
+
+
+def _inkling(fields: Fields) -> list[str]:
+    """Sliding where ``local_layer_ids`` says so, else all but every sixth (InklingTextConfig)."""
+    listed = fields.list_of(int, "local_layer_ids", "layer numbers")
+    count = _count(fields)
+    local = {i for i in range(count) if (i + 1) % 6} if listed is None else set(listed)
+    return [SLIDING if i in local else FULL for i in range(count)]
+
+
+def _lfm3(fields: Fields) -> list[str]:
+    kinds = {0: SLIDING, 2: FULL}
+    return [kinds.get(i % 4, CONV) if i else CONV for i in range(_count(fields))]
+
+
+def _group(fields: Fields) -> list[str]:
+    """The last layer of each group attends, and what is left over behind the groups (Ling 3)."""
+    size, count = fields.integer("layer_group_size") or 1, _count(fields)
+    return [LINEAR if (i + 1) % size and i < count // size * size else FULL for i in range(count)]
+
+
+def _step5(fields: Fields) -> list[str]:
+    return [FULL if i % 2 or not window(fields) else SLIDING for i in range(_count(fields))]
+
+
+def _reference(fields: Fields) -> list[str]:
+    return ["reference_sliding_attention" if window(fields) else FULL] * _count(fields)
 
 
 def _window_from(fields: Fields) -> list[str]:
@@ -346,6 +387,12 @@ _RULES: dict[str, Callable[..., list[str]]] = {
     "every_from_end": _every_from_end,
     "every_and_last": _every_and_last,
     "first": _first,
+    "first_and_fourth": _first_and_fourth,
+    "inkling": _inkling,
+    "lfm3": _lfm3,
+    "group": _group,
+    "step5": _step5,
+    "reference": _reference,
     "window_from": _window_from,
     "alternate_below": _alternate_below,
     "no_rope": _no_rope,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from attn_select.errors import ModelError
+from attn_select.errors import ModelError, show
 from attn_select.layer.models import layer_types as types
 from attn_select.layer.models import variants
 from attn_select.layer.models.fields import Fields
@@ -29,11 +29,44 @@ def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
     Raises:
         ModelError: a field has a wrong value, contradicts another, or there is no attention in it.
     """
+    if not fields.family.known:
+        _refuse_what_is_not_known(fields)
     apart = fields.family.reader == "encoder_decoder"
     reading = _encoder_decoder(fields) if apart else _stack(fields, mm_prefix, drafts)
     if fields.family.note:
         reading.notes.append(f"{fields.family.model_type} {fields.family.note}")
     return reading
+
+
+_OF_LAYERS = (
+    *("attn_type_list", "hybrid_layer_pattern", "hybrid_override_pattern", "linear_attn_config", "block_configs"),
+    *(
+        "sparse_attention_config",
+        "compress_ratios",
+        "kv_source_layer_ids",
+        "indexer_n_heads",
+        "full_attention_interval",
+    ),
+    *(
+        "attn_layer_period",
+        "attn_layer_indices",
+        "full_attn_idxs",
+        "attention_types",
+        "mamba_d_state",
+        "ssm_state_size",
+    ),
+)
+"""Fields that say which layers attend, or to what, and that are read of their own model types."""
+
+
+def _refuse_what_is_not_known(fields: Fields) -> None:
+    """Raise where a model type that nobody knows has a field that a Llama-like decoder has not."""
+    for name in _OF_LAYERS:
+        if (value := fields.raw.get(name)) is not None:
+            text = (
+                f"{name} = {show(value, 60)}: says which layers attend, or to what, and is not known of this model type"
+            )
+            raise ModelError(f"{fields.where}: {text}", hint=types.NO_MODEL_FITS, code="unknown-modification")
 
 
 def _is_bidirectional(fields: Fields) -> bool:
@@ -96,11 +129,24 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
                 f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
             )
     _say_what_is_left_out(fields, reading, left_out, place + 1)
+    reading.notes.extend(_what_layers_do_otherwise(fields, top_k))
     if for_drafts:
         what = "layers that only drafts run, with caches of their own"
         counted = "counted" if drafts else "left out (--speculative-tokens N counts them)"
         reading.notes.append(f"{fields.name_of(types.DRAFT_LAYERS)} = {len(for_drafts)}: {what}, {counted}")
     return reading
+
+
+def _what_layers_do_otherwise(fields: Fields, top_k: int | None) -> Iterator[str]:
+    """Yield what a model does that no field of ``AttentionConfig`` says, where its layers are read all the same."""
+    if top_k is not None and (pool := fields.integer("index_kpool") or 1) > 1:  # Glm5NextTextConfig
+        what = f"its indexer scores pools of {pool} keys, which its cache holds instead of single ones"
+        here = "the indexer's bytes here, and attn_select.runtime's indexer, are of single keys"
+        yield f"index_kpool = {pool}: {what}; {here}"
+    if fields.family.model_type == "minicpm" and isinstance(
+        fields.get("sparse_config"), dict
+    ):  # MiniCPM 4.1: vLLM 0.33.0 model_executor/models/minicpm.py
+        yield "sparse_config: read as dense attention, as vLLM 0.33.0 runs it; SGLang has sparse backends for it"
 
 
 def _at(listed: Sequence[Any] | None, place: int) -> Any:
@@ -150,7 +196,9 @@ def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
         attn_type=attn_type,
         logits_soft_cap=fields.positive("attn_logit_softcapping"),
         alibi=variants.alibi(fields),
-        sinks=fields.family.sinks,
+        sinks=variants.sinks(fields),
+        position_bias=variants.position_bias(fields),
+        dual_chunk=variants.dual_chunk(fields),
         mm_prefix=mm_prefix,
         mla=mla,
     )
@@ -190,8 +238,11 @@ def _encoder_decoder(fields: Fields) -> Reading:
         count = fields.heads(f"{side}_layers")
         if count is None:
             raise ModelError(f"{fields.where}: {side}_layers is missing", hint=types.NO_MODEL)
-        layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads))
+        bias = variants.position_bias(fields)
+        layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads), position_bias=bias)
         if alone:
             kinds = ("encoder_only",) if alone == "encoder" else ("decoder",)
-        reading.layers.extend((layer._replace(attn_type=kind), range(count)) for kind in kinds)
+        for kind in kinds:  # cross-attention has no distances
+            own = layer._replace(attn_type=kind, position_bias=bias and kind != "encoder_decoder")
+            reading.layers.append((own, range(count)))
     return reading
