@@ -33,7 +33,6 @@ from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
 from attn_select_cli.layer_options import overrides_from
-from attn_select_cli.unserved_lines import unserved_data, unserved_lines
 
 SCHEMA_VERSION = 1
 
@@ -150,11 +149,24 @@ class Explanation:
             folded = {text for line in own if OTHERS in (text := plain([line]))}
             lines += [line for line in own if plain([line]) not in said]
             said |= folded
-        for unserved in self.unserved:
-            lines += [[], *unserved_lines(unserved, self.device)]
+        lines += self._unserved_lines()
         lines += self._page_lines()
         lines += note_lines(layer.selection for layer in self.layers)
         return lines + warning_lines(self.all_warnings)
+
+    def _unserved_lines(self) -> list[Line]:
+        if not self.unserved:
+            return []
+        from attn_select_cli.unserved_lines import unserved_lines  # it reads the engines' tables
+
+        return [line for each in self.unserved for line in ([], *unserved_lines(each, self.device))]
+
+    def _unserved_data(self) -> list[dict[str, Any]]:
+        if not self.unserved:
+            return []
+        from attn_select_cli.unserved_lines import unserved_data
+
+        return [unserved_data(each, self.device) for each in self.unserved]
 
     def _page_lines(self) -> list[Line]:
         """Say how long blocks are where attention and states share one pool, and what that wastes."""
@@ -176,7 +188,7 @@ class Explanation:
             "warnings": self.all_warnings,
             "state_page": None if page is None else page.to_dict(),
             "layers": [layer.to_dict() for layer in self.layers],
-            "unserved": [unserved_data(unserved, self.device) for unserved in self.unserved],
+            "unserved": self._unserved_data(),
         }
 
 
