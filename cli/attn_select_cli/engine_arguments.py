@@ -303,7 +303,10 @@ def _say_rest(result: EngineArguments, explanation: Explanation, asked: Collecti
     """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
     engine = result.table.engine
     if not explanation.attention:
-        result.not_expressed += [f"{option}: no layer here takes it" for option in asked if option not in _SAID]
+        said = ("dtype", "kv_cache_dtype", "num_speculative_tokens")
+        result.not_expressed += [
+            f"{option}: attn-select has no layer that takes it" for option in asked if option not in said
+        ]
         return
     config = explanation.attention[0].selection.config
     if config.batch_invariant and not result.say("batch_invariant", True):

@@ -161,3 +161,9 @@ def test_a_kind_of_which_little_is_known(kinds: Kinds, kind: str, words: str) ->
     (sparse,) = kinds({"model_type": "llama", "num_hidden_layers": 2, "layer_types": [kind] * 2}).unserved
     assert (sparse.kind, sparse.tokens, sparse.bytes_per_token) == (kind, None, None)
     assert words in sparse.attends_to
+
+
+def test_options_without_effect_are_said(kinds: Kinds) -> None:
+    found = kinds(QSA, overrides={"kv_cache_dtype": "fp8", "block_size": 64, "num_speculative_tokens": 2})
+    (said,) = [warning for warning in found.warnings if "no effect" in warning]
+    assert said.startswith("block_size: no effect")

@@ -282,6 +282,7 @@ def layer_kinds(
         dtype=compute,
         cache=cache,
         overrides=given,
+        unserved=bool(reading.unserved),
     )
     notes += cache.said([config for _, _, config in rows if isinstance(config, AttentionConfig)])
     if "mm_prefix" not in given and any(

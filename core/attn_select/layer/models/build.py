@@ -42,11 +42,12 @@ def build(
     dtype: Any,
     cache: CheckpointCache,
     overrides: Mapping[str, Any],
+    unserved: bool = False,
 ) -> tuple[list[tuple[str, list[int], AttentionConfig | StateConfig]], list[str]]:
     """Return kind, places in the model and config of every distinct layer, and what should be said about the flags.
 
     ``where`` names the model in errors; None where flags alone describe the layer. ``cache`` is what the checkpoint
-    says of its KV cache. Overrides are ``AttentionConfig``
+    says of its KV cache, ``unserved`` whether there are layers beside these. Overrides are ``AttentionConfig``
     fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
     them are totals, which tensor parallelism then divides.
 
@@ -78,7 +79,8 @@ def build(
         _divide(values, tensor_parallel_size)
         config = AttentionConfig(**values)
         rows.setdefault((kind_of(config), config), []).extend(places)
-    unused = [field for field in overrides if field not in used and field != "dtype"] if layers else []
+    used |= {"dtype", *(("kv_cache_dtype", "num_speculative_tokens") if unserved else ())}
+    unused = [field for field in overrides if field not in used]
     notes = []
     if unused:
         it = "it" if len(unused) == 1 else "them"
