@@ -83,6 +83,7 @@ def _side(explained: Explanation) -> dict[str, Any]:
             {
                 "kind": layer.kind,
                 "count": layer.count,
+                "cache_count": layer.layers.owners.caches if layer.selection.config.has_cache else 0,
                 "selected": layer.selection.selected,
                 "fingerprint": None if form is None else form.fingerprint,
                 "format": None if form is None else form.facts(),
@@ -116,7 +117,9 @@ def _table(explained: Explanation) -> list[Block]:
         cells = ["no cache"] + ["-"] * 5
         if form is not None:
             cells = [form.fingerprint, *_cells(layer.selection)]
-        rows.append([f"{layer.kind} × {layer.count}", *cells, chosen])
+        owning = layer.layers.owners.caches
+        name = f"{layer.kind} × {layer.count}"
+        rows.append([name if owning == layer.count else f"{name}, {owning} own one", *cells, chosen])
     header = ["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"]
     said = "none: no backend is valid there; `attn-select explain` with the same options says why"
     return [Table(header, rows), *([[], [("", ""), HANG, (said, "warning")]] if missing else [])]

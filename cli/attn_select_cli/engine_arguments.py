@@ -227,15 +227,23 @@ def _say_backends(result: EngineArguments) -> None:
             counts[taken.offer.name.name] = counts.get(taken.offer.name.name, 0) + taken.layer.count
     if set(by_argument) == {"prefill", "decode"} and by_argument["prefill"].keys() == by_argument["decode"].keys():
         by_argument = {"attention": by_argument["decode"]}
-    most = {argument: max(counts, key=lambda name: counts[name]) for argument, counts in by_argument.items()}
+    # An argument speaks for all kinds: where one has no backend, it would be given another kind's.
+    by_kind = {_named_by(taken.argument) for taken in result.taken if taken.offer is None}
+    most = {
+        argument: max(counts, key=lambda name: counts[name])
+        for argument, counts in by_argument.items()
+        if _named_by(argument) not in by_kind
+    }
     for argument, engine_backend in most.items():
         result.say(argument, engine_backend)
     for taken in told:
         if taken.offer is None or taken.offer.name is None:
             continue
         name = taken.offer.name
-        if name.name != most.get(taken.argument, name.name) and not _say_for_kind(result, taken.layer.kind, name.name):
-            result.not_expressed.append(f"{name.name} for {taken.layer.kind} layers: {result.table.engine} takes one")
+        alone = _named_by(taken.argument) in by_kind or name.name != most.get(taken.argument, name.name)
+        if alone and not _say_for_kind(result, taken.layer.kind, name.name):
+            one = f"{result.table.engine} takes one for all layers"
+            result.not_expressed.append(f"{name.name} for {taken.layer.kind} layers: {one}")
         result.arguments |= name.arguments
 
 
@@ -246,9 +254,10 @@ def _say_for_kind(result: EngineArguments, kind: str, name: str) -> bool:
 def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
     table = result.table
     configs = [layer.selection.config for layer in explanation.attention]
-    for dtype in dict.fromkeys(config.dtype for config in configs):
+    for dtype in dict.fromkeys((*(config.dtype for config in configs), *(u.dtype for u in explanation.unserved))):
         result.say("dtype", dtype)
-    written = [
+    written = [unserved.cache_dtype for unserved in explanation.unserved if unserved.cache_dtype != unserved.dtype]
+    written += [
         layer.selection.config.cache_dtype
         for layer in explanation.attention
         if layer.selection.config.kv_cache_dtype != "auto" or table.says_auto(layer.selection)
@@ -293,6 +302,12 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
 def _say_rest(result: EngineArguments, explanation: Explanation, asked: Collection[str]) -> None:
     """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
     engine = result.table.engine
+    if not explanation.attention:
+        said = ("dtype", "kv_cache_dtype", "num_speculative_tokens")
+        result.not_expressed += [
+            f"{option}: attn-select has no layer that takes it" for option in asked if option not in said
+        ]
+        return
     config = explanation.attention[0].selection.config
     if config.batch_invariant and not result.say("batch_invariant", True):
         result.not_expressed.append(f"batch invariance: {engine} has no argument for it")

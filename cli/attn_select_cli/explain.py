@@ -40,7 +40,7 @@ def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: b
     from attn_select_cli.explanation import SCHEMA_VERSION, build_explanations, warnings_of
     from attn_select_cli.output import print_json, print_lines, print_warnings
 
-    explanations = build_explanations(options, model or (None,), gpu or ("auto",))
+    explanations = build_explanations(options, model or (None,), gpu or ("auto",), unserved_alone=True)
     if as_json:
         documents = [explanation.to_dict() for explanation in explanations]
         several = {"schema_version": SCHEMA_VERSION, "explanations": documents}

@@ -24,9 +24,11 @@ from attn_select.decide.text import (
     note_lines,
     plain,
     plugin_lines,
+    situation_lines,
 )
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
-from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds, load
+from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_kinds, load
+from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.detection import detect_device
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
@@ -44,11 +46,32 @@ OTHERS = " others serve "
 
 @dataclass(slots=True)
 class LayerExplanation:
-    """One layer kind: its name, how many layers are of it, and the decision."""
+    """One layer kind, which layers are of it and own a cache, and the decision."""
 
-    kind: str
-    count: int
+    layers: LayerKind
     selection: Selection[Any]
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+        return self.layers.kind
+
+    @property
+    def count(self) -> int:
+        """How many layers are of it."""
+        return self.layers.count
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its part of the JSON document."""
+        owners = self.layers.owners
+        return {
+            "kind": self.kind,
+            "count": self.count,
+            "cache_count": owners.caches if self.selection.config.has_cache else 0,
+            "indexer_count": owners.indexers,
+            "kv_sources": {str(layer): source for layer, source in owners.kv_sources.items()},
+            **self.selection.to_dict(),
+        }
 
 
 @dataclass(slots=True)
@@ -60,6 +83,7 @@ class Explanation:
         layers: one entry per layer kind.
         warnings: about the model and the device; ``all_warnings`` adds the selections'.
         situation: what the decisions rest on.
+        unserved: layers of kinds that no backend here has a kernel for.
         unused: the fields that options set and no layer has.
     """
 
@@ -67,6 +91,7 @@ class Explanation:
     layers: Sequence[LayerExplanation]
     warnings: Sequence[str]
     situation: Situation
+    unserved: Sequence[UnservedLayers] = ()
     unused: Sequence[str] = ()
 
     @property
@@ -85,14 +110,14 @@ class Explanation:
         if not states:
             return self
         said = f"{', '.join(states)} layers are left out: this command is for attention"
-        if not self.attention:
+        if not self.attention and not self.unserved:
             raise ConfigError(said, fields=["recurrence"], hint="name a model that has attention")
         return replace(self, layers=self.attention, warnings=[*self.warnings, said])
 
     @property
     def ok(self) -> bool:
         """Whether every layer has a backend in every phase."""
-        return all(layer.selection.ok for layer in self.layers)
+        return not self.unserved and all(layer.selection.ok for layer in self.layers)
 
     @property
     def device(self) -> Device:
@@ -115,6 +140,8 @@ class Explanation:
         if self.model is not None:
             architecture = f" ({self.model['architecture']})" if self.model["architecture"] else ""
             lines.append([("Model      ", "dim"), HANG, (self.model["name"], "title"), (architecture, "")])
+        if not self.layers:
+            return lines + situation_lines(self.device, self.situation.environment, None)
         installed = [plugin.distribution for plugin in self.situation.registry.plugins if not plugin.error]
         lines += device_lines(self.layers[0].selection)
         return lines + plugin_lines([layer.selection for layer in self.layers], installed)
@@ -126,12 +153,27 @@ class Explanation:
         render = layer_lines if full else brief_lines
         said: set[str] = set()
         for layer in self.layers:
-            own = [[], *render(layer.selection, layer.kind, layer.count)]
+            own = [[], *render(layer.selection, layer.kind, layer.count, owners=layer.layers.owners)]
             folded = {text for line in own if OTHERS in (text := plain([line]))}
             lines += [line for line in own if plain([line]) not in said]
             said |= folded
+        lines += self._unserved_lines()
         lines += self._page_lines()
         return lines + note_lines([layer.selection for layer in self.layers], full)
+
+    def _unserved_lines(self) -> list[Line]:
+        if not self.unserved:
+            return []
+        from attn_select_cli.unserved_lines import unserved_lines  # it reads the engines' tables
+
+        return [line for each in self.unserved for line in ([], *unserved_lines(each, self.device))]
+
+    def _unserved_data(self) -> list[dict[str, Any]]:
+        if not self.unserved:
+            return []
+        from attn_select_cli.unserved_lines import unserved_data
+
+        return [unserved_data(each, self.device) for each in self.unserved]
 
     def _page_lines(self) -> list[Line]:
         """Say how long blocks are where attention and states share one pool, and what that wastes."""
@@ -152,9 +194,8 @@ class Explanation:
             "environment": environment_dict(self.situation),
             "warnings": self.all_warnings,
             "state_page": None if page is None else page.to_dict(),
-            "layers": [
-                {"kind": layer.kind, "count": layer.count, **layer.selection.to_dict()} for layer in self.layers
-            ],
+            "layers": [layer.to_dict() for layer in self.layers],
+            "unserved": self._unserved_data(),
         }
 
 
@@ -194,11 +235,16 @@ def library_states(registry: Registry, environment: Environment) -> dict[str, di
 
 
 def build_explanations(
-    options: Mapping[str, Any], models: Sequence[str | None], gpus: Sequence[str], rules: RuleSet | None = None
+    options: Mapping[str, Any],
+    models: Sequence[str | None],
+    gpus: Sequence[str],
+    rules: RuleSet | None = None,
+    *,
+    unserved_alone: bool = False,
 ) -> list[Explanation]:
     """Decide for every model on every GPU; return the explanations model by model.
 
-    ``rules`` replace the rules that the options name.
+    ``rules`` replace the rules that the options name; ``unserved_alone`` as in ``build_explanation``.
 
     Raises:
         AttnSelectError: any documented error of input. Where there are several, it names the model and the GPU.
@@ -207,7 +253,7 @@ def build_explanations(
     for model in models:
         for gpu in gpus:
             try:
-                found.append(_explained({**options, "model": model, "gpu": gpu}, rules))
+                found.append(_explained({**options, "model": model, "gpu": gpu}, rules, unserved_alone))
             except (ModelError, ConfigError) as error:
                 if len(models) * len(gpus) > 1 and not error.message.startswith(f"{model}: "):
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
@@ -215,15 +261,20 @@ def build_explanations(
     return _with_effect(options, found)
 
 
-def build_explanation(options: Mapping[str, Any], rules: RuleSet | None = None) -> Explanation:
+def build_explanation(
+    options: Mapping[str, Any], rules: RuleSet | None = None, *, unserved_alone: bool = False
+) -> Explanation:
     """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation.
 
-    ``rules`` replace the rules that the options name.
+    Args:
+        options: of the command line.
+        rules: replace the rules that the options name.
+        unserved_alone: whether a model is explained of which no layer has a kernel here; else it is an error.
 
     Raises:
         AttnSelectError: any documented error of input, and an option that has no effect on any layer.
     """
-    return _with_effect(options, [_explained(options, rules)])[0]
+    return _with_effect(options, [_explained(options, rules, unserved_alone)])[0]
 
 
 def _with_effect(options: Mapping[str, Any], found: list[Explanation]) -> list[Explanation]:
@@ -233,12 +284,13 @@ def _with_effect(options: Mapping[str, Any], found: list[Explanation]) -> list[E
         flags = list(dict.fromkeys(flag_of(field, options) for field in idle))
         models = dict.fromkeys(each.model["name"] for each in found if each.model is not None)
         kinds = dict.fromkeys(layer.kind for each in found for layer in each.layers)
+        kinds |= dict.fromkeys(layers.kind for each in found for layers in each.unserved)
         what = f"the layers of {', '.join(models)} ({', '.join(kinds)})" if models else f"a {', '.join(kinds)} layer"
         raise ConfigError(f"{' and '.join(flags)}: no effect on {what}", fields=idle, hint="leave it out")
     return found
 
 
-def _explained(options: Mapping[str, Any], rules: RuleSet | None) -> Explanation:
+def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone: bool) -> Explanation:
     overrides = overrides_from(options)
     if options["model"] is None and "num_heads" not in overrides:
         needed = "--num-heads with --head-size (or --mla, or --recurrence)"
@@ -258,6 +310,10 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None) -> Explanation
     if source is not None:
         logger.info("model: %s, of %s", source.name, source.source)
     kinds = known_layers(source, options, device, overrides)
+    if not kinds.kinds and not unserved_alone:
+        named = ", ".join(f"{each.count} {each.kind}" for each in kinds.unserved)
+        text = f"{shorten(options['model'], 200)}: no backend has a kernel for its layers ({named})"
+        raise ModelError(text, hint="`attn-select explain` says what is known of them, and which engines serve them")
     used_rules = rules or tuple(options["rules"]) or None
     situation = situation_for(device, used_rules, environment)
     warnings += unknown_pins(environment.pins, situation)
@@ -278,8 +334,9 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None) -> Explanation
         host_time=bool(options.get("host_time")),
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
-    layers = [LayerExplanation(k.kind, k.count, s) for k, s in zip(kinds.kinds, selections, strict=True)]
-    return Explanation(described, layers, [*warnings, *kinds.warnings], situation, kinds.unused)
+    layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
+    said = [*warnings, *kinds.warnings]
+    return Explanation(described, layers, said, situation, kinds.unserved, kinds.unused)
 
 
 def known_layers(

@@ -57,7 +57,7 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
     if options["model"] is None:
         raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
     table = engine_table(engine)
-    explanation = build_explanation(options).without_states
+    explanation = build_explanation(options, unserved_alone=True).without_states
     if options["backend"]:  # an explicit choice is taken or refused, never replaced
         for layer in explanation.layers:
             layer.selection.require()
@@ -68,7 +68,8 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
     else:
         print_lines(_lines(result, explanation, _shown_model(options)))
     print_warnings(explanation.all_warnings)
-    return 0 if result.ok else 1
+    served = all(table.kernels_of(each, explanation.device) for each in explanation.unserved)
+    return 0 if result.ok and served else 1
 
 
 def _refuse_replaced(result: EngineArguments) -> None:
@@ -97,11 +98,12 @@ def _adapter_text(table: EngineTable, backends: Iterable[str]) -> str:
 
 
 def _shown_model(options: Mapping[str, Any]) -> str:
-    """Return what stands for the model in the command: a preset has no weights."""
+    """Return what stands for the model in the command: a preset has no weights, but its repository has."""
     from attn_select.layer.models.presets import find_preset
 
     model: str = options["model"]
-    return "MODEL" if find_preset(model) is not None else model.removesuffix("/config.json")
+    own_name = find_preset(model) is not None and "/" not in model
+    return "MODEL" if own_name else model.removesuffix("/config.json")
 
 
 def _named(taken: Taken) -> str:
@@ -114,6 +116,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
     from attn_select.decide.text import HANG
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
     from attn_select_cli.table import Table
+    from attn_select_cli.unserved_lines import engine_names
 
     table = result.table
     engine = f"{table.engine} {table.release}"
@@ -136,7 +139,16 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         ]
         for taken in result.taken
     ]
+    rows += [
+        [f"{each.kind} × {each.count}", "prefill, decode", engine_names(each, table, explanation.device) or "-", "-"]
+        for each in explanation.unserved
+    ]
     lines += [[], Table(["layers", "phases", table.engine, "stands for attn-select's"], rows)]
+    for each in explanation.unserved:
+        takes = f"attn-select has no kernel for them; {table.engine} takes its own by itself"
+        if not engine_names(each, table, explanation.device):
+            takes = f"attn-select has no kernel for them, and no backend of {table.engine} is known for them there"
+        lines.append([(f"{each.kind}: ", "warning"), HANG, (takes, "")])
     for taken in result.taken:
         if taken.offer is None:
             has = f"{table.engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
@@ -171,6 +183,17 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
         "environment": result.environment,
         "file": {"argument": table.arguments["file"], "content": result.nested_file()} if result.file else None,
         "layers": [taken.to_dict() for taken in result.taken],
+        "unserved": [
+            {
+                "kind": each.kind,
+                "count": each.count,
+                "engine_backends": [
+                    {"name": row.name, "default": row.default, "source": row.source}
+                    for row in table.kernels_of(each, explanation.device)
+                ],
+            }
+            for each in explanation.unserved
+        ],
         "not_expressed": result.not_expressed,
         "warnings": explanation.all_warnings,
     }

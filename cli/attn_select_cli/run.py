@@ -116,7 +116,7 @@ def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> l
     from attn_select_cli.output import counted
     from attn_select_cli.table import Table
 
-    lines = plan_lines(one.selection, one.kind, one.count)
+    lines = plan_lines(one.selection, one.kind, one.count, owners=one.layers.owners)
     if isinstance(served, str):
         return [*lines, [("  not run          ", "warning"), (served, "")]]
     if served.cache_shape is not None:
@@ -149,7 +149,7 @@ def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> l
 
 
 def _to_dict(one: LayerExplanation, served: Served | str) -> dict[str, Any]:
-    told = {"kind": one.kind, "count": one.count, **one.selection.to_dict()}
+    told = one.to_dict()
     if isinstance(served, str):
         return {**told, "run": None, "not_run": served}
     return {

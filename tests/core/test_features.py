@@ -113,7 +113,7 @@ def test_a_row_is_drawn_by_the_suite_and_by_the_strategies(
     stored = {"kv_cache_dtypes": ("bfloat16", "fp8_e4m3")}
     lacking = spec(capabilities={"decode": capabilities(**stored, **_declared(feature, False))})
     having = spec(capabilities={"decode": capabilities(**stored, **_declared(feature, True))})
-    outside = [draw_case(lacking, 0, index, [(4, 2)]) for index in range(200)]
+    outside = [draw_case(lacking, 0, index, [(4, 2)]) for index in range(1200)]
     assert {case.code for case in outside if case.changed == feature.field} == {feature.code}
     inside = [draw_case(having, 0, index, [(4, 2)]).config for index in range(200)]
     assert any(getattr(config, feature.field) == value for config in inside)

@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"(?ms)^ *```(\w*)[^\n]*\n(.*?)^ *```$")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
-MODEL = "models--meta-llama--Llama-3.1-8B"
 COMMANDS = {"text": "$ ", "sh": ""}
 """By language, what a line with a command begins with."""
 
@@ -100,18 +99,6 @@ def claimed(claim: str) -> list[Any]:
 
 
 def nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return {}
-
-
-def a_repository(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A cache of the Hugging Face Hub with the one model."""
-    snapshot = folder / MODEL / "snapshots" / "0"
-    snapshot.mkdir(parents=True)
-    (folder / MODEL / "refs").mkdir()
-    (folder / MODEL / "refs" / "main").write_text("0")
-    model = ROOT / "tests" / "models" / "data" / "configs" / "llama-3.1-8b-instruct" / "config.json"
-    (snapshot / "config.json").write_bytes(model.read_bytes())
-    monkeypatch.setenv("HF_HUB_CACHE", str(folder))
     return {}
 
 
@@ -265,7 +252,7 @@ def check_nothing(names: dict[str, Any]) -> None:
 Prelude = Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]
 PYTHON: dict[tuple[str, str], tuple[Prelude, Callable[[dict[str, Any]], None]]] = {
     ("README.md", "from attn_select import AttentionConfig, select"): (nothing, check_nothing),
-    ("README.md", "from attn_select import configs_from_model, select_model"): (a_repository, check_models),
+    ("README.md", "from attn_select import configs_from_model, select_model"): (nothing, check_models),
     ("README.md", "from attn_select.runtime import Attention, attention_group, prepare_batch"): (a_layer, check_layer),
     ("plugins.md", "# facts: no torch"): (nothing, check_builds),
     ("plugins.md", "# runtime"): (facts_of_builds, check_adapter),

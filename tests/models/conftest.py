@@ -43,6 +43,12 @@ def configs() -> Path:
 
 
 @pytest.fixture(scope="session")
+def trial() -> Path:
+    """The folder of configs that were read wrong once."""
+    return CONFIGS.parent / "trial"
+
+
+@pytest.fixture(scope="session")
 def kinds() -> Callable[..., LayerKinds]:
     """Return a function that reads a config given as a dict, with ``layer_kinds``' arguments."""
 

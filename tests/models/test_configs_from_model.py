@@ -14,6 +14,7 @@ import attn_select
 from attn_select import AttentionConfig, configs_from_model, select_model
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
 from attn_select.layer.models import LayerKind
+from attn_select.layer.models.kv_sharing import CacheOwners
 
 GEMMA = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -28,9 +29,10 @@ GEMMA = {
     "torch_dtype": "bfloat16",
 }
 FULL = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64, logits_soft_cap=50.0)
+OWN = CacheOwners(caches=2, indexers=0, kv_sources={})
 EXPECTED = (
-    LayerKind("sliding_attention", 2, AttentionConfig(**FULL.model_dump() | {"sliding_window": 32})),
-    LayerKind("full_attention", 2, FULL),
+    LayerKind("sliding_attention", (0, 2), AttentionConfig(**FULL.model_dump() | {"sliding_window": 32}), OWN),
+    LayerKind("full_attention", (1, 3), FULL, OWN),
 )
 
 

@@ -175,7 +175,7 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
             [("full_attention", 5000, heads(32, 8, 128))],
         ),
         (
-            {"model_type": "minimax_text_01", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+            {"model_type": "brandnew", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
             | {"layer_types": ["linear_attention", "full_attention"] * 2},
             [("full_attention", 2, heads(4, 4, 16))],
         ),
@@ -251,14 +251,3 @@ def test_family(
         for kind, (_, _, fields) in zip(attention, expected, strict=True)
     ]
     assert found == expected
-
-
-def test_quantised_kv_cache_of_a_checkpoint_is_said(kinds: Callable[..., LayerKinds]) -> None:
-    """The layers stay at ``auto``: whether the scales are used is the engine's choice."""
-    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}, "quant_method": "modelopt"}
-    for quantization in (scheme, {"kv_cache_quant_algo": "FP8"}):
-        found = kinds({"model_type": "llama", "quantization_config": quantization})
-        assert found.kinds[0].config.kv_cache_dtype == "auto"
-        assert "the checkpoint quantises its KV cache" in found.warnings[0]
-    plain = kinds({"model_type": "llama", "quantization_config": {"kv_cache_scheme": None}})
-    assert not [warning for warning in plain.warnings if "KV cache" in warning]

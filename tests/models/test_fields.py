@@ -46,10 +46,6 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
             "layer_types[31] = 'fuzzy': expected one of full_attention",
         ),
         ({"layer_types": ["linear_attention"] * 32}, "32 linear_attention, which are a recurrence that is not known"),
-        (
-            {"layer_types": ["minimax_m3_sparse"] * 32},
-            "no backend has a kernel for its layers (32 minimax_m3_sparse, which attend to blocks of keys",
-        ),
         ({"kv_lora_rank": 512}, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim missing beside kv_lora_rank = 512"),
         ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 32 layers"),
         ({"num_key_value_heads_per_layer": [0] * 32}, "num_key_value_heads_per_layer[0] = 0: expected an integer"),
@@ -172,8 +168,9 @@ def test_unknown_model_type_with_mla_and_layer_types(kinds: Kinds) -> None:
     assert [(kind.kind, kind.count) for kind in found.kinds] == [("mla_sliding", 1), ("mla", 2)]
     found = kinds({**GENERIC, "model_type": "brandnew", "layer_types": [*types[2:], "conv", "indexed_attention"]})
     assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 1)]
-    assert "3 of 4 layers are left out, since no backend has a kernel for them: 1 linear_attention" in found.warnings[1]
-    assert "1 indexed_attention" in found.warnings[1]
+    assert [(each.kind, each.layers) for each in found.unserved] == [("indexed_attention", (3,))]
+    assert found.warnings[1] == "1 of 4 layers have no kernel here: 1 indexed_attention"
+    assert "2 of 4 layers are left out, since no backend has a kernel for them: 1 linear_attention" in found.warnings[2]
 
 
 def test_class_defaults_that_stand_in_are_said(kinds: Kinds) -> None:

@@ -119,3 +119,27 @@ def test_listing_presets_imports_nothing_heavy() -> None:
     loaded = result.stdout.split()
     assert "attn_select.layer.models" in loaded
     assert not {"pydantic", "torch", "transformers", "importlib.resources", "click"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b-a3b"),
+        ("qwen/qwen3-next-80b-a3b-instruct", "qwen3-next-80b-a3b"),
+        ("qwen3-next", "qwen3-next-80b-a3b"),
+        ("Qwen3 Next", "qwen3-next-80b-a3b"),
+    ],
+)
+def test_other_names_lead_to_a_preset(name: str, preset: str) -> None:
+    assert load(name) == load(preset)
+
+
+def test_every_other_name_is_of_one_preset() -> None:
+    names = [name for preset in presets().values() for name in preset.names]
+    assert len(names) > 60
+    assert len({name.casefold() for name in names}) == len(names)
+    assert not {name.casefold() for name in names} & presets().keys()
+    for preset in presets().values():
+        assert all(load(name).name == preset.name for name in preset.names)

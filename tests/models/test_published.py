@@ -78,18 +78,23 @@ EXPECTED: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "qwen3-32b": [("full_attention", 64, heads(64, 8, 128, sliding_window=None))],
     "qwen3-next-80b-a3b-thinking": [("gated_delta_net", 36, GDN), ("full_attention", 12, heads(16, 2, 256))],
     "qwen3.5-35b-a3b": [("gated_delta_net", 30, GDN), ("full_attention", 10, heads(16, 2, 256))],
-    "t5-small": pair(8, 64, 6, "bfloat16"),
+    "t5-small": [
+        (kind, count, {**fields, "position_bias": kind != "cross_attention"})
+        for kind, count, fields in pair(8, 64, 6, "bfloat16")
+    ],
     "whisper-large-v3": pair(20, 64, 32, "float16"),
 }
 SAID = {
+    "glm-5-fp8": ["index_topk = 2048"],
+    "deepseek-r1": ["num_nextn_predict_layers = 1"],
     "devstral-small-2-24b": ["vision_config"],
     "gemma-2-9b": ["float32 weights"],
     "gemma-3-27b-it": ["vision_config", "image tokens attend to each other in both directions (--no-mm-prefix"],
     "llama-4-scout-17b-16e": ["vision_config"],
     "llava-v1.5-7b": ["mm_vision_tower"],
     "qwen2.5-vl-7b": ["vision_config"],
-    "qwen3.5-35b-a3b": ["vision_config"],
-    "t5-small": ["relative position biases", "float32 weights"],
+    "qwen3.5-35b-a3b": ["vision_config", "mtp_num_hidden_layers = 1"],
+    "t5-small": ["float32 weights"],
     "bart-large-cnn": ["float32 weights"],
     "bert-base-uncased": ["float32 weights"],
     "bloom-3b": ["float32 weights"],

@@ -46,6 +46,7 @@ FIELDS = (
     *("new_decoder_architecture", "encoder_layers", "decoder_layers", "encoder_attention_heads"),
     *("decoder_attention_heads", "attn_layer_period", "attn_layer_offset", "local_attention", "block_types"),
     *("global_attn_every_n_layers", "sliding_window_pattern", "no_rope_layer_interval"),
+    "num_kv_shared_layers",
 )
 # What it may hold of a class whose layers keep a state, by the name that the reader asks for.
 STATE_FIELDS = (
@@ -53,6 +54,12 @@ STATE_FIELDS = (
     *("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim"),
     *("mamba_groups", "mamba_state_size", "mamba_conv_kernel", "mamba_expand", "mamba_chunk_size", "mamba_d_ssm"),
 )
+# Of kinds of attention that have no kernel here.
+SPARSE_FIELDS = {
+    "deepseek_v4": ("index_n_heads", "index_head_dim"),
+    "glm5_next_text": ("index_kpool",),
+    "minimax_m3_vl_text": ("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks"),
+}
 # Of MLA the width of the rotary part and the heads before compression, neither of them what the names say.
 MLA_TRAPS = ("head_dim", "num_key_value_heads")
 PAIR_TRAPS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # the encoder's, under a second name
@@ -90,7 +97,7 @@ def test_every_default_is_the_classes_own(model_type: str) -> None:
     elsewhere = {"mpt": {"alibi": True}, "dbrx": {"num_key_value_heads": 1}}.get(model_type, {})
     found = {}
     of_states = {"minimax": ("block_size",)}.get(model_type, STATE_FIELDS) if "state" in row else ()
-    for field in (*FIELDS, *of_states):
+    for field in (*FIELDS, *of_states, *SPARSE_FIELDS.get(model_type, ())):
         skipped = ("linear_num_heads",) if model_type == "bailing_hybrid" else ()  # overwritten
         skipped += MLA_TRAPS if "kv_lora_rank" in row["defaults"] else ()
         skipped += PAIR_TRAPS if row.get("reader") == "encoder_decoder" else ()
@@ -145,7 +152,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 def test_layer_types_are_the_classes_own(model_type: str, values: dict[str, Any]) -> None:
     """The kind of every single layer, with what the class has by default and with other settings."""
     config = build(model_type, **values)
-    fields = Fields(values, family(model_type), "a config")
+    indexer = {"indexer_n_heads": 4} if model_type == "qwen4_exp_text" else {}  # its sparse layers have one
+    fields = Fields({**values, **indexer}, family(model_type), "a config")
     ours = layer_types(fields)
     listed = resolved(config, "layer_types")
     if model_type == "gpt_neo":
@@ -157,6 +165,10 @@ def test_layer_types_are_the_classes_own(model_type: str, values: dict[str, Any]
         window = resolved(config, "sliding_window")
         listed = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     same = {"conv": "linear_attention", "moe": "linear_attention", "mlp": "linear_attention"}  # none is attention
+    if "hybrid" in fields.family.spellings:  # attention beside convolutions
+        same |= {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+    same |= {"qsa": "indexed_attention", "msa": "minimax_m3_sparse"}
+    same |= {"deepseek_v4_csa": "compressed_sparse_attention", "deepseek_v4_hca": "heavily_compressed_attention"}
     assert [same.get(kind, kind) for kind in ours] == [same.get(kind, kind) for kind in listed]
 
 
@@ -205,7 +217,7 @@ def test_sizes_of_states_are_the_classes_own(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_sizes_are_the_classes_own(model_type: str) -> None:
     """Heads, KV heads, head sizes and windows of a config that leaves everything out."""
-    config = build(model_type)
+    config = whole = build(model_type)
     fields = Fields({}, family(model_type), "a config")
     if model_type in ODD:
         with pytest.raises(ModelError, match=ODD[model_type]):
@@ -214,7 +226,7 @@ def test_sizes_are_the_classes_own(model_type: str) -> None:
     if model_type in ("bamba", "granitemoehybrid"):  # without attention by default
         fields = Fields({"layer_types": ["full_attention"], "num_hidden_layers": 1}, family(model_type), "a config")
     layers = [layer for layer, _ in read(fields, mm_prefix=False).layers if isinstance(layer, Layer)]
-    assert layers or model_type in ("mamba2", "qwen4_exp_text")  # the latter: sparse attention without MLA
+    assert layers or model_type in ("mamba2", "deepseek_v4", "unlimited_ocr_text")  # these two: without a kernel here
     if family(model_type).reader == "encoder_decoder":
         sides = [config.encoder_attention_heads if hasattr(config, "encoder_attention_heads") else config.num_heads]
         sides += [getattr(config, "decoder_attention_heads", config.num_attention_heads)] * 2
@@ -223,24 +235,22 @@ def test_sizes_are_the_classes_own(model_type: str) -> None:
         assert [layer.head_size for layer in layers] == [width or config.hidden_size // n for n in sides]
         return
     window = sliding_window(fields, bidirectional=False)
-    if model_type == "modernbert":
-        assert window == config.sliding_window + 1  # modeling_modernbert.py: the token itself
+    if model_type in ("modernbert", "embedding_gemma2_text", "openai_privacy_filter"):
+        assert window == config.sliding_window + 1  # modeling_modernbert.py, masking_utils.py: the token itself
     else:
         name = "window_size" if model_type == "gpt_neo" else "sliding_window"
         assert window == (resolved(config, name) or None)
     for layer in layers:
+        if whole.is_heterogeneous:  # kinds of layers with their own sizes: asking the whole config for one raises
+            kind = "sliding_attention" if layer.sliding_window else "full_attention"
+            kind = "indexed_attention" if layer.sparse_top_k else kind
+            config = whole.per_layer_config[whole.layer_types.index(kind)]
         if layer.mla:
             dims = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             assert layer.mla == tuple(getattr(config, name) for name in dims)
-            assert layer.sparse_top_k == resolved(config, "index_topk")
+            assert layer.sparse_top_k == (None if layer.sliding_window else resolved(config, "index_topk"))
             assert layer.num_heads == config.num_attention_heads
             continue
-        if model_type in (
-            "gemma4_text",
-            "gemma4_unified_text",
-        ):  # two kinds of layers: asking the whole config for a size raises
-            kind = "sliding_attention" if layer.sliding_window else "full_attention"
-            config = build(model_type).per_layer_config[config.layer_types.index(kind)]
         assert layer.num_heads == config.num_attention_heads
         assert layer.head_size == (resolved(config, "head_dim") or config.hidden_size // config.num_attention_heads)
         kv_heads = resolved(config, "num_key_value_heads") or resolved(config, "num_kv_heads")
@@ -261,14 +271,10 @@ def test_text_part_of_multimodal_models(wrapper: str, text: str) -> None:
     assert family(text).known
 
 
-UNREAD = """beam bert-generation blip blip-2 blt chameleon cohere_compass cohere_compass_text cosmos3_edge cosmos3_omni
-cpmant ctrl deepseek_ocr2 diffusion_gemma doge dots3_note dots3_note_text emu3 evolla fast_vlm flint
-florence2 gemma4_assistant gemma4_unified_assistant git glmga gpt-sw3 hrm_text hyperclovax_vision_v2 idefics
-inkling2 inkling2_text inkling_mm_model inkling_text instructblip instructblipvideo jetmoe kosmos-2
-kosmos-2.5 lfm3 lfm3_vl lighton_ocr megatron-bert mellum minicpm_ocr minicpmv4_6 minicpmv4_7
-modernbert-decoder moshi moss_transcribe_diarize musicgen musicgen_melody mvp openai-gpt pi0 pix2struct
-pp_chart2table pp_formulanet prophetnet qianfan_ocr rembert roc_bert roformer trocr udop unlimited_ocr
-video_llama_3 xlm xmod zaya"""
+UNREAD = """bert-generation blip blip-2 chameleon cosmos3_omni cpmant evolla florence2 git gpt-sw3 idefics instructblip
+instructblipvideo kosmos-2 kosmos-2.5 megatron-bert modernbert-decoder moshi moss_transcribe_diarize
+musicgen musicgen_melody mvp pi0 pix2struct pp_chart2table pp_formulanet prophetnet rembert roc_bert
+roformer trocr udop xlm xmod"""
 """Types of transformers' generating models, with and without images, that no reader knows: a config of one is read by
 the usual field names, with a warning. A type that leaves this list has a row in the table."""
 

@@ -156,6 +156,8 @@ class Capabilities:
     logits_soft_cap: Fact[bool] = Fact(False, "default")
     alibi: Fact[bool] = Fact(False, "default")
     sinks: Fact[bool] = Fact(False, "default")
+    position_bias: Fact[bool] = Fact(False, "default")
+    dual_chunk: Fact[bool] = Fact(False, "default")
     mm_prefix: Fact[bool] = Fact(False, "default")
     non_causal: Fact[bool] = Fact(False, "default")
     batch_invariant: Fact[bool] = Fact(False, "default")

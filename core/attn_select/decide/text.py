@@ -22,6 +22,8 @@ from attn_select.rules.layers import FILE_NAME
 from attn_select.rules.rule import PACKAGED, Rule
 
 if TYPE_CHECKING:
+    from attn_select.layer.models.kv_sharing import CacheOwners
+    from attn_select.machine.environment import Environment
     from attn_select.times.choice import EvidenceUsed
     from attn_select.times.workload import Workload
 
@@ -72,7 +74,11 @@ def selection_text(selection: Outcome[Any]) -> str:
 
 def device_lines(selection: Outcome[Any]) -> list[Line]:
     """Say which device, which libraries and which workload the decision is for."""
-    device, environment = selection.device, selection.environment
+    return situation_lines(selection.device, selection.environment, selection.workload)
+
+
+def situation_lines(device: Device, environment: Environment, workload: Workload | None) -> list[Line]:
+    """Say the same where there is no selection."""
     facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
     if device.sm_count:
         facts.append(f"{device.sm_count} SMs")
@@ -94,8 +100,8 @@ def device_lines(selection: Outcome[Any]) -> list[Line]:
         [("Device     ", "dim"), HANG, (name, "title"), (details, "")],
         [("Libraries  ", "dim"), HANG, (libraries, "")],
     ]
-    if selection.workload is not None:
-        lines.append([("Workload   ", "dim"), HANG, (workload_text(selection.workload), "")])
+    if workload is not None:
+        lines.append([("Workload   ", "dim"), HANG, (workload_text(workload), "")])
     return lines
 
 
@@ -110,18 +116,20 @@ def layer_lines(
     kind: str | None = None,
     count: int | None = None,
     *,
+    owners: CacheOwners | None = None,
     runs: bool = True,
     remedies: bool = True,
 ) -> list[Line]:
     """Render one layer kind: the plan, every candidate, the rules, the nearest remedies.
 
     Args:
+        owners: which of the ``count`` layers own what they cache; None: all.
         remedies: whether backends without their plugin have a line each, with what to install. An engine's log has
             one line for all of them.
         runs: whether attn-select runs the kernels. An engine's own have other providers, buffers and caches than the
             plan, of which only the path is shown then.
     """
-    lines = plan_lines(selection, kind, count, runs=runs)
+    lines = plan_lines(selection, kind, count, owners=owners, runs=runs)
     lines += _time_lines(selection)
     lines += _candidate_lines(selection, remedies)
     lines += _rule_lines(selection, selection.rules)
@@ -130,10 +138,13 @@ def layer_lines(
     return lines
 
 
-def brief_lines(selection: Outcome[Any], kind: str | None = None, count: int | None = None) -> list[Line]:
+def brief_lines(
+    selection: Outcome[Any], kind: str | None = None, count: int | None = None, *, owners: CacheOwners | None = None
+) -> list[Line]:
     """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules.
 
     Backends for other kinds of layers are counted. Those without their plugin are left out: ``plugin_lines`` has them.
+    ``owners`` as in ``layer_lines``.
     """
     lines: dict[str, Line] = {}
     folded: dict[str, list[str]] = {}
@@ -162,7 +173,7 @@ def brief_lines(selection: Outcome[Any], kind: str | None = None, count: int | N
     margins = [("  rejected".ljust(_MARGIN), "rejected"), *[(" " * _MARGIN, "")] * len(lines)]
     rejected_lines = [[margin, HANG, *line] for margin, line in zip(margins, lines.values(), strict=False)]
     own = [rule for rule in selection.rules if rule.layer > PACKAGED]
-    return plan_lines(selection, kind, count) + rejected_lines + _rule_lines(selection, own)
+    return plan_lines(selection, kind, count, owners=owners) + rejected_lines + _rule_lines(selection, own)
 
 
 def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, device: Device) -> Line:
@@ -178,9 +189,14 @@ def _brief_line(backend: str, told: Mapping[Phase, Verdict], always: bool, devic
 
 
 def plan_lines(
-    selection: Outcome[Any], kind: str | None = None, count: int | None = None, *, runs: bool = True
+    selection: Outcome[Any],
+    kind: str | None = None,
+    count: int | None = None,
+    *,
+    owners: CacheOwners | None = None,
+    runs: bool = True,
 ) -> list[Line]:
-    """Render what one layer kind asks for and the plan of each phase; ``runs`` as in ``layer_lines``."""
+    """Render what one layer kind asks for and the plan of each phase; ``owners`` and ``runs`` as in ``layer_lines``."""
     name = kind or getattr(selection.config, "recurrence", "Layer")
     title = name if count is None else f"{name} × {count}"
     lines: list[Line] = [[(f"{title}  ", "title"), HANG, (config_text(selection.config), "")]]
@@ -215,16 +231,8 @@ def plan_lines(
         if count is not None and count > 1:
             text += f", {byte_text(selection.bytes_per_request * count)} per request for all {count}"
         lines.append([("  State".ljust(_MARGIN), ""), HANG, (text, "")])
-    if runs and selection.cache_shape is not None and selection.bytes_per_token is not None:
-        shape = ", ".join(map(str, selection.cache_shape))
-        text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
-        own, indexer = selection.bytes_per_token, selection.indexer_bytes_per_token
-        text += f"{own} bytes per token and layer"
-        text += f" and {indexer} of the indexer's keys in FP8" if indexer else ""
-        if count is not None and count > 1:
-            text += f", {byte_text((own + indexer) * count)} per token for all {count}"
-        lines.append([("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")])
     if runs:
+        lines += _cache_lines(selection, count, owners)
         lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
     if selection.evidence is not None or not selection.device.is_cpu:
         lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
@@ -269,6 +277,46 @@ def _behind(verdict: Verdict) -> str:
     if timing is not None and timing.stale:
         parts.append("stale")
     return f"{verdict.behind or 0.0:.2f} times as long ({', '.join(parts)})"
+
+
+def _cache_lines(selection: Outcome[Any], count: int | None, owners: CacheOwners | None) -> list[Line]:
+    """Say how the KV cache lies in memory, how large it is, and which layers own none; none for layers without."""
+    if selection.cache_shape is None or selection.bytes_per_token is None:
+        return []
+    shape = ", ".join(map(str, selection.cache_shape))
+    text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
+    own, indexer = selection.bytes_per_token, selection.indexer_bytes_per_token
+    text += f"{own} bytes per token and layer"
+    text += f" and {indexer} of the indexer's keys in FP8" if indexer else ""
+    of_all = count or 1
+    caches, indexers = (owners.caches, owners.indexers) if owners else (of_all, of_all)
+    if of_all > 1:
+        total = byte_text(own * caches + indexer * indexers)
+        whose = f"for all {count}" if caches == of_all else f"for the {caches} of {count} that own one"
+        if indexer and indexers != of_all:
+            whose += f", {indexers} of them with an indexer"
+        text += f", {total} per token {whose}"
+    return [[("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")], *(shared_cache_lines(owners) if owners else ())]
+
+
+def shared_cache_lines(owners: CacheOwners) -> list[Line]:
+    """Say which layers read another one's cache, a line for each of those."""
+    lines: list[Line] = []
+    for source in dict.fromkeys(owners.kv_sources.values()):
+        readers = _ranges([layer for layer, read in owners.kv_sources.items() if read == source])
+        lines.append([(" " * _MARGIN, ""), HANG, (f"layers {readers} read the cache of layer {source}", "dim")])
+    return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, neighbours as a range: ``15-18, 20``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _rank_lines(selection: Outcome[Any]) -> list[tuple[str, str]]:

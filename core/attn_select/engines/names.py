@@ -16,9 +16,10 @@ from attn_select.decide.outcome import Candidate
 from attn_select.decide.selection import Selection
 from attn_select.engines.own_kernels import rests_on_our_times
 from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.device import Device
 from attn_select.rules.conditions import Condition, compile_when
-from attn_select.rules.ranking import holds_for
+from attn_select.rules.ranking import holds_for, holds_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,27 @@ class EngineDefault:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class EngineKernel:
+    """An engine's own backend for a kind of layers that attn-select has no kernel for (``UnservedLayers``).
+
+    The engine takes it by itself, or the model's own code does.
+
+    Attributes:
+        kinds: patterns of the kinds' names.
+        name: what the engine calls it.
+        when: conditions on the device.
+        default: whether it is what the engine takes there without being told.
+        source: file of the engine, and what to look for in it.
+    """
+
+    kinds: tuple[str, ...]
+    name: str
+    when: tuple[Condition, ...]
+    default: bool
+    source: str
+
+
 def _nothing(name: EngineName) -> str:
     return ""
 
@@ -101,6 +123,7 @@ class EngineTable:
         names: in the order in which they are tried.
         defaults: what runs without an argument; the first that fits.
         own_defaults: architectures for which the engine has defaults of its own.
+        unserved: its own backends for kinds of layers that attn-select has none for.
         explicit_kv_cache: conditions under which ``auto`` is another dtype in the engine, so that it is always said.
     """
 
@@ -119,6 +142,7 @@ class EngineTable:
     names: tuple[EngineName, ...]
     defaults: tuple[EngineDefault, ...]
     own_defaults: tuple[str, ...]
+    unserved: tuple[EngineKernel, ...]
     explicit_kv_cache: tuple[Condition, ...] | None
 
     def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
@@ -136,6 +160,16 @@ class EngineTable:
             if all(holds_for(condition, selection.config, selection.device) for condition in each.when):
                 return each
         return None
+
+    def kernels_of(self, layers: UnservedLayers, device: Device) -> list[EngineKernel]:
+        """Return what the engine runs layers with that attn-select has no kernel for, its default first."""
+        found = [
+            row
+            for row in self.unserved
+            if any(fnmatch.fnmatchcase(layers.kind, pattern) for pattern in row.kinds)
+            and all(holds_on(condition, device) for condition in row.when)
+        ]
+        return sorted(found, key=lambda row: not row.default)
 
     def says_auto(self, selection: Selection) -> bool:
         """Whether ``auto`` as a KV-cache dtype means something else in the engine, for a layer."""
@@ -295,5 +329,15 @@ def engine_table(key: str) -> EngineTable:
             for row in data.get("defaults", ())
         ),
         own_defaults=tuple(data.get("own_defaults", ())),
+        unserved=tuple(
+            EngineKernel(
+                kinds=tuple(row["kinds"]),
+                name=row["name"],
+                when=compile_when(row.get("when", {}))[0],
+                default=row.get("default", True),
+                source=row["source"],
+            )
+            for row in data.get("unserved", ())
+        ),
         explicit_kv_cache=compile_when(data["explicit_kv_cache"])[0] if "explicit_kv_cache" in data else None,
     )

@@ -71,6 +71,12 @@ class AttentionConfig:
     """Linear position biases (arXiv 2108.12409)."""
     sinks: bool = False
     """A learned logit per head in the softmax's denominator (gpt-oss)."""
+    position_bias: bool = False
+    """A bias for each head and distance is added to the scores, learned (T5, arXiv 1910.10683) or computed from the
+    query (Inkling); ALiBi is ``alibi``."""
+    dual_chunk: bool = False
+    """Dual chunk attention (arXiv 2402.17463): rotary positions count within chunks and between them, so that keys are
+    rotated by another angle for each query chunk. Requests shorter than a chunk attend as without it."""
     kv_lora_rank: Positive | None = None
     """Width of MLA's compressed KV (arXiv 2405.04434); set together with the next three."""
     qk_nope_head_dim: Positive | None = None

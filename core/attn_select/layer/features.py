@@ -117,6 +117,18 @@ FEATURES: tuple[Feature, ...] = (
     Feature("alibi", "ALiBi slopes", "ALiBi slopes.", belongs_to="past"),
     Feature("sinks", "attention sinks", "A learned sink logit per head.", belongs_to="past"),
     Feature(
+        "position_bias",
+        "position biases in the scores",
+        "A bias for each head and distance is added to the scores (T5, Inkling).",
+    ),
+    Feature(
+        "dual_chunk",
+        "dual chunk attention",
+        "Positions count within chunks and between them (Qwen2.5-1M); without effect below one chunk of tokens.",
+        belongs_to="past",
+        not_in_encoders="encoders attend to all tokens or to a window",
+    ),
+    Feature(
         "mm_prefix",
         "bidirectional multimodal prefix",
         "Image tokens attend to each other in both directions.",

@@ -215,8 +215,11 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
 
 def holds_for(condition: Condition, config: LayerConfig, device: Device) -> bool:
     """Whether a condition on the config or the device holds; an unset field matches ``none`` alone."""
-    if condition.scope != "device":
-        return holds_for_config(condition, config)
+    return holds_on(condition, device) if condition.scope == "device" else holds_for_config(condition, config)
+
+
+def holds_on(condition: Condition, device: Device) -> bool:
+    """Whether a condition on the device holds."""
     value = device.name if condition.field == "gpu" else getattr(device, condition.field)
     return value is not None and condition.matches(value)
 

@@ -87,7 +87,8 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
     kinds = [kind for kind in read.kinds if kind.config.sort != "state"]
     configs = read.attention_configs
     if not configs:
-        logger.info("attn-select %s leaves the model to SGLang: all its layers keep a state", __version__)
+        why = "none of its layers has attention that attn-select has a kernel for"
+        logger.info("attn-select %s leaves the model to SGLang: %s", __version__, why)
         return {}
     rules = rules_in_an_engine()
     selections = select_model(configs, device, rules, environment=environment, workload=workload_in_an_engine())

@@ -96,7 +96,7 @@ def explain_model(model: nn.Module) -> ModelExplanation:
     if parameter is None:
         raise ConfigError("the model has no parameters: their dtype and device decide", fields=["model"])
     require_served(type(model))
-    kinds = configs_from_model(model.config, overrides={"dtype": parameter.dtype})
+    kinds = configs_from_model(model.config, overrides={"dtype": parameter.dtype, "kv_cache_dtype": "auto"})
     device = "cpu" if parameter.device.type == "cpu" else None
     rules = rules_in_an_engine()
     layers = [

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from attn_select.layer.config import AttentionConfig
     from attn_select.layer.layer_config import LayerConfig
     from attn_select.layer.models.fields import Fields
+    from attn_select.layer.models.kv_sharing import CacheOwners
     from attn_select.layer.models.layer_kind import Reading
+    from attn_select.layer.models.unserved import UnservedLayers
     from attn_select.machine.device import Device
 
 __all__ = [
@@ -41,6 +43,8 @@ _ESSENTIAL = (
     "decoder_attention_heads",
     "num_key_value_heads",
     "sliding_window",
+    "index_topk",
+    "num_kv_shared_layers",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
@@ -64,13 +68,21 @@ class LayerKind:
             ``encoder``, ``encoder_only``, ``encoder_only_sliding`` or ``cross_attention``. The decoder's own layers in
             an encoder-decoder model are ``full_attention``. Of layers that keep a state the name of the recurrence. A
             layer that has both is counted in two kinds.
-        count: layers of this kind.
+        layers: their places in the model, from 0. Layers that only drafts run stand behind the model's own. The
+            encoder and the decoder of a model with both are counted apart.
         config: what each of them asks for, per tensor-parallel rank.
+        owners: which of them own what they cache.
     """
 
     kind: str
-    count: int
+    layers: tuple[int, ...]
     config: LayerConfig
+    owners: CacheOwners
+
+    @property
+    def count(self) -> int:
+        """Layers of this kind."""
+        return len(self.layers)
 
 
 @dataclass(slots=True)
@@ -80,12 +92,14 @@ class LayerKinds:
     Attributes:
         kinds: the layers.
         warnings: what should be known of them.
+        unserved: layers of kinds that no ``AttentionConfig`` describes, since no backend here has a kernel for them.
         type_known: whether the tables know the model type; else it was read as a Llama-like decoder.
         unused: the overrides that no layer has, which a warning names too.
     """
 
     kinds: tuple[LayerKind, ...]
     warnings: tuple[str, ...]
+    unserved: tuple[UnservedLayers, ...] = ()
     type_known: bool = True
     unused: tuple[str, ...] = ()
 
@@ -160,10 +174,11 @@ def configs_from_model(
         selections = select_model(found.configs)
 
     Args:
-        model: a preset's name (``attn-select models`` lists them), the path of a ``config.json`` or of the folder that
-            holds it, a repository ``org/name`` in the local cache of the Hugging Face Hub (``HF_HUB_CACHE``,
-            ``HF_HOME``) or that repository's ``models--org--name`` folder, the content of a ``config.json`` as a
-            mapping, or a transformers config (any object whose ``to_dict`` returns such a mapping).
+        model: a preset's name (``attn-select models`` lists them) or one of the repositories that lead to it, the path
+            of a ``config.json`` or of the folder that holds it, a repository ``org/name`` in the local cache of the
+            Hugging Face Hub (``HF_HUB_CACHE``, ``HF_HOME``) or that repository's ``models--org--name`` folder, the
+            content of a ``config.json`` as a mapping, or a transformers config (any object whose ``to_dict`` returns
+            such a mapping).
         tensor_parallel: ranks that share the query heads; KV heads below it are replicated, one per rank.
         device: decides the dtype where neither ``overrides`` nor the config do; None is one that has them all.
         overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
@@ -181,7 +196,8 @@ def load(model: object) -> ModelSource:
     """Return the model that ``model`` means, as ``configs_from_model`` accepts it.
 
     A path is what contains a separator, ends in ``.json``, or is a folder with a ``config.json``: it beats a preset of
-    the same name, and a preset beats a cached repository. Presets are found in any case.
+    the same name, and a preset beats a cached repository. A cached repository beats a preset that has its name among
+    others: ``meta-llama/Llama-3.1-8B``. Presets are found in any case.
 
     Raises:
         UnknownNameError: a name that is none of them; lists the nearest presets.
@@ -196,11 +212,11 @@ def load(model: object) -> ModelSource:
         return _given(model)
     name = os.fsdecode(model)
     if (path := source.find_path(name)) is not None:
-        return _source(name, source.read_json(path), path)
+        return _source(name, source.read_config(path), path)
     if (row := find_preset(name)) is not None:
         return _source(row["name"], deepcopy(row["config"]), row["source"])
     if (path := hub_cache.find_repository(name)) is not None:
-        return _source(name, source.read_json(path), path)
+        return _source(name, source.read_config(path), path)
     raise source.unknown(name)
 
 
@@ -230,9 +246,12 @@ def layer_kinds(
     As ``ModelSource.layer_kinds``.
     """
     from attn_select.layer.config import AttentionConfig
+    from attn_select.layer.dtypes import canonical
     from attn_select.layer.models import dtype
     from attn_select.layer.models.build import build
+    from attn_select.layer.models.checkpoint_cache import CheckpointCache, checkpoint_cache
     from attn_select.layer.models.layer_kind import Layer, Reading, StateLayer
+    from attn_select.layer.models.unserved import unserved_layers
 
     if type(tensor_parallel_size) is not int or not 1 <= tensor_parallel_size <= 4096:
         text = f"tensor_parallel_size = {show(tensor_parallel_size)}: expected an integer from 1 to 4096"
@@ -241,18 +260,33 @@ def layer_kinds(
     where: str | None = None
     notes: list[str] = []
     type_known = True
+    cache = CheckpointCache()
     if source is None:
-        reading = Reading([(Layer() if given.get("recurrence") is None else StateLayer(), 1)], [])
+        reading = Reading([(Layer() if given.get("recurrence") is None else StateLayer(), range(1))], [])
         compute = given.get("dtype", dtype.preferred(device))
     else:
         where = shorten(source.name, 200)
-        fields, reading = _read(source.raw, where)
+        fields, reading = _read(source.raw, where, drafts=bool(given.get("num_speculative_tokens")))
         type_known = fields.family.known
-        pooling = all(isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers)
+        pooling = bool(reading.layers) and all(
+            isinstance(layer, Layer) and layer.attn_type == "encoder_only" for layer, _ in reading.layers
+        )
         compute, notes = dtype.resolve(source.raw, fields.raw, given.get("dtype"), device, pooling)
+        cache = checkpoint_cache(source.raw, fields.raw)
+        if "kv_cache_dtype" not in given:
+            cache.check(where)
+        elif cache.field and given["kv_cache_dtype"] == "auto":
+            given["kv_cache_dtype"] = compute  # an engine's auto would be the checkpoint's
     rows, unused = build(
-        reading.layers, where=where, tensor_parallel_size=tensor_parallel_size, dtype=compute, overrides=given
+        reading.layers,
+        where=where,
+        tensor_parallel_size=tensor_parallel_size,
+        dtype=compute,
+        cache=cache,
+        overrides=given,
+        unserved=bool(reading.unserved),
     )
+    notes += cache.said([config for _, _, config in rows if isinstance(config, AttentionConfig)])
     if "mm_prefix" not in given and any(
         isinstance(config, AttentionConfig) and config.mm_prefix for _, _, config in rows
     ):
@@ -262,8 +296,18 @@ def layer_kinds(
         if where is not None:
             lacking = f"no layer of {where} has {'it' if len(unused) == 1 else 'them'}"
         notes.append(f"{', '.join(unused)}: no effect, {lacking}")
-    kinds = tuple(LayerKind(*row) for row in rows)
-    return LayerKinds(kinds, (*reading.notes, *notes), type_known, tuple(unused))
+    found = [
+        LayerKind(kind, tuple(places), config, reading.sharing.owners(places, config.sort == "sparse_mla"))
+        for kind, places, config in rows
+    ]
+    stored = canonical(str(given.get("kv_cache_dtype", cache.dtype)))
+    unserved = [
+        unserved_layers(
+            sparse, places, reading.sharing.owners(places, True), tensor_parallel_size, canonical(str(compute)), stored
+        )
+        for sparse, places in reading.unserved
+    ]
+    return LayerKinds(tuple(found), (*reading.notes, *notes), tuple(unserved), type_known, tuple(unused))
 
 
 def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
@@ -273,12 +317,12 @@ def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
     return ModelSource(printable(name), printable(first_architecture(raw)), model_type, raw, printable(origin))
 
 
-def _read(raw: dict[str, Any], where: str) -> tuple[Fields, Reading]:
+def _read(raw: dict[str, Any], where: str, drafts: bool) -> tuple[Fields, Reading]:
     from attn_select.layer.models.readers import read
     from attn_select.layer.models.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
-    reading = read(fields, is_mm_prefix(raw, fields))
+    reading = read(fields, is_mm_prefix(raw, fields), drafts)
     reading.notes[:0] = notes
     if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL and value is not None}:
         values = ", ".join(f"{name} = {value}" for name, value in taken.items())

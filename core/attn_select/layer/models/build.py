@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.features import FEATURES
 from attn_select.layer.models.build_state import state_config
+from attn_select.layer.models.checkpoint_cache import CheckpointCache
 from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, StateLayer
 from attn_select.layer.models.shares import divides
 from attn_select.layer.state import StateConfig
@@ -35,16 +35,19 @@ _FLAGS = {
 
 
 def build(
-    layers: Sequence[tuple[Layer | StateLayer, int]],
+    layers: Sequence[tuple[Layer | StateLayer, Sequence[int]]],
     *,
     where: str | None,
     tensor_parallel_size: int,
     dtype: Any,
+    cache: CheckpointCache,
     overrides: Mapping[str, Any],
-) -> tuple[list[tuple[str, int, AttentionConfig | StateConfig]], list[str]]:
-    """Return ``(kind, count, config)`` of every distinct layer, and the overrides that no layer has.
+    unserved: bool = False,
+) -> tuple[list[tuple[str, list[int], AttentionConfig | StateConfig]], list[str]]:
+    """Return kind, places in the model and config of every distinct layer, and the overrides that no layer has.
 
-    ``where`` names the model in errors; None where flags alone describe the layer. Overrides are ``AttentionConfig``
+    ``where`` names the model in errors; None where flags alone describe the layer. ``cache`` is what the checkpoint
+    says of its KV cache, ``unserved`` whether there are layers beside these. Overrides are ``AttentionConfig``
     fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
     them are totals, which tensor parallelism then divides.
 
@@ -57,25 +60,28 @@ def build(
     for field in overrides:
         if field not in known:
             raise UnknownNameError("field", str(field), list(known))
-    rows: Counter[tuple[str, AttentionConfig | StateConfig]] = Counter()
+    rows: dict[tuple[str, AttentionConfig | StateConfig], list[int]] = {}
     used: set[str] = set()
     of_attention = {field: value for field, value in overrides.items() if field in AttentionConfig.model_fields}
-    for layer, count in layers:
+    for layer, places in layers:
         if isinstance(layer, StateLayer):
             of_a_state, names = state_config(layer, where, tensor_parallel_size, dtype, overrides)
             used |= names
-            rows[of_a_state.recurrence, of_a_state] += count
+            rows.setdefault((of_a_state.recurrence, of_a_state), []).extend(places)
             continue
         values = _values(layer)
         values["dtype"] = dtype
+        if "kv_cache_dtype" not in overrides:
+            values |= cache.values(values)
         used |= _override(values, of_attention, of_a_model=where is not None)
         if where is not None:
             _check_complete(values, where, of_attention)
         _divide(values, tensor_parallel_size)
         config = AttentionConfig(**values)
-        rows[kind_of(config), config] += count
-    unused = [field for field in overrides if field not in used and field != "dtype"]
-    return [(kind, count, config) for (kind, config), count in rows.items()], unused
+        rows.setdefault((kind_of(config), config), []).extend(places)
+    used |= {"dtype", *(("kv_cache_dtype", "num_speculative_tokens") if unserved else ())}
+    unused = [field for field in overrides if field not in used]
+    return [(kind, sorted(places), config) for (kind, config), places in rows.items()], unused
 
 
 def kind_of(config: AttentionConfig) -> str:
@@ -105,6 +111,8 @@ def _values(layer: Layer) -> dict[str, Any]:
         "logits_soft_cap": layer.logits_soft_cap,
         "alibi": layer.alibi,
         "sinks": layer.sinks,
+        "position_bias": layer.position_bias,
+        "dual_chunk": layer.dual_chunk,
         "mm_prefix": layer.mm_prefix,
         "sparse_top_k": layer.sparse_top_k,
         **dict(zip(MLA_DIMS, layer.mla or (), strict=False)),

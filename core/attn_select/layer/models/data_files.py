@@ -26,8 +26,11 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
         reader: ``decoder``, ``encoder_only`` or ``encoder_decoder``.
         variant: the function of ``attn_select.layer.models.variants`` that gives kinds of layers their own sizes.
         alibi: ALiBi without a field that says so.
-        sinks: a learned sink logit in every layer.
+        sinks: a learned sink logit in every layer, unless a field says otherwise.
+        position_bias: a bias per head and distance in the scores of every layer.
         state: the recurrence of its layers that keep a state.
+        spellings: what it means by a kind of layers, where that is another one.
+        drafts: the kind of its layers that only drafts run, where it is not that of the last layer with attention.
         note: what the layer configs cannot say, for the warnings.
     """
 
@@ -41,7 +44,10 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
     variant: str | None = None
     alibi: bool = False
     sinks: bool = False
+    position_bias: bool = False
     state: str | None = None
+    spellings: Mapping[str, str] = _NOTHING
+    drafts: str | None = None
     note: str | None = None
 
 

@@ -21,9 +21,17 @@ _NAMES: Mapping[str, Sequence[str]] = {
         "num_attention_groups",
         "attn_config.kv_n_heads",
     ),
+    "num_nextn_predict_layers": (
+        "num_nextn_predict_layers",
+        "mtp_num_hidden_layers",
+        "num_mtp_modules",
+        "num_mtp_layers",
+        "mtp_config.num_nextn_predict_layers",
+    ),
     "head_dim": ("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head"),
 }
-"""The names that config classes use for one thing (their ``attribute_map``; vLLM's ``CONFIG_FIELD_ALIASES``)."""
+"""The names that config classes use for one thing (their ``attribute_map``; vLLM's ``CONFIG_FIELD_ALIASES``, and
+``hf_config_override`` of its config/speculative.py)."""
 
 
 class Fields:
@@ -44,6 +52,10 @@ class Fields:
     def get(self, field: str) -> Any:
         """Return the value of ``field``, or None."""
         return self._find(field)[1]
+
+    def name_of(self, field: str) -> str:
+        """Return the name under which the file has ``field``; the field itself where it has none."""
+        return self._find(field)[0]
 
     def _find(self, field: str) -> tuple[str, Any]:
         """Return the name under which ``field`` was found, and its value."""

@@ -30,13 +30,22 @@ def cache_folder() -> str:
     return os.path.join(_expanded(home), "hub")
 
 
+def is_repository(name: str) -> bool:
+    """Whether ``name`` is written as the Hub writes a repository: ``org/name``."""
+    return "/" in name and _may_be_cached(name) and not name.casefold().endswith(".json") and name[0] != "."
+
+
+def _may_be_cached(name: str) -> bool:
+    return _REPOSITORY.fullmatch(name) is not None and "--" not in name
+
+
 def find_repository(name: str) -> str | None:
     """Return the cached ``config.json`` of the repository ``org/name`` (or ``name`` alone), or None.
 
     Raises:
         ModelError: as ``config_in``.
     """
-    if not _REPOSITORY.fullmatch(name) or "--" in name:
+    if not _may_be_cached(name):
         return None
     folder = os.path.join(cache_folder(), PREFIX + name.replace("/", "--"))
     return config_in(folder) if os.path.isdir(folder) else None

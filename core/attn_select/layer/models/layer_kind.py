@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from attn_select.layer.models.kv_sharing import NOTHING_SHARED, Sharing
 
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -24,6 +27,8 @@ class Layer(NamedTuple):  # a dataclass takes a millisecond to make
     logits_soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    position_bias: bool = False
+    dual_chunk: bool = False
     mm_prefix: bool = False
     mla: tuple[int, int, int, int] | None = None
     """``MLA_DIMS``, or None."""
@@ -46,8 +51,38 @@ class StateLayer(NamedTuple):
     state_dtype: str | None = None
 
 
-class Reading(NamedTuple):
-    """The distinct layers of a model with their counts, in order of appearance, and what should be said about them."""
+class Sparse(NamedTuple):
+    """Layers of a kind that no backend here serves; fields as in ``UnservedLayers``, None: the config does not say it.
 
-    layers: list[tuple[Layer | StateLayer, int]]
+    ``cache_elements`` are numbers per token of context, layer and KV head, ``indexer_elements`` per token and layer.
+    """
+
+    kind: str
+    attends_to: str
+    source: str = ""
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_size: int | None = None
+    tokens: int | None = None
+    block_size: int | None = None
+    window: int | None = None
+    indexer_heads: int | None = None
+    indexer_head_size: int | None = None
+    cache_elements: float | None = None
+    indexer_elements: float = 0
+
+
+class Reading(NamedTuple):
+    """The distinct layers of a model with their places in it, in order of appearance.
+
+    Attributes:
+        layers: what layers ask for, and which ones do.
+        notes: what should be said about them.
+        sharing: which of them cache nothing of their own.
+        unserved: layers of kinds that no backend here has a kernel for, and which ones are.
+    """
+
+    layers: list[tuple[Layer | StateLayer, Sequence[int]]]
     notes: list[str]
+    sharing: Sharing = NOTHING_SHARED
+    unserved: Sequence[tuple[Sparse, Sequence[int]]] = ()

@@ -6,11 +6,12 @@ mapped to them. The rules are what each ``configuration_*.py`` does when ``layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attn_select.errors import ModelError
 from attn_select.layer.models.fields import MAX_LAYERS, Fields
+from attn_select.layer.models.unserved import KINDS
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED, CROSS = "indexed_attention", "cross_attention"
@@ -23,6 +24,8 @@ _SPELLINGS = {
     "global": FULL,
     "local": SLIDING,
     "deepseek_sparse_attention": INDEXED,
+    "qwen_sparse_attention": INDEXED,
+    "minimax_m3_sparse": "msa",
     "mamba": LINEAR,
     "mamba2": LINEAR,
     "recurrent": LINEAR,
@@ -32,16 +35,12 @@ ATTENTION = (FULL, SLIDING, CHUNKED, INDEXED, HYBRID, CROSS)
 NO_ATTENTION = ("moe", "mlp", "none")
 """Layers of neither attention nor a state; ``none``: attention that was taken out of a model (Nemotron-NAS)."""
 NOT_ATTENTION = (LINEAR, CONV, *NO_ATTENTION)
-UNSUPPORTED = {
-    "window_attention": "windows of an image",
-    "compressed_sparse_attention": "keys of 4 tokens each, which an indexer chooses, beside a window",
-    "heavily_compressed_attention": "keys of 128 tokens each, beside a window",
-    "minimax_m3_sparse": "blocks of keys, which an indexer chooses for each query",
-    "reference_sliding_attention": "a window, and all tokens of images and of the prompt",
-}
-"""Kinds of attention that are known and that an ``AttentionConfig`` cannot describe, each with what it attends to
-(transformers 5.23, the modules of models that have it)."""
-NO_MODEL = "add it, or describe one layer with --num-heads and --head-size and no --model"
+UNSUPPORTED = {"window_attention": "windows of an image"}
+"""Kinds of attention that no text model has, each with what it attends to."""
+DRAFT_LAYERS = "num_nextn_predict_layers"
+"""The layers for multi-token prediction, which a model has beside its own."""
+NO_MODEL_FITS = "describe one layer with --num-heads and --head-size and no --model"
+NO_MODEL = f"add it, or {NO_MODEL_FITS}"
 
 
 def layer_types(fields: Fields) -> list[str]:
@@ -52,23 +51,53 @@ def layer_types(fields: Fields) -> list[str]:
     """
     for name in ("layer_types", "layers_block_type"):
         if (listed := fields.list_of(str, name, "layer types")) is not None:
-            return _checked(fields, name, listed)
-    rule, *arguments = fields.family.layers
-    return _RULES[rule](fields, *arguments)
+            kinds = _checked(fields, name, listed)
+            break
+    else:
+        rule, *arguments = fields.family.layers
+        kinds = _RULES[rule](fields, *arguments)
+    return [_own(fields, kind) for kind in kinds]
+
+
+def _own(fields: Fields, kind: str) -> str:
+    """Return what the family means by a kind: Qwen4Exp calls its sparse layers full attention, for one."""
+    found = fields.family.spellings.get(kind, kind)
+    if found == FULL and fields.family.model_type == "step5" and _step5_is_sparse(fields):
+        return INDEXED
+    # Qwen4ExpTextConfig: without an indexer they are dense; Dots3NoteTextConfig: where it is switched off.
+    if found == "qsa" and fields.get("indexer_n_heads") is None:
+        return FULL
+    return FULL if found == INDEXED and fields.raw.get("use_dsa") is False else found
+
+
+def _step5_is_sparse(fields: Fields) -> bool:
+    """Whether an indexer chooses for the full layers (vLLM 0.33.0 models/step5/nvidia/config.py)."""
+    section = fields.get("sparse_config")
+    return isinstance(section, dict) and section.get("enabled") is not False
+
+
+def draft_types(fields: Fields, kinds: list[str]) -> list[str]:
+    """Return the kind of every layer that only drafts run, behind the model's own ``kinds``; empty without any."""
+    count = fields.integer(DRAFT_LAYERS, 0, MAX_LAYERS) or 0
+    listed = fields.list_of(str, "layer_types", "layer types") or []
+    if len(listed) == len(kinds) + count:
+        return [_own(fields, _SPELLINGS.get(entry, entry)) for entry in listed[len(kinds) :]]
+    last = next((kind for kind in reversed(kinds) if kind in ATTENTION or kind in KINDS), None)
+    return [kind] * count if (kind := fields.family.drafts or last) else []
 
 
 def _checked(fields: Fields, name: str, listed: list[str]) -> list[str]:
     count = fields.heads("num_hidden_layers")
     # Layers for multi-token prediction may be listed behind the model's own (Step 3.5).
-    extra = fields.integer("num_nextn_predict_layers", 0) or 0
+    extra = fields.integer(DRAFT_LAYERS, 0) or 0
     if not listed or len(listed) > MAX_LAYERS:
         raise fields.wrong(name, listed, f"from 1 to {MAX_LAYERS} layer types")
     if count is not None and fields.family.layers[0] != "nemotron_h" and len(listed) not in (count, count + extra):
         raise ModelError(f"{fields.where}: {name} has {len(listed)} entries for num_hidden_layers = {count}")
     known = {entry: _SPELLINGS.get(entry, entry) for entry in set(listed)}
     for entry, kind in known.items():
-        if kind not in (*ATTENTION, *NOT_ATTENTION, *UNSUPPORTED):
-            accepted = ", ".join((*ATTENTION, *NOT_ATTENTION))
+        if kind not in (*ATTENTION, *NOT_ATTENTION, *UNSUPPORTED, *KINDS, *fields.family.spellings):
+            accepted = ", ".join(dict.fromkeys((*ATTENTION, *NOT_ATTENTION, *fields.family.spellings)))
             raise fields.wrong(f"{name}[{listed.index(entry)}]", entry, f"one of {accepted}")
     kinds = [known[entry] for entry in listed[: count if count and len(listed) == count + extra else None]]
     if fields.family.variant == "gemma4":  # Gemma4TextConfig forces it
@@ -129,6 +158,39 @@ def _every_and_last(fields: Fields, period: int, rest: str) -> list[str]:
 def _first(fields: Fields, period: int, field: str = "") -> list[str]:
     period = (fields.integer(field) if field else None) or period
     return [SLIDING if i % period else FULL for i in range(_count(fields))]
+
+
+def _first_and_fourth(fields: Fields, kind: str, and_last: bool) -> list[str]:
+    """The first two layers, every fourth from the second on, and the last where it says so (Flint, dots3)."""
+    last = _count(fields) - 1
+    return [kind if i < 2 or i % 4 == 1 or (and_last and i == last) else SLIDING for i in range(last + 1)]
+
+
+def _inkling(fields: Fields) -> list[str]:
+    """Sliding where ``local_layer_ids`` says so, else all but every sixth (InklingTextConfig)."""
+    listed = fields.list_of(int, "local_layer_ids", "layer numbers")
+    count = _count(fields)
+    local = {i for i in range(count) if (i + 1) % 6} if listed is None else set(listed)
+    return [SLIDING if i in local else FULL for i in range(count)]
+
+
+def _lfm3(fields: Fields) -> list[str]:
+    kinds = {0: SLIDING, 2: FULL}
+    return [kinds.get(i % 4, CONV) if i else CONV for i in range(_count(fields))]
+
+
+def _group(fields: Fields) -> list[str]:
+    """The last layer of each group attends, and what is left over behind the groups (Ling 3)."""
+    size, count = fields.integer("layer_group_size") or 1, _count(fields)
+    return [LINEAR if (i + 1) % size and i < count // size * size else FULL for i in range(count)]
+
+
+def _step5(fields: Fields) -> list[str]:
+    return [FULL if i % 2 or not window(fields) else SLIDING for i in range(_count(fields))]
+
+
+def _reference(fields: Fields) -> list[str]:
+    return ["reference_sliding_attention" if window(fields) else FULL] * _count(fields)
 
 
 def _window_from(fields: Fields) -> list[str]:
@@ -196,7 +258,33 @@ def _minimax_m3(fields: Fields) -> list[str]:
     if not isinstance(listed, list) or len(listed) != _count(fields) or set(listed) - {0, 1}:
         name = "sparse_attention_config.sparse_attention_freq"
         raise fields.wrong(name, listed, f"0 or 1 for each of {_count(fields)} layers")
-    return ["minimax_m3_sparse" if entry else FULL for entry in listed]
+    return ["msa" if entry else FULL for entry in listed]
+
+
+def _deepseek_v4(fields: Fields) -> list[str]:
+    """By ``compress_ratios``, one per layer; else DeepseekV4Config's own: two HCA layers, then HCA and CSA in turn."""
+    count = _count(fields)
+    ratios = _ratios(fields, {0: "deepseek_v4_window", 4: "deepseek_v4_csa", 128: "deepseek_v4_hca"})
+    rest = ["deepseek_v4_csa" if i % 2 else "deepseek_v4_hca" for i in range(count - 2)]
+    return ratios or (["deepseek_v4_hca"] * 2 + rest)[:count]
+
+
+def _deepseek_v41(fields: Fields) -> list[str]:
+    kinds = {0: "deepseek_v41_window", 1: "deepseek_v41_sparse_1", 2: "deepseek_v41_sparse_2"}
+    found = _ratios(fields, kinds)
+    if found is None:
+        raise ModelError(f"{fields.where}: compress_ratios is missing: one of {', '.join(map(str, kinds))} per layer")
+    return found
+
+
+def _ratios(fields: Fields, kinds: Mapping[int, str]) -> list[str] | None:
+    """Read ``compress_ratios``; what is listed behind the model's layers is for drafts."""
+    count, listed = _count(fields), fields.list_of(int, "compress_ratios", "integers, one per layer")
+    if listed is None:
+        return None
+    if len(listed) < count or set(listed[:count]) - set(kinds):
+        raise fields.wrong("compress_ratios", listed, f"one of {', '.join(map(str, kinds))} for each of {count} layers")
+    return [kinds[ratio] for ratio in listed[:count]]
 
 
 def _nemotron_h(fields: Fields) -> list[str]:
@@ -299,6 +387,12 @@ _RULES: dict[str, Callable[..., list[str]]] = {
     "every_from_end": _every_from_end,
     "every_and_last": _every_and_last,
     "first": _first,
+    "first_and_fourth": _first_and_fourth,
+    "inkling": _inkling,
+    "lfm3": _lfm3,
+    "group": _group,
+    "step5": _step5,
+    "reference": _reference,
     "window_from": _window_from,
     "alternate_below": _alternate_below,
     "no_rope": _no_rope,
@@ -307,6 +401,8 @@ _RULES: dict[str, Callable[..., list[str]]] = {
     "mimo": _mimo,
     "minimax": _minimax,
     "minimax_m3": _minimax_m3,
+    "deepseek_v4": _deepseek_v4,
+    "deepseek_v41": _deepseek_v41,
     "nemotron_h": _nemotron_h,
     "block_types": _block_types,
     "zamba": _zamba,

@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import repeat
-from typing import cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
-from attn_select.errors import ModelError
+from attn_select.errors import ModelError, show
 from attn_select.layer.models import layer_types as types
 from attn_select.layer.models import variants
 from attn_select.layer.models.fields import Fields
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, StateLayer
+from attn_select.layer.models.kv_sharing import sharing
+from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, Sparse, StateLayer
 from attn_select.layer.models.sizes import head_size
 from attn_select.layer.models.state_layers import state_layer
 from attn_select.layer.models.text import first_architecture
+from attn_select.layer.models.unserved import KINDS, sparse_kind
 
 
-def read(fields: Fields, mm_prefix: bool) -> Reading:
-    """Return the layers that ``fields`` describe; ``mm_prefix`` as in ``AttentionConfig``.
+def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
+    """Return the layers that ``fields`` describe.
+
+    Args:
+        fields: the config of a text model.
+        mm_prefix: as in ``AttentionConfig``.
+        drafts: whether the layers that only drafts run are counted: those for multi-token prediction.
 
     Raises:
         ModelError: a field has a wrong value, contradicts another, or there is no attention in it.
     """
+    if not fields.family.known:
+        _refuse_what_is_not_known(fields)
     apart = fields.family.reader == "encoder_decoder"
-    reading = _encoder_decoder(fields) if apart else _stack(fields, mm_prefix)
+    reading = _encoder_decoder(fields) if apart else _stack(fields, mm_prefix, drafts)
     if fields.family.note:
         reading.notes.append(f"{fields.family.model_type} {fields.family.note}")
     return reading
+
+
+_OF_LAYERS = (
+    *("attn_type_list", "hybrid_layer_pattern", "hybrid_override_pattern", "linear_attn_config", "block_configs"),
+    *(
+        "sparse_attention_config",
+        "compress_ratios",
+        "kv_source_layer_ids",
+        "indexer_n_heads",
+        "full_attention_interval",
+    ),
+    *(
+        "attn_layer_period",
+        "attn_layer_indices",
+        "full_attn_idxs",
+        "attention_types",
+        "mamba_d_state",
+        "ssm_state_size",
+    ),
+)
+"""Fields that say which layers attend, or to what, and that are read of their own model types."""
+
+
+def _refuse_what_is_not_known(fields: Fields) -> None:
+    """Raise where a model type that nobody knows has a field that a Llama-like decoder has not."""
+    for name in _OF_LAYERS:
+        if (value := fields.raw.get(name)) is not None:
+            text = (
+                f"{name} = {show(value, 60)}: says which layers attend, or to what, and is not known of this model type"
+            )
+            raise ModelError(f"{fields.where}: {text}", hint=types.NO_MODEL_FITS, code="unknown-modification")
 
 
 def _is_bidirectional(fields: Fields) -> bool:
@@ -36,9 +76,11 @@ def _is_bidirectional(fields: Fields) -> bool:
     return fields.raw.get("is_causal") is False or fields.raw.get("use_bidirectional_attention") in (True, "all")
 
 
-def _stack(fields: Fields, mm_prefix: bool) -> Reading:
+def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
     """Read one stack of layers: a decoder, or an encoder without one."""
     kinds = types.layer_types(fields)
+    for_drafts = types.draft_types(fields, kinds)
+    shared = sharing(fields, kinds)
     bidirectional = _is_bidirectional(fields)
     base = _base(fields, "encoder_only" if bidirectional else "decoder", mm_prefix and not bidirectional)
     window = variants.sliding_window(fields, bidirectional)
@@ -46,19 +88,26 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
     top_k = fields.tokens("index_topk") if base.mla else None
     heads = variants.per_layer(fields, "num_attention_heads_per_layer", len(kinds))
     kv_heads = variants.per_layer(fields, "num_key_value_heads_per_layer", len(kinds))
-    rows = Counter(zip(kinds, heads or repeat(None), kv_heads or repeat(None), strict=False))
+    rows: dict[tuple[str, int | None, int | None], list[int]] = {}
+    for place, kind in enumerate([*kinds, *(for_drafts if drafts else ())]):
+        rows.setdefault((kind, _at(heads, place), _at(kv_heads, place)), []).append(place)
     left_out: Counter[str] = Counter()
-    reading = Reading([], [])
-    for (kind, own_heads, own_kv_heads), count in rows.items():
+    unserved: list[tuple[Sparse, Sequence[int]]] = []
+    reading = Reading([], [], shared, unserved)
+    for (kind, own_heads, own_kv_heads), places in rows.items():
+        count = len(places)
         if kind in (types.LINEAR, types.CONV, types.HYBRID):
             state = state_layer(fields)
             if isinstance(state, StateLayer):
-                reading.layers.append((state, count))
+                reading.layers.append((state, places))
             else:
                 left_out[f"{types.LINEAR if kind == types.HYBRID else kind}, which are {state}"] += count
         if kind in (types.LINEAR, types.CONV):
             continue
-        if kind not in types.ATTENTION or (kind == types.INDEXED and not base.mla):
+        if kind in KINDS and not (kind == types.INDEXED and base.mla):
+            unserved.append((sparse_kind(fields, kind, base), places))
+            continue
+        if kind not in types.ATTENTION:
             left_out[kind] += count
             continue
         layer = base._replace(
@@ -72,15 +121,37 @@ def _stack(fields: Fields, mm_prefix: bool) -> Reading:
             layer = layer._replace(attn_type="encoder_decoder", mm_prefix=False)
         if variant := variants.VARIANTS.get(fields.family.variant or ""):
             layer = variant(fields, kind, layer)
-        reading.layers.append((layer, count))
+        reading.layers.append((layer, places))
         if kind == types.SLIDING and window is None:
             reading.notes.append(f"{count} sliding_attention layers, but no sliding_window: counted as full attention")
         if kind == types.CHUNKED and chunk is None:
             reading.notes.append(
                 f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
             )
-    _say_what_is_left_out(fields, reading, left_out, len(kinds))
+    _say_what_is_left_out(fields, reading, left_out, place + 1)
+    reading.notes.extend(_what_layers_do_otherwise(fields, top_k))
+    if for_drafts:
+        what = "layers that only drafts run, with caches of their own"
+        counted = "counted" if drafts else "left out (--speculative-tokens N counts them)"
+        reading.notes.append(f"{fields.name_of(types.DRAFT_LAYERS)} = {len(for_drafts)}: {what}, {counted}")
     return reading
+
+
+def _what_layers_do_otherwise(fields: Fields, top_k: int | None) -> Iterator[str]:
+    """Yield what a model does that no field of ``AttentionConfig`` says, where its layers are read all the same."""
+    if top_k is not None and (pool := fields.integer("index_kpool") or 1) > 1:  # Glm5NextTextConfig
+        what = f"its indexer scores pools of {pool} keys, which its cache holds instead of single ones"
+        here = "the indexer's bytes here, and attn_select.runtime's indexer, are of single keys"
+        yield f"index_kpool = {pool}: {what}; {here}"
+    if fields.family.model_type == "minicpm" and isinstance(
+        fields.get("sparse_config"), dict
+    ):  # MiniCPM 4.1: vLLM 0.33.0 model_executor/models/minicpm.py
+        yield "sparse_config: read as dense attention, as vLLM 0.33.0 runs it; SGLang has sparse backends for it"
+
+
+def _at(listed: Sequence[Any] | None, place: int) -> Any:
+    """Return the entry of one layer; layers for drafts behind the list's end are as its last."""
+    return listed[min(place, len(listed) - 1)] if listed else None
 
 
 def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[str], total: int) -> None:
@@ -88,9 +159,15 @@ def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[st
     without = Counter({kind: count for kind, count in left_out.items() if kind in types.NO_ATTENTION})
     lacking = left_out - without
     named = ", ".join(f"{count} {_what_it_is(kind)}" for kind, count in left_out.items())
-    if not reading.layers and lacking:
+    if reading.unserved:
+        counts = Counter({sparse.kind: 0 for sparse, _ in reading.unserved})
+        for sparse, places in reading.unserved:
+            counts[sparse.kind] += len(places)
+        named = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        reading.notes.append(f"{counts.total()} of {total} layers have no kernel here: {named}")
+    if not reading.layers and not reading.unserved and lacking:
         raise ModelError(f"{fields.where}: no backend has a kernel for its layers ({named})")
-    if not reading.layers:
+    if not reading.layers and not reading.unserved:
         raise ModelError(f"{fields.where}: no layer has attention or a state ({named})")
     if without:
         named = ", ".join(f"{count} {kind}" for kind, count in without.items())
@@ -119,7 +196,9 @@ def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
         attn_type=attn_type,
         logits_soft_cap=fields.positive("attn_logit_softcapping"),
         alibi=variants.alibi(fields),
-        sinks=fields.family.sinks,
+        sinks=variants.sinks(fields),
+        position_bias=variants.position_bias(fields),
+        dual_chunk=variants.dual_chunk(fields),
         mm_prefix=mm_prefix,
         mla=mla,
     )
@@ -159,8 +238,11 @@ def _encoder_decoder(fields: Fields) -> Reading:
         count = fields.heads(f"{side}_layers")
         if count is None:
             raise ModelError(f"{fields.where}: {side}_layers is missing", hint=types.NO_MODEL)
-        layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads))
+        bias = variants.position_bias(fields)
+        layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads), position_bias=bias)
         if alone:
             kinds = ("encoder_only",) if alone == "encoder" else ("decoder",)
-        reading.layers.extend((layer._replace(attn_type=kind), count) for kind in kinds)
+        for kind in kinds:  # cross-attention has no distances
+            own = layer._replace(attn_type=kind, position_bias=bias and kind != "encoder_decoder")
+            reading.layers.append((own, range(count)))
     return reading

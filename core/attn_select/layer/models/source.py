@@ -9,6 +9,7 @@ from typing import Any
 
 from attn_select.errors import ModelError, UnknownNameError, nearest, shorten, show
 from attn_select.layer.models import hub_cache
+from attn_select.layer.models.presets import find_preset, preset_rows
 
 MAX_BYTES = 16 * 1024 * 1024
 """The largest file that is read. Published config files have 500 bytes to 200 KB."""
@@ -18,7 +19,7 @@ def find_path(name: str) -> str | None:
     """Return the file that ``name`` means, or None where only a preset can be meant.
 
     A path is what contains a separator, ends in ``.json`` or is a folder with a ``config.json``. Where nothing is
-    there, ``org/name`` is looked up in the local cache of the Hugging Face Hub.
+    there, ``org/name`` is looked up in the local cache of the Hugging Face Hub, then among the presets' names.
 
     Raises:
         ModelError: it is a path, and nothing is there.
@@ -31,6 +32,10 @@ def find_path(name: str) -> str | None:
                 return None
             if (cached := hub_cache.find_repository(name)) is not None:
                 return cached
+            if find_preset(name) is not None:
+                return None
+            if hub_cache.is_repository(name):
+                raise _unknown_repository(name) from None
         raise ModelError(f"{shorten(name)}: {_reason(error)}", hint=_hint(name)) from None
     inside = os.path.join(name, "config.json")
     if stat.S_ISDIR(mode):
@@ -44,13 +49,22 @@ def find_path(name: str) -> str | None:
     return name if _looks_like_a_path(name) else None
 
 
+def _unknown_repository(name: str) -> ModelError:
+    """Return the error for ``org/name`` that is nowhere: it says how to get its config.json."""
+    base = name.rpartition("/")[2]
+    near = nearest(base, preset_rows())
+    known = f"; presets like it: {', '.join(near)}" if near else ""
+    text = f"{shorten(name)}: no such file or folder, no preset and no cached repository has this name"
+    where = shorten(hub_cache.cache_folder(), 200)
+    got = f"`hf download {name} config.json` puts it into {where}, where it is found by this name"
+    return ModelError(text, hint=f"{got} (nothing is downloaded here), or give the path of a config.json{known}")
+
+
 def _looks_like_a_path(name: str) -> bool:
     return "/" in name or os.sep in name or name.casefold().endswith(".json")
 
 
 def _hint(name: str) -> str:
-    from attn_select.layer.models.presets import preset_rows
-
     base = name.rstrip("/").rpartition("/")[2].removesuffix("/config.json")
     near = nearest(base, preset_rows())
     known = f"; presets like it: {', '.join(near)}" if near else ""
@@ -66,8 +80,6 @@ def _reason(error: Exception) -> str:
 
 def unknown(name: str) -> UnknownNameError | ModelError:
     """Return the error for a name that is no preset, and no path or a folder without a config.json."""
-    from attn_select.layer.models.presets import preset_rows
-
     if os.path.isdir(name):
         return ModelError(
             f"{shorten(name)}: this folder holds no config.json, and no preset has its name", hint=_hint(name)
@@ -76,6 +88,22 @@ def unknown(name: str) -> UnknownNameError | ModelError:
     near = nearest(name, names)
     listing = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
     return UnknownNameError("model", name, names, hint=f"{listing} (or the path of a config.json)")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return a ``config.json``, with the ``hf_quant_config.json`` beside it as its ``quantization_config``.
+
+    ModelOpt 0.29 and before wrote the latter; it counts where the config has none (vLLM 0.33.0
+    transformers_utils/config.py, ``get_config``).
+
+    Raises:
+        ModelError: as ``read_json``.
+    """
+    found = read_json(path)
+    beside = os.path.join(os.path.dirname(path), "hf_quant_config.json")
+    if found.get("quantization_config") is None and os.path.isfile(beside):
+        found["quantization_config"] = read_json(beside)
+    return found
 
 
 def read_json(path: str) -> dict[str, Any]:

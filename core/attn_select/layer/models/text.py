@@ -55,7 +55,8 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
             break
         if not isinstance(config[key], dict):
             raise ModelError(f"{where}: {key} = {show(config[key])}: expected an object")
-        config, where = config[key], f"{where}: {key}"
+        beside = {name: config[name] for name in ("mtp_config",) if name in config}  # Inkling
+        config, where = {**beside, **config[key]}, f"{where}: {key}"
         kind = model_type_of(config, where) or text_type(kind) or kind
     else:
         raise ModelError(f"{where}: configs inside configs inside configs")
@@ -68,20 +69,10 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
     notes = []
     if towers := [key for key in _TOWER_KEYS if raw.get(key)]:
         notes.append(f"only the text model's layers are counted: {', '.join(towers)} is left out")
-    if (scheme := _kv_cache_scheme(raw)) is not None:
-        notes.append(f"the checkpoint quantises its KV cache ({show(scheme, 60)}): here --kv-cache-dtype says so")
     if not fields.family.known:
         named = f"model type {shorten(kind)!r} is not known" if kind else "the config has no model_type"
         notes.append(f"{named}: read as a Llama-like decoder by the usual field names")
     return fields, notes
-
-
-def _kv_cache_scheme(raw: Mapping[str, Any]) -> Any:
-    """Return what a quantised checkpoint says of its KV cache, or None (vLLM 0.33.0 utils/torch_utils.py)."""
-    quantization = raw.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return None
-    return quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo") or None
 
 
 def is_mm_prefix(raw: Mapping[str, Any], fields: Fields) -> bool:

@@ -19,6 +19,10 @@ def sliding_window(fields: Fields, bidirectional: bool) -> int | None:
     if family.variant == "mimo" and (before := fields.tokens("sliding_window_size")):
         return before + 1  # MiMoV2FlashConfig: that many tokens before the query
     found = types.window(fields)
+    if family.model_type == "dots3_note_text" and fields.get("use_sliding_window") is None:
+        return found or 512  # Dots3NoteTextConfig
+    if found and family.model_type in ("embedding_gemma2_text", "openai_privacy_filter"):
+        return found + 1  # so far to each side (transformers 5.24.0 masking_utils.py), and the token itself
     if found and bidirectional and family.model_type in ("gemma3_text", "gemma4_text"):
         return found // 2 + 1  # both sides, as their config classes have it
     return found
@@ -41,6 +45,32 @@ def alibi(fields: Fields) -> bool:
     if fields.family.variant == "baichuan":
         return fields.integer("hidden_size") not in (None, 4096)
     return fields.family.alibi or fields.flag("alibi") or fields.raw.get("position_embedding_type") == "alibi"
+
+
+_BIASES = ("relative_attention_num_buckets", "rel_extent", "d_rel")
+"""Fields of models that add a bias per head and distance: T5's (T5Config), and two of Inkling (InklingTextConfig)."""
+
+
+def position_bias(fields: Fields) -> bool:
+    """Return whether the model adds a bias for each head and distance to the scores, whatever its type."""
+    embedding = fields.raw.get("position_embedding_type")  # BERT's relative_key, relative_key_query
+    relative = isinstance(embedding, str) and embedding.startswith("relative")
+    return relative or fields.family.position_bias or any(fields.raw.get(name) is not None for name in _BIASES)
+
+
+def dual_chunk(fields: Fields) -> bool:
+    """Return whether positions count within chunks (Qwen2.5-1M; vLLM 0.33.0 rotary_embedding/dual_chunk_rope.py)."""
+    found = fields.get("dual_chunk_attention_config")
+    if found is not None and not isinstance(found, dict):
+        raise fields.wrong("dual_chunk_attention_config", found, "an object, or null")
+    return bool(found)
+
+
+def sinks(fields: Fields) -> bool:
+    """Return whether all layers have a learned sink logit per head: the field where there is one (HYV4Config)."""
+    if fields.raw.get("learnable_sink") is not None:
+        return fields.flag("learnable_sink")
+    return fields.family.sinks
 
 
 def _gemma4(fields: Fields, kind: str, layer: Layer) -> Layer:
@@ -67,6 +97,38 @@ def _mimo(fields: Fields, kind: str, layer: Layer) -> Layer:
     )
 
 
+def _gemma4_ungated(fields: Fields, kind: str, layer: Layer) -> Layer:
+    """As Gemma 4, with KV heads of the full layers whatever keys and values are (DiffusionGemma, EmbeddingGemma 2)."""
+    if kind != types.FULL:
+        return layer
+    kv = fields.heads("num_global_key_value_heads")
+    if kv is None and fields.family.model_type == "embedding_gemma2_text":
+        kv = 1
+    size = fields.size("global_head_dim") or 512
+    return layer._replace(head_size=size, num_kv_heads=kv or layer.num_kv_heads)
+
+
+def _swa(fields: Fields, kind: str, layer: Layer) -> Layer:
+    """Sliding layers may have counts and a width of their own (Inkling, Step 5)."""
+    if kind != types.SLIDING:
+        return layer
+    return layer._replace(
+        num_heads=fields.heads("swa_num_attention_heads") or layer.num_heads,
+        num_kv_heads=fields.heads("swa_num_key_value_heads") or layer.num_kv_heads,
+        head_size=fields.size("swa_head_dim") or layer.head_size,
+    )
+
+
+def _dots3_note(fields: Fields, kind: str, layer: Layer) -> Layer:
+    """Sliding layers have another latent and other heads (Dots3NoteTextConfig)."""
+    if kind != types.SLIDING or not layer.mla:
+        return layer
+    head, nope = fields.size("swa_head_dim") or 256, fields.size("swa_qk_nope_head_dim") or 192
+    rope = fields.size("swa_qk_rope_head_dim") or head - nope
+    rank, value = fields.integer("swa_kv_lora_rank") or 1024, fields.size("swa_v_head_dim") or 128
+    return layer._replace(num_heads=fields.heads("swa_num_attention_heads") or 64, mla=(rank, nope, rope, value))
+
+
 def _step3p5(fields: Fields, kind: str, layer: Layer) -> Layer:
     """Sliding layers take their head counts from ``attention_other_setting`` (Step3p7TextConfig)."""
     other = fields.raw.get("attention_other_setting")
@@ -90,9 +152,12 @@ def _zamba(fields: Fields, kind: str, layer: Layer) -> Layer:
 
 
 VARIANTS: dict[str, Callable[[Fields, str, Layer], Layer]] = {
+    "dots3_note": _dots3_note,
     "gemma4": _gemma4,
+    "gemma4_ungated": _gemma4_ungated,
     "mimo": _mimo,
     "step3p5": _step3p5,
+    "swa": _swa,
     "zamba": _zamba,
 }
 

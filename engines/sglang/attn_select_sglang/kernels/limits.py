@@ -22,9 +22,12 @@ def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
         layers: its ``RadixAttention`` layers.
     """
     try:
-        read = configs_from_model(model_runner.model_config.hf_config).attention_configs
+        kinds = configs_from_model(model_runner.model_config.hf_config)
     except ModelError as error:
         return [f"the model's config does not describe its layers: {error.message}"]
+    if kinds.unserved:
+        return [f"attn-select has no kernel for its {each.kind} layers" for each in kinds.unserved]
+    read = kinds.attention_configs
     pools, mla = pools_of(model_runner.token_to_kv_pool), model_runner.use_mla_backend
     wanted = "MLATokenToKVPool" if mla else "MHATokenToKVPool"
     unknown = [name for pool in pools if (name := type(pool).__name__) != wanted]

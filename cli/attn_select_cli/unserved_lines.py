@@ -1,0 +1,84 @@
+"""Layers that no backend here has a kernel for, as text and as JSON, with the engines' own backends for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attn_select.decide.text import HANG, Line, byte_text, shared_cache_lines
+from attn_select.engines.names import EngineTable, engine_table
+from attn_select.layer.models.unserved import UnservedLayers
+from attn_select.machine.device import Device
+
+ENGINES = ("vllm", "sglang", "trtllm", "transformers")
+
+
+def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
+    """Return what is known of layers of one kind, and which engines serve them on a device."""
+    heads = [
+        text
+        for number, text in (
+            (layers.num_heads, f"{layers.num_heads} query heads"),
+            (layers.num_kv_heads, f"{layers.num_kv_heads} KV head{'s' if layers.num_kv_heads != 1 else ''}"),
+            (layers.head_size, f"head size {layers.head_size}"),
+        )
+        if number is not None
+    ]
+    lines: list[Line] = [
+        [(f"{layers.kind} × {layers.count}  ", "title"), HANG, (", ".join(heads), "")],
+        _row("no kernel here", f"sparse attention to {layers.attends_to}", "rejected"),
+    ]
+    if known := _known(layers):
+        lines.append(_row("", known, "dim"))
+    if layers.bytes_per_token is not None:
+        own, indexer, owners = layers.bytes_per_token, layers.indexer_bytes_per_token, layers.owners
+        text = f"{own:g} bytes per token and layer in {layers.cache_dtype}"
+        text += f" and {indexer:g} of the indexer's keys" if indexer else ""
+        total = byte_text(round(own * owners.caches + indexer * owners.indexers))
+        whose = f"all {layers.count}" if owners.caches == layers.count else f"the {owners.caches} that own one"
+        lines.append(_row("KV cache", f"{text}, {total} per token for {whose}"))
+        lines += shared_cache_lines(owners)
+    for label, (table, text) in zip(["engines", "", "", ""], _engines(layers, device), strict=False):
+        lines.append(_row(label, f"{table.engine} {table.release}: {text}"))
+    return lines
+
+
+def unserved_data(layers: UnservedLayers, device: Device) -> dict[str, Any]:
+    """Return the same as plain data; ``docs/json.md`` documents it."""
+    engines = {
+        key: [
+            {"name": each.name, "default": each.default, "source": each.source}
+            for each in engine_table(key).kernels_of(layers, device)
+        ]
+        for key in ENGINES
+    }
+    return {**layers.to_dict(), "engines": engines}
+
+
+def engine_names(layers: UnservedLayers, table: EngineTable, device: Device) -> str:
+    """Return what an engine serves layers with on a device, its default first; empty where nothing is known."""
+    names = [each.name if each.default else f"{each.name} by name" for each in table.kernels_of(layers, device)]
+    return ", ".join(names)
+
+
+def _engines(layers: UnservedLayers, device: Device) -> list[tuple[EngineTable, str]]:
+    tables = [engine_table(key) for key in ENGINES]
+    return [(table, engine_names(layers, table, device) or "no backend is known") for table in tables]
+
+
+def _known(layers: UnservedLayers) -> str:
+    parts: Sequence[str] = [
+        text
+        for number, text in (
+            (layers.tokens, f"at most {layers.tokens} tokens of the context"),
+            (layers.block_size, f"{layers.block_size} tokens together"),
+            (layers.window, f"window {layers.window}"),
+            (layers.indexer_heads, f"indexer of {layers.indexer_heads} heads of {layers.indexer_head_size}"),
+        )
+        if number is not None
+    ]
+    return ", ".join(parts)
+
+
+def _row(label: str, text: str, style: str = "") -> Line:
+    return [(f"  {label:<17}", style if label else ""), HANG, (text, "dim" if style == "dim" else "")]

@@ -1,0 +1,181 @@
+"""What a model changes about its attention is never read in silence: a field of the layers, a warning or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_select import AttentionConfig, select
+from attn_select.backends.spec import Reason
+from attn_select.errors import ModelError
+from attn_select.layer.models import LayerKinds, configs_from_model
+
+Kinds = Callable[..., LayerKinds]
+UNKNOWN = {"model_type": "brandnew", "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16}
+UNKNOWN |= {"num_key_value_heads": 4}
+CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+
+
+def codes(config: AttentionConfig, device: str = "h100") -> set[str]:
+    """The codes that stand against every backend for such layers."""
+    found: list[set[str]] = []
+    for candidate in select(config, device).candidates:
+        reasons: list[Reason] = [r for verdict in candidate.phases.values() for r in verdict.reasons]
+        if not {reason.code for reason in reasons} & {"mla-only", "sparse-only", "phase-not-served"}:
+            found.append({reason.code for reason in reasons})
+    assert found
+    return set.intersection(*found)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5"])
+def test_biases_of_t5_have_no_kernel(kinds: Kinds, model_type: str) -> None:
+    by_kind = {kind.kind: kind.config for kind in kinds({"model_type": model_type}).kinds}
+    assert {kind: config.position_bias for kind, config in by_kind.items()} == {  # type: ignore[union-attr]
+        "encoder": True,
+        "full_attention": True,
+        "cross_attention": False,
+    }
+    for kind in ("encoder", "full_attention"):
+        config = by_kind[kind]
+        assert isinstance(config, AttentionConfig)
+        assert "position-bias" in codes(config)
+        assert not select(config, "h100").ok
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"relative_attention_num_buckets": 32},
+        {"rel_extent": 1024, "d_rel": 16},
+        {"position_embedding_type": "relative_key_query"},
+    ],
+)
+@pytest.mark.parametrize("model_type", ["brandnew", "bert"])
+def test_a_bias_is_read_of_any_model_type(kinds: Kinds, fields: dict[str, Any], model_type: str) -> None:
+    (config,) = kinds({**UNKNOWN, "model_type": model_type, **fields}).attention_configs
+    assert config.position_bias
+    (plain,) = kinds({**UNKNOWN, "model_type": model_type, "position_embedding_type": "absolute"}).attention_configs
+    assert not plain.position_bias
+
+
+def test_inkling(trial: Path) -> None:
+    """InklingTextConfig of transformers 5.24.0, and vLLM 0.33.0's models/inkling: a bias in every layer."""
+    found = configs_from_model(str(trial / "ink.json"))
+    assert found.type_known
+    assert [(k.kind, k.count) for k in found.kinds] == [("sliding_attention", 5), ("full_attention", 1)]
+    for config in found.attention_configs:
+        assert config.position_bias
+        assert "position-bias" in codes(config)
+    assert any("short convolutions" in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "brandnew"])
+def test_dual_chunk_attention(kinds: Kinds, model_type: str) -> None:
+    config = {**UNKNOWN, "model_type": model_type, "dual_chunk_attention_config": CHUNKS}
+    (layer,) = kinds(config).attention_configs
+    assert layer.dual_chunk
+    assert "dual-chunk" in codes(layer)
+    # Requests of less than a chunk attend as without it: the option says that there are no others.
+    (short,) = kinds(config, overrides={"dual_chunk": False}).attention_configs
+    assert select(short, "h100").ok
+    assert not kinds({**config, "dual_chunk_attention_config": None}).attention_configs[0].dual_chunk
+    with pytest.raises(ModelError, match="dual_chunk_attention_config = True: expected an object"):
+        kinds({**config, "dual_chunk_attention_config": True})
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+def test_a_learnable_sink_that_is_switched_off(trial: Path, kinds: Kinds, sinks: bool) -> None:
+    assert [c.sinks for c in configs_from_model(str(trial / "hy4.json")).attention_configs] == [True]
+    (config,) = kinds({"model_type": "hy_v4", "num_hidden_layers": 2, "learnable_sink": sinks}).attention_configs
+    assert config.sinks is sinks
+    (other,) = kinds({**UNKNOWN, "learnable_sink": sinks}).attention_configs
+    assert other.sinks is sinks
+
+
+def test_layers_of_minimax_m1(kinds: Kinds) -> None:
+    """MiniMax-M1 publishes ``attn_type_list``: 1 is softmax attention, 0 lightning attention."""
+    config = {"model_type": "minimax_m1", "num_hidden_layers": 8, "num_attention_heads": 64, "head_dim": 128}
+    found = kinds({**config, "num_key_value_heads": 8, "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1]})
+    assert found.type_known
+    assert [(kind.kind, kind.layers) for kind in found.kinds] == [
+        ("lightning", (0, 1, 2, 3, 4, 5, 6)),
+        ("full_attention", (7,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_type_list": [0, 0, 0, 1]},
+        {"hybrid_override_pattern": "M*M*"},
+        {"linear_attn_config": {"full_attn_layers": [4]}},
+        {"indexer_n_heads": 4},
+        {"compress_ratios": [0, 4, 4, 4]},
+    ],
+)
+def test_what_says_which_layers_attend_is_not_passed_over_in_an_unknown_type(
+    kinds: Kinds, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelError, match=next(iter(fields))) as caught:
+        kinds({**UNKNOWN, **fields})
+    assert caught.value.code == "unknown-modification"
+
+
+@pytest.mark.parametrize(
+    ("config", "counted", "alone"),
+    [
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, {"mla": 5}, {"mla": 4}),
+        ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 1}, {"full_attention": 2}, {"full_attention": 1}),
+        # vLLM 0.33.0 mimo_v2_mtp.py: a sliding layer.
+        (
+            {"model_type": "mimo_v2_flash", "num_nextn_predict_layers": 1},
+            {"full_attention": 1, "sliding_attention": 4},
+            {"full_attention": 1, "sliding_attention": 3},
+        ),
+        # Listed behind the model's own layers (Step 3.5).
+        (
+            {
+                "model_type": "step3p5",
+                "num_nextn_predict_layers": 2,
+                "sliding_window": 512,
+                "layer_types": ["full_attention"] * 4 + ["sliding_attention"] * 2,
+            },
+            {"full_attention": 4, "sliding_attention": 2},
+            {"full_attention": 4},
+        ),
+    ],
+)
+def test_layers_that_only_drafts_run(
+    kinds: Kinds, config: dict[str, Any], counted: dict[str, int], alone: dict[str, int]
+) -> None:
+    config = {**config, "num_hidden_layers": 4}
+    without, with_drafts = kinds(config), kinds(config, overrides={"num_speculative_tokens": 1})
+    for found, expected in ((without, alone), (with_drafts, counted)):
+        seen = {k.kind: k.count for k in found.kinds if isinstance(k.config, AttentionConfig)}
+        assert seen == expected
+        assert any("layers that only drafts run" in warning for warning in found.warnings)
+    assert max(layer for kind in with_drafts.kinds for layer in kind.layers) >= 4
+    silent = kinds({**config, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0, "layer_types": None})
+    assert not any("only drafts run" in warning for warning in silent.warnings)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"])
+def test_a_missing_top_k_is_said(kinds: Kinds, model_type: str) -> None:
+    found = kinds({"model_type": model_type, "num_hidden_layers": 2})
+    assert [config.sparse_top_k for config in found.attention_configs] == [2048]
+    assert any("class defaults" in warning and "index_topk = 2048" in warning for warning in found.warnings)
+    given = kinds({"model_type": model_type, "num_hidden_layers": 2, "index_topk": 1024})
+    assert not any("index_topk" in warning for warning in given.warnings)
+
+
+def test_pools_of_an_indexer_are_said(kinds: Kinds) -> None:
+    found = kinds({"model_type": "glm5_next_text", "num_hidden_layers": 4})
+    assert any(warning.startswith("index_kpool = 16") for warning in found.warnings)
+
+
+def test_sparse_attention_that_vllm_runs_dense_is_said(kinds: Kinds) -> None:
+    found = kinds({**UNKNOWN, "model_type": "minicpm", "sparse_config": {"topk": 64, "block_size": 64}})
+    assert any(warning.startswith("sparse_config") for warning in found.warnings)
