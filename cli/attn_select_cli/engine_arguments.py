@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn_select.decide.selection import Selection
-from attn_select.engines.names import EngineDefault, EngineTable, Offer
+from attn_select.engines.names import EngineDefault, EngineTable, Offer, OtherLayers
 from attn_select.layer.config import Phase
 from attn_select_cli.explanation import Explanation, LayerExplanation
 
@@ -25,10 +25,12 @@ class Taken:
     Attributes:
         layer: the kind.
         argument: key of ``EngineTable.arguments``.
-        phases: the ones that it serves.
+        phases: the ones whose order it is chosen by.
         offers: attn-select's order for these.
         offer: the one that is taken; None where the engine has none of the order.
         default: what the engine runs without the argument, where that is known.
+        refused: why the engine has nothing that serves the layers; empty where it has, or nobody knows.
+        follows: phases that go with it.
     """
 
     layer: LayerExplanation
@@ -37,6 +39,13 @@ class Taken:
     offers: Sequence[Offer]
     offer: Offer | None = None
     default: EngineDefault | None = None
+    refused: str = ""
+    follows: Sequence[Phase] = ()
+
+    @property
+    def served(self) -> list[Phase]:
+        """The phases that it serves."""
+        return [*self.follows, *self.phases]
 
     @property
     def is_default(self) -> bool:
@@ -57,7 +66,7 @@ class Taken:
         return {
             "kind": self.layer.kind,
             "count": self.layer.count,
-            "phases": list(self.phases),
+            "phases": self.served,
             "selected": self.layer.selection.selected[self.phases[-1]],
             "backend": self.offer.backend if self.offer else None,
             "engine_backend": name.name if name else None,
@@ -78,6 +87,7 @@ class EngineArguments:
         environment: variables.
         file: dotted keys of the configuration file.
         not_expressed: what the choice says and no argument does, one sentence each.
+        otherwise: how the engine runs the model's layers, where that is not as attn-select reads them.
     """
 
     table: EngineTable
@@ -86,6 +96,17 @@ class EngineArguments:
     environment: dict[str, str] = field(default_factory=dict)
     file: dict[str, str | int] = field(default_factory=dict)
     not_expressed: list[str] = field(default_factory=list)
+    otherwise: OtherLayers | None = None
+
+    @property
+    def refused(self) -> str:
+        """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
+        said = {
+            f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}": None
+            for each in self.taken
+            if each.refused
+        }
+        return "; ".join(said)
 
     @property
     def ok(self) -> bool:
@@ -137,8 +158,9 @@ def engine_arguments(
         tensor_parallel: ranks that share the heads.
         asked: the fields of ``AttentionConfig`` that options set, against the model's config.
     """
-    result = EngineArguments(table)
-    result.taken = _taken(explanation, table)
+    architecture = explanation.model["architecture"] if explanation.model else ""
+    result = EngineArguments(table, otherwise=table.runs_otherwise(architecture))
+    result.taken = _taken(explanation, table, architecture, result.otherwise)
     _say_backends(result)
     _say_dtypes(result, explanation)
     _say_block_size(result, "block_size" in asked)
@@ -149,20 +171,26 @@ def engine_arguments(
     return result
 
 
-def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
+def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: OtherLayers | None) -> list[Taken]:
     split = "prefill" in table.arguments and any(table.takes_a_pair(layer.selection) for layer in explanation.attention)
-    model = explanation.model["architecture"] if explanation.model else ""
     found = [
         Taken(
             layer,
             argument,
             phases,
-            table.offers(layer.selection, phases, _named_by(argument)),
+            [] if otherwise else table.offers(layer.selection, phases, _named_by(argument), architecture=model),
             default=table.default(layer.selection, _named_by(argument), model),
+            refused=""
+            if otherwise
+            else table.refuses(layer.selection.config, layer.selection.device, _named_by(argument), model),
         )
         for layer in explanation.attention
         for argument, phases in _places(table, layer.selection, split)
     ]
+    if table.mla_prefill == "by decode":
+        for taken in found:
+            if taken.phases == ("decode",):
+                taken.follows = ("prefill",)
     for argument in dict.fromkeys(taken.argument for taken in found):
         same = [taken for taken in found if taken.argument == argument]
         if not table.kinds:

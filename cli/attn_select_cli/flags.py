@@ -23,9 +23,12 @@ Examples:
   attn-select flags --engine sglang --model gpt-oss-120b --gpu h100
   attn-select flags --engine trtllm --model llama-3-8b --gpu b200 --kv-cache-dtype fp8
   attn-select flags --engine transformers --model ./config.json --gpu a100 --json
+  vllm serve org/name $(attn-select flags --engine vllm --model org/name --arguments)
 
 Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and what
 is passed over is listed. The engine's release is shown; its names may differ in another.
+
+Where the engine has nothing that serves a layer, or what it has is known to be wrong, there is no command.
 
 Exit code: 0 the engine has a backend of the order for every layer, 1 it has none for one, 2 wrong input.
 """
@@ -42,8 +45,9 @@ ENGINES = ("vllm", "sglang", "trtllm", "transformers")
     help=f"The engine: {', '.join(ENGINES)}.",
 )
 @diff_options
+@click.option("--arguments", "alone", is_flag=True, help="Print the arguments alone, on one line, for $(...).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
-def command(engine: str, as_json: bool, **options: Any) -> int:
+def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
     """Show the command-line arguments and environment by which an engine takes the choice for a model on a GPU."""
     from attn_select.engines.names import engine_table
     from attn_select.errors import UnknownNameError
@@ -60,13 +64,63 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
     if options["backend"]:  # an explicit choice is taken or refused, never replaced
         for layer in explanation.layers:
             layer.selection.require()
-    result = engine_arguments(explanation, table, options["tensor_parallel"], overrides_from(options))
+    overrides = overrides_from(options)
+    _refuse_ranks(table, options, explanation, overrides)
+    result = engine_arguments(explanation, table, options["tensor_parallel"], overrides)
     _refuse_replaced(result)
-    if as_json:
+    if alone:
+        _print_alone(result)
+    elif as_json:
         print_json(_to_dict(result, explanation))
     else:
         print_lines(_lines(result, explanation, _shown_model(options)))
     return 0 if result.ok else 1
+
+
+def _refuse_ranks(
+    table: EngineTable, options: Mapping[str, Any], explanation: Explanation, overrides: dict[str, Any]
+) -> None:
+    """Refuse ranks that the engine does not let share contexts."""
+    from attn_select.engines.ranks import wrong_ranks
+    from attn_select.errors import ConfigError
+    from attn_select.layer.models import load
+    from attn_select_cli.explanation import known_layers
+
+    ranks, tensor_parallel = overrides.get("decode_context_parallel_size", 1), options["tensor_parallel"]
+    if ranks == 1 or "decode_context_parallel_size" not in table.arguments:
+        return
+    whole = known_layers(load(options["model"]), {**options, "tensor_parallel": 1}, explanation.device, overrides)
+    for kind in whole.kinds:
+        if kind.config.sort == "state":
+            continue
+        why, accepted = wrong_ranks(kind.config, tensor_parallel, ranks)
+        if why:
+            raise ConfigError(
+                f"--dcp {ranks} with --tensor-parallel {tensor_parallel}: {table.engine} refuses it, {why}",
+                fields=["decode_context_parallel_size"],
+                hint=f"--dcp {accepted} for these layers",
+            )
+
+
+def _print_alone(result: EngineArguments) -> None:
+    """Print the arguments on one line, and on stderr what no argument says."""
+    import shlex
+
+    from attn_select_cli.engine_arguments import FILE_NAME
+
+    table = result.table
+    if result.refused:
+        click.echo(f"no arguments: {result.refused}", err=True)
+        return
+    if result.file:
+        text = f"--arguments: {table.engine} reads the file {FILE_NAME}, which has to be written first"
+        raise click.UsageError(text, click.get_current_context())
+    for name, value in result.environment.items():
+        click.echo(f"set in the environment: {name}={shlex.quote(value)}", err=True)
+    for taken in result.taken:
+        if taken.offer is None:
+            click.echo(f"{taken.layer.kind}, {', '.join(taken.served)}: {_why_none(taken, result)}", err=True)
+    click.echo(shlex.join(result.argument_list()))
 
 
 def _refuse_replaced(result: EngineArguments) -> None:
@@ -108,6 +162,14 @@ def _named(taken: Taken) -> str:
     return f"{taken.offer.name.name}, its default" if taken.is_default else taken.offer.name.name
 
 
+def _why_none(taken: Taken, result: EngineArguments) -> str:
+    engine = result.table.engine
+    if result.otherwise:
+        return f"{engine} runs them in another way, by its default: {result.otherwise.why}"
+    has = f"{engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
+    return f"{has}, and the default of {engine} runs there"
+
+
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
     from attn_select.decide.text import HANG, warning_lines
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
@@ -124,11 +186,14 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         lines.append([(f"{FILE_NAME}:", "title")])
         lines += [[(f"  {line}", "")] for line in file_lines(result.nested_file())]
         lines.append([])
-    lines += [[(f"  {line}", "selected")] for line in command_lines(result, model)]
+    if result.refused:
+        lines += [[("No command: ", "rejected"), HANG, (result.refused, "")]]
+    else:
+        lines += [[(f"  {line}", "selected")] for line in command_lines(result, model)]
     rows = [
         [
             f"{taken.layer.kind} × {taken.layer.count}",
-            ", ".join(taken.phases),
+            ", ".join(taken.served),
             _named(taken),
             taken.offer.backend if taken.offer else "-",
         ]
@@ -136,10 +201,9 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
     ]
     lines += [[], Table(["layers", "phases", table.engine, "stands for attn-select's"], rows)]
     for taken in result.taken:
-        if taken.offer is None:
-            has = f"{table.engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
-            text = f"{has}, and the default of {table.engine} runs there"
-            lines += [[(f"{taken.layer.kind}, {', '.join(taken.phases)}: ", "rejected"), HANG, (text, "")]]
+        if taken.offer is None and not result.refused:
+            text = _why_none(taken, result)
+            lines += [[(f"{taken.layer.kind}, {', '.join(taken.served)}: ", "rejected"), HANG, (text, "")]]
     passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
     if passed:
         lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
@@ -164,6 +228,7 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
         "schema_version": 1,
         "engine": {"name": table.key, "release": table.release, "adapter": table.adapter},
         "model": explanation.model,
+        "refused": result.refused or None,
         "device": explanation.device.to_dict(),
         "arguments": result.argument_list(),
         "environment": result.environment,

@@ -34,6 +34,8 @@ class EngineName:
         block_sizes: tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all.
         arguments: what goes with it.
         own_kernel: whether the engine runs a kernel of its own under the name, not the library that attn-select runs.
+        architectures: patterns of the only models that it is for; empty: all.
+        fault: why its numbers are wrong in this release, with the issue; empty: nothing is known against it.
         source: file of the engine, and what to look for in it.
     """
 
@@ -45,14 +47,40 @@ class EngineName:
     block_sizes: tuple[int, ...]
     arguments: Mapping[str, str]
     own_kernel: bool
+    architectures: tuple[str, ...]
+    fault: str
     source: str
 
-    def missing(self, config: AttentionConfig, device: Device, kernels: Sequence[str | None]) -> list[str]:
-        """Return why this is not it: the conditions that fail, and kernels that it does not stand for."""
+    def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
+        """Whether the engine takes the name for a layer, by whatever kernel."""
+        known = not self.architectures or any(fnmatch.fnmatchcase(architecture, each) for each in self.architectures)
+        return known and all(holds_for(condition, config, device) for condition in self.when)
+
+    def missing(
+        self, config: AttentionConfig, device: Device, kernels: Sequence[str | None], architecture: str
+    ) -> list[str]:
+        """Return why this is not it: the conditions that fail, and kernels and models that it does not stand for."""
         reasons = [f"where {condition}" for condition in self.when if not holds_for(condition, config, device)]
+        if self.architectures and not any(fnmatch.fnmatchcase(architecture, each) for each in self.architectures):
+            reasons.append(f"for the models {', '.join(self.architectures)}")
         if self.kernels and not all(any(fnmatch.fnmatchcase(k or "", p) for p in self.kernels) for k in kernels):
             reasons.append(f"for the kernels {', '.join(self.kernels)}")
         return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class OtherLayers:
+    """Models whose layers an engine runs in another way than attn-select reads them.
+
+    Attributes:
+        architectures: patterns of the models' classes.
+        why: what the engine does instead.
+        source: file of the engine, and what to look for in it.
+    """
+
+    architectures: tuple[str, ...]
+    why: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +130,8 @@ class EngineTable:
         defaults: what runs without an argument; the first that fits.
         own_defaults: architectures for which the engine has defaults of its own.
         explicit_kv_cache: conditions under which ``auto`` is another dtype in the engine, so that it is always said.
+        lists_all: whether ``names`` hold all that the engine has, so that where none holds it refuses to start.
+        other_layers: models whose layers it runs in another way.
     """
 
     key: str
@@ -120,6 +150,31 @@ class EngineTable:
     defaults: tuple[EngineDefault, ...]
     own_defaults: tuple[str, ...]
     explicit_kv_cache: tuple[Condition, ...] | None
+    lists_all: bool
+    other_layers: tuple[OtherLayers, ...]
+
+    def refuses(self, config: AttentionConfig, device: Device, argument: str, architecture: str) -> str:
+        """Return why the engine has nothing that serves a layer as it should; empty where it has, or nobody knows.
+
+        Args:
+            argument: as in ``EngineName``.
+            architecture: the model's class; empty: unknown.
+        """
+        if not self.lists_all:
+            return ""
+        rows = [row for row in self.names if row.argument == argument and row.runs(config, device, architecture)]
+        if any(not row.fault for row in rows):
+            return ""
+        if rows:
+            return f"{self.engine} {self.release} has {rows[0].name} alone there: {rows[0].fault}"
+        return f"{self.engine} {self.release} has no backend for them there, and refuses to start"
+
+    def runs_otherwise(self, architecture: str) -> OtherLayers | None:
+        """Return how the engine runs a model's layers, where that is not as attn-select reads them."""
+        found = (
+            each for each in self.other_layers if any(fnmatch.fnmatchcase(architecture, p) for p in each.architectures)
+        )
+        return next(found, None)
 
     def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
         """Return what the engine runs for a layer where no argument names a backend; None where that is not known.
@@ -167,6 +222,7 @@ class EngineTable:
         phases: Sequence[Phase],
         argument: str,
         lacks: Callable[[EngineName], str] = _nothing,
+        architecture: str = "",
     ) -> list[Offer]:
         """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
 
@@ -177,8 +233,10 @@ class EngineTable:
             phases: the phases.
             argument: as in ``EngineName``.
             lacks: says why the engine at hand does not have a name; empty where it has it.
+            architecture: the model's class; empty: unknown.
         """
-        found = [self._offer(candidate, selection, phases, argument, lacks) for candidate in selection.ranked(phases)]
+        ranked = selection.ranked(phases)
+        found = [self._offer(candidate, selection, phases, argument, lacks, architecture) for candidate in ranked]
         offers: list[Offer] = []
         for place, offer in enumerate(found):
             before: list[int] = []
@@ -214,6 +272,7 @@ class EngineTable:
         phases: Sequence[Phase],
         argument: str,
         lacks: Callable[[EngineName], str],
+        architecture: str,
     ) -> Offer:
         plans = [plan for phase in phases if (plan := candidate.phases[phase].plan) is not None]
         kernels = [plan.kernel_name for plan in plans]
@@ -223,9 +282,11 @@ class EngineTable:
         failed: list[list[str]] = []
         for name in self.names:
             if (name.backend, name.argument) == (candidate.backend, argument):
-                missing = name.missing(selection.config, selection.device, kernels)
+                missing = name.missing(selection.config, selection.device, kernels, architecture)
                 if why := lacks(name):
                     missing.append(why)
+                if not missing and name.fault:
+                    return Offer(candidate.backend, None, f"{name.name} of {self.engine}: {name.fault}", block_size)
                 if not missing:
                     return Offer(candidate.backend, name, "", block_size)
                 failed.append(missing)
@@ -279,6 +340,8 @@ def engine_table(key: str) -> EngineTable:
                 block_sizes=tuple(row.get("block_sizes", ())),
                 arguments=row.get("arguments", {}),
                 own_kernel=row.get("own_kernel", False),
+                architectures=tuple(row.get("architectures", ())),
+                fault=row.get("fault", ""),
                 source=row["source"],
             )
             for row in data["names"]
@@ -296,4 +359,8 @@ def engine_table(key: str) -> EngineTable:
         ),
         own_defaults=tuple(data.get("own_defaults", ())),
         explicit_kv_cache=compile_when(data["explicit_kv_cache"])[0] if "explicit_kv_cache" in data else None,
+        lists_all=data.get("lists_all", False),
+        other_layers=tuple(
+            OtherLayers(tuple(row["architectures"]), row["why"], row["source"]) for row in data.get("other_layers", ())
+        ),
     )

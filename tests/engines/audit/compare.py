@@ -1,0 +1,96 @@
+"""What ``attn-select flags`` says of a drawn command, held against what an engine does with it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draw import MODELS, Drawn
+
+from attn_select.engines.names import engine_table
+from attn_select_cli.main import run
+
+Verdict = Literal["agreed", "both refuse", "refused", "other backend", "it runs what we refuse", "could not be asked"]
+WRONG: tuple[Verdict, ...] = ("refused", "other backend", "it runs what we refuse")
+
+# How a user asks for drafts, which `flags` leaves to them: by n-grams, which need no second model.
+DRAFTS = {
+    "vllm": lambda drafts: ["--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": drafts})],
+    "sglang": lambda drafts: ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts + 1)],
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What ``flags`` says.
+
+    Attributes:
+        refused: why there is no command; empty where there is one.
+        arguments, environment: as the engine takes them; of a refused command what was asked for.
+        names: the engine's backend by its kind of layers (vLLM) or phase (SGLang); None: its default, unnamed.
+    """
+
+    refused: str
+    arguments: list[str]
+    environment: dict[str, str]
+    names: dict[str, list[str | None]]
+
+
+def said(engine: str, drawn: Drawn, folder: Path) -> Said:
+    """Ask ``flags`` about a drawn command; its model is written below ``folder``."""
+    config = folder / drawn.model / "config.json"
+    if not config.exists():
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(json.dumps(MODELS[drawn.model]), "utf-8")
+    words = ["flags", "--engine", engine, "--model", str(config), "--gpu", drawn.gpu, *drawn.words(), "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = run(words)
+    drafts = DRAFTS[engine](drawn.drafts) if drawn.drafts else []
+    if code == 2 or not out.getvalue():
+        return Said(err.getvalue().strip() or f"exit code {code}", asked_for(engine, drawn) + drafts, {}, {})
+    found = json.loads(out.getvalue())
+    kinds = engine_table(engine).kinds
+    names: dict[str, list[str | None]] = {}
+    for layer in found["layers"]:
+        for phase in layer["phases"]:
+            key = phase
+            if kinds:
+                apart = layer["kind"] == "mla" and layer["phases"] == ["prefill"]
+                key = "mla_prefill" if apart else kinds[layer["kind"]]
+            if layer["engine_backend"] not in names.setdefault(key, []):
+                names[key].append(layer["engine_backend"])
+    return Said(found.get("refused") or "", found["arguments"] + drafts, found["environment"], names)
+
+
+def asked_for(engine: str, drawn: Drawn) -> list[str]:
+    """Return the engine's arguments for what a drawn command asks for, without any choice."""
+    table = engine_table(engine)
+    values = {
+        "tensor_parallel": drawn.tensor_parallel if drawn.tensor_parallel > 1 else None,
+        "decode_context_parallel_size": drawn.ranks if drawn.ranks > 1 else None,
+        "kv_cache_dtype": table.kv_cache_dtypes.get({"fp8": "fp8_e4m3"}.get(drawn.cache, drawn.cache or "")),
+        "block_size": drawn.block_size,
+    }
+    known = [(table.arguments[what], str(value)) for what, value in values.items() if value and what in table.arguments]
+    return [word for pair in known for word in pair]
+
+
+def verdict(ours: Said, answer: dict[str, Any]) -> tuple[Verdict, str]:
+    """Compare what ``flags`` says with what the engine did; return the verdict, and the engine's side in words."""
+    if "unasked" in answer:
+        return "could not be asked", answer["unasked"]
+    if "refused" in answer:
+        return ("both refuse" if ours.refused else "refused"), answer["refused"]
+    does = answer["names"]
+    text = ", ".join(f"{key} {'/'.join(names)}" for key, names in does.items())
+    if ours.refused:
+        return "it runs what we refuse", text
+    for key, names in does.items():
+        named = ours.names.get(key, [])
+        if None not in named and sorted(named, key=str) != sorted(names):
+            return "other backend", text
+    return "agreed", text
