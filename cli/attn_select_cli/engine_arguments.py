@@ -30,6 +30,7 @@ class Taken:
         offer: the one that is taken; None where the engine has none of the order.
         default: what the engine runs without the argument, where that is known.
         refused: why the engine has nothing that serves the layers; empty where it has, or nobody knows.
+        starts: whether the engine starts where it is refused, with wrong outputs.
         follows: phases that go with it.
     """
 
@@ -40,6 +41,7 @@ class Taken:
     offer: Offer | None = None
     default: EngineDefault | None = None
     refused: str = ""
+    starts: bool = False
     follows: Sequence[Phase] = ()
 
     @property
@@ -109,9 +111,14 @@ class EngineArguments:
         return "; ".join(said)
 
     @property
+    def starts(self) -> bool:
+        """Whether the engine starts where ``refused`` says something, with wrong outputs."""
+        return all(each.starts for each in self.taken if each.refused)
+
+    @property
     def ok(self) -> bool:
         """Whether every kind of layers has a backend of the engine in every phase."""
-        return all(taken.offer is not None for taken in self.taken)
+        return not self.refused and all(taken.offer is not None for taken in self.taken)
 
     def argument_list(self) -> list[str]:
         """Return the command-line arguments, the configuration file's among them."""
@@ -180,17 +187,16 @@ def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: 
             phases,
             [] if otherwise else table.offers(layer.selection, phases, _named_by(argument), architecture=model),
             default=table.default(layer.selection, _named_by(argument), model),
-            refused=""
-            if otherwise
-            else table.refuses(layer.selection.config, layer.selection.device, _named_by(argument), model),
         )
         for layer in explanation.attention
         for argument, phases in _places(table, layer.selection, split)
     ]
-    if table.mla_prefill == "by decode":
-        for taken in found:
-            if taken.phases == ("decode",):
-                taken.follows = ("prefill",)
+    for taken in found:
+        if taken.argument != "mla_prefill" and not otherwise:
+            config, device = taken.layer.selection.config, taken.layer.selection.device
+            taken.refused, taken.starts = table.refuses(config, device, model)
+        if table.mla_prefill == "by decode" and taken.phases == ("decode",):
+            taken.follows = ("prefill",)
     for argument in dict.fromkeys(taken.argument for taken in found):
         same = [taken for taken in found if taken.argument == argument]
         if not table.kinds:

@@ -60,7 +60,9 @@ def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
     if options["model"] is None:
         raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
     table = engine_table(engine)
-    explanation = build_explanation(options).without_states
+    explanation = build_explanation(options)
+    _refuse_states(table, explanation)
+    explanation = explanation.without_states
     if options["backend"]:  # an explicit choice is taken or refused, never replaced
         for layer in explanation.layers:
             layer.selection.require()
@@ -77,6 +79,20 @@ def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
     return 0 if result.ok else 1
 
 
+def _refuse_states(table: EngineTable, explanation: Explanation) -> None:
+    """Refuse batch invariance where the engine's kernels of states do not have it."""
+    from attn_select.errors import ConfigError
+
+    configs = [layer.selection.config for layer in explanation.layers]
+    states = [config for config in configs if config.sort == "state"]
+    if states and not table.states_batch_invariant and any(config.batch_invariant for config in configs):
+        raise ConfigError(
+            f"--batch-invariant: {table.engine} {table.release} refuses it for layers that keep a state",
+            fields=["batch_invariant"],
+            hint="leave it out for this model",
+        )
+
+
 def _refuse_ranks(
     table: EngineTable, options: Mapping[str, Any], explanation: Explanation, overrides: dict[str, Any]
 ) -> None:
@@ -86,14 +102,23 @@ def _refuse_ranks(
     from attn_select.layer.models import load
     from attn_select_cli.explanation import known_layers
 
-    ranks, tensor_parallel = overrides.get("decode_context_parallel_size", 1), options["tensor_parallel"]
-    if ranks == 1 or "decode_context_parallel_size" not in table.arguments:
+    tensor_parallel = options["tensor_parallel"]
+    ranks = overrides.get("decode_context_parallel_size", 1) if "decode_context_parallel_size" in table.arguments else 1
+    divided = tensor_parallel > 1 and table.divides_kv_heads(
+        explanation.model["architecture"] if explanation.model else ""
+    )
+    if ranks == 1 and not divided:
         return
     whole = known_layers(load(options["model"]), {**options, "tensor_parallel": 1}, explanation.device, overrides)
-    for kind in whole.kinds:
-        if kind.config.sort == "state":
-            continue
-        why, accepted = wrong_ranks(kind.config, tensor_parallel, ranks)
+    for config in (kind.config for kind in whole.kinds if kind.config.sort != "state"):
+        if divided and not config.mla and config.num_kv_heads % tensor_parallel:
+            raise ConfigError(
+                f"--tensor-parallel {tensor_parallel}: {table.engine} divides the {config.num_kv_heads} KV heads among "
+                "the ranks of this model, and copies none",
+                fields=["tensor_parallel_size"],
+                hint=f"a divisor of {config.num_kv_heads}",
+            )
+        why, accepted = wrong_ranks(config, tensor_parallel, ranks)
         if why:
             raise ConfigError(
                 f"--dcp {ranks} with --tensor-parallel {tensor_parallel}: {table.engine} refuses it, {why}",
@@ -228,7 +253,7 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
         "schema_version": 1,
         "engine": {"name": table.key, "release": table.release, "adapter": table.adapter},
         "model": explanation.model,
-        "refused": result.refused or None,
+        "refused": {"why": result.refused, "starts": result.starts} if result.refused else None,
         "device": explanation.device.to_dict(),
         "arguments": result.argument_list(),
         "environment": result.environment,

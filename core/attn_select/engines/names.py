@@ -53,7 +53,7 @@ class EngineName:
 
     def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether the engine takes the name for a layer, by whatever kernel."""
-        known = not self.architectures or any(fnmatch.fnmatchcase(architecture, each) for each in self.architectures)
+        known = not self.architectures or _is_one(architecture, self.architectures)
         return known and all(holds_for(condition, config, device) for condition in self.when)
 
     def missing(
@@ -61,7 +61,7 @@ class EngineName:
     ) -> list[str]:
         """Return why this is not it: the conditions that fail, and kernels and models that it does not stand for."""
         reasons = [f"where {condition}" for condition in self.when if not holds_for(condition, config, device)]
-        if self.architectures and not any(fnmatch.fnmatchcase(architecture, each) for each in self.architectures):
+        if self.architectures and not _is_one(architecture, self.architectures):
             reasons.append(f"for the models {', '.join(self.architectures)}")
         if self.kernels and not all(any(fnmatch.fnmatchcase(k or "", p) for p in self.kernels) for k in kernels):
             reasons.append(f"for the kernels {', '.join(self.kernels)}")
@@ -104,6 +104,10 @@ class EngineDefault:
     source: str
 
 
+def _is_one(architecture: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(architecture, pattern) for pattern in patterns)
+
+
 def _nothing(name: EngineName) -> str:
     return ""
 
@@ -130,7 +134,12 @@ class EngineTable:
         defaults: what runs without an argument; the first that fits.
         own_defaults: architectures for which the engine has defaults of its own.
         explicit_kv_cache: conditions under which ``auto`` is another dtype in the engine, so that it is always said.
-        lists_all: whether ``names`` hold all that the engine has, so that where none holds it refuses to start.
+        cache_is_dtype: whether a 16-bit cache must be of the model's dtype.
+        states_batch_invariant: whether layers that keep a state are served with batch invariance.
+        kv_heads_divided: models whose KV heads the engine never copies, so that no more ranks than KV heads share them.
+        accepts: by patterns of models' classes the only names that such a model takes.
+        refusals: conditions under which it ends the start, whatever the backend, and why.
+        lists_all: whether ``names`` hold all of the engine's under ``attention``, so that it refuses where none holds.
         other_layers: models whose layers it runs in another way.
     """
 
@@ -150,31 +159,40 @@ class EngineTable:
     defaults: tuple[EngineDefault, ...]
     own_defaults: tuple[str, ...]
     explicit_kv_cache: tuple[Condition, ...] | None
+    cache_is_dtype: bool
+    states_batch_invariant: bool
+    kv_heads_divided: tuple[str, ...]
+    accepts: Mapping[tuple[str, ...], tuple[str, ...]]
+    refusals: tuple[tuple[tuple[Condition, ...], str], ...]
     lists_all: bool
     other_layers: tuple[OtherLayers, ...]
 
-    def refuses(self, config: AttentionConfig, device: Device, argument: str, architecture: str) -> str:
-        """Return why the engine has nothing that serves a layer as it should; empty where it has, or nobody knows.
+    def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
+        """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same.
+
+        The first is empty where it has something, or where nobody knows.
 
         Args:
-            argument: as in ``EngineName``.
             architecture: the model's class; empty: unknown.
         """
+        for conditions, why in self.refusals:
+            if all(holds_for(condition, config, device) for condition in conditions):
+                return f"{self.engine} {self.release} refuses them: {why}", False
+        stored = config.cache_dtype
+        if self.cache_is_dtype and stored in ("float16", "bfloat16") and stored != config.dtype:
+            return f"{self.engine} {self.release} refuses a cache of {stored} beside {config.dtype}", False
         if not self.lists_all:
-            return ""
-        rows = [row for row in self.names if row.argument == argument and row.runs(config, device, architecture)]
+            return "", False
+        rows = [row for row in self.names if row.argument == "attention" and row.runs(config, device, architecture)]
         if any(not row.fault for row in rows):
-            return ""
+            return "", False
         if rows:
-            return f"{self.engine} {self.release} has {rows[0].name} alone there: {rows[0].fault}"
-        return f"{self.engine} {self.release} has no backend for them there, and refuses to start"
+            return f"{self.engine} {self.release} has {rows[0].name} alone there: {rows[0].fault}", True
+        return f"{self.engine} {self.release} has no backend for them there, and refuses to start", False
 
     def runs_otherwise(self, architecture: str) -> OtherLayers | None:
         """Return how the engine runs a model's layers, where that is not as attn-select reads them."""
-        found = (
-            each for each in self.other_layers if any(fnmatch.fnmatchcase(architecture, p) for p in each.architectures)
-        )
-        return next(found, None)
+        return next((each for each in self.other_layers if _is_one(architecture, each.architectures)), None)
 
     def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
         """Return what the engine runs for a layer where no argument names a backend; None where that is not known.
@@ -265,6 +283,16 @@ class EngineTable:
         moved = any(why for order in named for _, _, why in order)
         return not moved or len({min(order)[1] for order in named if order}) > 1
 
+    def _not_accepted(self, name: EngineName, architecture: str) -> str:
+        for patterns, names in self.accepts.items():
+            if name.argument == "attention" and name.name not in names and _is_one(architecture, patterns):
+                return f"for other models: {architecture} takes {', '.join(names)}"
+        return ""
+
+    def divides_kv_heads(self, architecture: str) -> bool:
+        """Whether the engine never copies a model's KV heads, so that no more ranks than KV heads share them."""
+        return _is_one(architecture, self.kv_heads_divided)
+
     def _offer(
         self,
         candidate: Candidate,
@@ -283,7 +311,7 @@ class EngineTable:
         for name in self.names:
             if (name.backend, name.argument) == (candidate.backend, argument):
                 missing = name.missing(selection.config, selection.device, kernels, architecture)
-                if why := lacks(name):
+                if why := lacks(name) or self._not_accepted(name, architecture):
                     missing.append(why)
                 if not missing and name.fault:
                     return Offer(candidate.backend, None, f"{name.name} of {self.engine}: {name.fault}", block_size)
@@ -359,6 +387,11 @@ def engine_table(key: str) -> EngineTable:
         ),
         own_defaults=tuple(data.get("own_defaults", ())),
         explicit_kv_cache=compile_when(data["explicit_kv_cache"])[0] if "explicit_kv_cache" in data else None,
+        cache_is_dtype=data.get("cache_is_dtype", False),
+        states_batch_invariant=data.get("states_batch_invariant", True),
+        kv_heads_divided=tuple(data.get("kv_heads_divided", ())),
+        accepts={tuple(row["architectures"]): tuple(row["names"]) for row in data.get("accepts", ())},
+        refusals=tuple((compile_when(row["when"])[0], row["why"]) for row in data.get("refusals", ())),
         lists_all=data.get("lists_all", False),
         other_layers=tuple(
             OtherLayers(tuple(row["architectures"]), row["why"], row["source"]) for row in data.get("other_layers", ())

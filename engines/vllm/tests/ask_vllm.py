@@ -49,6 +49,13 @@ class Group:
         """Return the number of ranks, as torch's groups do."""
         return self.world_size
 
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+    def broadcast_obj(self, obj: Any, src: int) -> Any:
+        """Return what each rank says, of which only this one is here."""
+        return obj
+
 
 def import_torchvision() -> None:
     """Import torchvision, of which the index's build has compiled operators for CUDA alone."""
@@ -78,6 +85,9 @@ def prepare(gpu: Gpu) -> None:
     flashinfer.has_nvidia_artifactory = lambda: True  # the network is not asked for TRT-LLM's kernels
     torch.cuda.current_device = torch.accelerator.current_device_index = lambda: 0
     torch.cuda.is_available = lambda: True
+    memory = int(gpu.memory_gib * (1 << 30))
+    torch.accelerator.get_memory_info = torch.cuda.mem_get_info = lambda device=None: (memory, memory)
+    torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, type(name, (), {"__init__": lambda self, *args, **kwargs: None}))
     init_workspace_manager(torch.device("cpu"))
@@ -183,8 +193,14 @@ def chosen(layers: dict[str, Any]) -> dict[str, list[str]]:
     return {key: [*found] for key, found in names.items()}
 
 
-# vLLM refuses by these; any other error is of a machine without a GPU, or of a config that lacks what vLLM reads.
-REFUSES = (ValueError, AssertionError)
+def refuses(error: Exception) -> bool:
+    """Whether vLLM means an error: it is raised by a statement of its own, or by dividing heads that are none.
+
+    Any other error is of a machine without a GPU, or of a config that lacks what vLLM reads.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    stated = "vllm" in Path(last.filename).parts and (last.line or "").startswith(("raise ", "assert "))
+    return stated or type(error).__name__ == "ValidationError" or isinstance(error, AssertionError | ZeroDivisionError)
 
 
 def ask(parser: Any, one: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +223,7 @@ def ask(parser: Any, one: dict[str, Any]) -> dict[str, Any]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
         text = f"{type(error).__name__}: {error}".partition(" [type=")[0][:400]
-        return {"refused" if isinstance(error, REFUSES) else "unasked": f"{text} ({place})"}
+        return {"refused" if refuses(error) else "unasked": f"{text} ({place})"}
 
 
 def main() -> None:

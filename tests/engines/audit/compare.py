@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,32 @@ from draw import MODELS, Drawn
 from attn_select.engines.names import engine_table
 from attn_select_cli.main import run
 
-Verdict = Literal["agreed", "both refuse", "refused", "other backend", "it runs what we refuse", "could not be asked"]
+Verdict = Literal[
+    "agreed",
+    "both refuse",
+    "starts, known wrong",
+    "refused",
+    "other backend",
+    "it runs what we refuse",
+    "could not be asked",
+]
 WRONG: tuple[Verdict, ...] = ("refused", "other backend", "it runs what we refuse")
 
 # How a user asks for drafts, which `flags` leaves to them: by n-grams, which need no second model.
 DRAFTS = {
     "vllm": lambda drafts: ["--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": drafts})],
-    "sglang": lambda drafts: ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts + 1)],
+    "sglang": lambda drafts: [
+        "--speculative-algorithm",
+        "NGRAM",
+        "--speculative-num-draft-tokens",
+        str(drafts + 1),
+        "--speculative-ngram-max-bfs-breadth",
+        "1",
+    ],
 }
+
+# SGLang's arguments that name the kernels of sparse MLA.
+DSA = {"--dsa-prefill-backend": "dsa prefill", "--dsa-decode-backend": "dsa decode"}
 
 
 @dataclass(frozen=True)
@@ -30,11 +49,13 @@ class Said:
 
     Attributes:
         refused: why there is no command; empty where there is one.
+        starts: whether the engine is said to start all the same, with wrong outputs.
         arguments, environment: as the engine takes them; of a refused command what was asked for.
         names: the engine's backend by its kind of layers (vLLM) or phase (SGLang); None: its default, unnamed.
     """
 
     refused: str
+    starts: bool
     arguments: list[str]
     environment: dict[str, str]
     names: dict[str, list[str | None]]
@@ -47,23 +68,29 @@ def said(engine: str, drawn: Drawn, folder: Path) -> Said:
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(json.dumps(MODELS[drawn.model]), "utf-8")
     words = ["flags", "--engine", engine, "--model", str(config), "--gpu", drawn.gpu, *drawn.words(), "--json"]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
         code = run(words)
-    drafts = DRAFTS[engine](drawn.drafts) if drawn.drafts else []
-    if code == 2 or not out.getvalue():
-        return Said(err.getvalue().strip() or f"exit code {code}", asked_for(engine, drawn) + drafts, {}, {})
     found = json.loads(out.getvalue())
+    drafts = DRAFTS[engine](drawn.drafts) if drawn.drafts else []
+    if "error" in found:
+        if code not in (1, 2):
+            raise RuntimeError(f"{words}: {found['error']}")
+        return Said(found["error"]["message"], False, asked_for(engine, drawn) + drafts, {}, {})
     kinds = engine_table(engine).kinds
     names: dict[str, list[str | None]] = {}
     for layer in found["layers"]:
+        if kinds and layer["kind"] not in kinds:
+            continue  # an encoder's own layers, for which vLLM takes no argument
         for phase in layer["phases"]:
-            key = phase
-            if kinds:
-                apart = layer["kind"] == "mla" and layer["phases"] == ["prefill"]
-                key = "mla_prefill" if apart else kinds[layer["kind"]]
+            apart = layer["kind"] == "mla" and layer["phases"] == ["prefill"]
+            key = phase if not kinds else "mla_prefill" if apart else kinds[layer["kind"]]
             if layer["engine_backend"] not in names.setdefault(key, []):
                 names[key].append(layer["engine_backend"])
-    return Said(found.get("refused") or "", found["arguments"] + drafts, found["environment"], names)
+    for flag, value in itertools.pairwise(found["arguments"]):
+        if flag in DSA:
+            names[DSA[flag]] = [value]
+    refused = found["refused"] or {"why": "", "starts": False}
+    return Said(refused["why"], refused["starts"], found["arguments"] + drafts, found["environment"], names)
 
 
 def asked_for(engine: str, drawn: Drawn) -> list[str]:
@@ -87,10 +114,12 @@ def verdict(ours: Said, answer: dict[str, Any]) -> tuple[Verdict, str]:
         return ("both refuse" if ours.refused else "refused"), answer["refused"]
     does = answer["names"]
     text = ", ".join(f"{key} {'/'.join(names)}" for key, names in does.items())
+    if ours.starts:
+        return "starts, known wrong", text
     if ours.refused:
         return "it runs what we refuse", text
     for key, names in does.items():
-        named = ours.names.get(key, [])
+        named = ours.names.get(key, [None])
         if None not in named and sorted(named, key=str) != sorted(names):
             return "other backend", text
     return "agreed", text
