@@ -84,8 +84,9 @@ def _refuse_states(table: EngineTable, explanation: Explanation) -> None:
     from attn_select.errors import ConfigError
 
     configs = [layer.selection.config for layer in explanation.layers]
-    states = [config for config in configs if config.sort == "state"]
-    if states and not table.states_batch_invariant and any(config.batch_invariant for config in configs):
+    has_states = any(config.sort == "state" for config in configs)
+    asked = any(config.sort != "state" and config.batch_invariant for config in configs)
+    if has_states and asked and not table.states_batch_invariant:
         raise ConfigError(
             f"--batch-invariant: {table.engine} {table.release} refuses it for layers that keep a state",
             fields=["batch_invariant"],

@@ -69,6 +69,30 @@ class EngineName:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRefusal:
+    """What an engine does not serve, or not as it should, whatever the backend.
+
+    Attributes:
+        when: conditions on the layer and the device.
+        architectures: patterns of the only models that it is about; empty: all.
+        why: what stands against it.
+        starts: whether the engine starts all the same, and does something else than asked.
+        source: file of the engine, and what to look for in it.
+    """
+
+    when: tuple[Condition, ...]
+    architectures: tuple[str, ...]
+    why: str
+    starts: bool
+    source: str
+
+    def holds(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
+        """Whether it is about a layer of a model."""
+        about = not self.architectures or _is_one(architecture, self.architectures)
+        return about and all(holds_for(condition, config, device) for condition in self.when)
+
+
+@dataclass(frozen=True, slots=True)
 class OtherLayers:
     """Models whose layers an engine runs in another way than attn-select reads them.
 
@@ -138,7 +162,7 @@ class EngineTable:
         states_batch_invariant: whether layers that keep a state are served with batch invariance.
         kv_heads_divided: models whose KV heads the engine never copies, so that no more ranks than KV heads share them.
         accepts: by patterns of models' classes the only names that such a model takes.
-        refusals: conditions under which it ends the start, whatever the backend, and why.
+        refusals: what it does not serve as it should, whatever the backend.
         lists_all: whether ``names`` hold all of the engine's under ``attention``, so that it refuses where none holds.
         other_layers: models whose layers it runs in another way.
     """
@@ -163,7 +187,7 @@ class EngineTable:
     states_batch_invariant: bool
     kv_heads_divided: tuple[str, ...]
     accepts: Mapping[tuple[str, ...], tuple[str, ...]]
-    refusals: tuple[tuple[tuple[Condition, ...], str], ...]
+    refusals: tuple[EngineRefusal, ...]
     lists_all: bool
     other_layers: tuple[OtherLayers, ...]
 
@@ -175,9 +199,9 @@ class EngineTable:
         Args:
             architecture: the model's class; empty: unknown.
         """
-        for conditions, why in self.refusals:
-            if all(holds_for(condition, config, device) for condition in conditions):
-                return f"{self.engine} {self.release} refuses them: {why}", False
+        for each in self.refusals:
+            if each.holds(config, device, architecture):
+                return f"{self.engine} {self.release}: {each.why}", each.starts
         stored = config.cache_dtype
         if self.cache_is_dtype and stored in ("float16", "bfloat16") and stored != config.dtype:
             return f"{self.engine} {self.release} refuses a cache of {stored} beside {config.dtype}", False
@@ -391,7 +415,16 @@ def engine_table(key: str) -> EngineTable:
         states_batch_invariant=data.get("states_batch_invariant", True),
         kv_heads_divided=tuple(data.get("kv_heads_divided", ())),
         accepts={tuple(row["architectures"]): tuple(row["names"]) for row in data.get("accepts", ())},
-        refusals=tuple((compile_when(row["when"])[0], row["why"]) for row in data.get("refusals", ())),
+        refusals=tuple(
+            EngineRefusal(
+                when=compile_when(row["when"])[0],
+                architectures=tuple(row.get("architectures", ())),
+                why=row["why"],
+                starts=row.get("starts", False),
+                source=row["source"],
+            )
+            for row in data.get("refusals", ())
+        ),
         lists_all=data.get("lists_all", False),
         other_layers=tuple(
             OtherLayers(tuple(row["architectures"]), row["why"], row["source"]) for row in data.get("other_layers", ())
