@@ -100,6 +100,7 @@ def _refuse_ranks(
     """Refuse ranks that the engine does not let share contexts."""
     from attn_select.engines.ranks import wrong_ranks
     from attn_select.errors import ConfigError
+    from attn_select.layer.config import AttentionConfig
     from attn_select.layer.models import load
     from attn_select_cli.explanation import known_layers
 
@@ -111,7 +112,7 @@ def _refuse_ranks(
     if ranks == 1 and not divided:
         return
     whole = known_layers(load(options["model"]), {**options, "tensor_parallel": 1}, explanation.device, overrides)
-    for config in (kind.config for kind in whole.kinds if kind.config.sort != "state"):
+    for config in (kind.config for kind in whole.kinds if isinstance(kind.config, AttentionConfig)):
         if divided and not config.mla and config.num_kv_heads % tensor_parallel:
             raise ConfigError(
                 f"--tensor-parallel {tensor_parallel}: {table.engine} divides the {config.num_kv_heads} KV heads among "

@@ -25,9 +25,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from compare import WRONG, Said, said, verdict  # noqa: E402
-from draw import GPUS, MODELS, Drawn, draw  # noqa: E402
+from drawn_commands import GPUS, MODELS, Drawn, draw  # noqa: E402
 from run import AUDITED, ROOT, made  # noqa: E402
+from said_and_done import WRONG, Said, said, verdict  # noqa: E402
 
 from attn_select.machine.device import lookup  # noqa: E402
 

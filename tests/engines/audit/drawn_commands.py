@@ -16,7 +16,7 @@ MODELS: dict[str, dict[str, Any]] = json.loads((FOLDER / "models.json").read_tex
 GPUS = ("t4", "a100", "rtx3090", "l40s", "h100", "h20", "h200", "b200", "b300", "jetson-agx-thor", "rtx5090", "gb10")
 CACHES = (None, None, None, "bfloat16", "fp8", "fp8", "fp8_e5m2", "fp8_ds_mla")
 TENSOR_PARALLEL = (1, 1, 2, 4, 8, 16)
-RANKS = (1, 1, 1, 1, 1, 1, 2, 2, 3, 4)
+RANKS = (1,) * 12 + (2, 2, 3, 4)
 DRAFTS = (0, 0, 1, 3, 7)
 BLOCKS = (None, None, None, None, 16, 32, 64, 128)
 
@@ -73,12 +73,11 @@ def draw(engine: str, count: int, seed: int) -> Iterator[Drawn]:
     while len(seen) < count:
         model = chance.choice(models)
         sparse = "index_topk" in (MODELS[model].get("text_config") or MODELS[model])
+        odd = engine == "vllm" and chance.random() < 0.1
         one = Drawn(
             model=model,
             gpu=chance.choice(GPUS),
-            tensor_parallel=chance.choice(
-                [size for size in TENSOR_PARALLEL if engine == "vllm" or divides(size, model)]
-            ),
+            tensor_parallel=chance.choice([size for size in TENSOR_PARALLEL if odd or divides(size, model)]),
             ranks=chance.choice(RANKS) if engine == "vllm" else 1,
             cache=chance.choice(CACHES if sparse else CACHES[:-1]),
             drafts=chance.choice(DRAFTS),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draw import MODELS, Drawn
+from drawn_commands import MODELS, Drawn
 
 from attn_select.engines.names import engine_table
 from attn_select_cli.main import run
