@@ -184,6 +184,8 @@ def _shown_model(options: Mapping[str, Any]) -> str:
 
 
 def _named(taken: Taken) -> str:
+    if taken.refused:
+        return "-"
     if taken.offer is None or taken.offer.name is None:
         return "its default"
     return f"{taken.offer.name.name}, its default" if taken.is_default else taken.offer.name.name

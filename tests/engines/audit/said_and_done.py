@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -59,6 +60,11 @@ class Said:
     arguments: list[str]
     environment: dict[str, str]
     names: dict[str, list[str | None]]
+
+    @property
+    def digest(self) -> str:
+        """A short name of what the engine is asked: equal ones have equal answers."""
+        return hashlib.sha256(json.dumps([self.arguments, self.environment]).encode()).hexdigest()[:12]
 
 
 def said(engine: str, drawn: Drawn, folder: Path) -> Said:
