@@ -71,7 +71,7 @@ test-browser: $(TEST_ENV)/.browser site ## Test the report and the site in a hea
 test-engines: venv ## Test the adapters of engines in other releases, and FLA with fla-core, each in an environment of its own (ARGS as above)
 	$(TEST_ENV)/bin/python tests/engines/run.py $(ARGS)
 
-audit: venv ## Put drawn commands of `attn-select flags` through the engines' own code (ARGS="--engine vllm --seed 2"; an hour on two cores)
+audit: venv ## Put drawn commands of `attn-select flags` through the engines' own code (ARGS="--engine vllm --seed 2"; 12 minutes, downloads included)
 	$(TEST_ENV)/bin/python tests/engines/audit/audit.py $(ARGS)
 
 mutate: venv ## Plant 300 faults in core and list those that no test notices (ARGS="--seed 2"; an hour on two cores)

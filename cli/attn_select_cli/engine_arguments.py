@@ -308,12 +308,13 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
         and (asked or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
     ]
     sizes = list(dict.fromkeys(offer.block_size for offer in taken if offer.block_size is not None))
+    offers = [each.offer for each in result.taken if each.offer is not None and each.argument != "mla_prefill"]
     if len(sizes) > 1:
         text = " and ".join(map(str, sizes))
         result.not_expressed.append(f"block sizes {text} by layer kind: {result.table.engine} chooses one")
         return
     for size in sizes:
-        names = [offer.name for offer in taken if offer.name is not None and offer.block_size is not None]
+        names = [offer.name for offer in offers if offer.name is not None and offer.block_size is not None]
         unfit = [name for name in names if not result.table.takes(name, size)]
         if unfit:
             accepted = " or ".join(map(str, unfit[0].block_sizes))

@@ -404,3 +404,16 @@ def test_models_that_vllm_runs_in_another_way_get_no_backend(run: Any) -> None:
     assert found.code == 1
     assert "--attention" not in found.out
     assert "vLLM runs them in another way" in found.out
+
+
+def test_pages_of_a_backend_that_is_told_with_another_are_kept(run: Any, tmp_path: Path) -> None:
+    """Layers of 512 make FlashAttention 4 read an FP8 cache in pages of 64, which all layers share."""
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    config = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 1536}
+    config |= {"num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
+    config |= {"global_head_dim": 512, "sliding_window": 512, "layer_types": kinds, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = flags(run, "vllm", str(tmp_path / "config.json"), "h20", "--kv-cache-dtype", "fp8")
+    assert [layer["engine_backend"] for layer in found["layers"]] == ["FLASH_ATTN", "FLASHINFER"]
+    assert "--block-size" not in found["arguments"]
+    assert any("FLASH_ATTN takes multiples of 64" in text for text in found["not_expressed"])

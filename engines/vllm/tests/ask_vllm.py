@@ -222,10 +222,12 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs, FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    before = None
     for line in sys.stdin:
         one = json.loads(line)
-        if tuple(one["gpu"]["capability"]) != gpu.capability:
+        if before != (one["gpu"], one["environment"]):  # vLLM remembers what it answered under others
             gpu.become(**one["gpu"] | {"capability": tuple(one["gpu"]["capability"])})
+        before = one["gpu"], one["environment"]
         print(json.dumps(ask(parser, one)), file=out, flush=True)
 
 

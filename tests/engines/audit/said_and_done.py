@@ -81,7 +81,8 @@ def said(engine: str, drawn: Drawn, folder: Path) -> Said:
     if "error" in found:
         if code not in (1, 2):
             raise RuntimeError(f"{words}: {found['error']}")
-        return Said(found["error"]["message"], False, asked_for(engine, drawn) + drafts, {}, {})
+        arguments, environment = asked_for(engine, drawn)
+        return Said(found["error"]["message"], False, arguments + drafts, environment, {})
     kinds = engine_table(engine).kinds
     names: dict[str, list[str | None]] = {}
     for layer in found["layers"]:
@@ -99,8 +100,8 @@ def said(engine: str, drawn: Drawn, folder: Path) -> Said:
     return Said(refused["why"], refused["starts"], found["arguments"] + drafts, found["environment"], names)
 
 
-def asked_for(engine: str, drawn: Drawn) -> list[str]:
-    """Return the engine's arguments for what a drawn command asks for, without any choice."""
+def asked_for(engine: str, drawn: Drawn) -> tuple[list[str], dict[str, str]]:
+    """Return the engine's arguments and environment for what a drawn command asks for, without any choice."""
     table = engine_table(engine)
     values = {
         "tensor_parallel": drawn.tensor_parallel if drawn.tensor_parallel > 1 else None,
@@ -109,7 +110,11 @@ def asked_for(engine: str, drawn: Drawn) -> list[str]:
         "block_size": drawn.block_size,
     }
     known = [(table.arguments[what], str(value)) for what, value in values.items() if value and what in table.arguments]
-    return [word for pair in known for word in pair]
+    arguments = [word for pair in known for word in pair]
+    flag = table.arguments["batch_invariant"]
+    if not drawn.batch_invariant:
+        return arguments, {}
+    return (arguments, {flag[:-1]: "1"}) if flag.endswith("=") else ([*arguments, flag], {})
 
 
 def verdict(ours: Said, answer: dict[str, Any]) -> tuple[Verdict, str]:
