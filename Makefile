@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo site test test-ci test-all test-distributed test-browser test-engines mutate check venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo site test test-ci test-all test-distributed test-browser test-engines audit mutate check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test-browser: $(TEST_ENV)/.browser site ## Test the report and the site in a hea
 
 test-engines: venv ## Test the adapters of engines and Triton's kernels in other releases, and FLA with fla-core, each in an environment of its own (ARGS as above)
 	$(TEST_ENV)/bin/python tests/engines/run.py $(ARGS)
+
+audit: venv ## Put drawn commands of `attn-select flags` through the engines' own code (ARGS="--engine vllm --seed 2"; 12 minutes, downloads included)
+	$(TEST_ENV)/bin/python tests/engines/audit/audit.py $(ARGS)
 
 mutate: venv ## Plant 300 faults in core and list those that no test notices (ARGS="--seed 2"; an hour on two cores)
 	$(TEST_ENV)/bin/python tests/mutation/mutate.py $(ARGS)

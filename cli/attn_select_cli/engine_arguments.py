@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from attn_select.decide.selection import Selection
-from attn_select.engines.names import EngineDefault, EngineTable, Offer
+from attn_select.engines.names import EngineDefault, EngineTable, Offer, OtherLayers
 from attn_select.layer.config import Phase
 from attn_select_cli.explanation import Explanation, LayerExplanation
 
@@ -25,10 +25,13 @@ class Taken:
     Attributes:
         layer: the kind.
         argument: key of ``EngineTable.arguments``.
-        phases: the ones that it serves.
+        phases: the ones whose order it is chosen by.
         offers: attn-select's order for these.
         offer: the one that is taken; None where the engine has none of the order.
         default: what the engine runs without the argument, where that is known.
+        refused: why the engine has nothing that serves the layers; empty where it has, or nobody knows.
+        starts: whether the engine starts where it is refused, with wrong outputs.
+        follows: phases that go with it.
     """
 
     layer: LayerExplanation
@@ -37,6 +40,14 @@ class Taken:
     offers: Sequence[Offer]
     offer: Offer | None = None
     default: EngineDefault | None = None
+    refused: str = ""
+    starts: bool = False
+    follows: Sequence[Phase] = ()
+
+    @property
+    def served(self) -> list[Phase]:
+        """The phases that it serves."""
+        return [*self.follows, *self.phases]
 
     @property
     def is_default(self) -> bool:
@@ -57,7 +68,7 @@ class Taken:
         return {
             "kind": self.layer.kind,
             "count": self.layer.count,
-            "phases": list(self.phases),
+            "phases": self.served,
             "selected": self.layer.selection.selected[self.phases[-1]],
             "backend": self.offer.backend if self.offer else None,
             "engine_backend": name.name if name else None,
@@ -78,6 +89,7 @@ class EngineArguments:
         environment: variables.
         file: dotted keys of the configuration file.
         not_expressed: what the choice says and no argument does, one sentence each.
+        otherwise: how the engine runs the model's layers, where that is not as attn-select reads them.
     """
 
     table: EngineTable
@@ -86,11 +98,27 @@ class EngineArguments:
     environment: dict[str, str] = field(default_factory=dict)
     file: dict[str, str | int] = field(default_factory=dict)
     not_expressed: list[str] = field(default_factory=list)
+    otherwise: OtherLayers | None = None
+
+    @property
+    def refused(self) -> str:
+        """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
+        said = {
+            f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}": None
+            for each in self.taken
+            if each.refused
+        }
+        return "; ".join(said)
+
+    @property
+    def starts(self) -> bool:
+        """Whether the engine starts where ``refused`` says something, with wrong outputs."""
+        return all(each.starts for each in self.taken if each.refused)
 
     @property
     def ok(self) -> bool:
         """Whether every kind of layers has a backend of the engine in every phase."""
-        return all(taken.offer is not None for taken in self.taken)
+        return not self.refused and all(taken.offer is not None for taken in self.taken)
 
     def argument_list(self) -> list[str]:
         """Return the command-line arguments, the configuration file's among them."""
@@ -129,16 +157,17 @@ class EngineArguments:
 
 
 def engine_arguments(
-    explanation: Explanation, table: EngineTable, tensor_parallel: int, asked: Collection[str]
+    explanation: Explanation, table: EngineTable, tensor_parallel: int, asked: Mapping[str, Any]
 ) -> EngineArguments:
     """Return what tells an engine to take an explanation's choice.
 
     Args:
         tensor_parallel: ranks that share the heads.
-        asked: the fields of ``AttentionConfig`` that options set, against the model's config.
+        asked: the fields of layers that options set, against the model's config.
     """
-    result = EngineArguments(table)
-    result.taken = _taken(explanation, table)
+    architecture = explanation.model["architecture"] if explanation.model else ""
+    result = EngineArguments(table, otherwise=table.runs_otherwise(architecture))
+    result.taken = _taken(explanation, table, architecture, result.otherwise)
     _say_backends(result)
     _say_dtypes(result, explanation)
     _say_block_size(result, "block_size" in asked)
@@ -149,20 +178,25 @@ def engine_arguments(
     return result
 
 
-def _taken(explanation: Explanation, table: EngineTable) -> list[Taken]:
+def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: OtherLayers | None) -> list[Taken]:
     split = "prefill" in table.arguments and any(table.takes_a_pair(layer.selection) for layer in explanation.attention)
-    model = explanation.model["architecture"] if explanation.model else ""
     found = [
         Taken(
             layer,
             argument,
             phases,
-            table.offers(layer.selection, phases, _named_by(argument)),
+            [] if otherwise else table.offers(layer.selection, phases, _named_by(argument), architecture=model),
             default=table.default(layer.selection, _named_by(argument), model),
         )
         for layer in explanation.attention
         for argument, phases in _places(table, layer.selection, split)
     ]
+    for taken in found:
+        if taken.argument != "mla_prefill" and not otherwise:
+            config, device = taken.layer.selection.config, taken.layer.selection.device
+            taken.refused, taken.starts = table.refuses(config, device, model)
+        if table.mla_prefill == "by decode" and taken.phases == ("decode",):
+            taken.follows = ("prefill",)
     for argument in dict.fromkeys(taken.argument for taken in found):
         same = [taken for taken in found if taken.argument == argument]
         if not table.kinds:
@@ -225,14 +259,15 @@ def _say_backends(result: EngineArguments) -> None:
         if taken.offer is not None and taken.offer.name is not None:
             counts = by_argument.setdefault(taken.argument, {})
             counts[taken.offer.name.name] = counts.get(taken.offer.name.name, 0) + taken.layer.count
-    if set(by_argument) == {"prefill", "decode"} and by_argument["prefill"].keys() == by_argument["decode"].keys():
-        by_argument = {"attention": by_argument["decode"]}
     # An argument speaks for all kinds: where one has no backend, it would be given another kind's.
-    by_kind = {_named_by(taken.argument) for taken in result.taken if taken.offer is None}
+    by_kind = {taken.argument for taken in result.taken if taken.offer is None}
+    both = set(by_argument) == {"prefill", "decode"} and not by_kind & by_argument.keys()
+    if both and by_argument["prefill"].keys() == by_argument["decode"].keys():
+        by_argument = {"attention": by_argument["decode"]}
     most = {
         argument: max(counts, key=lambda name: counts[name])
         for argument, counts in by_argument.items()
-        if _named_by(argument) not in by_kind
+        if argument not in by_kind
     }
     for argument, engine_backend in most.items():
         result.say(argument, engine_backend)
@@ -240,7 +275,7 @@ def _say_backends(result: EngineArguments) -> None:
         if taken.offer is None or taken.offer.name is None:
             continue
         name = taken.offer.name
-        alone = _named_by(taken.argument) in by_kind or name.name != most.get(taken.argument, name.name)
+        alone = taken.argument in by_kind or name.name != most.get(taken.argument, name.name)
         if alone and not _say_for_kind(result, taken.layer.kind, name.name):
             one = f"{result.table.engine} takes one for all layers"
             result.not_expressed.append(f"{name.name} for {taken.layer.kind} layers: {one}")
@@ -283,12 +318,13 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
         and (asked or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
     ]
     sizes = list(dict.fromkeys(offer.block_size for offer in taken if offer.block_size is not None))
+    offers = [each.offer for each in result.taken if each.offer is not None and each.argument != "mla_prefill"]
     if len(sizes) > 1:
         text = " and ".join(map(str, sizes))
         result.not_expressed.append(f"block sizes {text} by layer kind: {result.table.engine} chooses one")
         return
     for size in sizes:
-        names = [offer.name for offer in taken if offer.name is not None and offer.block_size is not None]
+        names = [offer.name for offer in offers if offer.name is not None and offer.block_size is not None]
         unfit = [name for name in names if not result.table.takes(name, size)]
         if unfit:
             accepted = " or ".join(map(str, unfit[0].block_sizes))
@@ -299,24 +335,18 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
             result.say("block_size", size)
 
 
-def _say_rest(result: EngineArguments, explanation: Explanation, asked: Collection[str]) -> None:
+def _say_rest(result: EngineArguments, explanation: Explanation, asked: Mapping[str, Any]) -> None:
     """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
     engine = result.table.engine
-    if not explanation.attention:
-        said = ("dtype", "kv_cache_dtype", "num_speculative_tokens")
-        result.not_expressed += [
-            f"{option}: attn-select has no layer that takes it" for option in asked if option not in said
-        ]
-        return
-    config = explanation.attention[0].selection.config
-    if config.batch_invariant and not result.say("batch_invariant", True):
-        result.not_expressed.append(f"batch invariance: {engine} has no argument for it")
-    ranks = config.decode_context_parallel_size
-    if ranks > 1 and not result.say("decode_context_parallel_size", ranks):
-        result.not_expressed.append(f"decode context parallelism over {ranks} ranks: {engine} has no argument for it")
-    for option in asked:
+    for config in [layer.selection.config for layer in explanation.attention[:1]]:
+        if config.batch_invariant and not result.say("batch_invariant", True):
+            result.not_expressed.append(f"batch invariance: {engine} has no argument for it")
+        ranks = config.decode_context_parallel_size
+        if ranks > 1 and not result.say("decode_context_parallel_size", ranks):
+            text = f"decode context parallelism over {ranks} ranks: {engine} has no argument for it"
+            result.not_expressed.append(text)
+    for option, value in asked.items():
         if option not in _SAID:
-            value = getattr(config, option)
             result.not_expressed.append(f"{option} = {value}: {engine} takes it from the model or from other features")
 
 

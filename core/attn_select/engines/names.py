@@ -35,6 +35,8 @@ class EngineName:
         block_sizes: tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all.
         arguments: what goes with it.
         own_kernel: whether the engine runs a kernel of its own under the name, not the library that attn-select runs.
+        architectures: patterns of the only models that it is for; empty: all.
+        fault: why its numbers are wrong in this release, with the issue; empty: nothing is known against it.
         source: file of the engine, and what to look for in it.
     """
 
@@ -46,14 +48,64 @@ class EngineName:
     block_sizes: tuple[int, ...]
     arguments: Mapping[str, str]
     own_kernel: bool
+    architectures: tuple[str, ...]
+    fault: str
     source: str
 
-    def missing(self, config: AttentionConfig, device: Device, kernels: Sequence[str | None]) -> list[str]:
-        """Return why this is not it: the conditions that fail, and kernels that it does not stand for."""
+    def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
+        """Whether the engine takes the name for a layer, by whatever kernel."""
+        known = not self.architectures or _is_one(architecture, self.architectures)
+        return known and all(holds_for(condition, config, device) for condition in self.when)
+
+    def missing(
+        self, config: AttentionConfig, device: Device, kernels: Sequence[str | None], architecture: str
+    ) -> list[str]:
+        """Return why this is not it: the conditions that fail, and kernels and models that it does not stand for."""
         reasons = [f"where {condition}" for condition in self.when if not holds_for(condition, config, device)]
+        if self.architectures and not _is_one(architecture, self.architectures):
+            reasons.append(f"for the models {', '.join(self.architectures)}")
         if self.kernels and not all(any(fnmatch.fnmatchcase(k or "", p) for p in self.kernels) for k in kernels):
             reasons.append(f"for the kernels {', '.join(self.kernels)}")
         return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRefusal:
+    """What an engine does not serve, or not as it should, whatever the backend.
+
+    Attributes:
+        when: conditions on the layer and the device.
+        architectures: patterns of the only models that it is about; empty: all.
+        why: what stands against it.
+        starts: whether the engine starts all the same, and does something else than asked.
+        source: file of the engine, and what to look for in it.
+    """
+
+    when: tuple[Condition, ...]
+    architectures: tuple[str, ...]
+    why: str
+    starts: bool
+    source: str
+
+    def holds(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
+        """Whether it is about a layer of a model."""
+        about = not self.architectures or _is_one(architecture, self.architectures)
+        return about and all(holds_for(condition, config, device) for condition in self.when)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherLayers:
+    """Models whose layers an engine runs in another way than attn-select reads them.
+
+    Attributes:
+        architectures: patterns of the models' classes.
+        why: what the engine does instead.
+        source: file of the engine, and what to look for in it.
+    """
+
+    architectures: tuple[str, ...]
+    why: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +150,10 @@ class EngineKernel:
     source: str
 
 
+def _is_one(architecture: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(architecture, pattern) for pattern in patterns)
+
+
 def _nothing(name: EngineName) -> str:
     return ""
 
@@ -125,6 +181,13 @@ class EngineTable:
         own_defaults: architectures for which the engine has defaults of its own.
         unserved: its own backends for kinds of layers that attn-select has none for.
         explicit_kv_cache: conditions under which ``auto`` is another dtype in the engine, so that it is always said.
+        cache_is_dtype: whether a 16-bit cache must be of the model's dtype.
+        states_batch_invariant: whether layers that keep a state are served with batch invariance.
+        kv_heads_divided: models whose KV heads the engine never copies, so that no more ranks than KV heads share them.
+        accepts: by patterns of models' classes the only names that such a model takes.
+        refusals: what it does not serve as it should, whatever the backend.
+        lists_all: whether ``names`` hold all of the engine's under ``attention``, so that it refuses where none holds.
+        other_layers: models whose layers it runs in another way.
     """
 
     key: str
@@ -144,6 +207,40 @@ class EngineTable:
     own_defaults: tuple[str, ...]
     unserved: tuple[EngineKernel, ...]
     explicit_kv_cache: tuple[Condition, ...] | None
+    cache_is_dtype: bool
+    states_batch_invariant: bool
+    kv_heads_divided: tuple[str, ...]
+    accepts: Mapping[tuple[str, ...], tuple[str, ...]]
+    refusals: tuple[EngineRefusal, ...]
+    lists_all: bool
+    other_layers: tuple[OtherLayers, ...]
+
+    def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
+        """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same.
+
+        The first is empty where it has something, or where nobody knows.
+
+        Args:
+            architecture: the model's class; empty: unknown.
+        """
+        for each in self.refusals:
+            if each.holds(config, device, architecture):
+                return f"{self.engine} {self.release}: {each.why}", each.starts
+        stored = config.cache_dtype
+        if self.cache_is_dtype and stored in ("float16", "bfloat16") and stored != config.dtype:
+            return f"{self.engine} {self.release} refuses a cache of {stored} beside {config.dtype}", False
+        if not self.lists_all:
+            return "", False
+        rows = [row for row in self.names if row.argument == "attention" and row.runs(config, device, architecture)]
+        if any(not row.fault for row in rows):
+            return "", False
+        if rows:
+            return f"{self.engine} {self.release} has {rows[0].name} alone there: {rows[0].fault}", True
+        return f"{self.engine} {self.release} has no backend for them there, and refuses to start", False
+
+    def runs_otherwise(self, architecture: str) -> OtherLayers | None:
+        """Return how the engine runs a model's layers, where that is not as attn-select reads them."""
+        return next((each for each in self.other_layers if _is_one(architecture, each.architectures)), None)
 
     def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
         """Return what the engine runs for a layer where no argument names a backend; None where that is not known.
@@ -201,6 +298,7 @@ class EngineTable:
         phases: Sequence[Phase],
         argument: str,
         lacks: Callable[[EngineName], str] = _nothing,
+        architecture: str = "",
     ) -> list[Offer]:
         """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
 
@@ -211,8 +309,10 @@ class EngineTable:
             phases: the phases.
             argument: as in ``EngineName``.
             lacks: says why the engine at hand does not have a name; empty where it has it.
+            architecture: the model's class; empty: unknown.
         """
-        found = [self._offer(candidate, selection, phases, argument, lacks) for candidate in selection.ranked(phases)]
+        ranked = selection.ranked(phases)
+        found = [self._offer(candidate, selection, phases, argument, lacks, architecture) for candidate in ranked]
         offers: list[Offer] = []
         for place, offer in enumerate(found):
             before: list[int] = []
@@ -241,6 +341,16 @@ class EngineTable:
         moved = any(why for order in named for _, _, why in order)
         return not moved or len({min(order)[1] for order in named if order}) > 1
 
+    def _not_accepted(self, name: EngineName, architecture: str) -> str:
+        for patterns, names in self.accepts.items():
+            if name.argument == "attention" and name.name not in names and _is_one(architecture, patterns):
+                return f"for other models: {architecture} takes {', '.join(names)}"
+        return ""
+
+    def divides_kv_heads(self, architecture: str) -> bool:
+        """Whether the engine never copies a model's KV heads, so that no more ranks than KV heads share them."""
+        return _is_one(architecture, self.kv_heads_divided)
+
     def _offer(
         self,
         candidate: Candidate,
@@ -248,6 +358,7 @@ class EngineTable:
         phases: Sequence[Phase],
         argument: str,
         lacks: Callable[[EngineName], str],
+        architecture: str,
     ) -> Offer:
         plans = [plan for phase in phases if (plan := candidate.phases[phase].plan) is not None]
         kernels = [plan.kernel_name for plan in plans]
@@ -257,9 +368,11 @@ class EngineTable:
         failed: list[list[str]] = []
         for name in self.names:
             if (name.backend, name.argument) == (candidate.backend, argument):
-                missing = name.missing(selection.config, selection.device, kernels)
-                if why := lacks(name):
+                missing = name.missing(selection.config, selection.device, kernels, architecture)
+                if why := lacks(name) or self._not_accepted(name, architecture):
                     missing.append(why)
+                if not missing and name.fault:
+                    return Offer(candidate.backend, None, f"{name.name} of {self.engine}: {name.fault}", block_size)
                 if not missing:
                     return Offer(candidate.backend, name, "", block_size)
                 failed.append(missing)
@@ -313,6 +426,8 @@ def engine_table(key: str) -> EngineTable:
                 block_sizes=tuple(row.get("block_sizes", ())),
                 arguments=row.get("arguments", {}),
                 own_kernel=row.get("own_kernel", False),
+                architectures=tuple(row.get("architectures", ())),
+                fault=row.get("fault", ""),
                 source=row["source"],
             )
             for row in data["names"]
@@ -340,4 +455,22 @@ def engine_table(key: str) -> EngineTable:
             for row in data.get("unserved", ())
         ),
         explicit_kv_cache=compile_when(data["explicit_kv_cache"])[0] if "explicit_kv_cache" in data else None,
+        cache_is_dtype=data.get("cache_is_dtype", False),
+        states_batch_invariant=data.get("states_batch_invariant", True),
+        kv_heads_divided=tuple(data.get("kv_heads_divided", ())),
+        accepts={tuple(row["architectures"]): tuple(row["names"]) for row in data.get("accepts", ())},
+        refusals=tuple(
+            EngineRefusal(
+                when=compile_when(row["when"])[0],
+                architectures=tuple(row.get("architectures", ())),
+                why=row["why"],
+                starts=row.get("starts", False),
+                source=row["source"],
+            )
+            for row in data.get("refusals", ())
+        ),
+        lists_all=data.get("lists_all", False),
+        other_layers=tuple(
+            OtherLayers(tuple(row["architectures"]), row["why"], row["source"]) for row in data.get("other_layers", ())
+        ),
     )

@@ -29,7 +29,7 @@ def chosen(model: str, gpu: str, has_flashinfer: bool = True) -> Choice:
 @pytest.mark.parametrize(("model", "gpu"), [*product(MODELS, GPUS)])
 def test_flags_says_the_same(model: str, gpu: str) -> None:
     explanation = build_explanation(options_in(f"--model {model} --gpu {gpu}", "test")[0])
-    said = engine_arguments(explanation, engine_table("sglang"), 1, ())
+    said = engine_arguments(explanation, engine_table("sglang"), 1, {})
     default = {each.default.name for each in said.taken if each.default is not None and each.is_default}
     both = said.arguments.get("--attention-backend", next(iter(default), None))
     choice = chosen(model, gpu)

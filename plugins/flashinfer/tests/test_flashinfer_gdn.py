@@ -18,7 +18,7 @@ from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.testing.state_conformance import StateConformance
-from attn_select.testing.toolkit import environment_of, selection_of
+from attn_select.testing.toolkit import codes_of, environment_of, selection_of
 from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
 from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
 from attn_select_flashinfer.facts.mamba import FLASHINFER_MAMBA, RATIOS
@@ -184,3 +184,13 @@ def test_it_prefills_on_hopper_beside_a_decode_in_its_layout() -> None:
 
 def test_elsewhere_it_stands_behind_what_was_compared() -> None:
     assert select(QWEN3_NEXT, "b200").selected == {"prefill": "FLA", "decode": "FLA"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "codes"),
+    [("b200", "0.6.17.post1", {"library-version"}), ("b200", "0.6.18", set()), ("h100", "0.6.17", set())],
+)
+def test_the_release_whose_prefills_leave_wrong_states_is_refused(gpu: str, version: str, codes: set[str]) -> None:
+    pins = {"flashinfer-python": version}
+    assert codes_of(FLASHINFER_GDN, QWEN3_NEXT, gpu, "prefill", pins=pins) == codes
+    assert codes_of(FLASHINFER_GDN, QWEN3_NEXT, gpu, "decode", pins=pins) == set()

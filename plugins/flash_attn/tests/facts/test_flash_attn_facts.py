@@ -366,3 +366,14 @@ def test_graph_level_is_compared() -> None:
     assert isinstance(ask(FLASH_ATTN, gqa_layer(cuda_graph="ALWAYS"), (9, 0)), BackendPlan)
     assert "cuda-graph-level" in reasons_of(FLASH_ATTN, gqa_layer(cuda_graph="ALWAYS"), (8, 0))
     assert any("num_splits" in note for note in plan_of(FLASH_ATTN, gqa_layer(cuda_graph="ALWAYS"), (9, 0)).notes)
+
+
+def test_what_was_measured_wrong_once_is_marked() -> None:
+    def marks(capability: tuple[int, int] = (9, 0), **fields: Any) -> tuple[str, ...]:
+        layer = gqa_layer(**{"head_size": 192, "sliding_window": 2048, **fields})
+        return plan_of(FLASH_ATTN, layer, capability, phase="prefill").unverified
+
+    assert marks()
+    assert not marks(sliding_window=None)
+    assert not marks(head_size=128)
+    assert not marks((8, 0))

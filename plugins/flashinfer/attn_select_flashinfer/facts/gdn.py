@@ -20,7 +20,7 @@ from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_flashinfer.facts.libraries import LIBRARIES
+from attn_select_flashinfer.facts.libraries import GDN_STATE_WRONG, LIBRARIES, release
 
 _GDN = "flashinfer-ai/flashinfer flashinfer/gdn_prefill.py chunk_gated_delta_rule 0.6.14 and 0.7.2.post1"
 _ENGINE = "vllm-project/vllm model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py 0.32.0"
@@ -81,7 +81,12 @@ _NEVER_RUN = "FlashInfer's gated delta net was never run here; its call is held 
 def plan(
     config: StateConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan; plain capabilities say everything that speaks against it."""
+    """Return the plan, or the reason against the one release whose prefills leave wrong states on 10.x."""
+    wrong = phase == "prefill" and (device.compute_capability or (0,))[0] == 10
+    if wrong and release(environment)[:3] == GDN_STATE_WRONG.value:
+        seen = environment.version("flashinfer-python")
+        text = f"flashinfer-python {seen} leaves wrong states behind prefills on 10.x (needed: another release)"
+        return [Reason("library-version", text, seen, "!=0.6.17", "pip install 'flashinfer-python>=0.6.18'")]
     return BackendPlan(
         kernel=_KERNELS[phase],
         path="chunked" if phase == "prefill" else "in the pool",

@@ -65,6 +65,23 @@ XQA_DRAFT_MASK_FP8: Fact[Release] = Fact(
     f"flashinfer-ai/flashinfer #4199: full draft mask with FP8 KV on 9.x; {RAN}: relative error 0.22 without",
 )
 
+GEN_DRAFTS: Fact[Release] = Fact(
+    (0, 6, 18),
+    "flashinfer-ai/flashinfer #4382 (SM100, SM103): before, decodes of 5 tokens and more per request read and write "
+    "the rows of other requests, where a batch has several",
+)
+GEN_DRAFTS_RIGHT = 4
+"""Tokens per request up to which trtllm-gen decodes rightly before ``GEN_DRAFTS`` (#4382's own control)."""
+GDN_STATE_WRONG: Fact[Release] = Fact(
+    (0, 6, 17),
+    "flashinfer-ai/flashinfer #4311: #4133, first in 0.6.17, updates states with another token's decay on SM100; "
+    "repaired in 0.6.18",
+)
+FINITE_MASK: Fact[Release] = Fact(
+    (0, 7, 0),
+    "flashinfer-ai/flashinfer #4401 (#4267, #4450): before, fa2 masks by -5e4, so that a row gives zeros where all its "
+    "products of query and key are below that",
+)
 DECODERS: Fact[tuple[str, ...]] = Fact(("decoder",), "MLA layers are decoders")
 ONE_CACHE_DTYPE = Fact(
     False,

@@ -24,6 +24,7 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     DECODE,
+    FINITE_MASK,
     INT_WORKSPACE,
     JIT_ATTENTION,
     LAUNCHER,
@@ -35,6 +36,7 @@ from attn_select_flashinfer.facts.libraries import (
     TURING,
     VLLM,
     pages,
+    release,
     wrong_device,
 )
 from attn_select_flashinfer.facts.mha_kernels import (
@@ -138,6 +140,9 @@ _DRAFTS = "queries of more than one token go through the prefill wrapper"
 _SINKS_UNPROVEN = "the kernel with attention sinks was executed on compute capability 9.0, never on 8.x"
 _TURING_UNPROVEN = "FlashInfer was never executed on compute capability 7.5 by this project"
 _CUTE_DSL_UNPROVEN = "FlashInfer's decode in CuTe DSL was never executed by this project"
+# vllm-project/vllm #50331, open on 2026-11-28: "invalid resource handle" with 0.6.14 and 0.6.15.post1.
+_GB10_UNPROVEN = "with heads of 256 and an FP8 cache a GB10 was seen to fail at the first request, cause unknown"
+_FINITE_MASK = "a row whose products of query and key are all below -5e4 gives zeros before flashinfer-python 0.7.0"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
 
 _UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
@@ -174,10 +179,14 @@ def plan(
             notes = (*notes, _DRAFTS)
         if config.batch_invariant:
             notes = (*notes, _NO_SPLIT)
+    if kernel.backend == "fa2" and release(environment) < FINITE_MASK.value:
+        notes = (*notes, _FINITE_MASK)
     dtype, scratch = "fp8_e4m3" if kernel.fp8_query else config.dtype, native_scratch(config, options)
     made = _native_plan(kernel, phase, because, why, dtype, config.block_size, scratch, notes, capability[0] == 10)
     if turing:
         return replace(made, unverified=(_TURING_UNPROVEN,))
+    if capability == (12, 1) and config.head_size == 256 and config.kv_cache_dtype.startswith("fp8"):
+        return replace(made, unverified=(_GB10_UNPROVEN,))
     if kernel.backend == "cute-dsl":
         sizes = pages(CUTE_DSL_PAGES.value, config.block_size)
         return replace(made, kernel_block_sizes=sizes, unverified=(_CUTE_DSL_UNPROVEN,))

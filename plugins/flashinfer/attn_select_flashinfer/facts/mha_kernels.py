@@ -26,6 +26,8 @@ from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     DECODE,
     FP8_WINDOW_FA3,
+    GEN_DRAFTS,
+    GEN_DRAFTS_RIGHT,
     GEN_KERNELS,
     HEAD_512_BELOW_SM100,
     HEAD_512_FP8_BELOW_SM100,
@@ -230,6 +232,15 @@ def _draft_mask(case: Case) -> bool:
     )
 
 
+def _gen_drafts(case: Case) -> bool:
+    return (
+        case.kernel == "trtllm-gen"
+        and case.phase == "decode"
+        and case.config.num_speculative_tokens + 1 > GEN_DRAFTS_RIGHT
+        and release(case.environment) < GEN_DRAFTS.value
+    )
+
+
 def _output(case: Case) -> bool:
     output, cache = case.config.output_quantization, case.config.kv_cache_dtype
     if output == "none":
@@ -323,6 +334,13 @@ OBSTACLES = (
         _draft_mask,
         "XQA before flashinfer-python 0.6.16 masks drafts causally with an FP8 cache on compute capability 9.x",
         XQA_DRAFT_MASK_FP8.source,
+    ),
+    Condition(
+        "drafts",
+        False,
+        _gen_drafts,
+        "trtllm-gen before flashinfer-python 0.6.18 mixes up the requests of a batch in decodes of 5 and more tokens",
+        GEN_DRAFTS.source,
     ),
     Condition(
         "output-quantization",
