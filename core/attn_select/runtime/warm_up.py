@@ -20,8 +20,8 @@ from attn_select.runtime.metadata import CommonAttentionMetadata, causal_trees
 
 SHORT, USUAL, LONG = 64, 2048, 32768
 """Tokens of the requests of the steps, as far as the capacity allows."""
-MANY = 64
-"""Requests of a large step, as far as the capacity allows."""
+FEW, MANY = (1, 8, 20), 64
+"""Requests of small steps, whose keys are split in several ways, and of a large one, as far as the capacity allows."""
 
 
 class Warmable(Protocol):
@@ -88,7 +88,7 @@ def steps_of(
     if "decode" in phases:
         longest = config.max_decode_query_len
         for query in _halves(longest, 1):  # a request may have fewer drafts than an engine makes at most
-            for requests, keys in ((1, SHORT), (1, LONG), (many, USUAL), (most[0], USUAL)):
+            for requests, keys in ((1, SHORT), *((some, LONG) for some in FEW), (many, USUAL), (most[0], USUAL)):
                 add(requests, query, keys)
                 if config.draft_tree and query == longest > 1:
                     add(requests, query, keys, tree=True)
@@ -103,6 +103,7 @@ def steps_of(
             add(2, USUAL, 4 * USUAL)
             for query in _halves(64, few):  # the rest of a prompt whose beginning is cached
                 add(1, query, USUAL)
+                add(FEW[1], query, LONG)
             rest, whole = min(4 * USUAL, length), min(USUAL // 4, length)
             # Uneven steps: of few programs, so that keys are split, and of many.
             for uneven in (((few, rest),) * 4 + ((whole, whole),), ((few, few), (whole, whole)) * 2):
