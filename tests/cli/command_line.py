@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Return ``run("explain", "--gpu", "h100")``.
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+    """Yield ``run("explain", "--gpu", "h100")``.
 
-    The working directory is empty, caches are cleared before every call.
+    The working directory is empty, caches are cleared before every call, and behind the last one for other tests.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -52,7 +52,8 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
         captured = capfd.readouterr()
         return Result(code, captured.out, captured.err)
 
-    return call
+    yield call
+    clear_cache()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 
-from attn_select import __version__, clear_cache
+from attn_select import __version__
 from attn_select.backends.registry import Plugin, Registry
 from attn_select.machine import variables
 from attn_select.machine.detection import Detection
@@ -627,16 +627,13 @@ def test_of_several_models_a_warning_names_its_own(run: Any) -> None:
     assert "warning: image tokens" in run("explain", "--model", "gemma-3-27b", "--gpu", "h100").err
 
 
-def test_plugins_that_are_not_installed_are_one_line(
-    run: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_plugins_that_are_not_installed_are_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.metadata.entry_points
 
     def entry_points(**given: str) -> Any:
         return [each for each in found(**given) if given["group"] != "attn_select" or each.name == "torch"]
 
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
-    request.addfinalizer(clear_cache)  # later tests in this process find all plugins again
     asked = ("explain", "--model", "llama-3-8b", "--gpu", "h100")
     result = run(*asked)
     (line,) = [line for line in result.out.splitlines() if line.startswith("Plugins ")]
