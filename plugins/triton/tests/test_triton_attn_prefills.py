@@ -132,7 +132,7 @@ def test_the_cheapest_way_is_taken() -> None:
     for case in (*gathered, (16, 128, 128), (16, 256, 256), (16, 512, 512)):
         assert way(*case) == "gathered"
     fp8 = {**every, "split": way_cost("split_fp8")}
-    assert [way(1, 16896, q, fp8) for q in (16, 32, 64)] == ["split"] * 3
+    assert [way(1, 16896, q, fp8) for q in (16, 32, 64, 128)] == ["split"] * 4
     assert [way(8, 4096, q, fp8) for q in (16, 256)] == ["split", "gathered"]
     assert way(8, 4096, 64, fp8) in ("pages", "gathered")
     by_tma = {"pages": way_cost("tma_pages"), "split": way_cost("split")}

@@ -59,7 +59,10 @@ def test_long_requests_among_many_short_ones_on_a_gpu(
     pieces = builder.build(0, common).arguments["pieces"]
     assert pieces[:, 2].max() > 4
     found = decode(group, common, cache, query, 0.5)
-    close(found, expected(group, common, query, latents, scale=1.0 if cache_dtype == "auto" else 0.5))
+    fp8 = cache_dtype != "auto"
+    # Of 22 thousand rows of an FP8 query the worst LSE was off by 6.7e-3 on an H200.
+    bound = 1e-2 if fp8 else 5e-3
+    close(found, expected(group, common, query, latents, scale=0.5 if fp8 else 1.0), bound)
 
 
 @pytest.mark.gpu

@@ -103,11 +103,10 @@ def expected(group: Any, common: Any, query: Any, latents: Any, *, causal: bool 
     return torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
 
 
-def close(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
+def close(found: tuple[Any, Any], wanted: tuple[Any, Any], lse_bound: float = 5e-3) -> None:
     tokens = len(wanted[0])
     assert relative_error(found[0][:tokens], wanted[0]).row < (2e-2 if ON_GPU else 2e-3)
-    # An FP8 query was off by 6.7e-3 in the worst of 22 thousand rows on an H200.
-    assert lse_error(found[1][:tokens], wanted[1]) < (1e-2 if ON_GPU else 5e-3)
+    assert lse_error(found[1][:tokens], wanted[1]) < lse_bound
 
 
 def listed(query_start_loc: Any, seq_lens: Any, splits: int, split_tokens: int) -> dict[str, Any]:
