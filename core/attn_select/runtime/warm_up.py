@@ -106,7 +106,14 @@ def steps_of(
                 add(FEW[1], query, LONG)
             rest, whole = min(4 * USUAL, length), min(USUAL // 4, length)
             # Uneven steps: of few programs, so that keys are split, and of many.
-            for uneven in (((few, rest),) * 4 + ((whole, whole),), ((few, few), (whole, whole)) * 2):
+            half = min(SHORT + few, whole)
+            for uneven in (
+                ((few, rest),) * 4 + ((whole, whole),),
+                ((few, few), (whole, whole)) * 2,
+                ((few, rest), (half, half)) * 2,
+                ((few, rest), (half, rest), (half, half), (half, half)) * 2,
+                ((whole, whole),) * 3 + ((few, whole),),
+            ):
                 if len(uneven) <= most[0] and sum(query for query, _ in uneven) <= tokens and few <= rest:
                     found.append(Step(uneven))
     if mixed and phases == {"decode", "prefill"} and tokens >= SHORT + many and length >= SHORT:
