@@ -106,12 +106,12 @@ def steps_of(
                 add(FEW[1], query, LONG)
             rest, whole = min(4 * USUAL, length), min(USUAL // 4, length)
             # Uneven steps: of few programs, so that keys are split, and of many.
-            half = min(SHORT + few, whole)
+            short = min(SHORT, whole)
             for uneven in (
                 ((few, rest),) * 4 + ((whole, whole),),
                 ((few, few), (whole, whole)) * 2,
-                ((few, rest), (half, half)) * 2,
-                ((few, rest), (half, rest), (half, half), (half, half)) * 2,
+                ((few, rest), (short, short)) * 2,
+                ((few, rest), (short, rest), (short, short), (short, short)) * 2,
                 ((whole, whole),) * 3 + ((few, whole),),
             ):
                 if len(uneven) <= most[0] and sum(query for query, _ in uneven) <= tokens and few <= rest:
