@@ -110,9 +110,9 @@ def steps_of(
             for uneven in (
                 ((few, rest),) * 4 + ((whole, whole),),
                 ((few, few), (whole, whole)) * 2,
-                ((few, rest), (short, short)) * 2,
+                ((few, rest), (short, short)) * 3,
                 ((few, rest), (short, rest), (short, short), (short, short)) * 2,
-                ((whole, whole),) * 3 + ((few, whole),),
+                ((2 * whole, 2 * whole),) * 3 + ((few, 2 * whole),),
             ):
                 if len(uneven) <= most[0] and sum(query for query, _ in uneven) <= tokens and few <= rest:
                     found.append(Step(uneven))

@@ -55,12 +55,12 @@ def drawn_steps(draw: random.Random, drafts: int) -> list[tuple[list[int], list[
         return draw.randint(least, max(least, int(2 ** draw.uniform(0, 15))))
 
     steps: list[tuple[list[int], list[int], bool]] = []
-    for size in (1, 2, 8, 100, REQUESTS):
+    for size in (1, 2, 8, 20, 100, REQUESTS):
         steps.append(([1 + drafts] * size, [LENGTH] * size, True))
         for _ in range(3):
             queries = [1 + draw.randint(0, drafts) for _ in range(size)]
             steps.append((queries, [length(query) for query in queries], False))
-    for _ in range(12):
+    for _ in range(24):
         queries = [draw.choice([1, 5, 70, 700]) for _ in range(draw.randint(1, 8))]
         decodes = [1 + drafts] * draw.choice([0, 0, 3, 60])
         queries = decodes + [query + 1 + drafts for query in queries]
