@@ -112,7 +112,6 @@ def steps_of(
                 ((few, few), (whole, whole)) * 2,
                 ((few, rest), (short, short)) * 3,
                 ((few, rest), (short, rest), (short, short), (short, short)) * 2,
-                ((2 * whole, 2 * whole),) * 3 + ((few, 2 * whole),),
             ):
                 if len(uneven) <= most[0] and sum(query for query, _ in uneven) <= tokens and few <= rest:
                     found.append(Step(uneven))
