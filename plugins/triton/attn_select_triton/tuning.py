@@ -180,7 +180,8 @@ class DecodeSplits:
         """Return what merging so many partial results of each row takes, a number or an array.
 
         Args:
-            rows: of one program, which merges them if no launch does so apart.
+            rows: that a program of the decode merges, unless ``apart``.
+            apart: whether a launch of its own merges all rows.
         """
         if apart:
             return self.merge_apart_us + self.merge_parts_us * splits

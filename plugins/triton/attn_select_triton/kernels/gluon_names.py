@@ -1,7 +1,7 @@
-"""What Gluon's releases call differently, under the newest one's names (3.9); a release counts by what it offers.
+"""Functions of Gluon that releases of Triton name differently, under their names in 3.9.
 
-3.7 renamed ``thread_barrier``, 3.8 both ``async_copy_global_to_shared``, 3.9 ``_reinterpret``. An old name may stay, of
-a function that raises: the new one is asked for first.
+3.7 renamed ``thread_barrier``, 3.8 both ``async_copy_global_to_shared``, 3.9 ``_reinterpret``. A release may keep the
+old name for a function that raises, so the new name is tried first. No release is asked for its version.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
 def _first(room: Any, *names: str) -> Any:
-    """Return the first of these that a module or class has."""
+    """Return the attribute of a module or class that has one of these names, the first of them that exists."""
     return next(getattr(room, name) for name in names if hasattr(room, name))
 
 

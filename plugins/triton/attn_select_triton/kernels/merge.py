@@ -126,13 +126,13 @@ def merge_pieces_kernel(
     """Merge the partial results of one row of requests in several pieces, one request after the other.
 
     Grid: rows of a slot (most tokens of a request x heads) x programs that share the requests. Memory traffic: each
-    partial result once. How many a row has alone decides its bits.
+    partial result once. The bits of a row depend on its own partial results alone.
 
     Args:
         part_ptr, part_lse_ptr: float32, a row's results at ``(slot + split) * rows of a slot + token * HEADS + head``.
         pieces_ptr: of ``pieces.list_pieces``, where ``merges`` requests in several pieces stand behind ``listed``
             pieces; None: ``merges`` requests have ``num_splits`` each.
-        CHUNK: partial results that are taken at once; of a row that has few, half of it or a quarter.
+        CHUNK: partial results of a row that are read at once; half or a quarter of it where the row has fewer.
     """
     row = tl.program_id(0)
     stride = tl.num_programs(0)
@@ -164,10 +164,10 @@ def merge_pieces_kernel(
 
 
 MERGE_PROGRAMS = 1024
-"""Programs of ``merge_pieces_kernel`` that share its requests, about: two waves of an H100's. A captured step has them
-for the most requests that may be in several pieces, and most often few are."""
+"""About as many programs of ``merge_pieces_kernel`` share the requests: two waves on an H100. A captured step launches
+for as many requests as may ever be in several pieces, of which most steps have few."""
 MERGE_NUMBERS = 8192
-"""Of the partial results of a row that ``merge_pieces_kernel`` takes at once, unless it has fewer."""
+"""Numbers of a row's partial results that ``merge_pieces_kernel`` reads at once, unless the row has fewer."""
 _merge_pieces = Relaunches(merge_pieces_kernel, num_warps=4)
 
 
@@ -240,7 +240,8 @@ def merge_shares_kernel(
 
 
 SHARED_NUMBERS = 1024
-"""Of the rows of one program of ``merge_shares``: with those in flight they fill half of a thread's registers."""
+"""Numbers of the rows that one program of ``merge_shares`` merges. With the partial results in flight they fill half of
+a thread's registers."""
 _merge_shares = Relaunches(merge_shares_kernel, num_warps=4)
 
 

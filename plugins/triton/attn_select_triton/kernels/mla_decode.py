@@ -488,8 +488,8 @@ def mla_decode(
         num_splits: even shares of every request's keys, without ``pieces``.
         pieces: of ``pieces.list_pieces``, with room for ``merges`` requests in several pieces behind them: the keys are
             split by these instead.
-        workspace: float32, at 16 bytes; with pieces or shares ``mla_workspace`` elements for each of them whose request
-            has several.
+        workspace: float32, at 16 bytes: ``mla_workspace`` elements for each piece or share of the requests that have
+            several.
         causal: query token i of n sees the first ``seq_len - n + 1 + i`` keys; else each sees all.
         kv_scale: what an FP8 cache's numbers are to be multiplied with.
         q_scale: what the query is divided by before a kernel rounds it to e4m3.

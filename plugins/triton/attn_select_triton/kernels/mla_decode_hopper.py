@@ -96,7 +96,7 @@ class Exchange(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Where the results of a request's first row go, and a piece's of it where the request has several."""
+    """Where the first row of a request is written, and that of its partial result where it is in several pieces."""
 
     out_ptr: Any
     lse_ptr: Any
@@ -123,7 +123,7 @@ def key_range(
     table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return a program's ``Position``, its piece's first row of the workspace, and its request's of the block table.
+    """Return a program's ``Position``, the workspace row where its piece begins, and the block table of its request.
 
     The grid is ``mla_decode``'s.
     """
@@ -236,7 +236,7 @@ def natural_lse(row_max, row_sum):
 
 @gluon.jit
 def write_lse(pointers, flat, lse, position, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
-    """Write the log-sum-exp of the rows ``flat``, of one among several pieces to the workspace."""
+    """Write the log-sum-exp of the rows ``flat``; to the workspace where the request is in several pieces."""
     inside = flat < position.query_len * HEADS
     if SPLIT and position.splits > 1:
         gl.store(pointers.part_lse_ptr + flat, lse, mask=inside)
@@ -276,7 +276,7 @@ def write_columns(
     pointers, total, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
-    """Write a program's columns from ``COLUMN`` on, along ``AXIS`` of ``total``, to where its request's go."""
+    """Write columns from ``COLUMN`` on, along ``AXIS`` of ``total``, to the workspace or to the output."""
     if SPLIT and position.splits > 1:
         write_parts(pointers, total, position, HEADS, R, COLUMN, AXIS)
     else:

@@ -51,7 +51,7 @@ def read_piece(pieces_ptr, index):
 
 @triton.jit
 def share_of(query_start_loc_ptr, seq_lens_ptr, request, split, splits):
-    """Return a ``Piece`` that no list has: one of ``splits`` shares of a request, all of which have so many."""
+    """Return a ``Piece`` without a list: one of ``splits`` shares of a request, in a batch where each has as many."""
     start = tl.load(query_start_loc_ptr + request)
     end = tl.load(query_start_loc_ptr + request + 1)
     return Piece(request, split, splits, request * splits, start, end - start, tl.load(seq_lens_ptr + request))
@@ -155,8 +155,8 @@ def list_pieces(
         split_tokens: keys that a share should have at least, from 1.
         most_splits: shares of a request at most.
         reach: keys before a token that it sees, itself included; 0: all.
-        merges: requests in several pieces at most: the first piece of each, in the order of requests, stands behind
-            all pieces, and request -1 behind the last.
+        merges: requests that may be in several pieces. Behind all pieces stands the first piece of each such request,
+            in the order of requests, then request -1.
         pieces: where to, for captured steps.
     """
     if pieces is None:

@@ -83,7 +83,7 @@ def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
     """Return how a compiled kernel is launched, as Triton's launcher shows when it is called with these arguments.
 
     The launcher is ``CudaLauncher`` of triton/backends/nvidia/driver.py, read in 3.6.0, 3.7.1 and 3.9.0. Where it hands
-    C's function anything but what is known of these, the kernel is launched through it.
+    C's function other arguments than those releases do, the kernel is launched through the launcher.
     """
     unknown = Launcher(compiled, None)
     launcher = compiled.run

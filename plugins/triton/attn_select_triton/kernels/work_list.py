@@ -1,4 +1,4 @@
-"""What the programs of the warp-specialised prefill work on: a step's requests, listed on the host for all layers."""
+"""The items that programs of the warp-specialised prefill work on, listed on the host once for all layers of a step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class WorkList:
         rows: int32 ``(B, 4)`` on the device, in the order of work: the number of the request's first item, the request,
             its shares, and the row of its first partial result; -1 where it has one share, whose result is the whole.
         cut: int32 ``(S, 4)``: request, shares, row of the first partial result, and rows of each share.
-        items: of one KV head: row tiles x shares of all requests.
-        partials: rows of all partial results; most_cut of one share of a request.
+        items: row tiles x shares of all requests, for one KV head.
+        partials: rows of all partial results.
+        most_cut: the most rows that one share of a request has.
     """
 
     rows: Tensor

@@ -266,8 +266,8 @@ class PrefillWork:
 
     Attributes:
         query_lens: int64 ``(B,)``.
-        seen: float64 ``(B,)``, keys that the last token of a request sees; mean what a tile of its rows sees, and least
-            what its first token sees.
+        seen: float64 ``(B,)``, keys that the last token of a request sees.
+        mean, least: keys that its tokens see in the mean, and that its first token sees.
         keys: of all requests.
         heads: of the query, and of K and V.
     """
@@ -287,12 +287,12 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Into how many shares each request's keys go by the warp-specialised prefill, and what its programs have to do.
+    """Into how many shares the warp-specialised prefill cuts each request's keys, and the work of its programs.
 
     Attributes:
         counts: int64 ``(B,)``.
-        items: of 128 rows, on each multiprocessor; pairs of an item and a key, likewise.
-        last: keys one after the other on the multiprocessor that ends last.
+        items, pairs: items of 128 rows, and pairs of an item and a key, on each multiprocessor.
+        last: keys that the multiprocessor which ends last reads one after the other.
         partials: rows of partial results.
     """
 

@@ -173,7 +173,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if part.gather is None:
             self._prefill(part, terms, call, call.query, (call.key, call.value), call.boxes, output, lse, alone, scales)
             return
-        # The copies of a few KV heads at a time where those of all take more than what was reserved.
+        # A few KV heads at a time, where the copies of all heads would take more memory than was reserved.
         heads, group = part.gather.heads, call.query.shape[1] // call.key.shape[-2]
         for first in range(0, call.key.shape[-2], heads):
             some, rows = slice(first, first + heads), slice(first * group, (first + heads) * group)

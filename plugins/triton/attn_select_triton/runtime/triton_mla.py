@@ -59,7 +59,7 @@ class MLACall:
     Attributes:
         num_tokens: queries of all requests.
         arguments: of ``mla_decode`` or ``prefill_attention`` that are the same for all layers.
-        warps: what ``prefill_hopper`` asks for besides, where the plan has it.
+        warps: further arguments of ``prefill_hopper.Prefill``, where the plan has it.
         prepared: its launch, once a layer ran by it.
     """
 
@@ -204,7 +204,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         return MLACall(int(varlen.query_start_loc_cpu[-1]), arguments, self._warps(varlen))
 
     def _warps(self, varlen: VarlenMetadata) -> dict[str, Any]:
-        """Return what the warp-specialised prefill asks for besides; nothing where it does not run."""
+        """Return further arguments of ``prefill_hopper.Prefill``; none where it is not of the plan."""
         config, device = self.context.config, self.context.device
         value_size, qk_size = (
             cast(int, config.v_head_dim),
