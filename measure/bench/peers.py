@@ -54,6 +54,9 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--before", type=Path)
     asked = parser.parse_args()
+    for path in filter(None, (asked.file, asked.before)):
+        if not path.is_file():
+            parser.error(f"{path}: expected a survey's file, found none")
     before = None
     if asked.before:
         before = {(each["seed"], each["number"]): each for each in read_survey(asked.before)}
