@@ -129,7 +129,7 @@ def _fact_text(value: Any) -> Any:
 
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
     from attn_select.backends import distributions
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select_cli.table import Table, plugin_table
 
     gpu_only = gpu_libraries(registry)

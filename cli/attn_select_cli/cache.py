@@ -12,8 +12,8 @@ from attn_select_cli.help import Command
 from attn_select_cli.layer_options import cache_options, options_in
 
 if TYPE_CHECKING:
+    from attn_select.decide.lines import Line
     from attn_select.decide.outcome import Outcome
-    from attn_select.decide.text import Line
     from attn_select_cli.cache_sides import Comparison, Difference
     from attn_select_cli.explanation import Explanation
     from attn_select_cli.table import Block
@@ -105,7 +105,7 @@ def _comparison_data(compared: Comparison) -> dict[str, Any]:
 
 
 def _table(explained: Explanation) -> list[Block]:
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select_cli.cache_sides import format_of
     from attn_select_cli.matrix import cell_text
     from attn_select_cli.table import Table
@@ -154,7 +154,7 @@ def _comparison_lines(compared: Comparison) -> list[Block]:
 
 def _verdict(compared: Comparison) -> Line:
     """Return the line that says whether the sides fit, and what to do where they do not."""
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
 
     if not compared.differences:
         if not all(side.ok for side in compared.sides):
@@ -187,7 +187,7 @@ def _conversion(compared: Comparison) -> str:
 
 
 def _difference_lines(each: Difference, kinds: Sequence[str]) -> list[Line]:
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
 
     head: Line = [(f"{', '.join(kinds)}: {each.fact}", "title"), (f"  {each.prefill} -> {each.decode}", "")]
     remedy = "no option of either side removes it"

@@ -212,7 +212,7 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
 def _lines(findings: dict[str, Any]) -> list[Block]:
     from attn_select.backends import distributions
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select.errors import shorten
     from attn_select.machine.amx import DESCRIPTIONS
     from attn_select_cli.table import Table, plugin_table

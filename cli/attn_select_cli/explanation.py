@@ -10,22 +10,12 @@ from typing import Any
 import click
 
 from attn_select.backends.registry import Registry
+from attn_select.decide.lines import HANG, Line, byte_text, plain
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import environment_for, select_model, situation_for
 from attn_select.decide.situation import Situation
 from attn_select.decide.state_page import state_page
-from attn_select.decide.text import (
-    HANG,
-    Line,
-    brief_lines,
-    byte_text,
-    device_lines,
-    layer_lines,
-    note_lines,
-    plain,
-    plugin_lines,
-    situation_lines,
-)
+from attn_select.decide.text import brief_lines, device_lines, layer_lines, note_lines, plugin_lines, situation_lines
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_kinds, load
 from attn_select.layer.models.unserved import UnservedLayers

@@ -208,7 +208,7 @@ def _why_none(taken: Taken, result: EngineArguments) -> str:
 
 
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
     from attn_select_cli.table import Table
     from attn_select_cli.unserved_lines import engine_names

@@ -39,7 +39,7 @@ _FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(form: str, as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select_cli.explanation import build_explanations, warnings_of
     from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.table import Table, markdown_table

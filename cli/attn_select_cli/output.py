@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from attn_select.decide.text import STYLES, plain, warning_lines
+from attn_select.decide.lines import STYLES, plain
+from attn_select.decide.text import warning_lines
 from attn_select.errors import printable
 from attn_select_cli.table import Block, Table
 

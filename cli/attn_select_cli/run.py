@@ -112,7 +112,8 @@ def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
 
 
 def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:
-    from attn_select.decide.text import byte_text, plan_lines
+    from attn_select.decide.lines import byte_text
+    from attn_select.decide.text import plan_lines
     from attn_select_cli.output import counted
     from attn_select_cli.table import Table
 

@@ -181,7 +181,7 @@ class Outcome:
 
     def lines(self) -> list[Block]:
         """Return the tables."""
-        from attn_select.decide.text import HANG
+        from attn_select.decide.lines import HANG
 
         rates = f"copy {self.rates.copy / 1e9:.4g} GB/s, matmul {self.rates.matmul / 1e12:.3g} TFLOP/s"
         lines: list[Block] = [*self.explanation.head_lines()]
@@ -194,7 +194,7 @@ class Outcome:
 
     def _layer_lines(self, each: LayerBench) -> list[Block]:
         from attn_select.decide.config_text import config_text
-        from attn_select.decide.text import HANG
+        from attn_select.decide.lines import HANG
         from attn_select_cli.table import Table
 
         layer = each.layer

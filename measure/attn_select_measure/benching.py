@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from attn_select.backends.spec import BackendSpec
+from attn_select.decide.lines import byte_text
 from attn_select.decide.selector import RulesArgument, select
-from attn_select.decide.text import byte_text
 from attn_select.errors import AttnSelectError, ConfigError, shorten
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_select.decide.text import byte_text
+from attn_select.decide.lines import byte_text
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import error_bound
 from attn_select.reference.layer_step import CacheMemory, LayerStep

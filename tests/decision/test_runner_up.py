@@ -9,8 +9,9 @@ from timed_kernels import decide
 
 from attn_select import select
 from attn_select.decide.explicit import Choice
+from attn_select.decide.lines import plain
 from attn_select.decide.selection import Selection
-from attn_select.decide.text import plain, plan_lines
+from attn_select.decide.text import plan_lines
 from attn_select.layer.config import AttentionConfig
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)

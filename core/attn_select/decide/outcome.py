@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal
@@ -57,6 +58,11 @@ class Verdict:
     plan: BackendPlan | None
     timing: Timing | None = None
     behind: float | None = None
+
+    @property
+    def order(self) -> float:
+        """Sorts verdicts by rank; without one they come last."""
+        return math.inf if self.rank is None else self.rank
 
 
 @dataclass(slots=True)
@@ -127,6 +133,10 @@ class Outcome(Generic[ConfigT]):
     workload: Workload | None = None
     evidence: EvidenceUsed | None = None
     runners_up: Mapping[Phase, RunnerUp] = field(default_factory=dict)
+
+    def verdict(self, backend: str, phase: Phase) -> Verdict:
+        """Return the verdict on a known backend in a phase that the layer has."""
+        return next(each.phases[phase] for each in self.candidates if each.backend == backend)
 
     @property
     def ok(self) -> bool:

@@ -33,13 +33,13 @@ def runners_up(
     found: dict[Phase, RunnerUp] = {}
     for phase, winner in chosen.items():
         others = [each for each in candidates if each.phases[phase].verdict == "valid"]
-        other = min(others, key=lambda each: each.phases[phase].rank or len(candidates) + 1, default=None)
+        other = min(others, key=lambda each: each.phases[phase].order, default=None)
         if other is None:
             continue
         by_times = used is not None and used.phases[phase].by_times
         if explicit.get(phase) == winner.backend:
             found[phase] = RunnerUp(other.backend, "name")
-        elif not _stands_before(other, winner, phase):
+        elif other.phases[phase].order >= winner.phases[phase].order:
             found[phase] = _by_order(winner, other, phase, rankings[phase], by_times)
         elif not fits({p: (other if p == phase else each).backend for p, each in chosen.items()}):
             found[phase] = RunnerUp(other.backend, "cache")
@@ -48,11 +48,6 @@ def runners_up(
         else:
             found[phase] = RunnerUp(other.backend, "untimed" if other.phases[phase].behind is None else "pair")
     return found
-
-
-def _stands_before(other: Candidate, winner: Candidate, phase: Phase) -> bool:
-    rank, winners = other.phases[phase].rank, winner.phases[phase].rank
-    return rank is not None and winners is not None and rank < winners
 
 
 def _by_order(winner: Candidate, other: Candidate, phase: Phase, ranking: Ranking, by_times: bool) -> RunnerUp:

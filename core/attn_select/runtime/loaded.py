@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.lines import byte_text
 from attn_select.decide.selection import Selection
 from attn_select.decide.shared_cache import kernel_block_sizes
-from attn_select.decide.text import byte_text
 from attn_select.errors import ConfigError
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime.backend import (

@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from attn_select import __version__
 from attn_select.decide.config_text import config_text
-from attn_select.decide.text import NAN_TAIL_WARNING, byte_text, us_text
+from attn_select.decide.lines import byte_text, us_text
+from attn_select.decide.text import NAN_TAIL_WARNING
 from attn_select.layer.layer_config import layer_of
 from attn_select_measure.charts import COLOURS, SIGNS
 from attn_select_measure.report_page.predicted import Chart, ChartGroup
