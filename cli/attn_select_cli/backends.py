@@ -28,6 +28,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> int:
     """List all backends and plugins, or show one backend's capabilities with the source of each fact."""
+    from attn_select.backends.distributions import registered_name
     from attn_select.errors import UnknownNameError
     from attn_select.machine.environment import Environment
     from attn_select.rules.lint import known_names
@@ -37,7 +38,7 @@ def command(name: str | None, as_json: bool) -> int:
     registry, environment = load_plugins(), Environment()
     names = known_names(registry)
     if name is not None:
-        spelled = name.upper().replace("-", "_")
+        spelled = registered_name(name)
         if spelled not in names:
             raise UnknownNameError("backend", name, names)
         names = [spelled]

@@ -83,7 +83,7 @@ def _side(explained: Explanation) -> dict[str, Any]:
             {
                 "kind": layer.kind,
                 "count": layer.count,
-                "cache_count": layer.layers.owners.caches if layer.selection.config.has_cache else 0,
+                "cache_count": layer.cache_count,
                 "selected": layer.selection.selected,
                 "fingerprint": None if form is None else form.fingerprint,
                 "format": None if form is None else form.facts(),

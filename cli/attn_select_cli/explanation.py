@@ -51,13 +51,18 @@ class LayerExplanation:
         """How many layers are of it."""
         return self.layers.count
 
+    @property
+    def cache_count(self) -> int:
+        """How many of them have a KV cache of their own."""
+        return self.layers.owners.caches if self.selection.config.has_cache else 0
+
     def to_dict(self) -> dict[str, Any]:
         """Return its part of the JSON document."""
         owners = self.layers.owners
         return {
             "kind": self.kind,
             "count": self.count,
-            "cache_count": owners.caches if self.selection.config.has_cache else 0,
+            "cache_count": self.cache_count,
             "indexer_count": owners.indexers,
             "kv_sources": {str(layer): source for layer, source in owners.kv_sources.items()},
             **self.selection.to_dict(),
@@ -190,7 +195,7 @@ class Explanation:
 
 
 def warnings_of(explanations: Sequence[Explanation]) -> list[str]:
-    """Return the warnings of all explanations, each once. Of several models, one about a model names it."""
+    """Return the warnings of all explanations, each once. Where there are several models, a warning names its own."""
     several = len({explanation.model["name"] for explanation in explanations if explanation.model is not None}) > 1
     seen: dict[str, None] = {}
     for explanation in explanations:

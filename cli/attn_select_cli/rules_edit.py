@@ -405,12 +405,13 @@ def _asked() -> bool:
 
 
 def _backends(names: Sequence[str]) -> list[str]:
+    from attn_select.backends.distributions import registered_name
     from attn_select.errors import UnknownNameError
     from attn_select.rules.lint import known_names
     from attn_select.rules.plugins import load_plugins
 
     known = known_names(load_plugins())
-    spelled = list(dict.fromkeys(name.strip().upper().replace("-", "_") for name in names))
+    spelled = list(dict.fromkeys(registered_name(name) for name in names))
     for name, written in zip(spelled, names, strict=False):
         if name not in known:
             raise UnknownNameError("backend", written, known)
@@ -443,6 +444,8 @@ def _one_or_all(values: list[Any]) -> Any:
 
 def _conditions(written: Sequence[str], with_gpu: bool) -> dict[str, Any]:
     """Return the ``when`` table that ``--when`` asks for. The rule's own check judges fields and values."""
+    from attn_select.rules.conditions import FIELDS, is_boolean
+
     found: dict[str, list[Any]] = {}
     for text in written:
         match = re.fullmatch(r"\s*([\w.-]+)\s*(?:=\s*|(?=[<>!~]))(.*?)\s*|\s*(\w+)\s*", text)
@@ -452,6 +455,9 @@ def _conditions(written: Sequence[str], with_gpu: bool) -> dict[str, Any]:
         field = match[3] or match[1]
         if with_gpu and field in ("gpu", "compute_capability"):
             raise click.UsageError(f"--when {text!r}: --gpu names the devices already", click.get_current_context())
+        if match[3] and field in FIELDS and not is_boolean(field):
+            accepted = f"expected a value, {field}=VALUE: a field alone must be one that is true or false"
+            raise click.UsageError(f"--when {text!r}: {accepted}", click.get_current_context())
         values = found.setdefault(field, [])
         value = True if match[3] else _value(field, match[2])
         values += value if isinstance(value, list) else [value]

@@ -10,10 +10,10 @@ Prints a row for each family of layers and peer: the peer's time over that of ou
 from __future__ import annotations
 
 import argparse
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import geometric_mean
 
 from attn_select.layer.layer_config import layer_of
 from attn_select.times.prediction import family_of
@@ -23,7 +23,6 @@ OWN = ("TRITON_ATTN", "TRITON_MLA", "TRITON_MLA_SPARSE")
 OURS = (*OWN, "PAGED_ATTENTION")
 PHASES = ("decode", "uneven", "spread", "prefill", "chunk", "mixed")
 BEST = "best other"
-
 
 Ratios = dict[str, dict[str, list[float]]]
 
@@ -63,7 +62,7 @@ def main() -> None:
     print(f"| | {' | '.join(PHASES)} |\n|{' --- |' * (len(PHASES) + 1)}")
     for row, by_phase in sorted(ratios(read_survey(asked.file), before).items()):
         means = [
-            f"{math.exp(sum(map(math.log, found)) / len(found)):.2f} ({len(found)})" if found else "–"
+            f"{geometric_mean(found):.2f} ({len(found)})" if found else "–"
             for found in (by_phase[phase] for phase in PHASES)
         ]
         print(f"| {row} | {' | '.join(means)} |")

@@ -114,6 +114,8 @@ def test_conditions(run: Any, user_file: Path, arguments: list[str], when: dict[
         (["FLASHINFER", "--when", "num_head=8"], "did you mean num_heads"),
         (["FLASHINFER", "--when", "num_heads=many"], "num_heads = 'many'"),
         (["FLASHINFER", "--when", "<=8"], "expected FIELD=VALUE"),
+        (["FLASHINFER", "--when", "head_size"], "--when 'head_size': expected a value"),
+        (["FLASHINFER", "--when", "gpu"], "--when 'gpu': expected a value"),
         (["FLASHINFER", "--gpu", "h100", "--gpu", "sm90"], "need a rule each"),
         (["FLASHINFER", "--gpu", "h100", "--when", "gpu=h20"], "--gpu names the devices already"),
         (["FLASHINFER", "--gpu", "h1000"], "did you mean"),

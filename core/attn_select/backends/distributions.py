@@ -37,6 +37,11 @@ def known_backends() -> dict[str, str]:
     }
 
 
+def registered_name(written: str) -> str:
+    """Return a backend's name as backends are registered, of one in any case and with hyphens for underscores."""
+    return written.strip().upper().replace("-", "_")
+
+
 def is_of_states(backend: str) -> bool:
     """Whether a backend that is known by name is for layers that keep a state, and not for attention."""
     return any(backend in backends for backends in _tables()[_OF_STATES].values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from attn_select.backends.distributions import registered_name
 from attn_select.backends.registry import Plugin
 from attn_select.backends.spec import BackendSpec
 from attn_select.errors import ConfigError, UnknownNameError, shorten, show
@@ -70,7 +71,7 @@ def parse_choice(
             raise UnknownNameError(
                 "phase", written, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}"
             )
-        spelled = name.strip().upper().replace("-", "_")
+        spelled = registered_name(name)
         if spelled not in known:
             broken = "; ".join(f"{plugin} is broken: {plugin.error}" for plugin in failed)
             note = f"it may be a backend of a plugin that did not load: {broken}" if failed else None

@@ -44,7 +44,7 @@ class CheckpointCache(NamedTuple):
         return {"kv_cache_dtype": self.dtype, **({"per_head_quant_scales": True} if self.per_head else {})}
 
     def check(self, where: str) -> None:
-        """Raise where the layers would be stored in what nobody stores.
+        """Raise where vLLM loads no KV cache that is stored so.
 
         Raises:
             ModelError: vLLM refuses the checkpoint; its code is ``kv-cache-scheme``.

@@ -29,8 +29,8 @@ class Family(NamedTuple):  # a dataclass takes a millisecond to make
         sinks: a learned sink logit in every layer, unless a field says otherwise.
         position_bias: a bias per head and distance in the scores of every layer.
         state: the recurrence of its layers that keep a state.
-        spellings: what it means by a kind of layers, where that is another one.
-        drafts: the kind of its layers that only drafts run, where it is not that of the last layer with attention.
+        spellings: a kind of layers as its configs write it → the kind that is meant.
+        drafts: the kind of the layers that only drafts run; None: that of the last layer with attention.
         note: what the layer configs cannot say, for the warnings.
     """
 

@@ -127,11 +127,11 @@ def sparse_kind(fields: Fields, kind: str, base: Layer) -> Sparse:
 WORDS: Mapping[str, str] = {
     "compressed_sparse_attention": "keys of 4 tokens each, which an indexer chooses, beside a window",
     "heavily_compressed_attention": "keys of 128 tokens each, beside a window",
-    "minimax_m3_sparse": "blocks of keys, which an indexer chooses for each query",
     "reference_sliding_attention": "a window, and all tokens of images and of the prompt",
     "indexed_attention": "the tokens that an indexer chooses, with keys and values per head",
 }
-"""What kinds attend to of which no more is known here (transformers 5.24.0, the modules of models that have them)."""
+"""Kinds of which nothing more is known than what a query attends to (transformers 5.24.0, the modules of models that
+have them)."""
 
 
 def _other(fields: Fields, kind: str) -> Sparse:
