@@ -29,21 +29,13 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One fact in which the caches of one kind of layers differ.
-
-    Attributes:
-        kind: of the layers.
-        fact: its name in ``Format.facts``.
-        prefill, decode: its values.
-        side: which side ``argument`` is for; None where no option removes the difference.
-        argument: the option that removes it, with its value.
-    """
+    """One fact in which the caches of one kind of layers differ."""
 
     kind: str
-    fact: str
+    fact: str  # its name in ``Format.facts``
     prefill: Any
     decode: Any
-    side: str | None
+    side: str | None  # which side ``argument`` is for; None where no option removes the difference
     argument: str | None
 
     @property
@@ -54,16 +46,11 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """Both sides, and what has to change.
+    """Both sides, and what has to change."""
 
-    Attributes:
-        sides: prefill, then decode.
-        differences: kind by kind; empty: both sides exchange blocks as they are.
-        arguments: per side the options to add, which together leave no difference; empty where there are none.
-    """
-
-    sides: tuple[Explanation, Explanation]
-    differences: list[Difference]
+    sides: tuple[Explanation, Explanation]  # prefill, then decode
+    differences: list[Difference]  # kind by kind; empty: both sides exchange blocks as they are
+    # per side the options to add, which together leave no difference; empty where there are none
     arguments: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -81,12 +68,6 @@ def compare(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Comparison
     """Decide for both sides, and look for options of either that make their caches equal.
 
     An option is named only if a decision with it was made and has the other side's value.
-
-    Args:
-        prefill, decode: the options of the two sides, of one model.
-
-    Raises:
-        AttnSelectError: any documented error of input.
     """
     options = [dict(prefill), dict(decode)]
     before = build_explanation(options[0]), build_explanation(options[1])

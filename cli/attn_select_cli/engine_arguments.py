@@ -20,29 +20,17 @@ _SAID = ("dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_con
 
 @dataclass(slots=True)
 class Taken:
-    """What one argument that names a backend says for one kind of layers.
-
-    Attributes:
-        layer: the kind.
-        argument: key of ``EngineTable.arguments``.
-        phases: the ones whose order it is chosen by.
-        offers: attn-select's order for these.
-        offer: the one that is taken; None where the engine has none of the order.
-        default: what the engine runs without the argument, where that is known.
-        refused: why the engine has nothing that serves the layers; empty where it has, or nobody knows.
-        starts: whether the engine starts where it is refused, with wrong outputs.
-        follows: phases that go with it.
-    """
+    """What one argument that names a backend says for one kind of layers."""
 
     layer: LayerExplanation
-    argument: str
-    phases: Sequence[Phase]
-    offers: Sequence[Offer]
-    offer: Offer | None = None
-    default: EngineDefault | None = None
-    refused: str = ""
-    starts: bool = False
-    follows: Sequence[Phase] = ()
+    argument: str  # key of ``EngineTable.arguments``
+    phases: Sequence[Phase]  # the ones whose order it is chosen by
+    offers: Sequence[Offer]  # attn-select's order for these
+    offer: Offer | None = None  # the one that is taken; None where the engine has none of the order
+    default: EngineDefault | None = None  # what the engine runs without the argument, where that is known
+    refused: str = ""  # why the engine has nothing that serves the layers; empty where it has, or nobody knows
+    starts: bool = False  # whether the engine starts where it is refused, with wrong outputs
+    follows: Sequence[Phase] = ()  # phases that go with it
 
     @property
     def served(self) -> list[Phase]:
@@ -80,24 +68,18 @@ class Taken:
 
 @dataclass(slots=True)
 class EngineArguments:
-    """How an engine is told to take a choice.
-
-    Attributes:
-        table: the engine.
-        taken: which of attn-select's backends the arguments stand for, layer kind by layer kind.
-        arguments: command-line arguments by flag; None for one without a value.
-        environment: variables.
-        file: dotted keys of the configuration file.
-        not_expressed: what the choice says and no argument does, one sentence each.
-        otherwise: how the engine runs the model's layers, where that is not as attn-select reads them.
-    """
+    """How an engine is told to take a choice."""
 
     table: EngineTable
+    # which of attn-select's backends the arguments stand for, layer kind by layer kind
     taken: list[Taken] = field(default_factory=list)
+    # command-line arguments by flag; None for one without a value
     arguments: dict[str, str | None] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    file: dict[str, str | int] = field(default_factory=dict)
+    file: dict[str, str | int] = field(default_factory=dict)  # dotted keys of the configuration file
+    # what the choice says and no argument does, one sentence each
     not_expressed: list[str] = field(default_factory=list)
+    # how the engine runs the model's layers, where that is not as attn-select reads them
     otherwise: OtherLayers | None = None
 
     @property
@@ -159,12 +141,7 @@ class EngineArguments:
 def engine_arguments(
     explanation: Explanation, table: EngineTable, tensor_parallel: int, asked: Mapping[str, Any]
 ) -> EngineArguments:
-    """Return what tells an engine to take an explanation's choice.
-
-    Args:
-        tensor_parallel: ranks that share the heads.
-        asked: the fields of layers that options set, against the model's config.
-    """
+    """Return what tells an engine to take an explanation's choice."""
     architecture = explanation.model["architecture"] if explanation.model else ""
     result = EngineArguments(table, otherwise=table.runs_otherwise(architecture))
     result.taken = _taken(explanation, table, architecture, result.otherwise)

@@ -71,23 +71,14 @@ class LayerExplanation:
 
 @dataclass(slots=True)
 class Explanation:
-    """Everything that ``attn-select explain`` says.
+    """Everything that ``attn-select explain`` says."""
 
-    Attributes:
-        model: ``{"name", "architecture", "source"}`` or None where the layer was given by flags.
-        layers: one entry per layer kind.
-        warnings: about the model and the device; ``all_warnings`` adds the selections'.
-        situation: what the decisions rest on.
-        unserved: layers of kinds that no backend here has a kernel for.
-        unused: the fields that options set and no layer has.
-    """
-
-    model: dict[str, Any] | None
+    model: dict[str, Any] | None  # ``{"name", "architecture", "source"}`` or None where the layer was given by flags
     layers: Sequence[LayerExplanation]
-    warnings: Sequence[str]
-    situation: Situation
-    unserved: Sequence[UnservedLayers] = ()
-    unused: Sequence[str] = ()
+    warnings: Sequence[str]  # about the model and the device; ``all_warnings`` adds the selections'
+    situation: Situation  # what the decisions rest on
+    unserved: Sequence[UnservedLayers] = ()  # layers of kinds that no backend here has a kernel for
+    unused: Sequence[str] = ()  # the fields that options set and no layer has
 
     @property
     def attention(self) -> list[LayerExplanation]:
@@ -96,11 +87,7 @@ class Explanation:
 
     @property
     def without_states(self) -> Explanation:
-        """The explanation of the layers with attention, with a warning that names the layers that keep a state.
-
-        Raises:
-            ConfigError: no layer has attention.
-        """
+        """The explanation of the layers with attention, with a warning that names the layers that keep a state."""
         states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
         if not states:
             return self
@@ -240,9 +227,6 @@ def build_explanations(
     """Decide for every model on every GPU; return the explanations model by model.
 
     ``rules`` replace the rules that the options name; ``unserved_alone`` as in ``build_explanation``.
-
-    Raises:
-        AttnSelectError: any documented error of input. Where there are several, it names the model and the GPU.
     """
     found = []
     for model in models:
@@ -259,16 +243,7 @@ def build_explanations(
 def build_explanation(
     options: Mapping[str, Any], rules: RuleSet | None = None, *, unserved_alone: bool = False
 ) -> Explanation:
-    """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation.
-
-    Args:
-        options: of the command line.
-        rules: replace the rules that the options name.
-        unserved_alone: whether a model is explained of which no layer has a kernel here; else it is an error.
-
-    Raises:
-        AttnSelectError: any documented error of input, and an option that has no effect on any layer.
-    """
+    """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation."""
     return _with_effect(options, [_explained(options, rules, unserved_alone)])[0]
 
 
@@ -337,12 +312,7 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
 def known_layers(
     source: ModelSource | None, options: Mapping[str, Any], device: Device, overrides: Mapping[str, Any]
 ) -> LayerKinds:
-    """Return a model's layers, or the layers that the overrides describe.
-
-    Raises:
-        UnknownModelTypeError: no table knows the model type, and ``--assume-attention`` is not given.
-        AttnSelectError: any documented error of input.
-    """
+    """Return a model's layers, or the layers that the overrides describe."""
     kinds = layer_kinds(source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides)
     if source is not None and not kinds.type_known and not options.get("assume_attention"):
         named = f"model type {shorten(source.model_type)!r} is not known" if source.model_type else "no model_type"

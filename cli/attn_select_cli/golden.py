@@ -95,11 +95,7 @@ MAX_BYTES = 1 << 24
 
 
 def read_golden(path: str) -> dict[str, Any]:
-    """Return the document in ``path``.
-
-    Raises:
-        ConfigError: it cannot be read, is not JSON, or has another shape; names the first field that is wrong.
-    """
+    """Return the document in ``path``."""
     try:
         document = json.loads(read_bounded(path, MAX_BYTES).decode("utf-8"))
         _Golden.model_validate(document)

@@ -246,11 +246,7 @@ def bench_options(function: F) -> F:
 
 
 def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse ``text``, the value of ``flag``, as options of one decision. Return all options, and the named ones.
-
-    Raises:
-        ClickException: it is not made of such options.
-    """
+    """Parse ``text``, the value of ``flag``, as options of one decision. Return all options, and the named ones."""
     try:
         arguments = shlex.split(text)
     except ValueError as error:

@@ -53,11 +53,7 @@ def print_line(text: str) -> None:
 
 
 def require_folder(path: Path, option: str) -> None:
-    """Refuse, before the work is done, a file of ``option`` whose folder is missing or takes no files.
-
-    Raises:
-        BadParameter: which folder it is.
-    """
+    """Refuse, before the work is done, a file of ``option`` whose folder is missing or takes no files."""
     if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}", param_hint=option)
     if not os.access(path.parent, os.W_OK):
@@ -65,11 +61,7 @@ def require_folder(path: Path, option: str) -> None:
 
 
 def require_writable(path: Path, option: str) -> None:
-    """Refuse, before the work is done, a file of ``option`` that cannot be written; missing folders are made later.
-
-    Raises:
-        BadParameter: which folder takes no files.
-    """
+    """Refuse, before the work is done, a file of ``option`` that cannot be written; missing folders are made later."""
     folder = path.absolute().parent
     while not folder.exists():
         folder = folder.parent

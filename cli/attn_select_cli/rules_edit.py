@@ -68,11 +68,7 @@ def init(file: Path | None) -> int:
 
 
 def _new_file(text: str) -> str:
-    """Return the text of a new rules file.
-
-    Raises:
-        RulesError: another process has made one.
-    """
+    """Return the text of a new rules file."""
     from attn_select.errors import RulesError
     from attn_select_cli import rules_file
 
@@ -194,11 +190,7 @@ def undo(model: tuple[str, ...], gpu: tuple[str, ...], file: Path | None, yes: b
 
 
 def rules_path(file: Path | None) -> Path:
-    """Return the file that commands change: ``file``, else the user's.
-
-    Raises:
-        RulesError: there is no home directory to hold the user's.
-    """
+    """Return the file that commands change: ``file``, else the user's."""
     from attn_select.errors import RulesError
     from attn_select.rules.layers import user_rules_path
 
@@ -210,30 +202,19 @@ def rules_path(file: Path | None) -> Path:
 
 @dataclass(slots=True)
 class Proposal:
-    """A change of a rules file: shown, asked about, written.
-
-    Attributes:
-        path: the file.
-        seen: its text, "" where there is none.
-        change: returns the text that it is to have for the one that it has, "" for no file.
-        models, gpus: whose decisions are compared; none: the ones of ``matrix``, on GPUs that the new rules speak of.
-            A model of None is the layer that the options describe.
-        options: of ``explain``, for the decisions; none: its defaults.
-    """
+    """A change of a rules file: shown, asked about, written."""
 
     path: Path
-    seen: str
-    change: Callable[[str], str]
+    seen: str  # its text, "" where there is none
+    change: Callable[[str], str]  # returns the text that it is to have for the one that it has, "" for no file
+    # whose decisions are compared; none: the ones of ``matrix``, on GPUs that the new rules speak of. A model of None
+    # is the layer that the options describe
     models: Sequence[str | None] = ()
     gpus: Sequence[str] = ()
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = None  # of ``explain``, for the decisions; none: its defaults
 
     def rules(self, text: str) -> RuleSet:
-        """Return the effective rules, were this the file's text.
-
-        Raises:
-            RulesError: as ``load_rules``.
-        """
+        """Return the effective rules, were this the file's text."""
         import os
 
         from attn_select.rules.layers import candidate_layers, load_rules
@@ -268,12 +249,7 @@ class Proposal:
         more: Mapping[str, Any] = MappingProxyType({}),
         write: Callable[[], None] | None = None,
     ) -> int:
-        """Show the change and what it changes, ask unless ``yes``, write; return the exit code.
-
-        Args:
-            more: is added to the JSON.
-            write: writes the change; None: as ``rules_file.write`` does.
-        """
+        """Show the change and what it changes, ask unless ``yes``, write; return the exit code."""
         from attn_select_cli import rules_file
         from attn_select_cli.output import print_json, print_line, print_lines, print_warnings
 

@@ -124,11 +124,7 @@ def _update(table: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return a rules file's text; "" where there is no file.
-
-    Raises:
-        RulesError: it cannot be read, or is no rules file.
-    """
+    """Return a rules file's text; "" where there is no file."""
     try:
         return read_file(path).removeprefix(codecs.BOM_UTF8).decode()
     except (FileNotFoundError, NotADirectoryError):
@@ -152,9 +148,6 @@ def write(path: Path, change: Callable[[str], str]) -> None:
     """Replace a file's text by ``change(text)``, in one step; the text before is kept beside it. "" means no file.
 
     Processes that change one file take turns: ``change`` gets the text as it then is.
-
-    Raises:
-        RulesError: what ``change`` raises, or the file cannot be written.
     """
 
     def replace(target: Path) -> None:
@@ -171,11 +164,7 @@ def write(path: Path, change: Callable[[str], str]) -> None:
 
 
 def undo(path: Path, seen: str) -> None:
-    """Put back what the file had before its last change, which had made it ``seen``; that goes to ``FILE.undone``.
-
-    Raises:
-        RulesError: the file has changed since it was read, there is nothing to put back, or it cannot be written.
-    """
+    """Put back what the file had before its last change, which had made it ``seen``; that goes to ``FILE.undone``."""
 
     def replace(target: Path) -> None:
         if read_text(target) != seen:

@@ -149,14 +149,7 @@ def command(
 
 
 def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
-    """Time what is planned, with a line for each; go on in a new process where the device fails.
-
-    Returns:
-        Whether all of it was timed.
-
-    Raises:
-        MeasurementError: the file is not a survey's, or is one of another GPU.
-    """
+    """Time what is planned, with a line for each; go on in a new process where the device fails."""
     from attn_select_measure import surveying
 
     began, seconds = time.monotonic(), settings.seconds

@@ -81,14 +81,7 @@ class Scales:
 
 
 def fit_survey(records: Sequence[Record], done: Done | None = None) -> dict[str, Any]:
-    """Return what a survey's file holds, of its records.
-
-    Args:
-        done: told after each fit how much work it was; all together are ``fit_work``.
-
-    Raises:
-        MeasurementError: the records have no times.
-    """
+    """Return what a survey's file holds, of its records."""
     rates, families = _rates(records), dict[str, dict[str, Any]]()
     for name, timed in _by_family(records, rates).items():
         families[name] = _of_family(timed)

@@ -51,36 +51,23 @@ class DeviceLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One workload to be timed.
+    """One workload to be timed."""
 
-    Attributes:
-        row: its record so far; without ``timed`` where it has none.
-    """
-
-    row: Record
+    row: Record  # its record so far; without ``timed`` where it has none
     config: LayerConfig
     batch: BatchShape
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a survey is asked for.
-
-    Attributes:
-        out: its file.
-        seconds: that the whole run may take; None: no limit.
-        backends: the only ones that are timed; empty: all valid ones.
-        jobs: processes that run first calls side by side before workloads are timed; 0: none.
-        compile_seconds: that they may take each time.
-        rules: as in ``select``.
-    """
+    """What a survey is asked for."""
 
     out: Path
-    seconds: float | None
-    backends: tuple[str, ...]
-    jobs: int
-    compile_seconds: float = COMPILE_SECONDS
-    rules: RulesArgument = None
+    seconds: float | None  # that the whole run may take; None: no limit
+    backends: tuple[str, ...]  # the only ones that are timed; empty: all valid ones
+    jobs: int  # processes that run first calls side by side before workloads are timed; 0: none
+    compile_seconds: float = COMPILE_SECONDS  # that they may take each time
+    rules: RulesArgument = None  # as in ``select``
 
 
 Plan = Callable[[Machine, Sequence[Record]], Iterable[Work]]
@@ -93,19 +80,7 @@ def default_jobs(on_gpu: bool) -> int:
 
 
 def survey(settings: Settings, plan: Plan, environment: Environment, say: Callable[[str], None]) -> bool:
-    """Time what is planned, and append it to the file.
-
-    Args:
-        plan: says what that is.
-        say: told a line for each workload.
-
-    Returns:
-        Whether everything that was planned is in the file now.
-
-    Raises:
-        DeviceLost: a kernel broke the device; its workload is in the file, without times.
-        MeasurementError: the file is not a survey's, or is one of another GPU.
-    """
+    """Time what is planned, and append it to the file."""
     began = time.monotonic()
     known = read_survey(settings.out)
     settings.out.parent.mkdir(parents=True, exist_ok=True)

@@ -38,29 +38,17 @@ _PHASES_OF: Mapping[str, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TunedLayer:
-    """One kind of layers that is tuned.
-
-    Attributes:
-        name: what it is called.
-        config: the layer.
-        seed: of its draws, the same for layers whose times are alike.
-        asked: batches that are timed first.
-        phases, space: of those that are drawn.
-    """
+    """One kind of layers that is tuned."""
 
     name: str
     config: LayerConfig
-    seed: int
-    asked: Sequence[BatchShape]
-    phases: Sequence[str]
+    seed: int  # of its draws, the same for layers whose times are alike
+    asked: Sequence[BatchShape]  # batches that are timed first
+    phases: Sequence[str]  # of those that are drawn
     space: Space
 
     def work(self, number: int) -> Work:
-        """Return one workload: those that are asked for first, then drawn ones, the phases in turn.
-
-        Raises:
-            ConfigError: no batch within the ranges is small enough.
-        """
+        """Return one workload: those that are asked for first, then drawn ones, the phases in turn."""
         if number < len(self.asked):
             return work_of(self.seed, number, "own", "asked", self.config, self.asked[number])
         rng, first = random.Random(f"{self.seed} {number}"), number % len(self.phases)
@@ -122,11 +110,7 @@ def parted(layers: Sequence[TunedLayer], records: Sequence[Record]) -> tuple[lis
 
 
 def base_survey(device: Device, gpu: str, others: Sequence[Record], file: Path) -> Mapping[str, Any]:
-    """Return what is known without the layers that are tuned: the packaged survey and what else is in the file.
-
-    Raises:
-        MeasurementError: there is no packaged survey of this GPU, and too little else.
-    """
+    """Return what is known without the layers that are tuned: the packaged survey and what else is in the file."""
     packaged = packaged_survey(device)
     if packaged is not None:
         known = {**packaged.data, "gpu": gpu, "rates": asdict(packaged.rates)}

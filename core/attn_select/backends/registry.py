@@ -42,23 +42,14 @@ ReadRules = Callable[[object, str, Collection[str]], RulesOfPlugin]
 
 @dataclass(slots=True)
 class Plugin:
-    """One entry point of group ``attn_select``, loaded or failed.
-
-    Attributes:
-        name: the entry point's name.
-        distribution: the distribution that brings it (canonical name), ``?`` where metadata lacks one.
-        version: that distribution's version.
-        backends: names of the backends it registered.
-        error: why it could not be used, one line; None when it loaded.
-        rules: the rules that it ships, or None.
-    """
+    """One entry point of group ``attn_select``, loaded or failed."""
 
     name: str
-    distribution: str
+    distribution: str  # the distribution that brings it (canonical name), ``?`` where metadata lacks one
     version: str
     backends: tuple[str, ...] = ()
-    error: str | None = None
-    rules: RulesOfPlugin | None = field(default=None, repr=False)
+    error: str | None = None  # why it could not be used, one line; None when it loaded
+    rules: RulesOfPlugin | None = field(default=None, repr=False)  # the rules that it ships, or None
 
     def __str__(self) -> str:
         return f"plugin {self.name} ({self.distribution} {self.version})"
@@ -77,22 +68,16 @@ class Plugin:
 
 @dataclass(slots=True)
 class Registry:
-    """Every registered backend, in registration order, and every plugin with its fate.
+    """Every registered backend, in registration order, and every plugin with its fate."""
 
-    Attributes:
-        specs: usable backends by name.
-        owners: distribution that registered each backend.
-        conflicts: backend names registered more than once (hence unusable) with all their owners.
-        ignored: names of known backends with the other distributions that register them. The backend of the
-            distribution that ``known_backends`` lists is used.
-        plugins: all entry points in the order they were loaded.
-    """
-
-    specs: dict[str, BackendSpec] = field(default_factory=dict)
-    owners: dict[str, str] = field(default_factory=dict)
+    specs: dict[str, BackendSpec] = field(default_factory=dict)  # usable backends by name
+    owners: dict[str, str] = field(default_factory=dict)  # distribution that registered each backend
+    # backend names registered more than once (hence unusable) with all their owners
     conflicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # names of known backends with the other distributions that register them. The backend of the distribution that
+    # ``known_backends`` lists is used
     ignored: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    plugins: list[Plugin] = field(default_factory=list)
+    plugins: list[Plugin] = field(default_factory=list)  # all entry points in the order they were loaded
 
     @property
     def failed(self) -> list[Plugin]:

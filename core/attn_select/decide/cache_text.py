@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 
 def cache_lines(selection: Outcome[Any], count: int | None, owners: CacheOwners | None) -> list[Line]:
-    """Say what layers of one kind cache, a state or keys and values; nothing where they cache nothing.
-
-    Args:
-        selection: the decision for the layers.
-        count: how many layers are of the kind; None: one.
-        owners: which of them own what they cache; None: all.
-    """
+    """Say what layers of one kind cache, a state or keys and values; nothing where they cache nothing."""
     if selection.cache_shape is None:
         return []
     if selection.bytes_per_request is not None:

@@ -45,16 +45,7 @@ def decide(
     workload: Workload | None = None,
     evidence: Evidence | None = None,
 ) -> Selection[ConfigT]:
-    """Decide for one layer.
-
-    Args:
-        situation: the device, its libraries, the plugins and the rules.
-        config: what the layer asks for.
-        choice: the backends that are asked for by name.
-        kv_layout: the layout of a shared pool: only plans that read it count.
-        workload: the batches to be fast at; None: the default mix, which rules about batches do not match.
-        evidence: what is known about times on the device; None: rules alone decide.
-    """
+    """Decide for one layer."""
     phases = config.phases
     explicit = choice.for_layer(phases, situation.specs)
     rankings = situation.ranker.rank(config, phases, situation.of_sort(config), _batches(config, workload))

@@ -52,10 +52,6 @@ def parse_choice(
     """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping.
 
     ``failed`` are the plugins that did not load: nobody knows the names of their backends.
-
-    Raises:
-        UnknownNameError: a backend or phase name that is not known.
-        ConfigError: two choices for one phase.
     """
     if backend is None:
         return NOTHING_ASKED

@@ -20,15 +20,7 @@ def runners_up(
     used: EvidenceUsed | None,
     fits: Callable[[Mapping[Phase, str]], bool],
 ) -> dict[Phase, RunnerUp]:
-    """Return the runner-up of each phase that has one.
-
-    Args:
-        candidates: every backend with its final verdicts.
-        rankings: the order by rules of each phase.
-        explicit: the backends that were asked for by name.
-        used: what was taken from times, or None.
-        fits: whether backends share a KV layout and block size.
-    """
+    """Return the runner-up of each phase that has one."""
     chosen = {p: c for p in rankings for c in candidates if c.phases[p].verdict == "selected"}
     found: dict[Phase, RunnerUp] = {}
     for phase, winner in chosen.items():

@@ -21,33 +21,20 @@ from attn_select.rules.ranking import Ranker, unknown_versions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Situation:
-    """A device, its libraries, the plugins and the rules.
-
-    Attributes:
-        registry: what plugins registered.
-        rules: the effective rules.
-        device: the device that is decided for.
-        environment: its libraries and variables.
-        ranker: the rules that hold on the device.
-        sorts: of every registered backend the sorts of layers that it serves in any phase (``AttentionConfig.sort``).
-        order: the registered backends in the order that counts where no rule says otherwise.
-        absent: why each backend that is known by name and not registered cannot be asked.
-        names: every known backend: registered, doubly registered, and known but not installed.
-        options: the ``[backends.NAME]`` table of every registered backend.
-        warnings: what a user should know whatever the layer, one sentence each.
-    """
+    """A device, its libraries, the plugins and the rules."""
 
     registry: Registry
     rules: RuleSet
     device: Device
     environment: Environment
-    ranker: Ranker
+    ranker: Ranker  # the rules that hold on the device
+    # of every registered backend the sorts of layers that it serves in any phase (``AttentionConfig.sort``)
     sorts: Mapping[str, frozenset[str]]
-    order: list[str]
-    absent: Mapping[str, Reason]
-    names: list[str]
-    options: Mapping[str, BackendOptions]
-    warnings: list[str]
+    order: list[str]  # the registered backends in the order that counts where no rule says otherwise
+    absent: Mapping[str, Reason]  # why each backend that is known by name and not registered cannot be asked
+    names: list[str]  # every known backend: registered, doubly registered, and known but not installed
+    options: Mapping[str, BackendOptions]  # the ``[backends.NAME]`` table of every registered backend
+    warnings: list[str]  # what a user should know whatever the layer, one sentence each
 
     @property
     def specs(self) -> Mapping[str, BackendSpec]:
@@ -68,11 +55,7 @@ class Situation:
 
 
 def situation_of(registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> Situation:
-    """Gather what decisions on a device rest on.
-
-    Raises:
-        RulesError: a ``[backends.NAME]`` table has an unknown key, or a value that is not accepted.
-    """
+    """Gather what decisions on a device rest on."""
     specs, names, modules = registry.specs, known_names(registry), import_names(registry.specs)
     unknown = unknown_versions(rules.rules, device, environment, modules)
     order = by_rank(specs, list(distributions.known_backends()))

@@ -16,17 +16,11 @@ from attn_select.decide.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class StatePage:
-    """The pages of a pool that attention and states share.
+    """The pages of a pool that attention and states share."""
 
-    Attributes:
-        block_size: tokens of a block of attention.
-        page_bytes: bytes of a page of one layer.
-        state_bytes: what the largest state takes of them.
-    """
-
-    block_size: int
-    page_bytes: int
-    state_bytes: int
+    block_size: int  # tokens of a block of attention
+    page_bytes: int  # bytes of a page of one layer
+    state_bytes: int  # what the largest state takes of them
 
     @property
     def wasted_bytes(self) -> int:

@@ -91,15 +91,7 @@ def layer_lines(
     runs: bool = True,
     remedies: bool = True,
 ) -> list[Line]:
-    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies.
-
-    Args:
-        owners: which of the ``count`` layers own what they cache; None: all.
-        remedies: whether backends without their plugin have a line each, with what to install. An engine's log has
-            one line for all of them.
-        runs: whether attn-select runs the kernels. An engine's own have other providers, buffers and caches than the
-            plan, of which only the path is shown then.
-    """
+    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies."""
     lines = plan_lines(selection, kind, count, owners=owners, runs=runs)
     lines += time_lines(selection)
     lines += _candidate_lines(selection, remedies)

@@ -24,33 +24,21 @@ from attn_select.rules.ranking import holds_for, holds_on
 
 @dataclass(frozen=True, slots=True)
 class EngineName:
-    """An engine's name for one of attn-select's backends, and where it has it.
-
-    Attributes:
-        backend: attn-select's name.
-        name: the engine's.
-        argument: the key of ``EngineTable.arguments`` that takes it.
-        when: conditions on the layer and the device, as in rules: there the engine runs it.
-        kernels: patterns of the stable names of attn-select's kernels that it stands for; empty: of all.
-        block_sizes: tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all.
-        arguments: what goes with it.
-        own_kernel: whether the engine runs a kernel of its own under the name, not the library that attn-select runs.
-        architectures: patterns of the only models that it is for; empty: all.
-        fault: why its numbers are wrong in this release, with the issue; empty: nothing is known against it.
-        source: file of the engine, and what to look for in it.
-    """
+    """An engine's name for one of attn-select's backends, and where it has it."""
 
     backend: str
-    name: str
-    argument: str
-    when: tuple[Condition, ...]
-    kernels: tuple[str, ...]
+    name: str  # the engine's
+    argument: str  # the key of ``EngineTable.arguments`` that takes it
+    when: tuple[Condition, ...]  # conditions on the layer and the device, as in rules: there the engine runs it
+    kernels: tuple[str, ...]  # patterns of the stable names of attn-select's kernels that it stands for; empty: of all
+    # tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all
     block_sizes: tuple[int, ...]
     arguments: Mapping[str, str]
+    # whether the engine runs a kernel of its own under the name, not the library that attn-select runs
     own_kernel: bool
-    architectures: tuple[str, ...]
-    fault: str
-    source: str
+    architectures: tuple[str, ...]  # patterns of the only models that it is for; empty: all
+    fault: str  # why its numbers are wrong in this release, with the issue; empty: nothing is known against it
+    source: str  # file of the engine, and what to look for in it
 
     def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether the engine takes the name for a layer, by whatever kernel."""
@@ -71,21 +59,13 @@ class EngineName:
 
 @dataclass(frozen=True, slots=True)
 class EngineRefusal:
-    """What an engine does not serve, or not as it should, whatever the backend.
-
-    Attributes:
-        when: conditions on the layer and the device.
-        architectures: patterns of the only models that it is about; empty: all.
-        why: what stands against it.
-        starts: whether the engine starts all the same, and does something else than asked.
-        source: file of the engine, and what to look for in it.
-    """
+    """What an engine does not serve, or not as it should, whatever the backend."""
 
     when: tuple[Condition, ...]
-    architectures: tuple[str, ...]
-    why: str
-    starts: bool
-    source: str
+    architectures: tuple[str, ...]  # patterns of the only models that it is about; empty: all
+    why: str  # what stands against it
+    starts: bool  # whether the engine starts all the same, and does something else than asked
+    source: str  # file of the engine, and what to look for in it
 
     def holds(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether it is about a layer of a model."""
@@ -95,38 +75,24 @@ class EngineRefusal:
 
 @dataclass(frozen=True, slots=True)
 class OtherLayers:
-    """Models whose layers an engine runs in another way than attn-select reads them.
+    """Models whose layers an engine runs in another way than attn-select reads them."""
 
-    Attributes:
-        architectures: patterns of the models' classes.
-        why: what the engine does instead.
-        source: file of the engine, and what to look for in it.
-    """
-
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...]  # patterns of the models' classes
     why: str
-    source: str
+    source: str  # file of the engine, and what to look for in it
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDefault:
-    """What an engine runs where no argument names a backend.
-
-    Attributes:
-        name: the engine's name.
-        argument: as in ``EngineName``.
-        when: conditions on the layer and the device.
-        architectures: patterns of the only models that it is for; empty: all without a default of their own.
-        arguments: what the engine sets with it.
-        source: file and line of the engine.
-    """
+    """What an engine runs where no argument names a backend."""
 
     name: str
-    argument: str
+    argument: str  # as in ``EngineName``
     when: tuple[Condition, ...]
+    # patterns of the only models that it is for; empty: all without a default of their own
     architectures: tuple[str, ...]
-    arguments: Mapping[str, str]
-    source: str
+    arguments: Mapping[str, str]  # what the engine sets with it
+    source: str  # file and line of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +100,13 @@ class EngineKernel:
     """An engine's own backend for a kind of layers that attn-select has no kernel for (``UnservedLayers``).
 
     The engine takes it by itself, or the model's own code does.
-
-    Attributes:
-        kinds: patterns of the kinds' names.
-        name: what the engine calls it.
-        when: conditions on the device.
-        default: whether it is what the engine takes there without being told.
-        source: file of the engine, and what to look for in it.
     """
 
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # patterns of the kinds' names
     name: str
     when: tuple[Condition, ...]
-    default: bool
-    source: str
+    default: bool  # whether it is what the engine takes there without being told
+    source: str  # file of the engine, and what to look for in it
 
 
 def _is_one(architecture: str, patterns: Sequence[str]) -> bool:
@@ -160,68 +119,46 @@ def _nothing(name: EngineName) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
-    """What is known of one release of an engine.
+    """What is known of one release of an engine."""
 
-    Attributes:
-        key: as ``--engine`` takes it.
-        engine, release: its name as people write it, and the version that was read.
-        command: what its server is started with; the model follows.
-        adapter: attn-select's distribution that runs inside the engine, where there is one.
-        adapter_kernels: conditions under which it brings a backend of attn-select's into the engine, by the name.
-        mla_prefill: who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the
-            prefill's in every phase (``for all``), or a backend per phase (``by phase``).
-        splits_blocks: whether a block may be any multiple of a backend's block size.
-        arguments: by what they say: ``--flag``, ``VARIABLE=`` of the environment, or a dotted key of the file that the
-            argument ``file`` names.
-        kinds: the engine's names of layer kinds; empty where it takes one backend for all kinds.
-        kv_cache_dtypes: the engine's names of KV-cache dtypes.
-        limits: what no argument says, one sentence each.
-        names: in the order in which they are tried.
-        defaults: what runs without an argument; the first that fits.
-        own_defaults: architectures for which the engine has defaults of its own.
-        unserved: its own backends for kinds of layers that attn-select has none for.
-        explicit_kv_cache: conditions under which ``auto`` is another dtype in the engine, so that it is always said.
-        cache_is_dtype: whether a 16-bit cache must be of the model's dtype.
-        states_batch_invariant: whether layers that keep a state are served with batch invariance.
-        kv_heads_divided: models whose KV heads the engine never copies, so that no more ranks than KV heads share them.
-        accepts: by patterns of models' classes the only names that such a model takes.
-        refusals: what it does not serve as it should, whatever the backend.
-        lists_all: whether ``names`` hold all of the engine's under ``attention``, so that it refuses where none holds.
-        other_layers: models whose layers it runs in another way.
-    """
-
-    key: str
-    engine: str
+    key: str  # as ``--engine`` takes it
+    engine: str  # its name as people write it, and the version that was read
     release: str
-    command: tuple[str, ...]
-    adapter: str | None
+    command: tuple[str, ...]  # what its server is started with; the model follows
+    adapter: str | None  # attn-select's distribution that runs inside the engine, where there is one
+    # conditions under which it brings a backend of attn-select's into the engine, by the name
     adapter_kernels: Mapping[str, tuple[Condition, ...]]
+    # who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the prefill's in
+    # every phase (``for all``), or a backend per phase (``by phase``)
     mla_prefill: Literal["apart", "by decode", "for all", "by phase"]
-    splits_blocks: bool
+    splits_blocks: bool  # whether a block may be any multiple of a backend's block size
+    # by what they say: ``--flag``, ``VARIABLE=`` of the environment, or a dotted key of the file that the argument
+    # ``file`` names
     arguments: Mapping[str, str]
-    kinds: Mapping[str, str]
-    kv_cache_dtypes: Mapping[str, str]
-    limits: tuple[str, ...]
-    names: tuple[EngineName, ...]
-    defaults: tuple[EngineDefault, ...]
-    own_defaults: tuple[str, ...]
-    unserved: tuple[EngineKernel, ...]
+    kinds: Mapping[str, str]  # the engine's names of layer kinds; empty where it takes one backend for all kinds
+    kv_cache_dtypes: Mapping[str, str]  # the engine's names of KV-cache dtypes
+    limits: tuple[str, ...]  # what no argument says, one sentence each
+    names: tuple[EngineName, ...]  # in the order in which they are tried
+    defaults: tuple[EngineDefault, ...]  # what runs without an argument; the first that fits
+    own_defaults: tuple[str, ...]  # architectures for which the engine has defaults of its own
+    unserved: tuple[EngineKernel, ...]  # its own backends for kinds of layers that attn-select has none for
+    # conditions under which ``auto`` is another dtype in the engine, so that it is always said
     explicit_kv_cache: tuple[Condition, ...] | None
-    cache_is_dtype: bool
-    states_batch_invariant: bool
+    cache_is_dtype: bool  # whether a 16-bit cache must be of the model's dtype
+    states_batch_invariant: bool  # whether layers that keep a state are served with batch invariance
+    # models whose KV heads the engine never copies, so that no more ranks than KV heads share them
     kv_heads_divided: tuple[str, ...]
+    # by patterns of models' classes the only names that such a model takes
     accepts: Mapping[tuple[str, ...], tuple[str, ...]]
-    refusals: tuple[EngineRefusal, ...]
+    refusals: tuple[EngineRefusal, ...]  # what it does not serve as it should, whatever the backend
+    # whether ``names`` hold all of the engine's under ``attention``, so that it refuses where none holds
     lists_all: bool
-    other_layers: tuple[OtherLayers, ...]
+    other_layers: tuple[OtherLayers, ...]  # models whose layers it runs in another way
 
     def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
         """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same.
 
         The first is empty where it has something, or where nobody knows.
-
-        Args:
-            architecture: the model's class; empty: unknown.
         """
         for each in self.refusals:
             if each.holds(config, device, architecture):
@@ -243,12 +180,7 @@ class EngineTable:
         return next((each for each in self.other_layers if _is_one(architecture, each.architectures)), None)
 
     def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
-        """Return what the engine runs for a layer where no argument names a backend; None where that is not known.
-
-        Args:
-            argument: as in ``EngineName``.
-            architecture: the model's class; empty: unknown.
-        """
+        """Return what the engine runs for a layer where no argument names a backend; None where that is not known."""
         for each in self.defaults:
             if each.argument != argument or (not each.architectures and architecture in self.own_defaults):
                 continue
@@ -303,13 +235,6 @@ class EngineTable:
         """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
 
         An engine's own kernel has the place that it has without the times of attn-select's kernel.
-
-        Args:
-            selection: of the layer.
-            phases: the phases.
-            argument: as in ``EngineName``.
-            lacks: says why the engine at hand does not have a name; empty where it has it.
-            architecture: the model's class; empty: unknown.
         """
         ranked = selection.ranked(phases)
         found = [self._offer(candidate, selection, phases, argument, lacks, architecture) for candidate in ranked]
@@ -329,11 +254,7 @@ class EngineTable:
         return offers
 
     def takes_a_pair(self, selection: Selection, lacks: Callable[[EngineName], str] = _nothing) -> bool:
-        """Whether a layer's phases take two backends, and not by times of attn-select's own kernels alone.
-
-        Args:
-            lacks: as in ``offers``.
-        """
+        """Whether a layer's phases take two backends, and not by times of attn-select's own kernels alone."""
         if len(set(selection.selected.values())) < 2:
             return False
         orders = [self.offers(selection, (phase,), "attention", lacks) for phase in selection.config.phases]
@@ -383,21 +304,13 @@ class EngineTable:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One backend of attn-select's order, as an engine has it.
-
-    Attributes:
-        backend: attn-select's name.
-        name: the engine's; None where it has none.
-        why: why it has none, or why the one that it has comes later; else empty.
-        block_size: tokens per cache block that attn-select would give it; None for layers without a cache.
-        place: in the order for this engine, least first.
-    """
+    """One backend of attn-select's order, as an engine has it."""
 
     backend: str
-    name: EngineName | None
-    why: str
-    block_size: int | None
-    place: float = 0
+    name: EngineName | None  # the engine's; None where it has none
+    why: str  # why it has none, or why the one that it has comes later; else empty
+    block_size: int | None  # tokens per cache block that attn-select would give it; None for layers without a cache
+    place: float = 0  # in the order for this engine, least first
 
 
 def engine_table(key: str) -> EngineTable:

@@ -50,14 +50,6 @@ class ObservedSteps:
     The file is written at the first step, then at growing intervals up to a minute, and when the process ends; whole
     each time. Engines kill their processes: then the last minute is lost. May be made before a fork; each process that
     counts has a file of its own.
-
-    Args:
-        engine: name and release, for people.
-        say: takes one line of log, about the first file written and about a failure to write.
-        clock: seconds.
-
-    Attributes:
-        file: where the workload goes; None before the first step.
     """
 
     def __init__(self, engine: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,12 +62,7 @@ class ObservedSteps:
         self._said = False
 
     def count(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Take note of a step; costs microseconds, and now and then the time to write the file.
-
-        Args:
-            query_lens: new tokens of each request; a step without requests does not count.
-            seq_lens: all tokens of each, the new ones included.
-        """
+        """Take note of a step; costs microseconds, and now and then the time to write the file."""
         if not query_lens:
             return
         if self.file is None:

@@ -10,10 +10,6 @@ def wrong_ranks(config: AttentionConfig, tensor_parallel: int, ranks: int) -> tu
 
     Those of a request's ranks share its context that would hold the same keys: copies of a KV head, and all of MLA's.
     So vLLM has it (vllm/config/parallel.py, vllm/config/model.py verify_with_parallel_config 0.33.0).
-
-    Args:
-        config: the layer with the heads of all ranks.
-        tensor_parallel: ranks that share the heads.
     """
     accepted = [size for size in range(1, tensor_parallel + 1) if not _against(config, tensor_parallel, size)]
     return _against(config, tensor_parallel, ranks), " or ".join(map(str, accepted))

@@ -55,16 +55,6 @@ def avoid_trapping_amx(
     """Keep oneDNN from AMX where its instructions trap; call this before the first product on a CPU.
 
     The answer is kept until the next boot, so that a child runs once. Elsewhere than on Linux nothing happens.
-
-    Args:
-        say: gets one line where something was set, or where the child gave no answer; None prints it on stderr.
-        cpuinfo: the file that lists the CPU's features.
-        product: the Python source that the child runs.
-        seconds: how long the child may take.
-        try_it: whether to run a child where this boot has no answer yet.
-
-    Returns:
-        What was found. For ``traps``, ``ONEDNN_MAX_CPU_ISA`` is set in this process and for its children.
     """
     if os.environ.get(VARIABLE):
         return "variable-set"

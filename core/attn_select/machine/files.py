@@ -37,12 +37,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: it does not exist or cannot be read.
-        ValueError: it is not a regular file, or larger.
-    """
+    """Return the content of a regular file of at most ``most`` bytes."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("is not a regular file")
     with open(path, "rb") as file:
@@ -56,9 +51,6 @@ def replace_file(target: Path, content: bytes) -> None:
     """Write a file in one step: others see the old content or the new one. Its mode stays as it was.
 
     What is written at first has a name that nobody knows, and no link is followed to it.
-
-    Raises:
-        OSError: it cannot be written.
     """
     new = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     mode = target.stat().st_mode & 0o777 if target.exists() else None

@@ -16,26 +16,15 @@ _MOST_SHOWN = 3
 
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """The rules file of one plugin, read and found to be sound.
+    """The rules file of one plugin, read and found to be sound."""
 
-    Attributes:
-        plugin: the distribution that ships it.
-        path: the file.
-        document: what the file says.
-    """
-
-    plugin: str
+    plugin: str  # the distribution that ships it
     path: Path
     document: Document
 
 
 def read_fragment(path: object, plugin: str, backends: Collection[str]) -> Fragment:
-    """Read the file that ``attn_select_register_rules`` of ``plugin`` named.
-
-    Raises:
-        PluginError: it cannot be read, breaks the format of rules files, switches a rule off, or names a backend that
-            is not one of ``backends``, which the plugin registers.
-    """
+    """Read the file that ``attn_select_register_rules`` of ``plugin`` named."""
     if not isinstance(path, (str, os.PathLike)) or not os.path.isabs(path):
         accepted = 'an absolute path such as Path(__file__).with_name("rules.toml")'
         raise PluginError(f"attn_select_register_rules returned {show(path)} (accepted: {accepted})")

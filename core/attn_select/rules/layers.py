@@ -28,17 +28,11 @@ _NOTHING_INSTEAD: Instead = MappingProxyType({})
 
 @dataclass(slots=True)
 class Layer:
-    """One place where rules are looked for.
+    """One place where rules are looked for."""
 
-    Attributes:
-        kind: ``plugin NAME``, ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``.
-        path: the file.
-        state: ``read``, ``not found``, or why it was skipped or cannot be read; empty until looked at.
-    """
-
-    kind: str
+    kind: str  # ``plugin NAME``, ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``
     path: Path
-    state: str = ""
+    state: str = ""  # ``read``, ``not found``, or why it was skipped or cannot be read; empty until looked at
 
     def to_dict(self) -> dict[str, str]:
         """Return the layer as it stands in JSON output."""
@@ -47,38 +41,26 @@ class Layer:
 
 @dataclass(slots=True)
 class BackendOptionsTable:
-    """A ``[backends.NAME]`` table merged over the layers.
+    """A ``[backends.NAME]`` table merged over the layers."""
 
-    Attributes:
-        values: option values by key.
-        origins: file and line (None where unknown) that each key comes from.
-        origin: file and line of the table in the last file that has one.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # option values by key
+    # file and line (None where unknown) that each key comes from
     origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    origin: tuple[str, int | None] = ("", None)
+    origin: tuple[str, int | None] = ("", None)  # file and line of the table in the last file that has one
 
 
 @dataclass(slots=True)
 class RuleSet:
-    """The effective rules.
+    """The effective rules."""
 
-    Attributes:
-        rules: enabled rules, first layer to last, top-down within one.
-        options: option tables by backend name.
-        layers: every file that was looked for, the plugins' fragments first.
-        idle: one problem for each rule that disables a rule which no earlier layer has.
-        foreign: one problem where the working directory's file, which nobody asked for, is another user's.
-        named: the backends that broken rules name (``Document.named``).
-    """
-
-    rules: list[Rule] = field(default_factory=list)
-    options: dict[str, BackendOptionsTable] = field(default_factory=dict)
-    layers: list[Layer] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)  # enabled rules, first layer to last, top-down within one
+    options: dict[str, BackendOptionsTable] = field(default_factory=dict)  # option tables by backend name
+    layers: list[Layer] = field(default_factory=list)  # every file that was looked for, the plugins' fragments first
+    # one problem for each rule that disables a rule which no earlier layer has
     idle: list[Problem] = field(default_factory=list)
+    # one problem where the working directory's file, which nobody asked for, is another user's
     foreign: list[Problem] = field(default_factory=list)
-    named: list[Named] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)  # the backends that broken rules name (``Document.named``)
 
 
 def packaged_rules_path() -> Path:
@@ -130,10 +112,6 @@ def load_rules(
 
     Without ``working_directory`` its file is not looked for. A file that ``instead`` has a content for counts as there,
     with that content.
-
-    Raises:
-        RulesError: a file that was asked for is missing, or a file cannot be read or breaks the format. The problems of
-            all files are collected in ``problems`` (the first hundred).
     """
     rule_set, problems = read_rules(extra, fragments, instead, working_directory)
     if problems:
@@ -238,11 +216,7 @@ def _same_file(one: Layer, other: Layer) -> bool:
 
 
 def _read(layer: Layer, instead: Instead) -> bytes | None:
-    """Return a file's content, None where an optional one does not exist.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or a file that must exist does not.
-    """
+    """Return a file's content, None where an optional one does not exist."""
     try:
         content = instead.get(os.path.realpath(layer.path)) if instead else None
         content = read_file(layer.path) if content is None else content

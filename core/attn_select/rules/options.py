@@ -12,11 +12,7 @@ from attn_select.rules.layers import RuleSet
 
 
 def read_options(rules: RuleSet, specs: Mapping[str, BackendSpec]) -> dict[str, BackendOptions]:
-    """Return every registered backend's options, defaults where the rules set none.
-
-    Raises:
-        RulesError: an unknown key or a value that the model rejects; names file, line, key, value and what is accepted.
-    """
+    """Return every registered backend's options, defaults where the rules set none."""
     options: dict[str, BackendOptions] = {}
     problems: list[tuple[str, int | None, str]] = []
     for name, spec in specs.items():

@@ -23,11 +23,7 @@ def fragments_of(registry: Registry) -> list[Fragment]:
 
 
 def registered_spec(name: str) -> BackendSpec:
-    """Return the spec that an installed plugin registers under ``name``.
-
-    Raises:
-        PluginError: no installed plugin registers it, or none that works.
-    """
+    """Return the spec that an installed plugin registers under ``name``."""
     registry = load_plugins()
     if name not in registry.specs:
         text = f"backend {name} is not registered in this process"

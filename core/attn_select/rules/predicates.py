@@ -31,11 +31,7 @@ _CAPABILITIES = frozenset((major, minor) for major in range(5, 21) for minor in 
 
 
 class ConditionError(ValueError):
-    """A condition that cannot be understood; the message names field, value and what is accepted.
-
-    Attributes:
-        problems: the key below ``when`` and the message of every such condition.
-    """
+    """A condition that cannot be understood; the message names field, value and what is accepted."""
 
     def __init__(self, message: str, problems: Sequence[tuple[tuple[str, ...], str]] = ()) -> None:
         super().__init__(message)

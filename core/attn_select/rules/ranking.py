@@ -19,25 +19,15 @@ from attn_select.rules.rule import PACKAGED, Rule
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The order that the rules give one phase.
+    """The order that the rules give one phase."""
 
-    Attributes:
-        default: backend names, best first, before the users' own rules for it.
-        users: the users' rules that change this order, in the order they are applied.
-        priority: the rule that gives the order, None where no priority rule matched.
-        denied: backend name → the rule that denies it.
-        rules: the rules that made the order, as they were applied.
-        evidence: the last rule that keeps times out, or None.
-        behind: the unproved backends that stand behind all others in ``default``.
-    """
-
-    default: list[str]
-    users: list[Rule]
-    priority: Rule | None
-    denied: dict[str, Rule]
-    rules: list[Rule]
-    evidence: Rule | None
-    behind: tuple[str, ...] = ()
+    default: list[str]  # backend names, best first, before the users' own rules for it
+    users: list[Rule]  # the users' rules that change this order, in the order they are applied
+    priority: Rule | None  # the rule that gives the order, None where no priority rule matched
+    denied: dict[str, Rule]  # backend name → the rule that denies it
+    rules: list[Rule]  # the rules that made the order, as they were applied
+    evidence: Rule | None  # the last rule that keeps times out, or None
+    behind: tuple[str, ...] = ()  # the unproved backends that stand behind all others in ``default``
 
     @property
     def order(self) -> list[str]:
@@ -91,13 +81,7 @@ class Ranking:
 
 
 class Ranker:
-    """The rules that hold on one device with one set of libraries.
-
-    Args:
-        rules: all rules, first layer to last, top-down within one.
-        registered: every backend, in the order that counts where no rule says otherwise.
-        modules: the distributions that an import name in ``library.NAME`` stands for (``libraries.import_names``).
-    """
+    """The rules that hold on one device with one set of libraries."""
 
     def __init__(
         self,
@@ -128,15 +112,7 @@ class Ranker:
         registered: Sequence[str] | None = None,
         batches: Mapping[Phase, Sequence[object]] | None = None,
     ) -> dict[Phase, Ranking]:
-        """Return the ranking of every phase.
-
-        Args:
-            config: the layer.
-            phases: the phases that it has.
-            registered: the backends of the layer's kind, in their order; None: all.
-            batches: the batch shapes of each phase; None where no workload is given. Rules about batches hold where
-                they hold for every one.
-        """
+        """Return the ranking of every phase."""
         base = self._registered if registered is None else registered
         return {phase: self._rank(config, phase, base, None if batches is None else batches[phase]) for phase in phases}
 

@@ -22,12 +22,7 @@ _LONGEST_REASON = 1000
 
 
 class RuleError(ValueError):
-    """A rule that breaks the format.
-
-    Attributes:
-        problems: the key in the rule's table and a message for people, for every error found.
-        backends: the names that its effects list, which may be unknown besides.
-    """
+    """A rule that breaks the format."""
 
     def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]], backends: Sequence[str] = ()) -> None:
         super().__init__("; ".join(text for _, text in problems))
@@ -36,38 +31,25 @@ class RuleError(ValueError):
 
 @dataclass(slots=True, eq=False)
 class Rule:
-    """One rule. Treat as immutable: rules are shared and cached.
+    """One rule. Treat as immutable: rules are shared and cached."""
 
-    Attributes:
-        name: unique within a file; a later layer's rule of the same name replaces this one.
-        effect: ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out; None for a rule
-            that only switches another off.
-        backends: the names that the effect lists, in order; ``evidence`` lists none.
-        phase: the one phase it speaks of, or None for both.
-        when: all must match.
-        because: the author's reason, shown by explain, as one line.
-        file: path of the file as a user would write it; ``<packaged>`` rules carry their real path.
-        line: line of the rule's header, from 1.
-        layer: position of the file among the layers, later beats earlier: plugins' fragments, the packaged rules
-            (``PACKAGED``), users' files.
-        enabled: False removes the rule of this name from earlier layers.
-        warnings: problems that do not stop the rule from working.
-        plugin: the distribution of the plugin that ships the rule, or None.
-        only: whether a priority shuts out the backends that it does not list; None where the rule does not say.
-    """
-
-    name: str
+    name: str  # unique within a file; a later layer's rule of the same name replaces this one
+    # ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out; None for a rule that only
+    # switches another off
     effect: Effect | None
-    backends: tuple[str, ...]
-    phase: Phase | None
+    backends: tuple[str, ...]  # the names that the effect lists, in order; ``evidence`` lists none
+    phase: Phase | None  # the one phase it speaks of, or None for both
     when: tuple[Condition, ...]
-    because: str | None
-    file: str
-    line: int
+    because: str | None  # the author's reason, shown by explain, as one line
+    file: str  # path of the file as a user would write it; ``<packaged>`` rules carry their real path
+    line: int  # line of the rule's header, from 1
+    # position of the file among the layers, later beats earlier: plugins' fragments, the packaged rules (``PACKAGED``),
+    # users' files
     layer: int
-    enabled: bool = True
-    warnings: tuple[str, ...] = ()
-    plugin: str | None = None
+    enabled: bool = True  # False removes the rule of this name from earlier layers
+    warnings: tuple[str, ...] = ()  # problems that do not stop the rule from working
+    plugin: str | None = None  # the distribution of the plugin that ships the rule, or None
+    # whether a priority shuts out the backends that it does not list; None where the rule does not say
     only: bool | None = None
 
     @property
@@ -79,11 +61,7 @@ class Rule:
 
 
 def parse_rule(table: Mapping[str, Any], *, file: str, line: int, layer: int) -> Rule:
-    """Check one table and compile it.
-
-    Raises:
-        RuleError: no name, unknown keys, wrong types, no or several effects, bad conditions: all of them.
-    """
+    """Check one table and compile it."""
     name = table.get("name")
     problems: list[tuple[tuple[str, ...], str]] = []
     if name is None:

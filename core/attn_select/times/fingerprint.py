@@ -43,11 +43,6 @@ def fingerprint(spec: BackendSpec, environment: Environment, provider: str | Non
     """Return the fingerprint of a backend's kernels as they are here.
 
     Left out is a distribution whose version is not known here: what rests on it cannot be judged.
-
-    Args:
-        spec: the backend.
-        environment: says which libraries are installed, or assumed to be.
-        provider: ``BackendPlan.provider``, where the kernel comes from one of several distributions.
     """
     libraries = [library.distribution for group in spec.libraries for library in group]
     found: dict[str, str] = {}
@@ -100,9 +95,6 @@ def sources_hash(module: str) -> str:
 
     Comments, docstrings and empty lines do not count, and neither do the plugin's facts. Data files that a module names
     and that lie beside it count. 16 hexadecimal digits; the same under every release of Python.
-
-    Raises:
-        ModuleNotFoundError: the plugin's package has no such module.
     """
     package = module.partition(".")[0]
     files = _modules(package)
@@ -157,11 +149,7 @@ def _kept(token: re.Match[str]) -> str:
 
 @functools.cache
 def _modules(package: str) -> dict[str, Path]:
-    """Return the files of a top-level package's modules; it is found without running more of it than its ``__init__``.
-
-    Raises:
-        ModuleNotFoundError: there is no such package.
-    """
+    """Return the files of a package's modules; it is found without running more of it than its ``__init__``."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package}", name=package)

@@ -53,36 +53,23 @@ def family_of(config: LayerConfig) -> Family | None:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A measured workload beside the one that is asked about.
+    """A measured workload beside the one that is asked about."""
 
-    Attributes:
-        likeness: from 0 to 1, where 1 is the same features.
-        times_us: of one layer's step, by backend.
-        first_call_s: seconds of the first call with a cold disk cache, by backend; without what is not known.
-        workspace_bytes: device memory that a call takes beside its arguments, by backend.
-        host_us: host time of one layer's eager call, by backend.
-    """
-
-    likeness: float
+    likeness: float  # from 0 to 1, where 1 is the same features
     times_us: Mapping[str, float]
+    # seconds of the first call with a cold disk cache, by backend; without what is not known
     first_call_s: Mapping[str, float]
-    workspace_bytes: Mapping[str, float]
-    host_us: Mapping[str, float]
+    workspace_bytes: Mapping[str, float]  # device memory that a call takes beside its arguments, by backend
+    host_us: Mapping[str, float]  # host time of one layer's eager call, by backend
 
 
 @dataclass(frozen=True)
 class Surveyed:
-    """What a survey has of one backend.
+    """What a survey has of one backend."""
 
-    Attributes:
-        fingerprint: of its kernels (``attn_select.times.fingerprint``).
-        date: of its last time, ISO 8601.
-        times: how many workloads it was timed on.
-    """
-
-    fingerprint: Mapping[str, str]
-    date: str
-    times: int
+    fingerprint: Mapping[str, str]  # of its kernels (``attn_select.times.fingerprint``)
+    date: str  # of its last time, ISO 8601
+    times: int  # how many workloads it was timed on
 
 
 @dataclass(frozen=True)
@@ -128,32 +115,15 @@ class _Family:
 
 
 class Survey:
-    """One GPU's survey.
-
-    Args:
-        data: what its file holds.
-        source: where it comes from, in words.
-
-    Attributes:
-        data: what the file holds.
-        gpu: the GPU's full name, as its driver has it.
-        date: of its last time, ISO 8601.
-        workloads: how many were timed.
-        margin: 95 % of predicted ratios of two backends' times lie within this factor of the measured ones, for kinds
-            of layers that were not surveyed.
-        backends: what was timed of each backend.
-        digest: of the file.
-
-    Raises:
-        KeyError, TypeError: ``data`` is not a survey's.
-    """
+    """One GPU's survey."""
 
     def __init__(self, data: Mapping[str, Any], source: str, digest: str = "") -> None:
         self.source, self.digest = source, digest
         self.data = data
-        self.gpu: str = data["gpu"]
-        self.date: str = data["date"]
+        self.gpu: str = data["gpu"]  # its full name, as the driver has it
+        self.date: str = data["date"]  # of its last time, ISO 8601
         self.workloads: int = data["workloads"]
+        # 95 % of predicted ratios of two backends' times lie within it, for kinds of layers that were not surveyed.
         self.margin: float = data["margin"]
         self.backends = {name: Surveyed(**each) for name, each in data["backends"].items()}
         self.rates = Rates(**data["rates"])
@@ -211,9 +181,6 @@ class Survey:
 def load_survey(device: Device) -> Survey | None:
     """Return the survey of a device: the user's own, else the packaged one, else that of a GPU that differs from it in
     its memory alone; None where there is none.
-
-    Raises:
-        MeasurementError: the file cannot be read.
     """
     own = user_path(device)
     return survey_for(device, own, "measured here") if own is not None and own.exists() else packaged_survey(device)
@@ -232,11 +199,7 @@ def packaged_survey(device: Device) -> Survey | None:
 
 
 def survey_for(device: Device, path: Path, source: str) -> Survey:
-    """Return the survey of a file for a device: of that device, or of one that differs from it in its memory alone.
-
-    Raises:
-        MeasurementError: the file cannot be read, or is of another GPU.
-    """
+    """Return the survey of a file for a device: of that device, or of one that differs from it in its memory alone."""
     survey = read_survey_file(path, source)
     measured = find_gpu(survey.gpu)
     if survey.gpu == device.full_name or (measured is not None and measured.name == device.name):
@@ -259,11 +222,7 @@ def _differs_in_memory_alone(measured: Device, other: Device) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def read_survey_file(path: Path, source: str) -> Survey:
-    """Return the survey that a file holds. Cached.
-
-    Raises:
-        MeasurementError: the file cannot be read, or is not one.
-    """
+    """Return the survey that a file holds. Cached."""
     import hashlib
 
     try:

@@ -27,24 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one layer's step reads, writes and multiplies.
+    """What one layer's step reads, writes and multiplies."""
 
-    Attributes:
-        kv_bytes: keys and values (MLA: latents) that attention reads, or states.
-        query_bytes: queries read and outputs written.
-        cache_write_bytes: new keys and values, read and written into the cache, or states written; 0 for layers without
-            a cache.
-        projection_bytes: what MLA's products with ``W_UK`` and ``W_UV`` read and write beyond that; else 0.
-        attention_flops: scores and weighted sums over visible keys, or the recurrence.
-        projection_flops: MLA's products with ``W_UK`` and ``W_UV``; else 0.
-    """
-
-    kv_bytes: float = 0
-    query_bytes: float = 0
+    kv_bytes: float = 0  # keys and values (MLA: latents) that attention reads, or states
+    query_bytes: float = 0  # queries read and outputs written
+    # new keys and values, read and written into the cache, or states written; 0 for layers without a cache
     cache_write_bytes: float = 0
-    projection_bytes: float = 0
-    attention_flops: float = 0
-    projection_flops: float = 0
+    projection_bytes: float = 0  # what MLA's products with ``W_UK`` and ``W_UV`` read and write beyond that; else 0
+    attention_flops: float = 0  # scores and weighted sums over visible keys, or the recurrence
+    projection_flops: float = 0  # MLA's products with ``W_UK`` and ``W_UV``; else 0
 
     @property
     def bytes(self) -> float:
@@ -196,12 +187,7 @@ def _mla_dims(config: AttentionConfig) -> tuple[int, int, int, int]:
 def step_work(
     config: LayerConfig, batch: BatchShape, *, cache_write: bool = True, projections: bool = True
 ) -> StepWork:
-    """Return the work of one layer's step over ``batch``.
-
-    Args:
-        cache_write: count the write of new keys and values into the cache. That of states is always counted.
-        projections: count MLA's products with ``W_UK`` and ``W_UV``. A kernel timed by itself does not do them.
-    """
+    """Return the work of one layer's step over ``batch``."""
     parts = [(group.count, request_work(config, group.query_len, group.seq_len)) for group in batch.groups]
     total = {each.name: sum(count * getattr(work, each.name) for count, work in parts) for each in fields(StepWork)}
     if isinstance(config, StateConfig):

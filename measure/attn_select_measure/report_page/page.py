@@ -29,40 +29,25 @@ _CUT = "\x00"
 
 @dataclass(slots=True)
 class Cell:
-    """One model's layers of one kind on one GPU.
+    """One model's layers of one kind on one GPU."""
 
-    Attributes:
-        model: the model, or what names the layer.
-        kind: the layer kind and how many layers are of it.
-        gpu: the column.
-        names: the chosen backends, prefill's first; ``none`` for a phase without one.
-        key: which of ``Page.explanations`` opens.
-    """
-
-    model: str
-    kind: str
+    model: str  # the model, or what names the layer
+    kind: str  # the layer kind and how many layers are of it
     gpu: str
-    names: list[str]
-    key: str
+    names: list[str]  # the chosen backends, prefill's first; ``none`` for a phase without one
+    key: str  # which of ``Page.explanations`` opens
 
 
 @dataclass(slots=True)
 class Page:
-    """Everything that a report shows.
-
-    Attributes:
-        cells: of the matrix.
-        explanations: what each key of a cell opens: a document of ``attn-select explain --json``.
-        timed: charts of predicted times.
-        notes: why there are no charts of some layers or GPUs, sentences.
-        looks: index of each backend's colour and sign.
-    """
+    """Everything that a report shows."""
 
     cells: Sequence[Cell]
+    # what each key of a cell opens: a document of ``attn-select explain --json``
     explanations: Mapping[str, Mapping[str, Any]]
-    timed: Sequence[ChartGroup]
-    notes: Sequence[str]
-    looks: Mapping[str, int]
+    timed: Sequence[ChartGroup]  # charts of predicted times
+    notes: Sequence[str]  # why there are no charts of some layers or GPUs, sentences
+    looks: Mapping[str, int]  # index of each backend's colour and sign
 
     def html(self) -> str:
         """Return the page as text."""

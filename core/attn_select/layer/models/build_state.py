@@ -20,9 +20,6 @@ def state_config(
     """Return what one rank of a state layer asks for, and the names of the flags that were used.
 
     ``where`` names the model; None where flags alone describe the layer.
-
-    Raises:
-        ConfigError: flags contradict each other, or the heads do not divide.
     """
     accepted = _OF_A_MODEL if where is not None else tuple(StateConfig.model_fields)
     used = {field for field in overrides if field in accepted}

@@ -73,16 +73,10 @@ class Sparse(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The distinct layers of a model with their places in it, in order of appearance.
+    """The distinct layers of a model with their places in it, in order of appearance."""
 
-    Attributes:
-        layers: what layers ask for, and which ones do.
-        notes: what should be said about them.
-        sharing: which of them cache nothing of their own.
-        unserved: layers of kinds that no backend here has a kernel for, and which ones are.
-    """
-
-    layers: list[tuple[Layer | StateLayer, Sequence[int]]]
-    notes: list[str]
-    sharing: Sharing = NOTHING_SHARED
+    layers: list[tuple[Layer | StateLayer, Sequence[int]]]  # what layers ask for, and which ones do
+    notes: list[str]  # what should be said about them
+    sharing: Sharing = NOTHING_SHARED  # which of them cache nothing of their own
+    # layers of kinds that no backend here has a kernel for, and which ones are
     unserved: Sequence[tuple[Sparse, Sequence[int]]] = ()

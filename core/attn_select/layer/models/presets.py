@@ -11,19 +11,13 @@ from attn_select.layer.models.data_files import load
 
 @dataclass(slots=True)
 class Preset:
-    """One preset.
-
-    Attributes:
-        name: its own.
-        names: others that lead to it: repositories of the Hugging Face Hub whose attention is the same, short forms.
-        description: its attention.
-        source: where its values were looked up.
-    """
+    """One preset."""
 
     name: str
+    # others that lead to it: repositories of the Hugging Face Hub whose attention is the same, short forms
     names: tuple[str, ...]
     description: str
-    source: str
+    source: str  # where its values were looked up
 
 
 @functools.cache

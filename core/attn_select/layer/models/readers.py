@@ -19,16 +19,7 @@ from attn_select.layer.models.unserved import KINDS, sparse_kind
 
 
 def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
-    """Return the layers that ``fields`` describe.
-
-    Args:
-        fields: the config of a text model.
-        mm_prefix: as in ``AttentionConfig``.
-        drafts: whether the layers that only drafts run are counted: those for multi-token prediction.
-
-    Raises:
-        ModelError: a field has a wrong value, contradicts another, or there is no attention in it.
-    """
+    """Return the layers that ``fields`` describe."""
     if not fields.family.known:
         _refuse_fields_of_layers(fields)
     apart = fields.family.reader == "encoder_decoder"
