@@ -121,8 +121,8 @@ def _table(explained: Explanation) -> list[Block]:
         name = f"{layer.kind} × {layer.count}"
         rows.append([name if owning == layer.count else f"{name}, {owning} own one", *cells, chosen])
     header = ["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"]
-    said = "none: no backend is valid there; `attn-select explain` with the same options says why"
-    return [Table(header, rows), *([[], [("", ""), HANG, (said, "warning")]] if missing else [])]
+    missing_text = "none: no backend is valid there; `attn-select explain` with the same options says why"
+    return [Table(header, rows), *([[], [("", ""), HANG, (missing_text, "warning")]] if missing else [])]
 
 
 def _cells(selection: Outcome[Any]) -> list[str]:

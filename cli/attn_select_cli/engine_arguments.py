@@ -14,7 +14,7 @@ from attn_select_cli.explanation import Explanation, LayerExplanation
 
 FILE_NAME = "attn-select.yaml"
 """What the configuration file is called in commands."""
-_SAID = ("dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_context_parallel_size")
+_WITH_ARGUMENTS = ("dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_context_parallel_size")
 """Fields of ``AttentionConfig`` for which engines have arguments."""
 
 
@@ -85,12 +85,12 @@ class EngineArguments:
     @property
     def refused(self) -> str:
         """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
-        said = {
+        refusals = {
             f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}": None
             for each in self.taken
             if each.refused
         }
-        return "; ".join(said)
+        return "; ".join(refusals)
 
     @property
     def starts(self) -> bool:
@@ -139,7 +139,7 @@ class EngineArguments:
 
 
 def engine_arguments(
-    explanation: Explanation, table: EngineTable, tensor_parallel: int, asked: Mapping[str, Any]
+    explanation: Explanation, table: EngineTable, tensor_parallel: int, overrides: Mapping[str, Any]
 ) -> EngineArguments:
     """Return what tells an engine to take an explanation's choice."""
     architecture = explanation.model["architecture"] if explanation.model else ""
@@ -147,10 +147,10 @@ def engine_arguments(
     result.taken = _taken(explanation, table, architecture, result.otherwise)
     _say_backends(result)
     _say_dtypes(result, explanation)
-    _say_block_size(result, "block_size" in asked)
+    _say_block_size(result, "block_size" in overrides)
     if tensor_parallel > 1 and not result.say("tensor_parallel", tensor_parallel):
         result.not_expressed.append(f"tensor parallelism over {tensor_parallel} ranks: no argument says so")
-    _say_rest(result, explanation, asked)
+    _say_rest(result, explanation, overrides)
     result.not_expressed += table.limits
     return result
 
@@ -280,7 +280,7 @@ def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
             result.not_expressed.append(f"a KV cache of {stored}: {table.engine} stores {known}")
 
 
-def _say_block_size(result: EngineArguments, asked: bool) -> None:
+def _say_block_size(result: EngineArguments, by_option: bool) -> None:
     """Say the block size where it was asked for, or where a backend that the engine is told to take needs it.
 
     Where any size will do, the engine's own is better: SGLang's prefix cache reuses single tokens.
@@ -292,7 +292,7 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
         for each in result.taken
         if each.offer is not None
         and each.argument != "mla_prefill"
-        and (asked or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
+        and (by_option or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
     ]
     sizes = list(dict.fromkeys(offer.block_size for offer in taken if offer.block_size is not None))
     offers = [each.offer for each in result.taken if each.offer is not None and each.argument != "mla_prefill"]
@@ -312,7 +312,7 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
             result.say("block_size", size)
 
 
-def _say_rest(result: EngineArguments, explanation: Explanation, asked: Mapping[str, Any]) -> None:
+def _say_rest(result: EngineArguments, explanation: Explanation, overrides: Mapping[str, Any]) -> None:
     """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
     engine = result.table.engine
     for config in [layer.selection.config for layer in explanation.attention[:1]]:
@@ -322,8 +322,8 @@ def _say_rest(result: EngineArguments, explanation: Explanation, asked: Mapping[
         if ranks > 1 and not result.say("decode_context_parallel_size", ranks):
             text = f"decode context parallelism over {ranks} ranks: {engine} has no argument for it"
             result.not_expressed.append(text)
-    for option, value in asked.items():
-        if option not in _SAID:
+    for option, value in overrides.items():
+        if option not in _WITH_ARGUMENTS:
             result.not_expressed.append(f"{option} = {value}: {engine} takes it from the model or from other features")
 
 

@@ -91,10 +91,10 @@ class Explanation:
         states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
         if not states:
             return self
-        said = f"{', '.join(states)} layers are left out: this command is for attention"
+        left_out = f"{', '.join(states)} layers are left out: this command is for attention"
         if not self.attention and not self.unserved:
-            raise ConfigError(said, fields=["recurrence"], hint="name a model that has attention")
-        return replace(self, layers=self.attention, warnings=[*self.warnings, said])
+            raise ConfigError(left_out, fields=["recurrence"], hint="name a model that has attention")
+        return replace(self, layers=self.attention, warnings=[*self.warnings, left_out])
 
     @property
     def ok(self) -> bool:
@@ -133,12 +133,12 @@ class Explanation:
         rejected backend."""
         lines = self.head_lines()
         render = layer_lines if full else brief_lines
-        said: set[str] = set()
+        shown: set[str] = set()
         for layer in self.layers:
             own = [[], *render(layer.selection, layer.kind, layer.count, owners=layer.layers.owners)]
             folded = {text for line in own if OTHERS in (text := plain([line]))}
-            lines += [line for line in own if plain([line]) not in said]
-            said |= folded
+            lines += [line for line in own if plain([line]) not in shown]
+            shown |= folded
         lines += self._unserved_lines()
         lines += self._page_lines()
         return lines + note_lines([layer.selection for layer in self.layers], full)
@@ -305,8 +305,8 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
-    said = [*warnings, *kinds.warnings]
-    return Explanation(described, layers, said, situation, kinds.unserved, kinds.unused)
+    warnings += kinds.warnings
+    return Explanation(described, layers, warnings, situation, kinds.unserved, kinds.unused)
 
 
 def known_layers(

@@ -89,8 +89,8 @@ def _refuse_states(table: EngineTable, explanation: Explanation) -> None:
 
     configs = [layer.selection.config for layer in explanation.layers]
     has_states = any(config.sort == "state" for config in configs)
-    asked = any(config.sort != "state" and config.batch_invariant for config in configs)
-    if has_states and asked and not table.states_batch_invariant:
+    invariant = any(config.sort != "state" and config.batch_invariant for config in configs)
+    if has_states and invariant and not table.states_batch_invariant:
         raise ConfigError(
             f"--batch-invariant: {table.engine} {table.release} refuses it for layers that keep a state",
             fields=["batch_invariant"],

@@ -101,8 +101,8 @@ def read_golden(path: str) -> dict[str, Any]:
         _Golden.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        said = _EXPECTED.get(first["type"], first["msg"].removeprefix("Value error, "))
-        problem = f"{_field(first['loc'])}: {said}"
+        expected = _EXPECTED.get(first["type"], first["msg"].removeprefix("Value error, "))
+        problem = f"{_field(first['loc'])}: {expected}"
         if first["type"] not in ("missing", "value_error"):
             problem += f", got {show(first['input'])}"
         raise _refused(path, problem) from None

@@ -79,8 +79,8 @@ def command(form: str, as_json: bool, **options: Any) -> int:
     if not ok and form == "text":
         missing = next(cell for cell in cells if None in cell["selected"].values())
         model = f"--model {missing['model']} " if missing["model"] else ""
-        asked = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
-        print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {asked}", "")]])
+        command = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
+        print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {command}", "")]])
     print_warnings(warnings)
     return 0 if ok else 1
 

@@ -12,7 +12,7 @@ from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
     from attn_select_cli.explanation import LayerExplanation
-    from attn_select_cli.serving import Served, Workload
+    from attn_select_cli.serving import RunResult, Workload
     from attn_select_cli.table import Block
 
 EPILOG = """\b
@@ -56,7 +56,7 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     for one in chosen:
         one.selection.require()
     serve, unserved, workload = _serving(options)
-    served: list[tuple[LayerExplanation, Served | str]] = []
+    served: list[tuple[LayerExplanation, RunResult | str]] = []
     for one in chosen:
         reason = None if layer is not None else unserved(one.selection.config)
         if reason is not None:
@@ -111,7 +111,7 @@ def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
     return serve, unserved, Workload(num_requests=options["requests"], **{name: options[name] for name in names})
 
 
-def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:
+def _lines(one: LayerExplanation, served: RunResult | str, workload: Workload) -> list[Block]:
     from attn_select.decide.lines import byte_text
     from attn_select.decide.text import plan_lines
     from attn_select_cli.output import counted
@@ -149,7 +149,7 @@ def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> l
     return [*lines, Table(header, [*rows, bound])]
 
 
-def _to_dict(one: LayerExplanation, served: Served | str) -> dict[str, Any]:
+def _to_dict(one: LayerExplanation, served: RunResult | str) -> dict[str, Any]:
     told = one.to_dict()
     if isinstance(served, str):
         return {**told, "run": None, "not_run": served}

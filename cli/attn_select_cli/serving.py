@@ -111,7 +111,7 @@ class StepKind:
 
 
 @dataclass(slots=True)
-class Served:
+class RunResult:
     """How one layer did."""
 
     kinds: list[StepKind]
@@ -137,7 +137,7 @@ def unserved(config: LayerConfig) -> str | None:
     return "cross-attention needs an encoder's tokens" if across else None
 
 
-def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None = None) -> Served:
+def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None = None) -> RunResult:
     """Serve the workload twice through one layer: once checked, then once timed."""
     if (reason := unserved(selection.config)) is not None:
         raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["attn_type"])
@@ -148,14 +148,14 @@ def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "DefaultCPUAllocator" not in str(error):
             raise
-        asked = f"num_requests = {workload.num_requests}, prompt_tokens = {workload.prompt_tokens}"
+        sizes = f"num_requests = {workload.num_requests}, prompt_tokens = {workload.prompt_tokens}"
         hint = "take fewer --requests, or shorter ones with --prompt-tokens"
         raise ConfigError(
-            f"not enough memory for {asked}", fields=["num_requests", "prompt_tokens"], hint=hint
+            f"not enough memory for {sizes}", fields=["num_requests", "prompt_tokens"], hint=hint
         ) from error
 
 
-def _serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None) -> Served:
+def _serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None) -> RunResult:
     layer = _Layer(selection, workload)
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     for checked in (True, False):
@@ -174,7 +174,7 @@ def _serve(selection: Selection, workload: Workload, progress: Callable[[int], N
             if progress is not None:
                 progress(len(output))
     cache = layer.kv_cache
-    return Served(
+    return RunResult(
         [kind for kind in kinds.values() if kind.steps],
         error_bound(selection.config, selection.plans),
         layer.pool.num_blocks,
@@ -184,7 +184,7 @@ def _serve(selection: Selection, workload: Workload, progress: Callable[[int], N
     )
 
 
-def _serve_states(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None) -> Served:
+def _serve_states(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None) -> RunResult:
     """Serve the workload through one layer that keeps a state: a slot per request, all of them NaN at the start."""
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     prompts = workload.prompts()
@@ -205,7 +205,7 @@ def _serve_states(selection: Selection[Any], workload: Workload, progress: Calla
             kind.steps, kind.tokens = kind.steps + 1, kind.tokens + sum(lens.values())
             kind.seconds += serving.seconds
     state, conv = serving.cache.state, serving.cache.conv
-    return Served(
+    return RunResult(
         [kind for kind in kinds.values() if kind.steps],
         state_bound(selection.config),
         slots,

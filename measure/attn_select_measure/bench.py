@@ -80,9 +80,9 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     from attn_select_cli.progress import progress
     from attn_select_cli.run import chosen_layers
 
-    wanted, asked = parse_workload(workload), tuple(options["backend"])
+    wanted, backends = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
-    for name in asked:
+    for name in backends:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)
     benching = benching_module()
@@ -103,7 +103,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
             config = each.layer.selection.config
             for shape in wanted.shapes if each.not_run is None else ():
                 benching.check_runnable(config, shape.batch, ranks)
-                todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
+                todo.append((each, shape, bench.candidates(config, shape.batch, backends)))
         shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
         complete = True
         for done, (each, shape, candidates) in enumerate(todo):

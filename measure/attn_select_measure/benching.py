@@ -89,9 +89,9 @@ class Bench:
                     found.append(Candidate(judged.backend, failure=why))
                 continue
             whole = len(valid) == len(config.phases)
-            asked: Any = judged.backend if whole else dict.fromkeys(needed, judged.backend)
+            choice: Any = judged.backend if whole else dict.fromkeys(needed, judged.backend)
             try:
-                selection = select(config, device, self.rules, asked, **known)
+                selection = select(config, device, self.rules, choice, **known)
                 selection.require()
             except AttnSelectError as error:
                 found.append(Candidate(judged.backend, failure=shorten(error.message, 200)))

@@ -111,7 +111,7 @@ def in_page(svg: str, name: str, text: str) -> str:
     found = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", found)
     found = _PLACEHOLDER.sub(lambda match: f"var(--series-{int(match[1])})", found)
     found = found.replace(INK, "var(--ink)").replace(GRID, "var(--line)")
-    # A presentation attribute takes no variable: matplotlib writes styles, but for these.
+    # A presentation attribute takes no variable: matplotlib writes styles, except these.
     found = re.sub(r'\b(fill|stroke)="(var\([^"]*\))"', r'style="\1: \2"', found)
     label = text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return re.sub(r"<svg ", f'<svg role="img" aria-label="{label}" ', found, count=1)

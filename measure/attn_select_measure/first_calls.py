@@ -40,7 +40,7 @@ class FirstCall:
     backend: str  # whose it is
     config: LayerConfig
     requests: tuple[Request, ...]  # query and sequence length of each request
-    asked: Any  # the backend, or one for each phase, as ``select`` takes it
+    choice: Any  # the backend, or one for each phase, as ``select`` takes it
     phases: tuple[Phase, ...] | None  # the phases whose backends run; None: all
 
 
@@ -179,7 +179,7 @@ def _run(task: FirstCall, environment: Environment) -> None:
     from attn_select.runtime.compile_ahead import stand_in
     from attn_select.runtime.warm_up import GroupSteps, Step
 
-    selection = select(task.config, detect_device().device, None, task.asked, environment=environment)
+    selection = select(task.config, detect_device().device, None, task.choice, environment=environment)
     queries, lens = [query for query, _ in task.requests], [length for _, length in task.requests]
     capacity = Capacity(len(queries), sum(queries), max(lens))
     with torch.inference_mode():

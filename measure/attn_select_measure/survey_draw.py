@@ -110,7 +110,7 @@ def draw_batch(rng: random.Random, phase: str, config: LayerConfig, space: Space
 
 
 def kind_of(config: LayerConfig) -> str:
-    """Return one text for all layers that are alike but for what changes no time, to leave kinds out by."""
+    """Return one text for all layers that are alike except in what changes no time, to leave kinds out by."""
     fields = timed_fields(config)
     if isinstance(config, AttentionConfig):
         first = f"{config.num_heads}:{config.num_kv_heads} {config.head_size}"

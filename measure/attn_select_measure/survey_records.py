@@ -89,7 +89,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is to be said of one backend's times."""
+    """What is to be known_why of one backend's times."""
 
     backend: str  # its name; of two that share steps both
     times: int
@@ -123,9 +123,9 @@ def check_packaged(registry: Registry, environment: Environment) -> list[Checked
         for name, surveyed in sorted(read_survey_file(path, path.name).backends.items()):
             changed, missing = _judged(name, surveyed.fingerprint, registry, environment)
             entry = known.get(name, {})
-            said = f"{entry['reason']} ({entry['date']})" if changed and entry.keys() == {"reason", "date"} else ""
+            known_why = f"{entry['reason']} ({entry['date']})" if changed and entry.keys() == {"reason", "date"} else ""
             counts = surveyed.times, surveyed.times * bool(changed), surveyed.times * (bool(missing) and not changed)
-            found.append(Checked(name, *counts, tuple(changed or missing), said))
+            found.append(Checked(name, *counts, tuple(changed or missing), known_why))
     idle = sorted(known.keys() - {each.backend for each in found if each.known})
     if idle or len(known) > MOST_KNOWN_STALE:
         text = f"known_stale.toml names {', '.join(sorted(known))}: expected at most {MOST_KNOWN_STALE} backends whose"

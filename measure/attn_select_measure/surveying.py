@@ -217,15 +217,15 @@ class _Run:
         return found
 
     def _candidates(self, work: Work) -> list[Candidate]:
-        asked = self._settings.backends
+        only = self._settings.backends
         found = self._bench.candidates(work.config, work.batch)
         phases = phases_of(work.batch, work.config)
         # Of backends that serve one of two phases pairs are timed.
         found = [each for each in found if each.selection is not None or len(phases) == 1]
         if isinstance(work.config, AttentionConfig) and work.config.mla and len(phases) > 1:
             found += self._pairs(work.config, {each.name for each in found})
-        if asked:
-            return [each for each in found if {*each.name.split(PAIR)} & {*asked}]
+        if only:
+            return [each for each in found if {*each.name.split(PAIR)} & {*only}]
         return [each for each in found if each.name not in UNASKED]
 
     def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
@@ -241,10 +241,10 @@ class _Run:
         }
         for name in able["decode"]:
             if name not in whole and able["prefill"]:
-                asked: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
-                both = select(config, bench.machine.device, bench.rules, asked, **known)
-                if both.selected == asked:
-                    yield Candidate(f"{asked['prefill']}{PAIR}{name}", both)
+                pair: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
+                both = select(config, bench.machine.device, bench.rules, pair, **known)
+                if both.selected == pair:
+                    yield Candidate(f"{pair['prefill']}{PAIR}{name}", both)
 
     def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Key, Ended]) -> bool:
         """Time one workload and write its line; return False where the user stopped it."""

@@ -52,15 +52,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--before", type=Path)
-    asked = parser.parse_args()
-    for path in filter(None, (asked.file, asked.before)):
+    arguments = parser.parse_args()
+    for path in filter(None, (arguments.file, arguments.before)):
         if not path.is_file():
             parser.error(f"{path}: expected a survey's file, found none")
     before = None
-    if asked.before:
-        before = {(each["seed"], each["number"]): each for each in read_survey(asked.before)}
+    if arguments.before:
+        before = {(each["seed"], each["number"]): each for each in read_survey(arguments.before)}
     print(f"| | {' | '.join(PHASES)} |\n|{' --- |' * (len(PHASES) + 1)}")
-    for row, by_phase in sorted(ratios(read_survey(asked.file), before).items()):
+    for row, by_phase in sorted(ratios(read_survey(arguments.file), before).items()):
         means = [
             f"{geometric_mean(found):.2f} ({len(found)})" if found else "–"
             for found in (by_phase[phase] for phase in PHASES)

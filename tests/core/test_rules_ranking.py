@@ -145,7 +145,7 @@ def behind(tables: list[dict[str, Any]], layers: list[int], *unverified: str) ->
         for index, (table, layer) in enumerate(zip(tables, layers, strict=True))
     ]
     ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)["decode"]
-    return ranking.with_behind(unverified).order
+    return ranking.with_unverified_last(unverified).order
 
 
 @pytest.mark.parametrize(

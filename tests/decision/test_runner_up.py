@@ -104,4 +104,4 @@ def test_of_real_layers_a_runner_up_is_valid_and_not_the_chosen_one() -> None:
             by_name = {each.backend: each.phases[phase] for each in selection.candidates}
             assert by_name[found.backend].verdict == "valid"
             assert (found.rule is not None) is (found.lost_by == "rule")
-            assert (found.lost_by == "times") <= (by_name[found.backend].behind is not None)
+            assert (found.lost_by == "times") <= (by_name[found.backend].relative_time is not None)

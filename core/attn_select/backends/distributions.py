@@ -12,7 +12,7 @@ NOT_ON_AN_INDEX = (
     "wheels into its folder dist; with PIP_FIND_LINKS=/path/to/dist in the environment, `pip install` finds them there."
 )
 NEEDS_GPU = "needs a GPU machine"
-"""What is said of the install command of a kernel library that is of no use without a GPU."""
+"""What is added to the install command of a kernel library that is of no use without a GPU."""
 
 
 _OF_STATES = "distributions_of_states"

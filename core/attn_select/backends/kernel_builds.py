@@ -57,7 +57,7 @@ B = TypeVar("B", bound=KernelBuild)
 
 
 class Objection(NamedTuple):
-    """One thing that speaks against one build for one layer.
+    """One reason against one build for one layer.
 
     Attributes:
         code: code of the reason that it becomes when no build serves the layer.
@@ -136,7 +136,7 @@ def choose(
     Args:
         builds: the ones that the device can run, preferred first; at least one.
         environment: says what is installed.
-        objections: returns what speaks against a build for the layer; nothing: the build serves it.
+        objections: returns the objections against a build for the layer; nothing: the build serves it.
         pins: what the user's options fix.
         capability: the device's compute capability, None for a CPU; for messages.
     """

@@ -2,7 +2,7 @@
 
 A spec answers every question that can be asked without running a kernel. ``Capabilities`` holds what a
 plain comparison can decide; ``BackendSpec.plan`` decides the rest (which inner path, and why). The gate
-(``attn_select.decide.gate``) compares both with a config and returns every ``Reason`` that speaks against it.
+(``attn_select.decide.gate``) compares both with a config and returns every ``Reason`` against it.
 
 Specs are shared and cached: treat everything here as immutable. Only what serves as a key is frozen, because a frozen
 class takes twice as long to define and every start of the command line pays for it.
@@ -46,7 +46,7 @@ class Fact(Generic[T_co]):
 
 @dataclass(slots=True)
 class Reason:
-    """One thing that speaks against a backend.
+    """Why a backend cannot run a layer.
 
     ``code`` is stable kebab-case; ``observed`` and ``supported`` are plain data (str, number, list, None);
     ``remedy`` is a command-line flag, option or install command that would remove this reason, where one exists.

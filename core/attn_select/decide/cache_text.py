@@ -1,4 +1,4 @@
-"""What is said of a layer's cache, as lines: its shape and size, which layers share one, what its ranks share."""
+"""Texts about a layer's cache, as lines: its shape and size, which layers share one, what its ranks share."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ class Verdict:
         rank: position in the effective order, from 1; None where a backend is of another kind of attention and no
             priority lists it, or where an ``only`` rule shuts it out.
         verdict: ``selected``, ``valid`` (would run) or ``rejected``.
-        reasons: everything that speaks against it; empty unless rejected.
+        reasons: everything that rejects it; empty unless rejected.
         plan: how it would run; None where rejected.
         timing: how long it takes for the workload's steps of the phase; None where nothing is known, or none was asked.
-        behind: its time as a multiple of the chosen backend's; None where the two do not compare.
+        relative_time: its time as a multiple of the chosen backend's; None where the two do not compare.
     """
 
     rank: int | None
@@ -57,7 +57,7 @@ class Verdict:
     reasons: list[Reason]
     plan: BackendPlan | None
     timing: Timing | None = None
-    behind: float | None = None
+    relative_time: float | None = None
 
     @property
     def order(self) -> float:

@@ -38,15 +38,15 @@ def runners_up(
         elif not by_times:
             found[phase] = RunnerUp(other.backend, "phases")
         else:
-            found[phase] = RunnerUp(other.backend, "untimed" if other.phases[phase].behind is None else "pair")
+            found[phase] = RunnerUp(other.backend, "untimed" if other.phases[phase].relative_time is None else "pair")
     return found
 
 
 def _by_order(winner: Candidate, other: Candidate, phase: Phase, ranking: Ranking, by_times: bool) -> RunnerUp:
     """Say what put the winner before a backend that stands behind it."""
     verdict, order = other.phases[phase], ranking.order
-    if by_times and verdict.rank is not None and other.backend not in ranking.placed:
-        if verdict.behind is not None:
+    if by_times and verdict.rank is not None and other.backend not in ranking.pinned:
+        if verdict.relative_time is not None:
             return RunnerUp(other.backend, "times")
         if order.index(other.backend) < order.index(winner.backend):
             return RunnerUp(other.backend, "untimed")

@@ -1,4 +1,4 @@
-"""What is said of runners-up, as lines: the first other backend that could run a phase, and why it lost."""
+"""Texts about runners-up, as lines: the first other backend that could run a phase, and why it lost."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _LOST = {
 
 def runner_up_lines(selection: Outcome[Any]) -> list[Line]:
     """Name the runner-up of each phase and why it lost; once where all phases say the same."""
-    said: dict[tuple[str, str], list[Phase]] = {}
+    by_text: dict[tuple[str, str], list[Phase]] = {}
     for phase, found in selection.runners_up.items():
-        said.setdefault((found.backend, _why_behind(selection, phase, found)), []).append(phase)
+        by_text.setdefault((found.backend, _why_lost(selection, phase, found)), []).append(phase)
     lines: list[Line] = []
-    for (name, why), phases in said.items():
+    for (name, why), phases in by_text.items():
         where = "" if len(phases) == len(selection.backends) else f" in {phases[0]}"
         margin = ("" if lines else "  before").ljust(MARGIN)
         lines.append([(margin, ""), HANG, (f"{name}{where}", ""), (why, "")])
     return lines
 
 
-def _why_behind(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
+def _why_lost(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
     """Return why a runner-up lost, to follow its name."""
     verdict = selection.verdict(found.backend, phase)
     if found.lost_by == "rule" and found.rule is not None:
@@ -42,17 +42,17 @@ def _why_behind(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
         other = next((name for p, name in selection.selected.items() if p != phase and name is not None), "")
         return f", which shares no cache with {other}"
     if found.lost_by == "times":
-        return f" by times: it would take {_behind(verdict)}"
+        return f" by times: it would take {_relative_time(verdict)}"
     if found.lost_by == "pair":
-        return f" by times: it would take {_behind(verdict)}, and prefill and decode together would take longer"
+        return f" by times: it would take {_relative_time(verdict)}, and prefill and decode together would take longer"
     return f" {_LOST[found.lost_by]}"
 
 
-def _behind(verdict: Verdict) -> str:
+def _relative_time(verdict: Verdict) -> str:
     """Return a predicted ratio with what was measured nearby."""
     timing, parts = verdict.timing, ["predicted"]
     if timing is not None and timing.near is not None:
         parts.append(f"{timing.near:.2f} {near_text(timing.near_count)}")
     if timing is not None and timing.stale:
         parts.append("stale")
-    return f"{verdict.behind or 0.0:.2f} times as long ({', '.join(parts)})"
+    return f"{verdict.relative_time or 0.0:.2f} times as long ({', '.join(parts)})"

@@ -169,7 +169,7 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
                 "because": verdict.plan.because if verdict.plan is not None else None,
                 "unverified": list(verdict.plan.unverified) if verdict.plan is not None else [],
                 "timing": verdict.timing.to_dict() if verdict.timing is not None else None,
-                "behind": verdict.behind,
+                "behind": verdict.relative_time,
             }
             for phase, verdict in candidate.phases.items()
         },

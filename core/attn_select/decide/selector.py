@@ -106,8 +106,8 @@ def select(
         _recent.clear()
     # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
     if _is_immutable(rules) and _is_immutable(backend):
-        asked = (config, device, rules, backend, environment, workload, times, host_time)
-        _recent[id(config)] = (*asked, selection)
+        key = (config, device, rules, backend, environment, workload, times, host_time)
+        _recent[id(config)] = (*key, selection)
     return selection
 
 
@@ -142,8 +142,8 @@ def select_model(
     both = len({config.sort == "state" for config in configs}) == 2
 
     def decide_one(config: Any, kv_layout: str | None = None) -> Selection[Any]:
-        asked = choice.among(situation.candidates(config)) if both else choice
-        return decide(situation, config, asked, kv_layout, batches, evidence)
+        own_choice = choice.among(situation.candidates(config)) if both else choice
+        return decide(situation, config, own_choice, kv_layout, batches, evidence)
 
     selections = agree_on_pool(configs, decide_one)
     for selection in selections:

@@ -31,7 +31,7 @@ class Situation:
     # of every registered backend the sorts of layers that it serves in any phase (``AttentionConfig.sort``)
     sorts: Mapping[str, frozenset[str]]
     order: list[str]  # the registered backends in the order that counts where no rule says otherwise
-    absent: Mapping[str, Reason]  # why each backend that is known by name and not registered cannot be asked
+    absent: Mapping[str, Reason]  # why each backend that is known by name and not registered cannot be judged
     names: list[str]  # every known backend: registered, doubly registered, and known but not installed
     options: Mapping[str, BackendOptions]  # the ``[backends.NAME]`` table of every registered backend
     warnings: list[str]  # what a user should know whatever the layer, one sentence each
@@ -41,7 +41,7 @@ class Situation:
         """The registered backends by name."""
         return self.registry.specs
 
-    def of_sort(self, config: LayerConfig) -> list[str]:
+    def registered_for(self, config: LayerConfig) -> list[str]:
         """Return the registered backends for layers of this sort (attention, MLA, sparse MLA, state), in order."""
         return [name for name in self.order if config.sort in self.sorts[name]]
 
@@ -75,7 +75,7 @@ def situation_of(registry: Registry, rules: RuleSet, device: Device, environment
 
 
 def absent_backends(registry: Registry) -> dict[str, Reason]:
-    """Return why each backend that is known by name and cannot be asked is absent, with the remedy if there is one."""
+    """Return why each backend that is known by name and cannot be judged is absent, with the remedy if there is one."""
     absent: dict[str, Reason] = {}
     for name, owners in registry.conflicts.items():
         text = f"registered by {' and by '.join(owners)}"

@@ -116,7 +116,7 @@ def brief_lines(
         if _missing_plugins(candidate) and not named:
             continue
         rejected = {phase: v for phase, v in candidate.phases.items() if v.verdict == "rejected"}
-        # What speaks against a phase that the backend does serve says more than that it does not serve the other.
+        # A rejection in a phase that the backend does serve says more than that it does not serve the other.
         served = {p: v for p, v in rejected.items() if [r.code for r in v.reasons] != ["phase-not-served"]}
         told = served or rejected
         if not told:
@@ -168,8 +168,10 @@ def plan_lines(
             lines.append([(f"  {phase:<17}", ""), HANG, ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
             continue
         explicit = any(chosen == name and p in phase for p, chosen in selection.explicit.items())
-        asked = ", asked for by name" if explicit else ""
-        lines.append([(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
+        by_name = ", asked for by name" if explicit else ""
+        lines.append(
+            [(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{by_name}", "")]
+        )
         if not runs:
             continue
         facts = [f"query {plan.query_dtype}"]

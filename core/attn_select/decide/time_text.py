@@ -1,4 +1,4 @@
-"""What is said of predicted times, as lines: of the chosen backends, and of every candidate."""
+"""Texts about predicted times, as lines: of the chosen backends, and of every candidate."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def time_lines(selection: Outcome[Any]) -> list[Line]:
         for candidate, verdict in sorted(timed, key=lambda item: item[1].order):
             assert verdict.timing is not None
             rank = "-" if verdict.rank is None else str(verdict.rank)
-            behind = "" if verdict.behind is None else f"× {verdict.behind:.2f}"
-            figures = f"{us_text(verdict.timing.time_us):>9}  {behind:<7} "
+            ratio = "" if verdict.relative_time is None else f"× {verdict.relative_time:.2f}"
+            figures = f"{us_text(verdict.timing.time_us):>9}  {ratio:<7} "
             name = (f"  {rank:>4}  {candidate.backend:<21} ", "selected" if verdict.verdict == "selected" else "")
             lines.append([name, (figures, ""), HANG, (_nearby(verdict), "dim")])
             if verdict.timing.stale:

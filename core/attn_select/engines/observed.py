@@ -59,7 +59,7 @@ class ObservedSteps:
         self._kept: dict[str, list[Lengths]] = {kind: [] for kind in self._counts}
         self._draw = random.Random(0)
         self._began = self._next = 0.0
-        self._said = False
+        self._announced = False
 
     def count(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
         """Take note of a step; costs microseconds, and now and then the time to write the file."""
@@ -113,8 +113,8 @@ class ObservedSteps:
         except OSError as error:
             self._say(f"the observed workload cannot be written to {self.file}: {error.strerror or error}")
             return
-        if not self._said:
-            self._said = True
+        if not self._announced:
+            self._announced = True
             self._say(
                 f"the observed workload is written to {self.file} once a minute. "
                 f"{WORKLOAD}={self.file} chooses for it, `attn-select tune --workload {self.file}` measures it"

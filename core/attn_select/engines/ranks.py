@@ -24,7 +24,7 @@ def _against(config: AttentionConfig, tensor_parallel: int, ranks: int) -> str:
         return ""
     copies = tensor_parallel // config.num_kv_heads
     if ranks > copies:
-        held = "one copy" if copies < 2 else f"{copies} copies"
-        return f"{tensor_parallel} ranks hold {held} of each of the {config.num_kv_heads} KV heads"
+        count = "one copy" if copies < 2 else f"{copies} copies"
+        return f"{tensor_parallel} ranks hold {count} of each of the {config.num_kv_heads} KV heads"
     per_kv_head = config.num_heads // config.num_kv_heads
     return f"it does not divide the {per_kv_head} query heads per KV head" if per_kv_head % ranks else ""

@@ -156,8 +156,8 @@ def _no_such_gpu(when: Sequence[Condition]) -> str | None:
             for field, condition in by_field.items()
         ):
             return None
-    asked = " and ".join(map(str, by_field.values()))
-    return f"no GPU named {' or '.join(sorted(named.points))} has {asked}"
+    wanted = " and ".join(map(str, by_field.values()))
+    return f"no GPU named {' or '.join(sorted(named.points))} has {wanted}"
 
 
 def _beaten_by(rule: Rule, earlier: Sequence[Rule]) -> list[Rule]:

@@ -27,7 +27,7 @@ class Ranking:
     denied: dict[str, Rule]  # backend name → the rule that denies it
     rules: list[Rule]  # the rules that made the order, as they were applied
     evidence: Rule | None  # the last rule that keeps times out, or None
-    behind: tuple[str, ...] = ()  # the unproved backends that stand behind all others in ``default``
+    unverified: tuple[str, ...] = ()  # the unproved backends that stand behind all others in ``default``
 
     @property
     def order(self) -> list[str]:
@@ -48,13 +48,13 @@ class Ranking:
         return self.priority is not None and self.priority.layer > PACKAGED
 
     @property
-    def placed(self) -> dict[str, Rule]:
+    def pinned(self) -> dict[str, Rule]:
         """The backends that a user's rule placed, each with the last such rule."""
         if self.priority is not None and self.by_user:
             return dict.fromkeys(self.order, self.priority)
         return {name: rule for rule in self.users for name in rule.backends}
 
-    def with_behind(self, unverified: Collection[str]) -> Ranking:
+    def with_unverified_last(self, unverified: Collection[str]) -> Ranking:
         """Return the ranking with unproved backends behind all others, except where users' rules place them.
 
         The packaged rules, the plugins' rules and the backends' ranks are defaults, and defaults prefer what was
@@ -63,8 +63,8 @@ class Ranking:
         if self.by_user:
             return self
         proved = [name for name in self.default if name not in unverified]
-        behind = tuple([name for name in self.default if name in unverified])
-        return replace(self, default=[*proved, *behind], behind=behind)
+        last = tuple([name for name in self.default if name in unverified])
+        return replace(self, default=[*proved, *last], unverified=last)
 
     def put_before(self, first: str, second: str) -> tuple[Literal["rule", "unverified", "rank"], Rule | None]:
         """Say what put one backend before another: the last step of the order that names either of the two."""
@@ -74,7 +74,7 @@ class Ranking:
             return next((rule for rule in reversed(rules) if {first, second} & {*rule.backends}), None)
 
         rule = last(self.users)
-        if rule is None and second in self.behind and first not in self.behind:
+        if rule is None and second in self.unverified and first not in self.unverified:
             return "unverified", None
         rule = rule or last(packaged) or last([] if self.priority is None else [self.priority])
         return ("rank", None) if rule is None else ("rule", rule)

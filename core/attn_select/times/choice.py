@@ -83,8 +83,8 @@ class PhaseOrder:
     names: Sequence[str]  # the candidates, best first
     plans: Mapping[str, BackendPlan]  # how each of them, and each that no rule ranks, would run
     chosen: str | None  # what the rules alone choose, or None
-    placed: Mapping[str, str]  # the candidates that keep their place whatever times say, each with the reason in words
-    held: str  # why times change nothing in this phase, in words; empty where they may
+    pinned: Mapping[str, str]  # the candidates that keep their place whatever times say, each with the reason in words
+    why_fixed: str  # why times change nothing in this phase, in words; empty where they may
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +114,21 @@ def order_by_times(
     for phase, by_rules in phases.items():
         order[phase] = [*by_rules.names]
         costs = steps.costs[phase]
-        if not by_rules.held:
-            order[phase] = arranged(by_rules.names, costs, by_rules.placed)
+        if not by_rules.why_fixed:
+            order[phase] = arranged(by_rules.names, costs, by_rules.pinned)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         why = _why_rules(phase, share, by_rules, costs)
         if not why and by_rules.chosen is not None:
-            pools[phase] = movable(order[phase], costs, by_rules.placed)
+            pools[phase] = movable(order[phase], costs, by_rules.pinned)
             if len(pools[phase]) < 2:
                 del pools[phase]
                 why = f"{by_rules.chosen} alone was surveyed on such layers"
-        elif not share and by_rules.chosen is not None and not by_rules.held and by_rules.chosen not in by_rules.placed:
+        elif (
+            not share
+            and by_rules.chosen is not None
+            and not by_rules.why_fixed
+            and by_rules.chosen not in by_rules.pinned
+        ):
             # No step of the workload is of this phase: it takes the first backend that shares the other one's cache.
             pools[phase] = [*by_rules.names]
         used[phase] = PhaseEvidence(share, not why, why)
@@ -152,10 +157,10 @@ def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[
         return f"the workload has no {phase}"
     if by_rules.chosen is None:
         return f"no backend was found for {phase}"
-    if by_rules.held:
-        return by_rules.held
-    if by_rules.chosen in by_rules.placed:
-        return by_rules.placed[by_rules.chosen]
+    if by_rules.why_fixed:
+        return by_rules.why_fixed
+    if by_rules.chosen in by_rules.pinned:
+        return by_rules.pinned[by_rules.chosen]
     if by_rules.chosen not in costs:
         return f"{by_rules.chosen} was not surveyed on such layers"
     return ""
@@ -270,8 +275,8 @@ class _Steps:
                 stale=self._evidence.stale.get(name, ""),
                 host_us=self._plans[phase][name].host_us_per_shape if phase == "prefill" else 0.0,
             )
-            behind = costs[name] / costs[winner] if winner in costs else None
-            found[name] = _beside(timing, name, winner, steps), behind
+            relative_time = costs[name] / costs[winner] if winner in costs else None
+            found[name] = _beside(timing, name, winner, steps), relative_time
         return found
 
 
@@ -292,16 +297,16 @@ def _beside(timing: Timing, name: str, winner: str | None, steps: Sequence[_Step
     )
 
 
-def arranged(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str] = ()) -> list[str]:
+def arranged(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str] = ()) -> list[str]:
     """Return candidates by cost, those that have one and that no user's rule places; all others keep their places."""
-    moved = movable(order, costs, placed)
+    moved = movable(order, costs, pinned)
     by_cost = iter(sorted(moved, key=costs.__getitem__))
     return [next(by_cost) if name in moved else name for name in order]
 
 
-def movable(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str]) -> list[str]:
+def movable(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str]) -> list[str]:
     """Return the candidates that times may order."""
-    return [name for name in order if name in costs and name not in placed]
+    return [name for name in order if name in costs and name not in pinned]
 
 
 def fastest(

@@ -141,8 +141,8 @@ def _kept(token: re.Match[str]) -> str:
         return ""
     if text[:3] in ('"""', "'''"):
         before = whole[whole.rfind("\n", 0, token.start()) + 1 : token.start()]
-        behind = whole[token.end() : whole.find("\n", token.end()) % (len(whole) + 1)]
-        if before.strip() in ("", "r") and (not behind.strip() or behind.lstrip()[0] == "#"):
+        after = whole[token.end() : whole.find("\n", token.end()) % (len(whole) + 1)]
+        if before.strip() in ("", "r") and (not after.strip() or after.lstrip()[0] == "#"):
             return ""
     return text
 

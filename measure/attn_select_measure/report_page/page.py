@@ -109,7 +109,7 @@ def _templates() -> Environment:
         us=us_text,
         in_bytes=byte_text,
         nan_tail_warning=NAN_TAIL_WARNING,
-        asked=lambda layer: config_text(layer_of(layer["config"])),
+        config_line=lambda layer: config_text(layer_of(layer["config"])),
         ranked=_ranked,
         origin=_origin,
     )

@@ -41,7 +41,7 @@ class CheckpointCache(NamedTuple):
             hint = "--kv-cache-dtype bfloat16 (or fp8) asks what would serve it with another cache"
             raise ModelError(f"{where}: {self.field}: {self.refused}", hint=hint, code="kv-cache-scheme")
 
-    def said(self, configs: list[AttentionConfig]) -> list[str]:
+    def notes_for(self, configs: list[AttentionConfig]) -> list[str]:
         """Return what should be said of the layers that were made with it."""
         stored = dict.fromkeys(config.kv_cache_dtype for config in configs if config.has_cache)
         notes = [self.note] if self.note else []
