@@ -85,7 +85,7 @@ class Machine:
 
     def free_memory(self) -> None:
         """Give back what nothing refers to any more."""
-        gc.collect()  # the command line switches the collector off, and graphs hold device memory
+        gc.collect()  # captured graphs hold device memory until their cycles are collected
         if self.on_gpu:
             torch.cuda.empty_cache()
 

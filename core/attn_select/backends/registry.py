@@ -1,7 +1,7 @@
 """Loads plugins, one by one, so that a broken one never takes the others down.
 
-pluggy's own entry-point loader stops at the first failure, so each entry point gets a plugin manager
-of its own: it is loaded, checked against the hook specification and called, and what goes wrong is kept as text.
+pluggy's own entry-point loader stops at the first failure, so each entry point is loaded, checked against the hook
+specification and called by itself, and what goes wrong is kept as text.
 What a plugin prints meanwhile goes to stderr, so that the output of a command stays its own.
 """
 
@@ -137,6 +137,8 @@ def _search_each_distribution(read_rules: ReadRules) -> Registry:
 def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_rules: ReadRules) -> Registry:
     """Load the given entry points. Raises nothing but KeyboardInterrupt: what fails is in ``Registry.plugins``."""
     registry = Registry()
+    manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
+    manager.add_hookspecs(hookspecs)
     taken: dict[str, str] = {}
     registered: dict[str, list[tuple[str, BackendSpec]]] = {}
     named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in entry_points]
@@ -149,7 +151,8 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_r
         taken[name] = distribution
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                specs, plugin.rules = _register(entry_point, distribution if distribution != "?" else name, read_rules)
+                owner = distribution if distribution != "?" else name
+                specs, plugin.rules = _register(manager, entry_point, owner, read_rules)
         except KeyboardInterrupt:
             raise
         except PluginError as error:
@@ -185,14 +188,17 @@ def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]
 
 
 def _register(
-    entry_point: importlib.metadata.EntryPoint, owner: str, read_rules: ReadRules
+    manager: pluggy.PluginManager, entry_point: importlib.metadata.EntryPoint, owner: str, read_rules: ReadRules
 ) -> tuple[list[BackendSpec], RulesOfPlugin | None]:
     """Return what a plugin registers: its backends, and the rules that it ships."""
-    manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
-    manager.add_hookspecs(hookspecs)
-    manager.register(entry_point.load(), name=entry_point.name)
-    manager.check_pending()
-    results: list[Any] = manager.hook.attn_select_register_backends()
+    module = entry_point.load()
+    try:
+        manager.register(module, name=entry_point.name)
+        manager.check_pending()
+        results: list[Any] = manager.hook.attn_select_register_backends()
+        paths: list[Any] = manager.hook.attn_select_register_rules()
+    finally:  # the next plugin is to be alone, too
+        manager.unregister(name=entry_point.name)
     if not results:
         raise PluginError(f"{entry_point.value} has no @hookimpl attn_select_register_backends that returns backends")
     specs: dict[str, BackendSpec] = {}
@@ -205,7 +211,6 @@ def _register(
             if spec.name in specs:
                 raise PluginError(f"backend {spec.name} is registered twice by the same plugin")
             specs[spec.name] = spec
-    paths: list[Any] = manager.hook.attn_select_register_rules()
     if len(paths) > 1:
         raise PluginError(f"{entry_point.value} has {len(paths)} hooks attn_select_register_rules (accepted: one)")
     return list(specs.values()), read_rules(paths[0], owner, specs) if paths else None
