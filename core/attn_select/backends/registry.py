@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -162,8 +162,8 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_r
         else:
             plugin.backends = tuple(spec.name for spec in specs)
             for spec in specs:
-                spec.distribution = f"{distribution} {version}"
-                registered.setdefault(spec.name, []).append((distribution, spec))
+                brought = replace(spec, distribution=f"{distribution} {version}")
+                registered.setdefault(spec.name, []).append((distribution, brought))
         logger.info("%s: %s", plugin, plugin.error or ", ".join(plugin.backends))
     for name, found in registered.items():
         _settle(registry, name, found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
@@ -38,7 +38,7 @@ LostBy = Literal["name", "times", "untimed", "rule", "unverified", "rank", "cach
 """
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What was decided about one backend in one phase.
 
@@ -65,16 +65,12 @@ class Verdict:
         return math.inf if self.rank is None else self.rank
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend with its verdict per phase of the layer. Treat as immutable: selections share what they reject."""
+    """One backend with its verdict per phase of the layer."""
 
     backend: str
     phases: Mapping[Phase, Verdict]
-
-    def with_verdict(self, phase: Phase, **changes: Any) -> Candidate:
-        """Return the candidate with another verdict on one phase: ``changes`` are attributes of ``Verdict``."""
-        return Candidate(self.backend, {**self.phases, phase: replace(self.phases[phase], **changes)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +92,9 @@ class RunnerUp:
         return {"backend": self.backend, "lost_by": self.lost_by, "rule": None if self.rule is None else self.rule.name}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome(Generic[ConfigT]):
     """The decision for one attention layer: what runs, how, and why nothing else does.
-
-    Treat as immutable: it is cached.
 
     Attributes:
         config: what was asked for.

@@ -28,7 +28,7 @@ class NoBackendError(AttnSelectError):
 class Selection(Outcome[ConfigT]):
     """The decision for one attention layer: what runs, how, and why nothing else does.
 
-    Treat as immutable: it is cached. ``attn_select.decide.outcome.Outcome`` documents the attributes.
+    ``attn_select.decide.outcome.Outcome`` documents the attributes.
 
     Attributes:
         runs_anywhere: its kernels are emulated, so that layers may run on another device than ``device``.

@@ -80,7 +80,7 @@ def select(
     if not isinstance(config, (AttentionConfig, StateConfig)):
         text = f"config = {show(config)}: expected an AttentionConfig or a StateConfig"
         raise ConfigError(text, fields=["config"])
-    arguments = (config, device, rules, backend, environment, workload, times, host_time)
+    arguments: Any = (config, device, rules, backend, environment, workload, times, host_time)
     try:
         hash(arguments)
     except TypeError:  # lists, mappings and rule sets may change

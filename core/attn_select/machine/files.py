@@ -1,39 +1,11 @@
-"""Files that several processes write: one after the other, and each in one step."""
+"""Files that are read up to a size, and written in one step."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-
-@contextmanager
-def locked(descriptor: int) -> Iterator[None]:
-    """Hold the lock of an open file or folder, where the system has such locks; it is freed when that is closed."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, so that who reads a file there, changes and replaces it is alone with it."""
-    if os.name == "nt":  # a folder cannot be opened there
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with locked(descriptor):
-            yield
-    finally:
-        os.close(descriptor)
 
 
 def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:

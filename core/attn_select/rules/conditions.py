@@ -69,7 +69,7 @@ _LIMITS = {
 _LONGEST = 200
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Condition:
     """One compiled condition."""
 

@@ -14,7 +14,7 @@ from attn_select.rules.rule import PACKAGED
 _MOST_SHOWN = 3
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
     """The rules file of one plugin, read and found to be sound."""
 

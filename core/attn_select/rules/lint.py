@@ -227,22 +227,6 @@ def beaten_by_denials(rules: RuleSet) -> list[Problem]:
     return problems
 
 
-def same_denial(rules: RuleSet, rule: Rule) -> Rule | None:
-    """Return the rule of another name that denies the same backends in the same cases, None where there is none."""
-    return next(
-        (
-            each
-            for each in rules.rules
-            if each.effect == rule.effect == "deny"
-            and each.name != rule.name
-            and set(each.backends) == set(rule.backends)
-            and _covers(each, rule)
-            and _covers(rule, each)
-        ),
-        None,
-    )
-
-
 def _covers(wide: Rule, narrow: Rule) -> bool:
     """Whether a rule holds wherever another one does."""
     return wide.phase in (None, narrow.phase) and implies(narrow.when, wide.when)

@@ -11,22 +11,14 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attn_select.errors import UnknownNameError, nearest, show
 from attn_select.layer import dtypes
 
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
-
 Predicate = Callable[[Any], bool]
 Compiled = tuple[Predicate, frozenset[Any]]
 
-_NUMBERS = r"\s*\d+(?:\.\d+)*"
-_SIGNED = rf"\s*(?:[<>]=?{_NUMBERS}|[!=]={_NUMBERS}(?:\.\*)?)\s*"
-_PLAIN_RANGE = re.compile(rf"(?:{_SIGNED}|{_NUMBERS}(?:\.\*)?\s*)(?:,{_SIGNED})*", re.ASCII)
-"""Version ranges that are right whatever PEP 440 says of others: importing ``packaging`` takes 8 ms, so they are parsed
-when a version is first compared with them."""
 _CAPABILITIES = frozenset((major, minor) for major in range(5, 21) for minor in range(10))
 
 
@@ -156,34 +148,25 @@ def versions(field: str, values: Sequence[object]) -> Compiled:
 
 
 def _version(field: str, value: object) -> Predicate:
-    text = value.strip() if isinstance(value, str) else ""
-    if not _PLAIN_RANGE.fullmatch(text):
-        from packaging.specifiers import InvalidSpecifier
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # few rules ask for versions
+    from packaging.version import InvalidVersion, Version
 
-        try:
-            if not text:
-                raise InvalidSpecifier
-            _specifiers(text)
-        except InvalidSpecifier:
-            accepted = 'expected a version range such as "<0.7" or ">=12.8,<13"'
-            raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
+    text = value.strip() if isinstance(value, str) else ""
+    try:
+        if not text:
+            raise InvalidSpecifier
+        specifiers = SpecifierSet(text if text[0] in "<>=!~" else f"=={text}")
+    except InvalidSpecifier:
+        accepted = 'expected a version range such as "<0.7" or ">=12.8,<13"'
+        raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
 
     def matches(version: str) -> bool:
-        from packaging.version import InvalidVersion, Version
-
         try:
-            return _specifiers(text).contains(Version(version), prereleases=True)
+            return specifiers.contains(Version(version), prereleases=True)
         except InvalidVersion:  # built by hand; which counts as unknown
             return False
 
     return matches
-
-
-@functools.cache
-def _specifiers(text: str) -> SpecifierSet:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(text if text[0] in "<>=!~" else f"=={text}")
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {

@@ -29,9 +29,9 @@ class RuleError(ValueError):
         self.problems, self.backends = tuple(problems), tuple(backends)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """One rule. Treat as immutable: rules are shared and cached."""
+    """One rule."""
 
     name: str  # unique within a file; a later layer's rule of the same name replaces this one
     # ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out; None for a rule that only

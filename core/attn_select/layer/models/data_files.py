@@ -13,7 +13,7 @@ UNIFORM = ("uniform",)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Family(NamedTuple):  # a dataclass takes a millisecond to make
+class Family(NamedTuple):
     """What is known of one ``model_type`` beside its config.json."""
 
     model_type: str  # the name in ``config.json``, of the text part where there are several

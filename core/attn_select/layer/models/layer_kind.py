@@ -10,7 +10,7 @@ from attn_select.layer.models.kv_sharing import NOTHING_SHARED, Sharing
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-class Layer(NamedTuple):  # a dataclass takes a millisecond to make
+class Layer(NamedTuple):
     """Head counts are the model's totals. Fields have the names, units and defaults of ``AttentionConfig``.
 
     None for a count or size means that the config does not say it. ``sliding_window`` counts the query's own token; of
