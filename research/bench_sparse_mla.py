@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_select.backends.registry import registered_spec
 from attn_select.decide.selector import environment_for
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.detection import detect_device
 from attn_select.machine.environment import Environment, parse_pins
-from attn_select.rules.plugins import registered_spec
 from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, prepare_batch
 from attn_select.runtime.timer import Call, captured, flushed_times
 from attn_select.testing import mla_layer, relative_error, selection_of

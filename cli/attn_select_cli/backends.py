@@ -29,10 +29,10 @@ Examples:
 def command(name: str | None, as_json: bool) -> int:
     """List all backends and plugins, or show one backend's capabilities with the source of each fact."""
     from attn_select.backends.distributions import registered_name
+    from attn_select.backends.registry import load_plugins
     from attn_select.errors import UnknownNameError
     from attn_select.machine.environment import Environment
     from attn_select.rules.lint import known_names
-    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import print_json, print_lines
 
     registry, environment = load_plugins(), Environment()

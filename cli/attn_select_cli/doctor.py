@@ -69,11 +69,11 @@ def examine(do_import: bool) -> dict[str, Any]:
     import platform
 
     from attn_select import __version__
+    from attn_select.backends.registry import load_plugins
     from attn_select.machine import detection
     from attn_select.machine.amx import avoid_trapping_amx
     from attn_select.machine.environment import Environment, installed_version
     from attn_select.rules.layers import inspect_layers
-    from attn_select.rules.plugins import fragments_of, load_plugins
     from attn_select_cli.backends import gpu_libraries
     from attn_select_cli.rules import rules_errors
 
@@ -113,7 +113,7 @@ def examine(do_import: bool) -> dict[str, Any]:
         if entry["state"] not in ("installed", "missing"):
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
-    layers = inspect_layers((), fragments_of(registry))
+    layers = inspect_layers()
     problems += [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in rules_errors()[1]]
     return {
         "attn_select": __version__,

@@ -180,13 +180,12 @@ def rules_with(path: Path, text: str) -> RuleSet:
     import os
 
     from attn_select.rules.layers import candidate_layers, load_rules
-    from attn_select.rules.plugins import fragments_of, load_plugins
 
     real = os.path.realpath(path)
     a_layer = any(os.path.realpath(layer.path) == real for layer in candidate_layers())
     extra = () if a_layer or not text else (path,)
     content = text or "version = 1\n"
-    return load_rules(extra, fragments_of(load_plugins()), {real: content.encode()})
+    return load_rules(extra, {real: content.encode()})
 
 
 def _check(rule: dict[str, Any], path: Path) -> None:
@@ -259,8 +258,8 @@ def _changes(
 
 def _problems(path: Path, rules: RuleSet) -> list[str]:
     """Return what ``rules check`` says of one file."""
+    from attn_select.backends.registry import load_plugins
     from attn_select.rules.lint import doubts, known_names, unknown_names
-    from attn_select.rules.plugins import load_plugins
 
     registry = load_plugins()
     problems = [*unknown_names(rules, known_names(registry)), *doubts(rules, registry)]
@@ -309,9 +308,9 @@ def _confirmed() -> bool:
 
 def _backends(names: Sequence[str]) -> list[str]:
     from attn_select.backends.distributions import registered_name
+    from attn_select.backends.registry import load_plugins
     from attn_select.errors import UnknownNameError
     from attn_select.rules.lint import known_names
-    from attn_select.rules.plugins import load_plugins
 
     known = known_names(load_plugins())
     spelled = list(dict.fromkeys(registered_name(name) for name in names))

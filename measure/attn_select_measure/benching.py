@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendSpec
 from attn_select.decide.lines import byte_text
 from attn_select.decide.selector import RulesArgument, select
@@ -26,7 +27,6 @@ from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
 from attn_select.reference.layer_step import CacheMemory
 from attn_select.reference.state_step import StateMemory, StateStep
-from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.timer import WARM_UP_ROUNDS, timed_rounds
 from attn_select.times.batch_shape import BatchShape

@@ -94,7 +94,7 @@ def _check_output(output: Path, force: bool) -> None:
 def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> tuple[Page, list[str]]:
     """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers, and what
     else is to be told of the decisions."""
-    from attn_select.rules.plugins import load_plugins
+    from attn_select.backends.registry import load_plugins
     from attn_select.times.prediction import load_survey, survey_for
     from attn_select_cli.explanation import build_explanations, warnings_of
     from attn_select_cli.output import counted

@@ -106,11 +106,11 @@ def command(
     compile_seconds: float,
 ) -> int:
     """Time every valid backend on layers and batches drawn from the space of real models, one line for each."""
+    from attn_select.backends.registry import load_plugins
     from attn_select.decide.selector import environment_for
     from attn_select.errors import UnknownNameError
     from attn_select.machine.detection import detect_device
     from attn_select.machine.environment import parse_pins
-    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import require_writable
     from attn_select_measure.survey_draw import PHASES
 
@@ -167,8 +167,8 @@ def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
 
 def _check(path: Path | None, environment: Environment) -> int:
     """Print which times are stale, of a file or packaged ones; return the exit code."""
+    from attn_select.backends.registry import load_plugins
     from attn_select.errors import MeasurementError
-    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import print_line
     from attn_select_measure.survey_records import check_packaged, check_survey, read_survey
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import RulesArgument, select
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import LayerConfig, layer_of
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
-from attn_select.rules.plugins import load_plugins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
 from attn_select.times.workload import phases_of

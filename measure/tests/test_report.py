@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 import pytest
 
 from attn_select import AttentionConfig
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.lines import byte_text
 from attn_select.machine.device import lookup
-from attn_select.rules.plugins import load_plugins
 from attn_select.times import prediction
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.prediction import PACKAGED_FOLDER, load_survey

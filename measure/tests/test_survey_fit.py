@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("scipy", reason="a fit needs scipy")
 
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import environment_for
 from attn_select.errors import MeasurementError
 from attn_select.layer.layer_config import layer_of
 from attn_select.machine.device import lookup
-from attn_select.rules.plugins import load_plugins
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.features import Rates, step_features
 from attn_select.times.prediction import Survey

@@ -8,13 +8,14 @@ What a plugin prints meanwhile goes to stderr, so that the output of a command s
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import functools
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pluggy
 
@@ -28,18 +29,6 @@ from attn_select.machine.environment import canonical_distribution, name_and_ver
 logger = logging.getLogger(__name__)
 
 
-class RulesOfPlugin(Protocol):
-    """The rules file that a plugin ships, read (``attn_select.rules.fragments``)."""
-
-    @property
-    def path(self) -> Path: ...
-
-
-ReadRules = Callable[[object, str, Collection[str]], RulesOfPlugin]
-"""Reads the file that a plugin's ``attn_select_register_rules`` names, given its distribution and its backends. Raises
-``PluginError`` where the file cannot be used."""
-
-
 @dataclass(slots=True)
 class Plugin:
     """One entry point of group ``attn_select``, loaded or failed."""
@@ -49,7 +38,6 @@ class Plugin:
     version: str
     backends: tuple[str, ...] = ()
     error: str | None = None  # why it could not be used, one line; None when it loaded
-    rules: RulesOfPlugin | None = field(default=None, repr=False)  # the rules that it ships, or None
 
     def __str__(self) -> str:
         return f"plugin {self.name} ({self.distribution} {self.version})"
@@ -62,7 +50,6 @@ class Plugin:
             "version": self.version,
             "backends": list(self.backends),
             "error": self.error,
-            "rules": None if self.rules is None else str(self.rules.path),
         }
 
 
@@ -107,15 +94,16 @@ class Registry:
         return lines
 
 
-def find_plugins(read_rules: ReadRules) -> Registry:
-    """Load every installed plugin, in sorted order of entry-point name and distribution."""
+@functools.cache
+def load_plugins() -> Registry:
+    """Load every installed plugin, in sorted order of entry-point name and distribution. Cached."""
     try:
-        return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), read_rules)
+        return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP))
     except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
-        return _search_each_distribution(read_rules)
+        return _search_each_distribution()
 
 
-def _search_each_distribution(read_rules: ReadRules) -> Registry:
+def _search_each_distribution() -> Registry:
     found: list[importlib.metadata.EntryPoint] = []
     failed: list[Plugin] = []
     seen: set[str] = set()
@@ -129,12 +117,12 @@ def _search_each_distribution(read_rules: ReadRules) -> Registry:
         except Exception as error:
             text = f"its entry_points.txt cannot be read: {type(error).__name__}: {shorten(error, 300)}"
             failed.append(Plugin("?", canonical_distribution(name), version or "?", error=text))
-    registry = build_registry(found, read_rules)
+    registry = build_registry(found)
     registry.plugins += failed
     return registry
 
 
-def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_rules: ReadRules) -> Registry:
+def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
     """Load the given entry points. Raises nothing but KeyboardInterrupt: what fails is in ``Registry.plugins``."""
     registry = Registry()
     manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
@@ -151,8 +139,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_r
         taken[name] = distribution
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                owner = distribution if distribution != "?" else name
-                specs, plugin.rules = _register(manager, entry_point, owner, read_rules)
+                specs = _register(manager, entry_point)
         except KeyboardInterrupt:
             raise
         except PluginError as error:
@@ -187,16 +174,13 @@ def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]
     return canonical_distribution(name) if name else "?", version or "?"
 
 
-def _register(
-    manager: pluggy.PluginManager, entry_point: importlib.metadata.EntryPoint, owner: str, read_rules: ReadRules
-) -> tuple[list[BackendSpec], RulesOfPlugin | None]:
-    """Return what a plugin registers: its backends, and the rules that it ships."""
+def _register(manager: pluggy.PluginManager, entry_point: importlib.metadata.EntryPoint) -> list[BackendSpec]:
+    """Return the backends that a plugin registers."""
     module = entry_point.load()
     try:
         manager.register(module, name=entry_point.name)
         manager.check_pending()
         results: list[Any] = manager.hook.attn_select_register_backends()
-        paths: list[Any] = manager.hook.attn_select_register_rules()
     finally:  # the next plugin is to be alone, too
         manager.unregister(name=entry_point.name)
     if not results:
@@ -211,6 +195,17 @@ def _register(
             if spec.name in specs:
                 raise PluginError(f"backend {spec.name} is registered twice by the same plugin")
             specs[spec.name] = spec
-    if len(paths) > 1:
-        raise PluginError(f"{entry_point.value} has {len(paths)} hooks attn_select_register_rules (accepted: one)")
-    return list(specs.values()), read_rules(paths[0], owner, specs) if paths else None
+    return list(specs.values())
+
+
+def registered_spec(name: str) -> BackendSpec:
+    """Return the spec that an installed plugin registers under ``name``."""
+    registry = load_plugins()
+    if name not in registry.specs:
+        text = f"backend {name} is not registered in this process"
+        raise PluginError(text, hint="; ".join(registry.warnings) or "install the plugin that brings it")
+    return registry.specs[name]
+
+
+# A spec holds functions, which may not be picklable: another process takes its own plugin's spec of the same name.
+copyreg.pickle(BackendSpec, lambda spec: (registered_spec, (spec.name,)))

@@ -91,7 +91,6 @@ class Selection(Outcome[ConfigT]):
                     "file": rule.file,
                     "line": rule.line,
                     "because": rule.because,
-                    "plugin": rule.plugin,
                 }
                 for rule in self.rules
             ],

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.config_text import config_text
 from attn_select.decide.decide import decide
 from attn_select.decide.explicit import parse_choice
@@ -24,7 +25,6 @@ from attn_select.machine import detection
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet, load_rules
-from attn_select.rules.plugins import fragments_of, load_plugins
 
 if TYPE_CHECKING:
     from attn_select.times.evidence import Evidence
@@ -207,7 +207,7 @@ def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environme
 
 @functools.lru_cache(maxsize=16)
 def _rules(paths: tuple[str, ...], working_directory: bool = True) -> RuleSet:
-    return load_rules(paths, fragments_of(load_plugins()), working_directory=working_directory)
+    return load_rules(paths, working_directory=working_directory)
 
 
 def rules_in_an_engine() -> RuleSet:

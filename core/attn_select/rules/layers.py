@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from attn_select.errors import RulesError
 from attn_select.machine import variables
 from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, read_document, read_file
-from attn_select.rules.fragments import Fragment
 from attn_select.rules.rule import PACKAGED, Rule
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class RuleSet:
 
     rules: list[Rule] = field(default_factory=list)  # enabled rules, first layer to last, top-down within one
     options: dict[str, BackendOptionsTable] = field(default_factory=dict)  # option tables by backend name
-    layers: list[Layer] = field(default_factory=list)  # every file that was looked for, the plugins' fragments first
+    layers: list[Layer] = field(default_factory=list)  # every file that was looked for
     # one problem for each rule that disables a rule which no earlier layer has
     idle: list[Problem] = field(default_factory=list)
     # one problem where the working directory's file, which nobody asked for, is another user's
@@ -95,25 +94,24 @@ def user_rules_path() -> Path | None:
         return None
 
 
-def inspect_layers(extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequence[Fragment] = ()) -> list[Layer]:
+def inspect_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
     """Return every layer with its state (``read``, ``not found``, skipped, the error) without judging the contents."""
     layers = candidate_layers(extra)
     _read_all(layers, [])
-    return [*map(_fragment_layer, fragments), *layers]
+    return layers
 
 
 def load_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    fragments: Sequence[Fragment] = (),
     instead: Instead = _NOTHING_INSTEAD,
     working_directory: bool = True,
 ) -> RuleSet:
-    """Read and merge every layer; ``fragments`` come from the registered plugins.
+    """Read and merge every layer.
 
     Without ``working_directory`` its file is not looked for. A file that ``instead`` has a content for counts as there,
     with that content.
     """
-    rule_set, problems = read_rules(extra, fragments, instead, working_directory)
+    rule_set, problems = read_rules(extra, instead, working_directory)
     if problems:
         raise _error(problems)
     return rule_set
@@ -121,32 +119,27 @@ def load_rules(
 
 def read_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    fragments: Sequence[Fragment] = (),
     instead: Instead = _NOTHING_INSTEAD,
     working_directory: bool = True,
 ) -> tuple[RuleSet, list[Problem]]:
     """Read and merge every layer as far as it can be understood; return also what cannot (the first hundred)."""
     layers = candidate_layers(extra, working_directory)
     problems: list[Problem] = []
-    documents = [(PACKAGED - len(fragments) + i, each.document) for i, each in enumerate(fragments)]
+    documents = []
     for index, content in enumerate(_read_all(layers, problems, instead)):
         if content is not None:
             layer = PACKAGED + index
-            documents.append((layer, read_document(content, str(layers[index].path), layer, problems)))
-    rule_set = RuleSet(layers=[*map(_fragment_layer, fragments), *layers], foreign=_foreign(layers))
+            documents.append(read_document(content, str(layers[index].path), layer, problems))
+    rule_set = RuleSet(layers=layers, foreign=_foreign(layers))
     for each in rule_set.layers:
         logger.info("rules, %s: %s: %s", each.kind, each.path, each.state)
-    by_name: dict[str, list[Rule]] = {}
-    for layer, document in documents:
-        plugin = fragments[layer - PACKAGED].plugin if layer < PACKAGED else None
+    by_name: dict[str, Rule] = {}
+    for document in documents:
         rule_set.named += document.named
         for rule in document.rules:
-            if plugin is not None:  # plugins do not know each other, so their rules of one name stand side by side
-                by_name.setdefault(rule.name, []).append(replace(rule, layer=layer, plugin=plugin))
-                continue
             earlier = by_name.pop(rule.name, None)
             if rule.enabled:
-                by_name[rule.name] = [rule]
+                by_name[rule.name] = rule
             elif earlier is None:
                 text = f"rule {rule.name!r} disables nothing: no earlier file has a rule of this name"
                 rule_set.idle.append((rule.file, rule.line, text))
@@ -155,13 +148,8 @@ def read_rules(
             table.values.update(options.values)
             table.origin = (options.file, options.line)
             table.origins.update({key: (options.file, line) for key, line in options.key_lines.items()})
-    rules = [rule for same_name in by_name.values() for rule in same_name]
-    rule_set.rules = sorted(rules, key=lambda rule: (rule.layer, rule.line)) if fragments else rules
+    rule_set.rules = [*by_name.values()]
     return rule_set, problems[:MOST_PROBLEMS]
-
-
-def _fragment_layer(fragment: Fragment) -> Layer:
-    return Layer(f"plugin {fragment.plugin}", fragment.path, "read")
 
 
 def _error(problems: list[Problem]) -> RulesError:

@@ -57,7 +57,7 @@ class Ranking:
     def with_unverified_last(self, unverified: Collection[str]) -> Ranking:
         """Return the ranking with unproved backends behind all others, except where users' rules place them.
 
-        The packaged rules, the plugins' rules and the backends' ranks are defaults, and defaults prefer what was
+        The packaged rules and the backends' ranks are defaults, and defaults prefer what was
         proved. A user's priority stands as written. A user's prefer and avoid apply after the move.
         """
         if self.by_user:
@@ -136,8 +136,6 @@ class Ranker:
                 ranking.denied.update(dict.fromkeys(rule.backends, rule))
             elif rule.layer > PACKAGED:
                 ranking.users.append(rule)
-            elif rule.layer < PACKAGED and ranking.by_user:
-                continue  # a plugin's rules do not change the order that a user wrote
             else:
                 ranking = replace(ranking, default=_applied(rule, ranking.default))
             ranking.rules.append(rule)

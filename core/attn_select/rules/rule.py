@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
 _KEYS = ("name", "phase", "when", *EFFECTS, "only", "because", "enabled")
 PACKAGED = 0
-"""The layer of the packaged rules; plugins' fragments are below it, users' files above."""
+"""The layer of the packaged rules; users' files are above it."""
 _LONGEST_NAME = 100
 _LONGEST_REASON = 1000
 
@@ -43,20 +42,15 @@ class Rule:
     because: str | None  # the author's reason, shown by explain, as one line
     file: str  # path of the file as a user would write it; ``<packaged>`` rules carry their real path
     line: int  # line of the rule's header, from 1
-    # position of the file among the layers, later beats earlier: plugins' fragments, the packaged rules (``PACKAGED``),
-    # users' files
-    layer: int
+    layer: int  # position of the file among the layers, from ``PACKAGED`` on; later beats earlier
     enabled: bool = True  # False removes the rule of this name from earlier layers
     warnings: tuple[str, ...] = ()  # problems that do not stop the rule from working
-    plugin: str | None = None  # the distribution of the plugin that ships the rule, or None
     # whether a priority shuts out the backends that it does not list; None where the rule does not say
     only: bool | None = None
 
     @property
     def origin(self) -> str:
-        """``file:line``; for a plugin's fragment the plugin's distribution and the file's name without its folder."""
-        if self.plugin is not None:
-            return f"plugin {self.plugin} {os.path.basename(self.file)}:{self.line}"
+        """``file:line``."""
         return f"{self.file}:{self.line}"
 
 

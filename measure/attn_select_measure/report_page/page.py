@@ -121,7 +121,7 @@ def _ranked(layer: Mapping[str, Any], phase: str) -> list[Mapping[str, Any]]:
 
 
 def _origin(rule: Mapping[str, Any]) -> str:
-    return f"{rule['plugin'] or rule['file']}:{rule['line']}"
+    return f"{rule['file']}:{rule['line']}"
 
 
 def _text(name: str) -> str:
