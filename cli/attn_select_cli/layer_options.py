@@ -211,13 +211,6 @@ def workload_options(function: F) -> F:
     )(function)
 
 
-def layer_options(function: F) -> F:
-    """Add the options of one model's layers on one GPU, about which nothing is decided."""
-    for option in reversed((_ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False), *_LAYER)):
-        function = option(function)
-    return function
-
-
 def explain_options(function: F) -> F:
     """Add the options of decisions for any number of models and GPUs."""
     model = model_option(f"{_MODEL_HELP} (repeatable).", several=True)

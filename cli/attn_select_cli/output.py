@@ -52,14 +52,6 @@ def print_line(text: str) -> None:
     click.echo(printable(text))
 
 
-def require_folder(path: Path, option: str) -> None:
-    """Refuse, before the work is done, a file of ``option`` whose folder is missing or takes no files."""
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}", param_hint=option)
-    if not os.access(path.parent, os.W_OK):
-        raise click.BadParameter(f"the folder {path.parent} cannot be written to", param_hint=option)
-
-
 def require_writable(path: Path, option: str) -> None:
     """Refuse, before the work is done, a file of ``option`` that cannot be written; missing folders are made later."""
     folder = path.absolute().parent

@@ -232,19 +232,6 @@ def _covers(wide: Rule, narrow: Rule) -> bool:
     return wide.phase in (None, narrow.phase) and implies(narrow.when, wide.when)
 
 
-def once_exclusive(rules: RuleSet) -> list[Problem]:
-    """Return a problem for every priority of a user that does not say what becomes of the backends it leaves out.
-
-    Such a rule shut them out before there was ``only``. Now they follow what it lists.
-    """
-    text = "backends that it does not list follow by their rank now; with `only = true` they are shut out as before"
-    return [
-        (rule.file, rule.line, f"rule {rule.name!r}: {text} (`only = false` ends this warning)")
-        for rule in rules.rules
-        if rule.effect == "priority" and rule.only is None and rule.layer > PACKAGED
-    ]
-
-
 def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     """Return what ``rules check`` warns of.
 
@@ -257,5 +244,5 @@ def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     unknown = unknown_libraries(rules.rules, registry.specs)
     named = {(file, line) for file, line, _ in unknown}
     absent = [each for each in versions_not_here(rules.rules, registry.specs) if each[:2] not in named]
-    problems += [*unknown, *absent, *unreachable(rules), *beaten_by_denials(rules), *once_exclusive(rules)]
+    problems += [*unknown, *absent, *unreachable(rules), *beaten_by_denials(rules)]
     return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))
