@@ -73,6 +73,7 @@ def examine(do_import: bool) -> dict[str, Any]:
     from attn_select.machine import detection
     from attn_select.machine.amx import avoid_trapping_amx
     from attn_select.machine.environment import Environment, installed_version
+    from attn_select.rules.document import problem_text
     from attn_select.rules.layers import inspect_layers
     from attn_select_cli.backends import gpu_libraries
     from attn_select_cli.rules import rules_errors
@@ -114,7 +115,7 @@ def examine(do_import: bool) -> dict[str, Any]:
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
     layers = inspect_layers()
-    problems += [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in rules_errors()[1]]
+    problems += map(problem_text, rules_errors()[1])
     return {
         "attn_select": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",

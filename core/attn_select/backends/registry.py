@@ -14,7 +14,7 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pluggy
@@ -44,13 +44,7 @@ class Plugin:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plugin as it stands in JSON output."""
-        return {
-            "name": self.name,
-            "distribution": self.distribution,
-            "version": self.version,
-            "backends": list(self.backends),
-            "error": self.error,
-        }
+        return {**asdict(self), "backends": [*self.backends]}
 
 
 @dataclass(slots=True)

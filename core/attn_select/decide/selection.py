@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from attn_select.backends.spec import BackendPlan
@@ -115,16 +116,7 @@ class Selection(Outcome[ConfigT]):
         costs = self.rank_costs
         if costs is None:
             return None
-        steps = [
-            {
-                "batch": str(step.batch),
-                "alone_us": step.alone_us,
-                "ranks_us": step.ranks_us,
-                "collectives_us": step.collectives_us,
-                "pays_from": step.pays_from,
-            }
-            for step in costs.steps
-        ]
+        steps = [{**asdict(step), "batch": str(step.batch)} for step in costs.steps]
         return {"size": costs.ranks, "bytes_per_token": costs.bytes_per_token, "steps": steps}
 
 
@@ -154,16 +146,7 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
             phase: {
                 "rank": verdict.rank,
                 "verdict": verdict.verdict,
-                "reasons": [
-                    {
-                        "code": reason.code,
-                        "message": reason.message,
-                        "observed": reason.observed,
-                        "supported": reason.supported,
-                        "remedy": reason.remedy,
-                    }
-                    for reason in verdict.reasons
-                ],
+                "reasons": [asdict(reason) for reason in verdict.reasons],
                 "path": verdict.plan.path if verdict.plan is not None else None,
                 "because": verdict.plan.because if verdict.plan is not None else None,
                 "unverified": list(verdict.plan.unverified) if verdict.plan is not None else [],

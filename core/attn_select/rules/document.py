@@ -53,6 +53,12 @@ class Document:
     named: list[Named] = field(default_factory=list)
 
 
+def problem_text(problem: Problem) -> str:
+    """Return a problem as one line, ``file:line: message``."""
+    file, line, text = problem
+    return f"{file}:{line}: {text}" if line else f"{file}: {text}"
+
+
 class _Unreadable(Exception):
     """Nothing in the file can be used. Arguments: what is wrong, the line or None."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from attn_select.errors import RulesError
 from attn_select.machine import variables
-from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, read_document, read_file
+from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, problem_text, read_document, read_file
 from attn_select.rules.rule import PACKAGED, Rule
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def read_rules(
 
 
 def _error(problems: list[Problem]) -> RulesError:
-    lines = [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
+    lines = [*map(problem_text, problems)]
     shown = lines[0] if len(lines) == 1 else f"{len(lines)} errors in rules files\n  " + "\n  ".join(lines[:20])
     hint = "`attn-select rules check` lists all problems; `attn-select rules path` lists the files"
     return RulesError(shown, problems=problems, hint=hint)

@@ -20,7 +20,7 @@ from attn_select.rules.conditions import (
     is_number,
     limits,
 )
-from attn_select.rules.document import MOST_PROBLEMS, Problem
+from attn_select.rules.document import MOST_PROBLEMS, Problem, problem_text
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import unknown_libraries, versions_not_here
 from attn_select.rules.rule import PACKAGED, Rule
@@ -207,7 +207,7 @@ def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
     problems = [*rules.foreign, *unknown_names(rules, known), *rules.idle]
     for rule in rules.rules:
         problems += ((rule.file, rule.line, f"rule {rule.name!r}: {text}") for text in rule.warnings)
-    return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
+    return [*map(problem_text, problems)]
 
 
 def beaten_by_denials(rules: RuleSet) -> list[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -36,11 +36,7 @@ class PhaseEvidence:
 
     share: float  # share of the workload's steps that are of the phase, from 0 to 1
     by_times: bool  # whether times could order candidates: two or more are predicted, and nothing above them decides
-    why: str = ""  # why times could not, in words; empty where they could
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; ``docs/json.md`` documents it."""
-        return {"share": self.share, "by_times": self.by_times, "why": self.why or None}
+    why: str | None = None  # why times could not, in words; None where they could
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +59,7 @@ class EvidenceUsed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
-        return {
-            "digest": self.digest,
-            "gpu": self.gpu,
-            "source": self.source,
-            "date": self.date,
-            "workloads": self.workloads,
-            "margin": self.margin,
-            "phases": {phase: used.to_dict() for phase, used in self.phases.items()},
-            "time_us": self.time_us,
-            "stale": dict(self.stale),
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +104,7 @@ def order_by_times(
             order[phase] = arranged(by_rules.names, costs, by_rules.pinned)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         why = _why_rules(phase, share, by_rules, costs)
-        if not why and by_rules.chosen is not None:
+        if why is None and by_rules.chosen is not None:
             pools[phase] = movable(order[phase], costs, by_rules.pinned)
             if len(pools[phase]) < 2:
                 del pools[phase]
@@ -131,7 +117,7 @@ def order_by_times(
         ):
             # No step of the workload is of this phase: it takes the first backend that shares the other one's cache.
             pools[phase] = [*by_rules.names]
-        used[phase] = PhaseEvidence(share, not why, why)
+        used[phase] = PhaseEvidence(share, why is None, why)
     chosen = {phase: by_rules.chosen for phase, by_rules in phases.items()}
     final: dict[Phase, str | None] = {**chosen}
     if any(each.by_times for each in used.values()):
@@ -151,8 +137,8 @@ def order_by_times(
     return ByTimes(order, final, evidence_used, {phase: steps.shown(phase, final[phase]) for phase in phases})
 
 
-def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[str, float]) -> str:
-    """Say why the rules alone decide a phase; empty where times may."""
+def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[str, float]) -> str | None:
+    """Say why the rules alone decide a phase; None where times may."""
     if not share:
         return f"the workload has no {phase}"
     if by_rules.chosen is None:
@@ -163,7 +149,7 @@ def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[
         return by_rules.pinned[by_rules.chosen]
     if by_rules.chosen not in costs:
         return f"{by_rules.chosen} was not surveyed on such layers"
-    return ""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +258,7 @@ class _Steps:
             timing = Timing(
                 time_us=math.fsum(times) / share,
                 share=share,
-                stale=self._evidence.stale.get(name, ""),
+                stale=self._evidence.stale.get(name),
                 host_us=self._plans[phase][name].host_us_per_shape if phase == "prefill" else 0.0,
             )
             relative_time = costs[name] / costs[winner] if winner in costs else None

@@ -15,8 +15,8 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import repeat
 from operator import mul
@@ -72,43 +72,28 @@ class Surveyed:
     times: int  # how many workloads it was timed on
 
 
-@dataclass(frozen=True)
 class _Family:
     """The measured workloads of a family, and the weights of its backends."""
 
-    features: Sequence[str]
-    scales: Sequence[float]
-    places: Sequence[Sequence[float]]
-    amplitude: float
-    levels: Mapping[str, float]
-    weights: Mapping[str, Sequence[float]]
-    data: Mapping[str, Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> _Family:
-        features, backends = data["features"], data["backends"]
-        scales = [each["scale"] for each in features.values()]
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        features = data["features"]
+        self.backends: Mapping[str, Any] = data["backends"]
+        self.amplitude: float = data["amplitude"]
+        self.levels = {name: each["level"] for name, each in self.backends.items()}
+        self.weights = {name: each["weights"] for name, each in self.backends.items()}
+        self.scales = {name: each["scale"] for name, each in features.items()}
         columns = [[each["scale"] * value for value in each["values"]] for each in features.values()]
-        return cls(
-            [*features],
-            scales,
-            [*zip(*columns, strict=True)],
-            data["amplitude"],
-            {name: each["level"] for name, each in backends.items()},
-            {name: each["weights"] for name, each in backends.items()},
-            data,
-        )
+        self.places = [*zip(*columns, strict=True)]
 
     def likeness(self, features: StepFeatures) -> list[float]:
         """Return how like each measured workload is to this one, from 0 to 1."""
-        here = tuple(map(mul, [features.values[name] for name in self.features], self.scales))
+        here = [features.values[name] * scale for name, scale in self.scales.items()]
         return [math.exp(-distance) for distance in map(math.dist, self.places, repeat(here))]
 
     def measured(self, index: int, likeness: float) -> Near:
         """Return a measured workload."""
-        backends = self.data["backends"]
         known = {
-            key: {name: value for name, each in backends.items() if (value := each[key][index]) is not None}
+            key: {name: value for name, each in self.backends.items() if (value := each[key][index]) is not None}
             for key in ("times_us", "first_call_s", "workspace_bytes", "host_us")
         }
         return Near(likeness, **known)
@@ -127,8 +112,7 @@ class Survey:
         self.margin: float = data["margin"]
         self.backends = {name: Surveyed(**each) for name, each in data["backends"].items()}
         self.rates = Rates(**data["rates"])
-        self._families = {name: _Family.of(each) for name, each in data["families"].items()}
-        self._last: tuple[LayerConfig, BatchShape, Sequence[float], StepFeatures] | None = None
+        self._families = {name: _Family(each) for name, each in data["families"].items()}
 
     def scaled(self, measured: Device, other: Device) -> Survey:
         """Return this survey for a GPU that differs from the measured one in its memory alone."""
@@ -138,7 +122,6 @@ class Survey:
         found.rates = replace(
             self.rates, bytes_per_us=self.rates.bytes_per_us * other.bandwidth_gbps / measured.bandwidth_gbps
         )
-        found._last = None
         return found
 
     def predict(self, config: LayerConfig, batch: BatchShape) -> dict[str, float]:
@@ -150,32 +133,29 @@ class Survey:
         family = self._families.get(family_of(config) or "")
         if family is None:
             return {}
-        near, features = self._likeness(family, config, batch)
-        nearest, found = nlargest(NEAREST, range(len(near)), near.__getitem__), {}
-        for name in family.weights:
-            times = family.data["backends"][name]["times_us"]
+        features, likeness, nearest = self._place(family, config, batch)
+        found = {}
+        for name, weights in family.weights.items():
+            times = family.backends[name]["times_us"]
             if any(times[index] is not None for index in nearest):
-                deviation = family.levels[name] + family.amplitude * sum(map(mul, near, family.weights[name]))
+                deviation = family.levels[name] + family.amplitude * sum(map(mul, likeness, weights))
                 found[name] = features.floor_us * math.exp(deviation)
         return found
 
-    def nearest(self, config: LayerConfig, batch: BatchShape, count: int = NEAREST) -> list[Near]:
+    def nearest(self, config: LayerConfig, batch: BatchShape) -> list[Near]:
         """Return the measured workloads that are most like this one, the nearest first."""
         family = self._families.get(family_of(config) or "")
         if family is None:
             return []
-        near, _ = self._likeness(family, config, batch)
-        return [family.measured(index, near[index]) for index in nlargest(count, range(len(near)), near.__getitem__)]
+        _, likeness, nearest = self._place(family, config, batch)
+        return [family.measured(index, likeness[index]) for index in nearest]
 
-    def _likeness(
-        self, family: _Family, config: LayerConfig, batch: BatchShape
-    ) -> tuple[Sequence[float], StepFeatures]:
-        last = self._last  # who asks for a step's times asks for the nearest workloads next
-        if last is None or last[0] is not config or last[1] is not batch:
-            assert isinstance(config, AttentionConfig)
-            features = step_features(config, batch, self.rates)
-            self._last = last = config, batch, family.likeness(features), features
-        return last[2], last[3]
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # who asks for a step's times asks for the nearest workloads next
+    def _place(self, family: _Family, config: Any, batch: BatchShape) -> tuple[StepFeatures, list[float], list[int]]:
+        """Return a step's features, its likeness to each measured workload, and the nearest of them."""
+        features = step_features(config, batch, self.rates)
+        likeness = family.likeness(features)
+        return features, likeness, nlargest(NEAREST, range(len(likeness)), likeness.__getitem__)
 
 
 def load_survey(device: Device) -> Survey | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -20,17 +20,11 @@ class Timing:
     first_call_s: float | None = None
     # most device memory that a call takes beside its arguments in the nearest measured workloads
     workspace_bytes: float | None = None
-    stale: str = ""  # which kernels it is of, where these are others than those that are here; else empty
     host_us: float = 0.0  # of ``time_us``, the host time that each new shape takes (``BackendPlan.host_us_per_shape``)
+    stale: str | None = None  # which kernels it is of, where these are others than those that are here
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
-        return {
-            "time_us": self.time_us,
-            "near": self.near,
-            "near_count": self.near_count,
-            "first_call_s": self.first_call_s,
-            "workspace_bytes": self.workspace_bytes,
-            "host_us": self.host_us,
-            "stale": self.stale or None,
-        }
+        data = asdict(self)
+        del data["share"]
+        return data
