@@ -193,10 +193,7 @@ def _without_effect() -> dict[str, str]:
 
 
 def import_error(module: str, timeout: float = 120.0) -> str | None:
-    """Import a module in a process of its own (a broken extension may crash it).
-
-    Return its error's last line, None if it works.
-    """
+    """Import a module in a process of its own (a broken extension may crash it)."""
     from attn_select.machine.interpreter import interpreter
 
     try:

@@ -224,10 +224,7 @@ def build_explanations(
     *,
     unserved_alone: bool = False,
 ) -> list[Explanation]:
-    """Decide for every model on every GPU; return the explanations model by model.
-
-    ``rules`` replace the rules that the options name; ``unserved_alone`` as in ``build_explanation``.
-    """
+    """Decide for every model on every GPU; return the explanations model by model."""
     found = []
     for model in models:
         for gpu in gpus:

@@ -110,10 +110,7 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
 
 
 def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet, list[Problem]]:
-    """Return the effective rules as far as they can be read, and every error in them, options and names included.
-
-    The errors come file by file, by line.
-    """
+    """Return the effective rules as far as they can be read, and every error in them, options and names included."""
     from attn_select.backends.registry import load_plugins
     from attn_select.errors import RulesError
     from attn_select.rules.layers import read_rules

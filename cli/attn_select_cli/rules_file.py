@@ -62,10 +62,7 @@ def rules_in(text: str) -> list[dict[str, Any]]:
 
 
 def with_rule(text: str, rule: Mapping[str, Any]) -> str:
-    """Return the text with the rule in the place of the one of its name, whose comments stay, else at the end.
-
-    "", no file, gets a head first.
-    """
+    """Return the text with the rule in the place of the one of its name, whose comments stay, else at the end."""
     for lines, begin, end, name in _blocks(text):
         if name == rule["name"]:
             document = tomlkit.parse("\n".join(lines[begin:end]))
@@ -75,10 +72,7 @@ def with_rule(text: str, rule: Mapping[str, Any]) -> str:
 
 
 def _blocks(text: str) -> list[tuple[list[str], int, int, str]]:
-    """Return for every rule the text's lines, its first one, the one after its last key, and its name.
-
-    Comments and empty lines behind a rule count as part of what follows.
-    """
+    """Return for every rule the text's lines, its first one, the one after its last key, and its name."""
     lines = text.split("\n")
     starts = [header for header in header_lines(text) if header.is_array or header.key[0] != "rules"]
     ends = [*(header.line - 1 for header in starts[1:]), len(lines)]

@@ -73,10 +73,7 @@ class Workload:
         return [self.prompt_tokens, *shorter]
 
     def steps(self, has_cache: bool, drafts: int = 0) -> Iterator[Batch]:
-        """Yield the batches: decodes first, then prompts as far as the budget goes; whole prompts without a cache.
-
-        Decodes have up to ``drafts`` tokens more than one, as far as the budget goes.
-        """
+        """Yield the batches: decodes first, then prompts as far as the budget goes; whole prompts without a cache."""
         prompts = self.prompts()
         if not has_cache:
             yield from ([(request, 0, length)] for request, length in enumerate(prompts))

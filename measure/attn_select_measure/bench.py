@@ -146,10 +146,7 @@ class LayerBench:
     batches: list[tuple[WeightedShape, TimedBatch]] = field(default_factory=list)
 
     def totals(self, phase: str) -> list[tuple[str, float]]:
-        """Return the workload's time by backend over the shapes of a phase, microseconds, the fastest first.
-
-        A backend that has no time on one of them is left out.
-        """
+        """Return the workload's time by backend over the shapes of a phase, microseconds, the fastest first."""
         config = self.layer.selection.config
         longest = config.max_decode_query_len
         mine = [pair for pair in self.batches if pair[0].batch.is_decode(longest) is (phase == "decode")]

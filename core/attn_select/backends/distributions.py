@@ -48,10 +48,7 @@ def is_of_states(backend: str) -> bool:
 
 
 def install_command(distribution: str) -> str:
-    """Return the command that installs a plugin of this project: by its folder in a clone, elsewhere by its name.
-
-    Outside a clone it needs what ``NOT_ON_AN_INDEX`` says.
-    """
+    """Return the command that installs a plugin of this project: by its folder in a clone, elsewhere by its name."""
     import shlex  # only needed where a plugin is missing
 
     folder = folder_in_clone(distribution)
@@ -59,10 +56,7 @@ def install_command(distribution: str) -> str:
 
 
 def folder_in_clone(distribution: str) -> str | None:
-    """Return the folder of a distribution in the clone that this package runs from, None where there is no clone.
-
-    The path is relative (``./plugins/NAME``) where the clone is the working directory.
-    """
+    """Return the folder of a distribution in the clone that this package runs from, None where there is no clone."""
     clone, name = Path(__file__).resolve().parents[3], distribution.removeprefix("attn-select-").replace("-", "_")
     folder = next((f for f in (clone / "plugins" / name, clone / name) if (f / "pyproject.toml").is_file()), None)
     if folder is None:

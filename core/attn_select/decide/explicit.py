@@ -33,10 +33,7 @@ class Choice:
         return Choice(*kept)
 
     def for_layer(self, phases: Sequence[Phase], specs: Mapping[str, BackendSpec]) -> dict[Phase, str]:
-        """Return the backend that is asked for in each phase of a layer; phases without one are left out.
-
-        A backend that serves none of the layer's phases is asked for in all of them, to be rejected with its reason.
-        """
+        """Return the backend that is asked for in each phase of a layer; phases without one are left out."""
         spec = specs.get(self.default or "")
         served = [phase for phase in phases if spec is not None and phase in spec.capabilities] or phases
         found = {phase: self.for_phase(phase) or (self.default if phase in served else None) for phase in phases}
@@ -49,10 +46,7 @@ NOTHING_ASKED = Choice()
 def parse_choice(
     backend: str | Sequence[str] | Mapping[str, str] | None, known: Sequence[str], failed: Sequence[Plugin] = ()
 ) -> Choice:
-    """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping.
-
-    ``failed`` are the plugins that did not load: nobody knows the names of their backends.
-    """
+    """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping."""
     if backend is None:
         return NOTHING_ASKED
     if isinstance(backend, Mapping):

@@ -46,10 +46,7 @@ class Situation:
         return [name for name in self.order if config.sort in self.sorts[name]]
 
     def candidates(self, config: LayerConfig, named: Iterable[str] = ()) -> dict[str, BackendSpec]:
-        """Return the backends that are put through the gate for a layer, and the ones that are asked for by name.
-
-        For a layer that keeps a state they are the backends of states, else the backends of attention.
-        """
+        """Return the backends that are put through the gate for a layer, and the ones that are asked for by name."""
         of_states, also = config.sort == "state", set(named)
         return {n: spec for n, spec in self.specs.items() if ("state" in self.sorts[n]) is of_states or n in also}
 

@@ -104,11 +104,7 @@ def layer_lines(
 def brief_lines(
     selection: Outcome[Any], kind: str | None = None, count: int | None = None, *, owners: CacheOwners | None = None
 ) -> list[Line]:
-    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules.
-
-    Backends for other kinds of layers are counted. Those without their plugin are left out: ``plugin_lines`` has them.
-    ``owners`` as in ``layer_lines``.
-    """
+    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules."""
     lines: dict[str, Line] = {}
     folded: dict[str, list[str]] = {}
     for candidate in selection.candidates:
@@ -251,10 +247,7 @@ def _other_kinds(selection: Outcome[Any]) -> dict[str, list[str]]:
 
 
 def _folded(selection: Outcome[Any], phase: Phase, remedies: bool, elsewhere: Collection[str]) -> dict[str, list[str]]:
-    """Return the backends that can never serve this layer, by why; only where two or more share it.
-
-    Without ``remedies`` those whose plugin is not installed are among them; those named ``elsewhere`` are not.
-    """
+    """Return the backends that can never serve this layer, by why; only where two or more share it."""
     found: dict[str, list[str]] = {}
     for candidate in sorted(selection.candidates, key=lambda c: c.phases[phase].order):
         if candidate.backend in elsewhere:
@@ -414,10 +407,7 @@ def plugin_lines(selections: Iterable[Outcome[Any]], installed: Sequence[str]) -
 
 
 def note_lines(selections: Iterable[Outcome[Any]], full: bool = True) -> list[Line]:
-    """Say where plugins come from, if an install command for one is shown and no clone is at hand.
-
-    Not ``full`` shows them of the backends alone that are asked for by name.
-    """
+    """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
     shown = (c for s in selections for c in s.candidates if full or c.backend in s.explicit.values())
     missing = {plugin for candidate in shown for plugin in _missing_plugins(candidate)}
     if all(distributions.folder_in_clone(distribution) for distribution in missing):

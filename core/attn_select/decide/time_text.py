@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 
 def chosen_time_lines(selection: Outcome[Any]) -> list[Line]:
-    """Say how long the chosen backends are predicted to take for the workload's steps, and what that rests on.
-
-    Nothing is said on a CPU, of which there are no surveys.
-    """
+    """Say how long the chosen backends are predicted to take for the workload's steps, and what that rests on."""
     if selection.evidence is None and selection.device.is_cpu:
         return []
     return [[("  Time".ljust(MARGIN), ""), HANG, (_chosen_times(selection, selection.evidence), "")]]

@@ -37,10 +37,7 @@ class Adapter:
     warn: Warn = _warn  # where warnings go; ``warnings.warn`` unless the engine has a log of its own
 
     def takes_part(self) -> bool:
-        """Whether attn-select takes part in this release; says why not.
-
-        True in a listed release, and in any other with ``ATTN_SELECT_ANY_VERSION=1``.
-        """
+        """Whether attn-select takes part in this release; says why not."""
         parts = self.version.partition("+")[0].split(".")
         if any(release.split(".") == parts[: release.count(".") + 1] for release in self.releases):
             return True

@@ -97,10 +97,7 @@ class EngineDefault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKernel:
-    """An engine's own backend for a kind of layers that attn-select has no kernel for (``UnservedLayers``).
-
-    The engine takes it by itself, or the model's own code does.
-    """
+    """An engine's own backend for a kind of layers that attn-select has no kernel for (``UnservedLayers``)."""
 
     kinds: tuple[str, ...]  # patterns of the kinds' names
     name: str
@@ -157,10 +154,7 @@ class EngineTable:
     other_layers: tuple[OtherLayers, ...] = ()  # models whose layers it runs in another way
 
     def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
-        """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same.
-
-        The first is empty where it has something, or where nobody knows.
-        """
+        """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same."""
         for each in self.refusals:
             if each.holds(config, device, architecture):
                 return f"{self.engine} {self.release}: {each.why}", each.starts
@@ -233,10 +227,7 @@ class EngineTable:
         lacks: Callable[[EngineName], str] = _nothing,
         architecture: str = "",
     ) -> list[Offer]:
-        """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
-
-        An engine's own kernel has the place that it has without the times of attn-select's kernel.
-        """
+        """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none."""
         ranked = selection.ranked(phases)
         found = [self._offer(candidate, selection, phases, argument, lacks, architecture) for candidate in ranked]
         offers: list[Offer] = []

@@ -11,10 +11,7 @@ from attn_select.layer.state import StateConfig
 
 @dataclass(frozen=True, slots=True)
 class StateFormat(Format):
-    """How the states of one layer lie in memory, and the windows of its convolution beside them.
-
-    A slot is contiguous in its layout, so layout, sizes and dtypes say all strides.
-    """
+    """How the states of one layer lie in memory, and the windows of its convolution beside them."""
 
     prefix: ClassVar[str] = "st1"
     converted: ClassVar[tuple[str, ...]] = ("state_dtype", "conv_dtype", "state_layout")

@@ -68,10 +68,7 @@ def packaged_rules_path() -> Path:
 
 
 def candidate_layers(extra: Sequence[str | os.PathLike[str]] = (), working_directory: bool = True) -> list[Layer]:
-    """Return every place where rules are looked for, first to last, with ``state`` still empty.
-
-    ``extra`` are the files of ``--rules`` (or ``select(rules=…)``), in order.
-    """
+    """Return every place where rules are looked for, first to last, with ``state`` still empty."""
     layers = [Layer("packaged", packaged_rules_path())]
     if user := user_rules_path():
         layers.append(Layer("user", user))
@@ -106,11 +103,7 @@ def load_rules(
     instead: Instead = _NOTHING_INSTEAD,
     working_directory: bool = True,
 ) -> RuleSet:
-    """Read and merge every layer.
-
-    Without ``working_directory`` its file is not looked for. A file that ``instead`` has a content for counts as there,
-    with that content.
-    """
+    """Read and merge every layer."""
     rule_set, problems = read_rules(extra, instead, working_directory)
     if problems:
         raise _error(problems)

@@ -200,10 +200,7 @@ def _implies(narrow: Condition | None, wide: Condition) -> bool:
 
 
 def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
-    """Return the warnings that a selection carries, one line each.
-
-    They are of files that others wrote, unknown names, idle rules and doubtful conditions.
-    """
+    """Return the warnings that a selection carries, one line each."""
     problems = [*rules.foreign, *unknown_names(rules, known), *rules.idle]
     for rule in rules.rules:
         problems += ((rule.file, rule.line, f"rule {rule.name!r}: {text}") for text in rule.warnings)
@@ -233,10 +230,7 @@ def _covers(wide: Rule, narrow: Rule) -> bool:
 
 
 def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
-    """Return what ``rules check`` warns of.
-
-    That is: files that others wrote, doubtful conditions, unknown libraries, rules without any effect.
-    """
+    """Return what ``rules check`` warns of."""
     problems = list(rules.foreign)
     problems += [
         (rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rules.rules for text in rule.warnings

@@ -41,11 +41,7 @@ def booleans(field: str, values: Sequence[object]) -> Compiled:
 def numbers(
     field: str, values: Sequence[object], warnings: list[str], *, integers: bool, limits: tuple[float, float]
 ) -> Compiled:
-    """Compile numbers and comparisons: ``16``, ``"<=16"``, ``">=64,<=128"``.
-
-    ``limits`` are the least and the greatest value that the field can have; one of several written values that lies
-    outside is a warning.
-    """
+    """Compile numbers and comparisons: ``16``, ``"<=16"``, ``">=64,<=128"``."""
     alternatives: list[Predicate] = []
     points: set[float] = set(limits)
     for value in values:

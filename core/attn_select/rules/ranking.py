@@ -225,10 +225,7 @@ def _holds_here(
 def unknown_versions(
     rules: Sequence[Rule], device: Device, environment: Environment, modules: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return a warning for every rule of a user that waits for a version of a library that nobody knows here.
-
-    Its conditions on the device hold; the packaged rules are left out.
-    """
+    """Return a warning for every rule of a user that waits for a version of a library that nobody knows here."""
     found = []
     for rule in rules if environment.assume_installed else ():
         places = [c for c in rule.when if c.scope in ("device", "environment") and not c.field.startswith(PREFIX)]

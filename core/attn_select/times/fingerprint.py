@@ -40,10 +40,7 @@ Fingerprint = Mapping[str, str]
 
 
 def fingerprint(spec: BackendSpec, environment: Environment, provider: str | None = None) -> dict[str, str]:
-    """Return the fingerprint of a backend's kernels as they are here.
-
-    Left out is a distribution whose version is not known here: what rests on it cannot be judged.
-    """
+    """Return the fingerprint of a backend's kernels as they are here."""
     libraries = [library.distribution for group in spec.libraries for library in group]
     found: dict[str, str] = {}
     if all(name in COMPILERS for name in libraries):
@@ -126,10 +123,7 @@ def _digest(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """Return Python code (or TOML) without comments, docstrings, empty lines and blanks at the ends of lines.
-
-    A docstring is any string in triple quotes that has its lines to itself.
-    """
+    """Return Python code (or TOML) without comments, docstrings, empty lines and blanks at the ends of lines."""
     kept = _TOKEN.sub(_kept, text)
     return "\n".join([line.rstrip() for line in kept.splitlines() if line.strip()])
 

@@ -36,10 +36,7 @@ class Layer(NamedTuple):
 
 
 class StateLayer(NamedTuple):
-    """Layers that keep a state. Fields have the names and units of ``StateConfig``, counts are totals.
-
-    None: its default, or what flags say.
-    """
+    """Layers that keep a state. Fields have the names and units of ``StateConfig``, counts are totals."""
 
     recurrence: str | None = None
     num_heads: int | None = None

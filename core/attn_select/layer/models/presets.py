@@ -37,10 +37,7 @@ def _folded(name: str) -> str:
 
 
 def find_preset(name: str) -> dict[str, Any] | None:
-    """Return the row that ``name`` means in any case, with spaces or underscores for hyphens, or None.
-
-    It may be one of the row's ``names``, such as the repository ``meta-llama/Llama-3.1-8B``.
-    """
+    """Return the row that ``name`` means in any case, with spaces or underscores for hyphens, or None."""
     return _by_every_name().get(_folded(name))
 
 

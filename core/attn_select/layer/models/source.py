@@ -16,11 +16,7 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 def find_path(name: str) -> str | None:
-    """Return the file that ``name`` means, or None where only a preset can be meant.
-
-    A path is what contains a separator, ends in ``.json`` or is a folder with a ``config.json``. Where nothing is
-    there, ``org/name`` is looked up in the local cache of the Hugging Face Hub, then among the presets' names.
-    """
+    """Return the file that ``name`` means, or None where only a preset can be meant."""
     try:
         mode = os.stat(name).st_mode
     except (OSError, ValueError) as error:  # ValueError: a null byte or a lone surrogate in the name
