@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,16 +39,6 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
 """
 
 
-class Seconds(click.FloatRange):
-    """A range that ``nan``, which is less than nothing and no more than anything, does not pass."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return seconds
-
-
 @click.command("bench", cls=Command, epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
 @bench_options
 @click.option("--layer", metavar="KIND", help="Time only this kind of the model's layers [default: each].")
@@ -64,7 +53,7 @@ class Seconds(click.FloatRange):
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Rounds per batch.")
 @click.option(
     "--seconds",
-    type=Seconds(0, min_open=True),
+    type=click.FloatRange(0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="S",
@@ -79,13 +68,14 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.progress import progress
     from attn_select_cli.run import chosen_layers
+    from attn_select_cli.torch_module import torch_module
 
     wanted, backends = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     for name in backends:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)
-    benching = benching_module()
+    benching = torch_module("attn_select_measure.benching", "timing a layer")
     rules = tuple(options["rules"]) or None
     with benching.joined_ranks() as ranks, progress("measuring", shown=ranks is None or ranks.rank == 0) as shown:
 
@@ -118,23 +108,6 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
         print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
         print_warnings(explanation.all_warnings)
     return 130 if not complete else 0 if outcome.ok else 1
-
-
-def benching_module() -> Any:
-    """Import what measures, which needs torch and numpy."""
-    from attn_select.errors import RuntimeMissingError
-    from attn_select.machine.amx import avoid_trapping_amx
-
-    avoid_trapping_amx()
-    try:
-        from attn_select_measure import benching
-    except ImportError as error:
-        if error.name not in ("numpy", "torch"):
-            raise
-        raise RuntimeMissingError(
-            f"timing a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
-        ) from None
-    return benching
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import click
 
 from attn_select_cli.complete import BackendName
 from attn_select_cli.help import Command
-from attn_select_measure.bench import Seconds, benching_module
 
 if TYPE_CHECKING:
     from attn_select.machine.environment import Environment
@@ -68,7 +67,9 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
     metavar="NAME",
     help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
 )
-@click.option("--seconds", type=Seconds(0, min_open=True), metavar="S", help="End by then [default: when all is done].")
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), metavar="S", help="End by then [default: when all is done]."
+)
 @click.option(
     "--backend",
     "backends",
@@ -86,7 +87,7 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 )
 @click.option(
     "--compile-seconds",
-    type=Seconds(0, min_open=True),
+    type=click.FloatRange(0, min_open=True),
     default=120.0,
     show_default=True,
     metavar="S",
@@ -112,6 +113,7 @@ def command(
     from attn_select.machine.detection import detect_device
     from attn_select.machine.environment import parse_pins
     from attn_select_cli.output import require_writable
+    from attn_select_cli.torch_module import torch_module
     from attn_select_measure.survey_draw import PHASES
 
     if (out is None) == (check is None):
@@ -131,16 +133,14 @@ def command(
     require_writable(out, "--out")
     if fit is not None:
         from attn_select_cli.progress import progress
-        from attn_select_measure.survey_fit import fit_survey, fit_work, save
+        from attn_select_measure.survey_fit import fit_count, fit_survey, save
         from attn_select_measure.survey_records import read_survey
 
         records = read_survey(fit)
-        with progress(f"fitting {len(records)} workloads", fit_work(records)) as shown:
+        with progress(f"fitting {len(records)} workloads", fit_count(records)) as shown:
             save(fit_survey(records, shown.advance), out)
         return 0
-    benching_module()
-    from attn_select_measure import surveying
-
+    surveying = torch_module("attn_select_measure.surveying", "timing a layer")
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
     settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)

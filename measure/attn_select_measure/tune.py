@@ -9,7 +9,6 @@ import click
 
 from attn_select_cli.help import Command
 from attn_select_cli.layer_options import bench_options
-from attn_select_measure.bench import Seconds, benching_module
 from attn_select_measure.survey import surveyed
 
 EPILOG = """\b
@@ -50,7 +49,7 @@ Exit code: 0 written, 1 not written, 2 wrong input, 130 interrupted.
 )
 @click.option(
     "--seconds",
-    type=Seconds(0, min_open=True),
+    type=click.FloatRange(0, min_open=True),
     default=300.0,
     show_default=True,
     metavar="S",
@@ -70,6 +69,7 @@ def command(
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_line, print_warnings, require_writable
     from attn_select_cli.run import chosen_layers
+    from attn_select_cli.torch_module import torch_module
 
     wanted = None if workload is None else parse_workload(workload)
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
@@ -88,7 +88,7 @@ def command(
     gpu = device.full_name or device.name
     if path.exists() and not file.exists():
         raise MeasurementError(f"{path} exists, and no tune wrote it", hint="--out FILE names another one")
-    benching = benching_module()
+    benching = torch_module("attn_select_measure.benching", "timing a layer")
     from attn_select_measure import surveying, tuning
     from attn_select_measure.survey_fit import extended, save
     from attn_select_measure.survey_records import read_survey
