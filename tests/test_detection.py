@@ -372,7 +372,6 @@ def test_mig_without_a_choice_is_the_first_instance() -> None:
         ("MIG-bbbb2222-0000-0000-0000-000000000000", "H100 80GB HBM3 MIG 3g.40gb"),
         ("MIG-bbbb2222", "H100 80GB HBM3 MIG 3g.40gb"),
         ("MIG-bbbb2222,MIG-aaaa1111", "H100 80GB HBM3 MIG 3g.40gb"),
-        (f"MIG-{MIG.uuid}/1/0", "H100 80GB HBM3 MIG 3g.40gb"),  # as drivers before 470 write it
         (f"MIG-{MIG.uuid}/2/0", "CPU of this machine"),
         ("MIG-", "CPU of this machine"),
         (MIG.uuid, "H100 80GB HBM3 MIG 1g.10gb"),

@@ -219,7 +219,7 @@ def library_states(registry: Registry, environment: Environment) -> dict[str, di
 def build_explanations(
     options: Mapping[str, Any],
     models: Sequence[str | None],
-    gpus: Sequence[str],
+    gpus: Sequence[str | None],
     rules: RuleSet | None = None,
     *,
     unserved_alone: bool = False,
@@ -234,18 +234,19 @@ def build_explanations(
                 if len(models) * len(gpus) > 1 and not error.message.startswith(f"{model}: "):
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
                 raise
-    return _with_effect(options, found)
+    _refuse_idle(options, found)
+    return found
 
 
 def build_explanation(
     options: Mapping[str, Any], rules: RuleSet | None = None, *, unserved_alone: bool = False
 ) -> Explanation:
     """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation."""
-    return _with_effect(options, [_explained(options, rules, unserved_alone)])[0]
+    return build_explanations(options, [options["model"]], [options["gpu"]], rules, unserved_alone=unserved_alone)[0]
 
 
-def _with_effect(options: Mapping[str, Any], found: list[Explanation]) -> list[Explanation]:
-    """Return the explanations; refuse an option that has no effect in any of them."""
+def _refuse_idle(options: Mapping[str, Any], found: list[Explanation]) -> None:
+    """Refuse an option that has no effect in any of the explanations."""
     idle = [field for field in found[0].unused if all(field in each.unused for each in found)]
     if idle:
         flags = list(dict.fromkeys(flag_of(field, options) for field in idle))
@@ -254,7 +255,6 @@ def _with_effect(options: Mapping[str, Any], found: list[Explanation]) -> list[E
         kinds |= dict.fromkeys(layers.kind for each in found for layers in each.unserved)
         what = f"the layers of {', '.join(models)} ({', '.join(kinds)})" if models else f"a {', '.join(kinds)} layer"
         raise ConfigError(f"{' and '.join(flags)}: no effect on {what}", fields=idle, hint="leave it out")
-    return found
 
 
 def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone: bool) -> Explanation:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
+from attn_select.errors import AttnSelectError
 from attn_select_cli.command_group import CommandGroup
 
 BROKEN_PIPE = 141
@@ -62,14 +63,9 @@ class LazyGroup(CommandGroup):
 
 def brought_commands() -> list[importlib.metadata.EntryPoint]:
     """Return the commands that other distributions bring. One whose metadata cannot be read brings none."""
-    try:
-        return [*importlib.metadata.entry_points(group=OTHERS)]
-    except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
-        found: list[importlib.metadata.EntryPoint] = []
-        for distribution in importlib.metadata.distributions():
-            with contextlib.suppress(Exception):
-                found += distribution.entry_points.select(group=OTHERS)
-        return found
+    from attn_select.machine.environment import entry_points
+
+    return entry_points(OTHERS)[0]
 
 
 def brought_command(entry_point: importlib.metadata.EntryPoint) -> click.Command:
@@ -144,8 +140,6 @@ def main() -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; errors are printed, never raised."""
-    from attn_select.errors import AttnSelectError
-
     as_json = "--json" in arguments
     try:
         if sys.stdout is None:
@@ -170,7 +164,7 @@ def run(arguments: list[str]) -> int:
         message = error.format_message()
         if context is not None and message.startswith("Got unexpected extra argument") and _names_a_model(context):
             hint = f"a model is given by --model; {hint}"
-        return _fail(as_json, "usage", message, hint, 2)
+        return _fail(as_json, AttnSelectError(message, hint=hint, code="usage"), 2)
     except AttnSelectError as error:
         from attn_select.decide.selection import NoBackendError
         from attn_select.errors import BackendError, UnknownModelTypeError
@@ -179,7 +173,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, BackendError) and os.environ.get(variables.TRACEBACK):
             raise
         code = 1 if isinstance(error, NoBackendError | UnknownModelTypeError) else 2
-        return _fail(as_json, error.code, error.message, error.hint, code)
+        return _fail(as_json, error, code)
     except BrokenPipeError:
         # The reader (head, less) went away. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -196,24 +190,23 @@ def run(arguments: list[str]) -> int:
         if os.environ.get(variables.TRACEBACK):
             raise
         hint = f"this is a bug: run it again with {variables.TRACEBACK}=1 and report what it prints"
-        return _fail(as_json, "internal-error", f"{type(error).__name__}: {error}", hint, 3)
+        bug = AttnSelectError(f"{type(error).__name__}: {error}", hint=hint, code="internal-error")
+        return _fail(as_json, bug, 3)
 
 
 def _names_a_model(context: click.Context) -> bool:
     return any(parameter.name == "model" for parameter in context.command.params)
 
 
-def _fail(as_json: bool, code: str, message: str, hint: str | None, exit_code: int) -> int:
+def _fail(as_json: bool, error: AttnSelectError, exit_code: int) -> int:
     if as_json:
         import json
 
-        click.echo(
-            json.dumps({"error": {"code": code, "message": message, "hint": hint}}, indent=2, ensure_ascii=False)
-        )
+        click.echo(json.dumps({"error": error.to_dict()}, indent=2, ensure_ascii=False))
     else:
         from attn_select.errors import printable
 
-        click.echo("\n".join(printable(line) for line in f"error: {message}".split("\n")), err=True)
-        if hint:
-            click.echo(f"  hint: {hint}", err=True)
+        click.echo("\n".join(printable(line) for line in f"error: {error.message}".split("\n")), err=True)
+        if error.hint:
+            click.echo(f"  hint: {error.hint}", err=True)
     return exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,8 +62,8 @@ def test_a_fact_without_a_source_marks_the_layers_that_use_it(
     uses: dict[str, Any],
     leaves: dict[str, Any] | None,
 ) -> None:
-    both = capabilities(**{"attn_types": ("decoder", "encoder"), fact: value})
-    setattr(both, fact, Fact(value, "unverified"))
+    known = capabilities(attn_types=("decoder", "encoder"))
+    both = replace(known, **{fact: Fact(value, "unverified")})
     backend = spec(capabilities={"prefill": both, "decode": both})
     assert marks(backend, uses, "prefill") == (f"no source proves the capability {fact}",)
     if leaves is not None:
@@ -70,8 +71,8 @@ def test_a_fact_without_a_source_marks_the_layers_that_use_it(
 
 
 def test_a_quantised_cache_is_no_mixed_one(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
-    both = capabilities(kv_cache_dtypes=("bfloat16", "fp8_e4m3"), mixed_kv_cache_dtype=True)
-    both.mixed_kv_cache_dtype = Fact(True, "unverified")
+    known = capabilities(kv_cache_dtypes=("bfloat16", "fp8_e4m3"))
+    both = replace(known, mixed_kv_cache_dtype=Fact(True, "unverified"))
     backend = spec(capabilities={"prefill": both, "decode": both})
     assert marks(backend, {**PLAIN, "kv_cache_dtype": "fp8_e4m3"}) == ()
 

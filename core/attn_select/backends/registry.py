@@ -24,7 +24,7 @@ from attn_select.backends.distributions import known_backends
 from attn_select.backends.spec import BackendSpec
 from attn_select.backends.spec_check import problems_of
 from attn_select.errors import PluginError, shorten, show
-from attn_select.machine.environment import canonical_distribution, name_and_version
+from attn_select.machine.environment import canonical_distribution, entry_points, name_and_version
 
 logger = logging.getLogger(__name__)
 
@@ -91,39 +91,20 @@ class Registry:
 @functools.cache
 def load_plugins() -> Registry:
     """Load every installed plugin, in sorted order of entry-point name and distribution. Cached."""
-    try:
-        return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP))
-    except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
-        return _search_each_distribution()
-
-
-def _search_each_distribution() -> Registry:
-    found: list[importlib.metadata.EntryPoint] = []
-    failed: list[Plugin] = []
-    seen: set[str] = set()
-    for distribution in importlib.metadata.distributions():
-        name, version = name_and_version(distribution)
-        if name is None or canonical_distribution(name) in seen:
-            continue
-        seen.add(canonical_distribution(name))
-        try:
-            found += distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
-        except Exception as error:
-            text = f"its entry_points.txt cannot be read: {type(error).__name__}: {shorten(error, 300)}"
-            failed.append(Plugin("?", canonical_distribution(name), version or "?", error=text))
+    found, failed = entry_points(hookspecs.ENTRY_POINT_GROUP)
     registry = build_registry(found)
-    registry.plugins += failed
+    registry.plugins += [Plugin("?", name, version, error=error) for name, version, error in failed]
     return registry
 
 
-def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
+def build_registry(found: Iterable[importlib.metadata.EntryPoint]) -> Registry:
     """Load the given entry points. Raises nothing but KeyboardInterrupt: what fails is in ``Registry.plugins``."""
     registry = Registry()
     manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
     manager.add_hookspecs(hookspecs)
     taken: dict[str, str] = {}
     registered: dict[str, list[tuple[str, BackendSpec]]] = {}
-    named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in entry_points]
+    named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in found]
     for name, distribution, version, entry_point in sorted(named, key=lambda item: (*item[:2], item[3].value)):
         plugin = Plugin(name, distribution, version)
         registry.plugins.append(plugin)
@@ -146,8 +127,8 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
                 brought = replace(spec, distribution=f"{distribution} {version}")
                 registered.setdefault(spec.name, []).append((distribution, brought))
         logger.info("%s: %s", plugin, plugin.error or ", ".join(plugin.backends))
-    for name, found in registered.items():
-        _settle(registry, name, found)
+    for name, several in registered.items():
+        _settle(registry, name, several)
     return registry
 
 

@@ -13,13 +13,6 @@ def config_text(config: LayerConfig) -> str:
     return _state_text(config) if isinstance(config, StateConfig) else _attention_text(config)
 
 
-def condition_text(config: LayerConfig) -> str:
-    """Return the conditions of a rule that holds for layers of this sort."""
-    if isinstance(config, StateConfig):
-        return f'recurrence = "{config.recurrence}"'
-    return "mla = true, sparse = true" if config.sparse else f"mla = {'true' if config.mla else 'false'}"
-
-
 def _state_text(config: StateConfig) -> str:
     heads = (
         f"{config.num_heads} key heads of {config.head_size}, {config.num_v_heads} value heads of {config.v_head_size}"

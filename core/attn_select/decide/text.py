@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attn_select.backends import distributions
 from attn_select.backends.spec import BackendPlan, Reason
 from attn_select.decide.cache_text import cache_lines
-from attn_select.decide.config_text import condition_text, config_text
+from attn_select.decide.config_text import config_text
 from attn_select.decide.lines import HANG, MARGIN, Line, byte_text, plain
 from attn_select.decide.outcome import Candidate, Outcome, Verdict
 from attn_select.decide.runner_up_text import runner_up_lines
@@ -97,7 +97,6 @@ def layer_lines(
     lines += _candidate_lines(selection, remedies)
     lines += _rule_lines(selection, selection.rules)
     lines += _remedy_lines(selection)
-    lines += _unranked_lines(selection)
     return lines
 
 
@@ -361,33 +360,6 @@ def _remedy_lines(selection: Outcome[Any], most: int = 3) -> list[Line]:
         for (_, backend), (reason, phases) in list(admitted.items())[:most]
     ]
     return [[], [("  Nearest misses", "title")], *lines] if lines else []
-
-
-def _unranked_lines(selection: Outcome[Any]) -> list[Line]:
-    """Say how to choose a backend that no rule ranks, where a phase has no other: by name, or by a rule."""
-    phases = [phase for phase, spec in selection.backends.items() if spec is None and phase not in selection.explicit]
-    for candidate in selection.candidates:
-        able = [p for p in phases if (v := candidate.phases[p]).verdict == "valid" and v.rank is None]
-        if not able:
-            continue
-        name = candidate.backend
-        kind = condition_text(selection.config)
-        rule = [
-            "[[rules]]",
-            f'name = "rank-{name.lower().replace("_", "-")}"',
-            *([f'phase = "{able[0]}"'] if len(able) < len(selection.backends) else []),
-            f"when = {{ {kind} }}",
-            f'prefer = ["{name}"]',
-        ]
-        return [
-            [],
-            [("  Not ranked", "title")],
-            [(f"    {name} can run {' and '.join(able)}, but no rule ranks it. Choose it by name, ", "")],
-            [("    ", ""), (f"--backend {name}", "remedy"), (", or add this rule to a file of", "")],
-            [("    `attn-select rules path` (the first line of the file is version = 1):", "")],
-            *([("      ", ""), (line, "remedy")] for line in rule),
-        ]
-    return []
 
 
 def _missing_plugins(candidate: Candidate) -> set[str]:

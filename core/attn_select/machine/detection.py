@@ -195,11 +195,6 @@ class Nvml:
         handles = [self.handle("nvmlDeviceGetMigDeviceHandleByIndex", gpu.handle, i) for i in range(slots)]
         return [self._gpu(handle, gpu.handle) for handle in handles if handle is not None]
 
-    def legacy_uuid(self, gpu: Gpu, instance: Gpu) -> str:
-        """Return the MIG id of drivers before 470: ``MIG-GPU-<uuid>/<GPU instance>/<compute instance>``."""
-        ids = [self.number(f"nvmlDeviceGet{kind}InstanceId", instance.handle) for kind in ("Gpu", "Compute")]
-        return f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"
-
     def _gpu(self, handle: Any, parent: Any = None) -> Gpu:
         name = self.text("nvmlDeviceGetName", handle) or "NVIDIA GPU"
         return Gpu(handle, name, self.text("nvmlDeviceGetUUID", handle) or "", parent)
@@ -242,17 +237,12 @@ def _selected(nvml: Nvml, gpus: Sequence[Gpu], variable: str) -> list[Gpu]:
     """
     selected: list[Gpu] = []
     kind = variable[:4] if variable.startswith(("GPU-", "MIG-")) else ""
-    whole = [gpu for gpu in gpus if gpu.handle is not None] if kind == "MIG-" else []
-    instances = [(gpu, each) for gpu in whole for each in nvml.instances(gpu) or ()]
+    listed = gpus
+    if kind == "MIG-":
+        listed = [each for gpu in gpus if gpu.handle is not None for each in nvml.instances(gpu) or ()]
     for entry in (part.strip() for part in variable.split(",")):
-        if kind == "GPU-":
-            named = [gpu for gpu in gpus if _is_prefix(entry, "GPU-", gpu.uuid)]
-        elif kind == "MIG-":
-            named = [
-                each
-                for gpu, each in instances
-                if _is_prefix(entry, "MIG-", each.uuid) or entry.casefold() == nvml.legacy_uuid(gpu, each).casefold()
-            ]
+        if kind:
+            named = [each for each in listed if _is_prefix(entry, kind, each.uuid)]
         else:
             index = re.match(r"\+?(\d{1,9})", entry, re.ASCII)  # as strtoul: "1st" is 1
             named = [gpus[int(index[1])]] if index and int(index[1]) < len(gpus) else []

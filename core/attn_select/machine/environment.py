@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from attn_select.errors import ConfigError, show
+from attn_select.errors import ConfigError, shorten, show
 
 LibraryState = Literal["installed", "assumed", "missing", "wrong-version", "broken"]
 INSTALLED: Final = "installed"
@@ -180,6 +180,27 @@ def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str
         key, _, value = line.partition(":")
         found.setdefault(key.lower(), value.strip())
     return found.get("name") or None, found.get("version") or None
+
+
+def entry_points(group: str) -> tuple[list[importlib.metadata.EntryPoint], list[tuple[str, str, str]]]:
+    """Return the entry points of a group, and name, version and error of each distribution whose own cannot be read."""
+    try:
+        return [*importlib.metadata.entry_points(group=group)], []
+    except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
+        found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+        failed: list[tuple[str, str, str]] = []
+        for distribution in importlib.metadata.distributions():
+            name, version = name_and_version(distribution)
+            if name is None or canonical_distribution(name) in found:
+                continue
+            name = canonical_distribution(name)
+            try:
+                found[name] = [*distribution.entry_points.select(group=group)]
+            except Exception as error:
+                found[name] = []
+                text = f"its entry_points.txt cannot be read: {type(error).__name__}: {shorten(error, 300)}"
+                failed.append((name, version or "?", text))
+        return [each for points in found.values() for each in points], failed
 
 
 def has_module(top_level: str) -> bool:
