@@ -117,15 +117,12 @@ def _capabilities(spec: BackendSpec, phase: Any) -> dict[str, Any]:
     for field in fields(capabilities):
         value = getattr(capabilities, field.name)
         if isinstance(value, Fact):
-            plain = value.value if isinstance(value.value, (bool, int)) else _fact_text(value.value)
+            plain = list(value.value) if isinstance(value.value, tuple) else value.value
+            plain = plain if isinstance(plain, (bool, int, list)) else str(plain)
             result[field.name] = {"value": plain, "source": value.source}
         else:
             result[field.name] = {"value": value, "source": None}
     return result
-
-
-def _fact_text(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else str(value)
 
 
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:

@@ -253,14 +253,11 @@ def _say_backends(result: EngineArguments) -> None:
             continue
         name = taken.offer.name
         alone = taken.argument in by_kind or name.name != most.get(taken.argument, name.name)
-        if alone and not _say_for_kind(result, taken.layer.kind, name.name):
+        kind, kinds = taken.layer.kind, result.table.kinds
+        if alone and not (kind in kinds and result.say("of_kind", name.name, kinds[kind])):
             one = f"{result.table.engine} takes one for all layers"
-            result.not_expressed.append(f"{name.name} for {taken.layer.kind} layers: {one}")
+            result.not_expressed.append(f"{name.name} for {kind} layers: {one}")
         result.arguments |= name.arguments
-
-
-def _say_for_kind(result: EngineArguments, kind: str, name: str) -> bool:
-    return kind in result.table.kinds and result.say("of_kind", name, result.table.kinds[kind])
 
 
 def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:

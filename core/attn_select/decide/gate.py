@@ -74,7 +74,9 @@ def check(
     if isinstance(plan, list):
         return _together(against, plan)
     if not _captures(plan, config, phase):
-        return [*against, _graph_reason(plan, config)]
+        message = f"CUDA graphs up to {plan.cuda_graph} with {plan.path} (asked for {config.cuda_graph})"
+        remedy = f"--cuda-graph {plan.cuda_graph}"
+        return [*against, Reason("cuda-graph-level", message, config.cuda_graph, plan.cuda_graph, remedy)]
     if against:
         return against
     if problem := _plan_problem(plan) or _block_size_problem(plan, capabilities, config):
@@ -305,12 +307,6 @@ def _captures(plan: BackendPlan, config: LayerConfig, phase: Phase) -> bool:
     if phase == "prefill" and config.cuda_graph != "ALWAYS":
         return True
     return _LEVEL_RANK.get(plan.cuda_graph, 0) >= _LEVEL_RANK[config.cuda_graph]
-
-
-def _graph_reason(plan: BackendPlan, config: LayerConfig) -> Reason:
-    message = f"CUDA graphs up to {plan.cuda_graph} with {plan.path} (asked for {config.cuda_graph})"
-    remedy = f"--cuda-graph {plan.cuda_graph}"
-    return Reason("cuda-graph-level", message, config.cuda_graph, plan.cuda_graph, remedy)
 
 
 def _plan_problem(plan: BackendPlan) -> str | None:

@@ -310,11 +310,11 @@ def _rule_lines(selection: Outcome[Any], rules: Sequence[Rule]) -> list[Line]:
         return []
     lines: list[Line] = [[], [("  Rules applied", "title")]]
     for rule in rules:
+        effect = "evidence off" if rule.effect == "evidence" else rule.effect
         phase = f" for {rule.phase}" if rule.phase else ""
         because = f": {rule.because}" if rule.because else ""
-        lines.append(
-            [("    ", ""), HANG, (f"{rule.name} ({_effect(rule)}{phase}){because}", ""), (f"  {_origin(rule)}", "dim")]
-        )
+        text = f"{rule.name} ({effect}{phase}){because}"
+        lines.append([("    ", ""), HANG, (text, ""), (f"  {_origin(rule)}", "dim")])
     return lines
 
 
@@ -326,10 +326,6 @@ def _has_effect(rule: Rule, selection: Outcome[Any]) -> bool:
     if rule.effect == "deny":
         return any(reason.code == "denied-by-rule" for verdict in verdicts for reason in verdict.reasons)
     return any(verdict.plan is not None for verdict in verdicts)
-
-
-def _effect(rule: Rule) -> str:
-    return "evidence off" if rule.effect == "evidence" else str(rule.effect)
 
 
 def _origin(rule: Rule) -> str:

@@ -104,7 +104,8 @@ def detect(load: Callable[[], Any], variables: Mapping[str, str]) -> Detection:
     except (OSError, ImportError):  # Python can be built without ctypes
         return Detection(CPU, note=f"no NVIDIA driver found ({_library_names()[0]}): the device is the CPU")
     if code := nvml.call("nvmlInit_v2"):
-        return Detection(CPU, note=f"the NVIDIA driver does not answer ({_describe(code)}): the device is the CPU")
+        error = _ERRORS.get(code, f"NVML error {code}")
+        return Detection(CPU, note=f"the NVIDIA driver does not answer ({error}): the device is the CPU")
     try:
         return _examine(nvml, variables)
     finally:
@@ -127,10 +128,6 @@ def _library_names() -> tuple[str, ...]:
     if os.name == "nt":
         return ("nvml.dll",)
     return ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")  # WSL does not always tell the loader
-
-
-def _describe(code: int) -> str:
-    return _ERRORS.get(code, f"NVML error {code}")
 
 
 class Nvml:

@@ -284,7 +284,7 @@ def _beside(timing: Timing, name: str, winner: str | None, steps: Sequence[_Step
 
 
 def arranged(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str] = ()) -> list[str]:
-    """Return candidates by cost, those that have one and that no user's rule places; all others keep their places."""
+    """Return candidates by cost, those that have one and that no user's rule pins; all others keep their places."""
     moved = movable(order, costs, pinned)
     by_cost = iter(sorted(moved, key=costs.__getitem__))
     return [next(by_cost) if name in moved else name for name in order]
