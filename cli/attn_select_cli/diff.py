@@ -37,7 +37,7 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
     """Compare two decisions: another GPU, other rules, another config, or a golden file."""
     from attn_select_cli.explanation import build_explanation, warnings_of
-    from attn_select_cli.golden import read_golden
+    from attn_select_cli.golden import changes_since
     from attn_select_cli.output import print_json, print_lines, print_warnings
 
     if (to is None) == (golden is None):
@@ -45,11 +45,11 @@ def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: 
     if to is not None and not to.strip():
         raise click.UsageError("--to is empty: name an option that differs, such as --to '--gpu b200'", ctx)
     explained = [build_explanation(options)]
-    if to is not None:
-        explained.append(build_explanation({**options, **options_in(to, "--to")[1]}))
-    sides = [explanation.to_dict() for explanation in explained]
-    before, after = sides if golden is None else (read_golden(golden), *sides)
-    changes = compare(before, after)
+    if golden is not None:
+        changes = changes_since(golden, explained[0].to_dict())
+    else:
+        explained.append(build_explanation({**options, **options_in(to or "", "--to")[1]}))
+        changes = compare(*(explanation.to_dict() for explanation in explained))
     if as_json:
         print_json({"schema_version": 1, "changes": changes})
     elif not changes:

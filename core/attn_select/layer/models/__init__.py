@@ -141,19 +141,7 @@ class ModelSource:
         device: Device | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> LayerKinds:
-        """Return the distinct layer kinds of the model.
-
-        Args:
-            tensor_parallel_size: ranks that share the query heads; KV heads below it are replicated.
-            device: decides the dtype where neither the flags nor the config do; None is one that has them all.
-            overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
-                model's totals. A window, soft cap or top-k of 0 takes it away.
-
-        Raises:
-            ModelError: the config does not describe attention layers.
-            ConfigError: an override or the number of ranks contradicts the model.
-            UnknownNameError: an override is no field.
-        """
+        """Return the distinct layers of the model, as ``configs_from_model``."""
         return layer_kinds(self, tensor_parallel_size=tensor_parallel_size, device=device, overrides=overrides)
 
 
