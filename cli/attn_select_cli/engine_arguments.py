@@ -85,12 +85,9 @@ class EngineArguments:
     @property
     def refused(self) -> str:
         """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
-        refusals = {
-            f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}": None
-            for each in self.taken
-            if each.refused
-        }
-        return "; ".join(refusals)
+        refused = [each for each in self.taken if each.refused]
+        texts = [f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}" for each in refused]
+        return "; ".join(dict.fromkeys(texts))
 
     @property
     def starts(self) -> bool:
@@ -180,7 +177,7 @@ def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: 
             _take_one(same)
         else:
             for taken in same:
-                taken.offer = min(_had(taken), key=_place, default=None)
+                taken.offer = min(_with_a_name(taken), key=_place, default=None)
     return found
 
 
@@ -205,7 +202,9 @@ def _named_by(argument: str) -> str:
 
 def _take_one(several: Sequence[Taken]) -> None:
     """Take the engine's backend that stands least far behind in the orders of all layer kinds together."""
-    named = [{_name(offer): offer for offer in sorted(_had(taken), key=_place, reverse=True)} for taken in several]
+    named = [
+        {_name(offer): offer for offer in sorted(_with_a_name(taken), key=_place, reverse=True)} for taken in several
+    ]
     common = [name for name in named[0] if all(name in each for each in named)]
     if common:
         best = min(common, key=lambda name: sum(each[name].place for each in named))
@@ -213,7 +212,7 @@ def _take_one(several: Sequence[Taken]) -> None:
             taken.offer = each[best]
 
 
-def _had(taken: Taken) -> list[Offer]:
+def _with_a_name(taken: Taken) -> list[Offer]:
     return [offer for offer in taken.offers if offer.name is not None]
 
 

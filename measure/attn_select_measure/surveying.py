@@ -31,7 +31,7 @@ from attn_select_measure.survey_records import PAIR, Record, append_record, merg
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 from attn_select_measure.timed_fields import timed_fields
 
-UNASKED = ("FLEX_ATTENTION",)
+ONLY_BY_NAME = ("FLEX_ATTENTION",)
 """Timed where they are named alone: it compiles for half a minute at each new shape."""
 ROUNDS, SETTLED, ROUNDS_SECONDS = 12, 0.01, 1.0
 """Most rounds of a workload, how sure its medians need to be, and seconds after which no further round begins."""
@@ -226,7 +226,7 @@ class _Run:
             found += self._pairs(work.config, {each.name for each in found})
         if only:
             return [each for each in found if {*each.name.split(PAIR)} & {*only}]
-        return [each for each in found if each.name not in UNASKED]
+        return [each for each in found if each.name not in ONLY_BY_NAME]
 
     def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
         """Yield for backends that serve decodes alone the pairs with the first backend for prefills."""

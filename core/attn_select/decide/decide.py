@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from attn_select.backends import distributions
 from attn_select.backends.spec import BackendPlan, BackendSpec, Reason
 from attn_select.decide import gate
-from attn_select.decide.explicit import NOTHING_ASKED, Choice
+from attn_select.decide.explicit import NO_CHOICE, Choice
 from attn_select.decide.outcome import Candidate, Verdict
 from attn_select.decide.runner_up import runners_up
 from attn_select.decide.selection import Selection
@@ -40,7 +40,7 @@ Chosen = Mapping[Phase, str | None]
 def decide(
     situation: Situation,
     config: ConfigT,
-    choice: Choice = NOTHING_ASKED,
+    choice: Choice = NO_CHOICE,
     kv_layout: str | None = None,
     workload: Workload | None = None,
     evidence: Evidence | None = None,
@@ -115,10 +115,10 @@ def through_gate(situation: Situation, config: LayerConfig, named: Iterable[str]
         name: {phase: gate.check(spec, config, *place, situation.options[name], phase) for phase in config.phases}
         for name, spec in situation.candidates(config, named).items()
     }
-    absent = {
-        n: why for n, why in situation.absent.items() if distributions.is_of_states(n) is (config.sort == "state")
-    }
-    return answers | {name: {phase: [why] for phase in config.phases} for name, why in absent.items()}
+    for name, why in situation.absent.items():
+        if distributions.is_of_states(name) is (config.sort == "state"):
+            answers[name] = {phase: [why] for phase in config.phases}
+    return answers
 
 
 def in_layout(answers: Answers, kv_layout: str | None) -> Answers:
@@ -234,8 +234,11 @@ def candidates_of(
     answers: Answers, rankings: Mapping[Phase, Ranking], chosen: Chosen, by_times: ByTimes | None
 ) -> tuple[Candidate, ...]:
     """Return every known backend with its verdicts: by decode rank, then prefill rank, then as registered."""
-    order = {p: _final_order(ranking.order, by_times.order[p] if by_times else []) for p, ranking in rankings.items()}
-    ranks = {p: {name: r for r, name in enumerate([n for n in names if n in answers], 1)} for p, names in order.items()}
+    ranks: dict[Phase, dict[str, int]] = {}
+    for phase, ranking in rankings.items():
+        order = _final_order(ranking.order, by_times.order[phase] if by_times else [])
+        known = [name for name in order if name in answers]
+        ranks[phase] = {name: rank for rank, name in enumerate(known, 1)}
     shown = by_times.shown if by_times is not None else {}
 
     def verdict(name: str, phase: Phase) -> Verdict:

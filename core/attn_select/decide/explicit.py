@@ -40,7 +40,7 @@ class Choice:
         return {phase: name for phase, name in found.items() if name is not None}
 
 
-NOTHING_ASKED = Choice()
+NO_CHOICE = Choice()
 
 
 def parse_choice(
@@ -48,7 +48,7 @@ def parse_choice(
 ) -> Choice:
     """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping."""
     if backend is None:
-        return NOTHING_ASKED
+        return NO_CHOICE
     if isinstance(backend, Mapping):
         items: list[tuple[str, str]] = list(backend.items())
     else:
