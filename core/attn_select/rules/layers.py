@@ -29,7 +29,7 @@ _NOTHING_INSTEAD: Instead = MappingProxyType({})
 class Layer:
     """One place where rules are looked for."""
 
-    kind: str  # ``plugin NAME``, ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``
+    kind: str  # ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``
     path: Path
     state: str = ""  # ``read``, ``not found``, or why it was skipped or cannot be read; empty until looked at
 

@@ -201,10 +201,12 @@ def _implies(narrow: Condition | None, wide: Condition) -> bool:
 
 def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
     """Return the warnings that a selection carries, one line each."""
-    problems = [*rules.foreign, *unknown_names(rules, known), *rules.idle]
-    for rule in rules.rules:
-        problems += ((rule.file, rule.line, f"rule {rule.name!r}: {text}") for text in rule.warnings)
-    return [*map(problem_text, problems)]
+    return [*map(problem_text, [*rules.foreign, *unknown_names(rules, known), *rules.idle, *_of_rules(rules)])]
+
+
+def _of_rules(rules: RuleSet) -> list[Problem]:
+    """Return the warnings that rules came with when they were compiled."""
+    return [(each.file, each.line, f"rule {each.name!r}: {text}") for each in rules.rules for text in each.warnings]
 
 
 def beaten_by_denials(rules: RuleSet) -> list[Problem]:
@@ -231,12 +233,8 @@ def _covers(wide: Rule, narrow: Rule) -> bool:
 
 def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     """Return what ``rules check`` warns of."""
-    problems = list(rules.foreign)
-    problems += [
-        (rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rules.rules for text in rule.warnings
-    ]
     unknown = unknown_libraries(rules.rules, registry.specs)
     named = {(file, line) for file, line, _ in unknown}
     absent = [each for each in versions_not_here(rules.rules, registry.specs) if each[:2] not in named]
-    problems += [*unknown, *absent, *unreachable(rules), *beaten_by_denials(rules)]
+    problems = [*rules.foreign, *_of_rules(rules), *unknown, *absent, *unreachable(rules), *beaten_by_denials(rules)]
     return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))
