@@ -159,12 +159,11 @@ def _comparison_lines(sides: list[Explanation], differences: list[dict[str, Any]
     lines: list[Block] = []
     for name, side in zip(SIDES, sides, strict=True):
         lines += [[(f"{name} side: {side.device.full_name or side.device.name}", "title")], *_table(side), []]
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[tuple[str, str, str | None], list[str]] = {}
     for each in differences:
-        kinds.setdefault(f"{each['fact']}  {each['prefill']} -> {each['decode']}", []).append(each["kind"])
-    for text, names in kinds.items():
-        fact, _, values = text.partition("  ")
-        option = _OPTIONS.get(fact)
+        values = f"{each['prefill']} -> {each['decode']}"
+        kinds.setdefault((each["fact"], values, each["option"]), []).append(each["kind"])
+    for (fact, values, option), names in kinds.items():
         lines.append([(f"{', '.join(names)}: {fact}", "title"), (f"  {values}", "")])
         lines.append([("  ", ""), HANG, (f"{option} changes it" if option else "no option changes it", "dim")])
     return [*lines, *([[]] if kinds else []), _verdict(sides, differences)]

@@ -270,6 +270,8 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
 
 
 def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any]:
+    from attn_select_cli.unserved_lines import engine_data
+
     table = result.table
     return {
         "schema_version": 1,
@@ -285,10 +287,7 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
             {
                 "kind": each.kind,
                 "count": each.count,
-                "engine_backends": [
-                    {"name": row.name, "default": row.default, "source": row.source}
-                    for row in table.kernels_of(each, explanation.device)
-                ],
+                "engine_backends": engine_data(each, table, explanation.device),
             }
             for each in explanation.unserved
         ],
