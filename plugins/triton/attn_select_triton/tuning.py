@@ -247,6 +247,21 @@ def decode_splits() -> DecodeSplits:
     return DecodeSplits(**{**given, "uneven_parts": tuple(given["uneven_parts"])})
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """``[joined]`` of ``tuning.toml``."""
+
+    programs: int
+    keys: int
+    alone: int
+
+
+@cache
+def joined() -> Joined:
+    """Return which steps with prefills are one launch of the decode kernel."""
+    return Joined(**_tuning()["joined"])
+
+
 @cache
 def share_parts() -> tuple[float, ...]:
     """Return into how many parts a multiprocessor's share of a prefill's keys is cut: sizes of shares to try."""

@@ -160,6 +160,23 @@ def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
     return low <= tokens <= high
 
 
+def few_keys(seen: int, width: int, decodes: bool) -> bool:
+    """Whether rows see so few keys that one launch of the decode kernel for a step's prefills may be faster.
+
+    Args:
+        seen: keys that a program's rows see, at most.
+        width: the larger of QK's and V's head size.
+        decodes: whether the step has decodes, whose own launch that spares.
+    """
+    by = tuning.joined()
+    return seen * max(1.0, width / 128) <= (by.keys if decodes else by.alone)
+
+
+def few_programs(programs: int, gpu: Gpu) -> bool:
+    """Whether a GPU has places for all programs of that launch at a time."""
+    return programs <= tuning.joined().programs * gpu.sms
+
+
 def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
     """Return how many keys each piece of a decode over latents should have.
 
