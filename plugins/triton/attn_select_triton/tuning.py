@@ -15,6 +15,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from attn_select_triton.limits import MEASURED_CAPABILITY
 
 Way = Literal["pages", "gathered", "split", "warps", "gathered_warps"]
@@ -138,6 +140,14 @@ class Cost:
     row: float = 0.0
     fixed: float = 0.0
     merge: float = 0.0
+
+    def shared(self, pairs: float, items: Any, last: Any) -> Any:
+        """Return the time of the warp-specialised kernel's programs in ns, without the merge: numbers or arrays.
+
+        Args:
+            pairs, items, last: as ``schedule.Shares`` has them.
+        """
+        return np.maximum(2 * self.tile * (pairs + items * self.border), last * self.alone)
 
 
 @cache
