@@ -25,6 +25,7 @@ from attn_select.machine.environment import parse_pins
 from attn_select.runtime import (
     Attention,
     MLAAttention,
+    Outputs,
     ops,
 )
 from attn_select.runtime.batch import prepare_batch
@@ -105,13 +106,13 @@ def overhead(environment: Environment | None) -> None:
         )
     bench = Bench(LLAMA, environment, [1] * 8, [256] * 8)
     layer, metadata = Attention(bench.group, caller_writes=True), bench.group.build(bench.common)
-    impl, part = layer.impls["decode"], metadata.parts[0].metadata
+    impl, part, outputs = layer.impls["decode"], metadata.parts[0].metadata, Outputs(bench.output)
     raw, again = raw_call(bench, layer, bench.output, True), raw_call(bench, layer, bench.output, True)
     with torch.inference_mode():
         host = host_times(
             {
                 "raw": raw,
-                "impl.forward": lambda: impl.forward(layer, bench.query, None, None, bench.cache, part, bench.output),
+                "impl.forward": lambda: impl.forward(bench.query, None, None, bench.cache, part, outputs),
                 "layer": lambda: layer(bench.query, None, None, bench.cache, metadata, bench.output),
                 "layer.forward": lambda: layer.forward(bench.query, None, None, bench.cache, metadata, bench.output),
                 "again": again,
@@ -196,7 +197,7 @@ def cascade(environment: Environment | None) -> None:
             impl: Any = layer.impls["decode"]
             made = {"plain": builder.build(0, bench.common), "cascade": builder.build(prefix, bench.common)}
             calls: dict[str, Call] = {
-                name: partial(impl.forward, layer, bench.query, None, None, bench.cache, metadata, bench.output)
+                name: partial(impl.forward, bench.query, None, None, bench.cache, metadata, Outputs(bench.output))
                 for name, metadata in made.items()
             }
             tensors, terms = (bench.query, *impl._views(bench.cache)), (True, impl._layer)
@@ -235,10 +236,10 @@ def mla(environment: Environment | None) -> None:
         raw, scheduled = (
             partial(adapter.function, *tensors, **impl._decode_layer, **made.arguments, **own) for made in (plain, call)
         )
-        ours = partial(impl.forward_mqa, layer, query, bench.cache, call, output)
-        impl.forward_mqa(layer, query, bench.cache, call, output)
+        ours = partial(impl.forward_mqa, query, bench.cache, call, Outputs(output))
+        impl.forward_mqa(query, bench.cache, call, Outputs(output))
         row = bench.cache[bench.table.device_table[0].long()].flatten(0, 1)[:seq_len].double()
-        wanted = (query[0].double() @ row.T * layer.scale).softmax(-1) @ row[:, :512]
+        wanted = (query[0].double() @ row.T * layer.terms.scale).softmax(-1) @ row[:, :512]
         error = float((output[0].double() - wanted).norm() / wanted.norm())
         found = gpu_times(
             {

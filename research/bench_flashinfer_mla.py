@@ -25,6 +25,7 @@ from attn_select.runtime import (
     Capacity,
     MLAAttention,
     MLAAttentionGroup,
+    Outputs,
     Scales,
     VarlenMetadata,
     prepare_batch,
@@ -86,7 +87,7 @@ class Case:
 
     def ours(self, metadata: Any, lse: Tensor | None = None) -> Call:
         impl: Any = self.layer.impls["decode"]
-        arguments = (self.layer, self.query, self.cache, metadata, self.output, lse)
+        arguments = (self.query, self.cache, metadata, Outputs(self.output, lse))
         return lambda: impl.forward_mqa(*arguments)
 
     def lists(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from attn_select.machine import detection
 from attn_select.machine.environment import Environment
 from attn_select.reference.oracle_paged import gather_reference
 from attn_select.reference.oracle_quant import pack_fp8_ds_mla, quantize_query
-from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Scales, prepare_batch
+from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Outputs, Scales, prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import mla_layer, relative_error, selection_of
 from attn_select_flashmla.facts.flashmla import FLASHMLA
@@ -84,7 +84,7 @@ class Case:
 
     def ours(self, metadata: Any, lse: Tensor | None = None) -> Run:
         impl = self.layer.impls[self.phase]
-        arguments = (self.layer, self.query, self.cache, metadata, self.output, lse, self.indices)
+        arguments = (self.query, self.cache, metadata, Outputs(self.output, lse), self.indices)
         return lambda: impl.forward_mqa(*arguments)
 
     def error(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.runtime.kv_cache import kv_cache_shape
+from attn_select.runtime.served import Served
+from attn_select.runtime.terms import GivenTerms, Terms
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 PADDING = 3
@@ -236,6 +238,11 @@ def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
     extras = {"scale": step.scale, "scales": scales, **own, **changes}
     made: Any = group
     return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)
+
+
+def impl_of(served: Served, **terms: Unpack[GivenTerms]) -> Any:
+    """Return the impl of a layer of a group's backend, without the layer; ``terms`` as ``Attention`` takes them."""
+    return served.impl(Terms.of(served.context.config, served.context.device, **terms))
 
 
 def inputs_of(drawn: Drawn, padding: int = PADDING) -> dict[str, Tensor]:

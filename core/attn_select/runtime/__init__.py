@@ -26,7 +26,6 @@ from attn_select.runtime.attention import Attention
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -55,6 +54,7 @@ from attn_select.runtime.metadata import (
 from attn_select.runtime.mla_attention import MLAAttention
 from attn_select.runtime.mla_group import MLAAttentionGroup, MLALayerGroup, MLAMetadata
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
 from attn_select.runtime.tree_group import DraftTreeGroup
 
@@ -90,7 +90,6 @@ __all__ = [
     "AttentionBackend",
     "AttentionGroup",
     "AttentionImpl",
-    "AttentionLayer",
     "AttentionMetadata",
     "AttentionMetadataBuilder",
     "BackendContext",
@@ -110,11 +109,13 @@ __all__ = [
     "MLALayerGroup",
     "MLAMetadata",
     "OutOfBlocksError",
+    "Outputs",
     "PoolError",
     "RankError",
     "ReqToTokenPool",
     "Scales",
     "SparseIndexer",
+    "Terms",
     "TokenToKVPool",
     "VarlenMetadata",
     "attention_group",

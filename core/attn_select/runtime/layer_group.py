@@ -20,6 +20,7 @@ from attn_select.runtime.loaded import LoadedBackends, workspace_line
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.served import Served
+from attn_select.runtime.terms import Terms
 from attn_select.runtime.warm_up import WarmUp, warm_up
 
 
@@ -133,7 +134,7 @@ class LayerGroup(ABC):
         """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
         return self.loaded.workspace_bytes
 
-    def layer_in_parts(self, layer: type[Any], **options: Any) -> Any:
+    def layer_in_parts(self, layer: type[Any], terms: Terms) -> Any:
         """Return what computes a layer in parts (ranks, trees of drafts); None where the kernels alone do."""
         return None
 

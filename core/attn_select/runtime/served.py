@@ -11,6 +11,7 @@ from attn_select.errors import PluginError
 from attn_select.runtime.backend import AttentionBackend, AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.terms import Terms
 from attn_select.runtime.virtual_batches import VirtualBatches
 
 
@@ -51,14 +52,14 @@ class Served:
             raise
         return built if built is not None else returned_nothing(self.spec, call, "the metadata that forward takes")
 
-    def impl(self, **options: Any) -> Any:
-        """Return the impl of one layer, made with ``options``.
+    def impl(self, terms: Terms) -> Any:
+        """Return the impl of one layer.
 
         Raises:
             BackendError, PluginError: it raised something, or lacks the path of a phase.
         """
         try:
-            return self.backend.impl_cls(self.context, **options)
+            return self.backend.impl_cls(self.context, terms)
         except PluginError as error:
             raise PluginError(self.spec.bug(error.message)) from None
         except Exception as error:

@@ -68,7 +68,7 @@ def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -
     config = group.config
     query = torch.randn(common.num_actual_tokens, config.num_heads, config.head_size).bfloat16()
     table, bounds = common.block_table_tensor, common.query_start_loc
-    given = (query, cache, group.kv_layout, table, bounds, common.seq_lens, config, layer.scale)
+    given = (query, cache, group.kv_layout, table, bounds, common.seq_lens, config, layer.terms.scale)
     return paged_reference(*given, **options)
 
 

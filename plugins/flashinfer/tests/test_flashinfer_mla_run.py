@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import flashinfer_emulated as fi
@@ -112,11 +115,11 @@ def test_query_and_cache_are_views(emulate: Emulate, release: str) -> None:
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     problem = layers.problem_for(group, [(1, 9), (1, 65)])
     served = group.served["decode"]
-    impl = served.backend.impl_cls(served.context, scale=0.1)
+    impl = impl_of(served, scale=0.1)
     query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
     metadata = served.builder.build(0, layers.common_of(problem))
     for cache in (problem.step.kv_cache, problem.step.kv_cache.clone()):
-        impl.forward_mqa(None, query, cache, metadata, output)
+        impl.forward_mqa(query, cache, metadata, Outputs(output))
         (call,) = world.named(RUN)[-1:]
         assert call["q_nope"].data_ptr() == query.data_ptr()
         assert call["q_pe"].data_ptr() == query[..., RANK:].data_ptr()
@@ -130,8 +133,8 @@ def test_query_and_cache_are_views(emulate: Emulate, release: str) -> None:
         torch.randn(3, 4, 2 * ROPE).bfloat16()[..., ROPE:],
     )
     wanted, cache = torch.empty_like(output), torch.randn_like(problem.step.kv_cache)
-    impl.forward_mqa(None, torch.cat((latent, rope), -1)[:2], cache, metadata, wanted)
-    impl.forward_mqa(None, (latent, rope), cache, metadata, output)  # padded, as in a graph
+    impl.forward_mqa(torch.cat((latent, rope), -1)[:2], cache, metadata, Outputs(wanted))
+    impl.forward_mqa((latent, rope), cache, metadata, Outputs(output))  # padded, as in a graph
     assert torch.equal(output, wanted)
     assert world.named(RUN)[-1]["q_nope"].data_ptr() == latent.data_ptr()
 
@@ -298,7 +301,7 @@ def test_a_graph_replays_with_other_lengths_and_pages(
     config = layers.mla_config(num_heads=heads, num_speculative_tokens=query_len - 1)
     group = layers.group_for("h100", config, cuda_graphs=True, phases=["decode"])
     served = group.served["decode"]
-    impl = served.backend.impl_cls(served.context, scale=0.1)
+    impl = impl_of(served, scale=0.1)
     problems = [
         layers.problem_for(group, [(query_len, length) for length in lengths], seed)
         for seed, lengths in enumerate(([9, 9, 9], [70, 5, 0], [200, 64, 65], [6, 330, 129]))
@@ -314,9 +317,9 @@ def test_a_graph_replays_with_other_lengths_and_pages(
 
     for _ in range(2):  # the first learns the layer's scale, as a runner's warm-up does
         metadata = served.builder.build_for_cudagraph_capture(common(problems[0]))
-        impl.forward_mqa(None, query, cache, metadata, output, lse)
+        impl.forward_mqa(query, cache, metadata, Outputs(output, lse))
     with fi.capturing() as graph:
-        impl.forward_mqa(None, query, cache, metadata, output, lse)
+        impl.forward_mqa(query, cache, metadata, Outputs(output, lse))
     assert len(graph.nodes) == 1
     for place, problem in enumerate(problems[1:]):
         cache[: len(problem.step.kv_cache)] = problem.step.kv_cache.nan_to_num()
@@ -340,7 +343,7 @@ def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest
     monkeypatch.setattr(plans, "new_event", lambda device: fi.Event())
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     served = group.served["decode"]
-    impl = served.backend.impl_cls(served.context, scale=192**-0.5)
+    impl = impl_of(served, scale=192**-0.5)
     problems = [layers.problem_for(group, [(1, 20 * step + r) for r in range(1, 4)], step) for step in range(4)]
     query, caches = torch.randn(3, 4, 576).bfloat16(), [each.step.kv_cache.nan_to_num() for each in problems]
 
@@ -349,7 +352,7 @@ def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest
         for problem in problems:
             made.append(torch.zeros(3, 4, RANK).bfloat16())
             metadata = served.builder.build(0, layers.common_of(problem))
-            impl.forward_mqa(None, query, caches[len(made) - 1], metadata, made[-1])
+            impl.forward_mqa(query, caches[len(made) - 1], metadata, Outputs(made[-1]))
         return made
 
     waited = outputs()

@@ -20,7 +20,9 @@ from attn_select.runtime import (
     CommonAttentionMetadata,
     MLAAttention,
     MLAAttentionGroup,
+    Outputs,
     Scales,
+    Terms,
     VarlenMetadata,
     prepare_batch,
 )
@@ -180,10 +182,10 @@ def test_rows_without_keys_in_prefill(causal: bool, counts_sinks: bool | None, d
         query_offsets_cpu=torch.tensor([0, 2, -1], dtype=torch.int32),  # the last request's first row sees none
         counts_sinks=bool(counts_sinks),
     )
-    impl = TorchMLAImpl(served.context, scale=0.2, sinks=None if sinks is None else sinks.to(device))
+    impl = served.impl(Terms.of(config, served.context.device, scale=0.2, sinks=sinks))
     tensors = [tensor.to(device) for tensor in (query, key, value)]
     output, lse = torch.full((7, 4, 24), torch.nan, device=device), torch.full((7, 4), torch.nan, device=device)
-    impl.forward_mha(None, *tensors, served.builder.build_prefill(varlen), output, lse)
+    impl.forward_mha(*tensors, served.builder.build_prefill(varlen), Outputs(output, lse))
     assert (output[:3] == 0).all()
     expected = sinks.expand(3, 4) if sinks is not None and counts_sinks else torch.full((3, 4), -torch.inf)
     assert torch.equal(lse[:3].cpu(), expected)

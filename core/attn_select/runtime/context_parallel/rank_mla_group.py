@@ -45,6 +45,7 @@ from attn_select.runtime.mla_group import (
 )
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.served import Served
+from attn_select.runtime.terms import Outputs, Terms
 
 
 @dataclass(slots=True)
@@ -330,9 +331,9 @@ class ContextParallelMLAGroup(MLALayerGroup):
         """As ``LayerGroup.reorder_batch_threshold``."""
         return self.decode_threshold(self.config.sparse)
 
-    def layer_in_parts(self, layer: type[Any], **options: Any) -> LatentsAcrossRanks:
+    def layer_in_parts(self, layer: type[Any], terms: Terms) -> LatentsAcrossRanks:
         """Return what decodes one layer of this group; every rank calls it for the same layer."""
-        return LatentsAcrossRanks(self, **options)
+        return LatentsAcrossRanks(self, terms)
 
 
 class LatentsAcrossRanks:
@@ -340,11 +341,11 @@ class LatentsAcrossRanks:
 
     Args:
         group: the layer's.
-        sinks: ``(num_heads,)`` of this rank's heads, or None.
+        terms: the layer's; sinks are those of this rank's heads.
     """
 
-    def __init__(self, group: ContextParallelMLAGroup, *, sinks: Tensor | None) -> None:
-        self.group = group
+    def __init__(self, group: ContextParallelMLAGroup, terms: Terms) -> None:
+        self.group, sinks = group, terms.sinks
         self.sinks = None if sinks is None else group.merger.gather_heads(sinks.float().view(1, -1, 1)).flatten()
         assert group.config.kv_lora_rank is not None
         self._rank = group.config.kv_lora_rank
@@ -353,28 +354,27 @@ class LatentsAcrossRanks:
     def forward(
         self,
         query: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend: Callable[[Tensor, Outputs], Tensor],
         project: Callable[[Tensor, Tensor], None],
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """Decode over all ranks' latents.
 
         Args:
             query: ``(T, num_heads, R + Pr)``, absorbed, of this rank's heads.
-            attend: ``(query, latent, lse) -> latent``: runs the kernel on this rank's share.
+            attend: ``(query, latents) -> latent``: runs the kernel on this rank's share.
             project: ``(latent, output)``: multiplies with ``W_UV``.
-            output: ``(T, num_heads, V)``, written.
-            output_lse: float32 ``(T, num_heads)``, written where given.
+            outputs: ``(T, num_heads, V)``, and the LSE.
         """
         group, merger, way = self.group, self.group.merger, self.group.context_parallel.merge_way
         query = merger.gather_queries(query)
         partial, lse = merger.partials(query, self._heads, group.merged_width)
         if group.merged_width < self._rank:
-            project(attend(query, query.new_empty(len(query), self._heads, self._rank), lse), partial)
-            merger.merge(way, partial, lse, output, output_lse, self.sinks)
+            latents = Outputs(query.new_empty(len(query), self._heads, self._rank), lse)
+            project(attend(query, latents), partial)
+            merger.merge(way, partial, lse, outputs.output, outputs.lse, self.sinks)
             return
-        partial = attend(query, partial, lse)
-        merged = output.new_empty(*output.shape[:2], self._rank)
-        merger.merge(way, partial, lse, merged, output_lse, self.sinks)
-        project(merged, output)
+        partial = attend(query, Outputs(partial, lse))
+        merged = outputs.output.new_empty(*outputs.output.shape[:2], self._rank)
+        merger.merge(way, partial, lse, merged, outputs.lse, self.sinks)
+        project(merged, outputs.output)

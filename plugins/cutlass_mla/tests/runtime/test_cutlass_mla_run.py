@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import cutlass_mla_emulated as emulated
@@ -80,7 +82,7 @@ def test_output_is_written_in_place_where_nothing_is_padded(emulate: Emulate) ->
             metadata = group.build(common_of(problem)).parts[0].metadata
             query = problem.step.query.to(torch.bfloat16)
             cache = problem.step.written_cache().view(-1, 128, 576)
-            layer.impls["decode"].forward_mqa(layer, query, cache, metadata, output)
+            layer.impls["decode"].forward_mqa(query, cache, metadata, Outputs(output))
             assert (calls[-1]["out"].data_ptr() == output.data_ptr()) == (num_heads == 128)
 
 
@@ -131,7 +133,7 @@ def test_a_batch_without_tokens(emulate: Emulate) -> None:
     layer = layer_of(group, problem)
     query, output = (torch.empty(0, 4, width, dtype=torch.bfloat16) for width in (576, 512))
     assert problem.step.kv_cache is not None
-    layer.impls["decode"].forward_mqa(layer, query, problem.step.kv_cache, metadata, output)
+    layer.impls["decode"].forward_mqa(query, problem.step.kv_cache, metadata, Outputs(output))
     assert calls == []
 
 
