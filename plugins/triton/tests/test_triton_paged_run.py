@@ -70,7 +70,7 @@ def check(group: Any, common: Any, cache: torch.Tensor, *, new: bool = True) -> 
     layer.forward(query, key, value, cache, metadata, output)
     wanted, _ = paged_reference(
         made[0][:tokens], cache, LAYOUT, common.block_table_tensor, common.query_start_loc, common.seq_lens, config,
-        layer.scale,
+        layer.terms.scale,
     )  # fmt: skip
     assert relative_error(output[:tokens], wanted).row < 4e-3
     assert output[tokens:].isnan().all()
@@ -346,6 +346,6 @@ def test_a_graph_keeps_its_version_and_takes_other_lengths(max_model_len: int, n
         output = runner({"query": rows}, {group: common})
         wanted, _ = paged_reference(
             rows, cache, LAYOUT, common.block_table_tensor, common.query_start_loc, common.seq_lens, group.config,
-            layer.scale,
+            layer.terms.scale,
         )  # fmt: skip
         assert relative_error(output, wanted).row < 4e-3
