@@ -52,7 +52,7 @@ class Bench(RandomStep):
     def error_of_layer(self, prefix: int = 0) -> float:
         """Return the error of a layer, with a cascade where there is a prefix, also where it does not pay."""
         if prefix:
-            self.group.backends[0].builder.least_cascade_bytes = 0
+            self.group.distinct[0].builder.least_cascade_bytes = 0
         return self.error(Attention(self.group, caller_writes=True), self.group.build(self.common, prefix))
 
 
@@ -193,7 +193,7 @@ def cascade(environment: Environment | None) -> None:
     for batch in (8, 16, 32, 64, 128):
         for prefix in (256, 512, 1024, 2048, 4096, 8192):
             bench = Bench(LLAMA, environment, [1] * batch, [prefix + 128] * batch, prefix)
-            layer, builder = Attention(bench.group, caller_writes=True), bench.group.backends[0].builder
+            layer, builder = Attention(bench.group, caller_writes=True), bench.group.distinct[0].builder
             impl: Any = layer.impls["decode"]
             made = {"plain": builder.build(0, bench.common), "cascade": builder.build(prefix, bench.common)}
             calls: dict[str, Call] = {
@@ -223,8 +223,8 @@ def mla(environment: Environment | None) -> None:
         weight = torch.randn(heads * 256, 512, device="cuda", dtype=BF16) * 512**-0.5
         layer: Any = MLAAttention(bench.group, weight)
         impl = layer.impls["decode"]
-        call = bench.group.served["decode"].builder.build(0, bench.common)
-        plain = bench.group.served["decode"].builder.build(0, bench.common, True)
+        call = bench.group.backends["decode"].builder.build(0, bench.common)
+        plain = bench.group.backends["decode"].builder.build(0, bench.common, True)
         query, output = bench.query * 0.3, torch.empty(batch, heads, 512, device="cuda", dtype=BF16)
         latent_query, rope_query = query.split_with_sizes([512, 64], -1)
         latent, rope = bench.cache.unsqueeze(2).split_with_sizes([512, 64], -1)

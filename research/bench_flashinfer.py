@@ -49,7 +49,7 @@ class Bench(RandomStep):
         self, query_lens: Sequence[int], seq_lens: Sequence[int], shared: int = 0, use_trtllm: str = "false"
     ) -> None:
         super().__init__(select(CONFIG, backend="FLASHINFER", rules=rules(use_trtllm)), query_lens, seq_lens, shared)
-        self.builder: Any = self.group.backends[0].builder
+        self.builder: Any = self.group.distinct[0].builder
         self.layer = Attention(self.group, caller_writes=True)
         self.impl: Any = self.layer.impls["decode"]
 

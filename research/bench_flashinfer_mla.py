@@ -77,7 +77,7 @@ class Case:
         self.scales = Scales.make("cuda", q=0.02, k=0.02)
         weight = torch.zeros(heads * 256, RANK, device="cuda", dtype=BF16)
         self.layer = MLAAttention(self.group, weight, scale=SCALE, scales=self.scales)
-        self.served = self.group.served["decode"]
+        self.served = self.group.backends["decode"]
 
     def metadata(self) -> Any:
         builder = self.served.builder
@@ -174,7 +174,7 @@ def build() -> None:
             case = Case(shape, "fa3", graphs=graphs)
             (_, plan), kind = case.raw(), "graph" if graphs else "eager"
             case.metadata()
-            calls = {"plan": plan, "build": partial(case.served.builder.build, 0, case.common)}
+            calls = {"plan": plan, "build": partial(case.backends.builder.build, 0, case.common)}
             one, two = host_times(calls, repeat=10, rounds=15).values()
             print(f"build  {kind} {shape:16s} host: plan {one:6.1f} us, ours {two - one:+.1f}", flush=True)
 
@@ -191,7 +191,7 @@ def prefill() -> None:
         case = Case("B128 S2048 H16", kernel)
         output, out = (torch.empty(tokens, heads, 128, device="cuda", dtype=BF16) for _ in range(2))
         impl: Any = case.layer.impls["prefill"]
-        metadata = case.group.served["prefill"].builder.build_prefill(VarlenMetadata(*lists))
+        metadata = case.group.backends["prefill"].builder.build_prefill(VarlenMetadata(*lists))
         workspace = torch.empty(394 << 20, dtype=torch.uint8, device="cuda")
         wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernel)
         sizes = {"head_dim_qk": 192, "head_dim_vo": 128, "causal": True, "sm_scale": SCALE, "q_data_type": BF16}

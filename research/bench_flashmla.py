@@ -110,7 +110,7 @@ class Case:
         layout = self.group.kv_layout or ""
         keys, _ = gather_reference(self.cache, layout, slots.long(), self.config, k_scale=self._k_scale())
         query = self.query[row : row + 1].double()
-        if self.group.served[self.phase].context.plans[self.phase].query_dtype == "fp8_e4m3":
+        if self.group.backends[self.phase].context.plans[self.phase].query_dtype == "fp8_e4m3":
             query = quantize_query(query, "fp8_e4m3", self.scales.q)
         keys = keys.squeeze(1).cuda()
         scores = query[0] @ keys.T * SCALE
@@ -293,7 +293,7 @@ def build_times(environment: Environment) -> None:
     lens = [1 + request % 2 for request in range(64)]
     common = prepare_batch(lens, [256] * 64, device="cuda")
     mixed = dataclasses.replace(common, block_table_tensor=table)
-    builder = case.group.served["decode"].builder
+    builder = case.group.backends["decode"].builder
     print(f"build dense bf16, queries of 1 and 2: B64 {host_times([lambda: builder.build(0, mixed)], 20)[0]:.1f} us")
 
 

@@ -172,7 +172,7 @@ def cascade(rounds: int) -> None:
         problem = Problem(Case("", batch, prefix + 512))
         problem.table[:, : prefix // 16] = problem.table[:1, : prefix // 16]
         step = Step(problem)
-        step.group.backends[0].builder.least_cascade_bytes = 0
+        step.group.distinct[0].builder.least_cascade_bytes = 0
         saved = (batch - 1) * prefix * 4096 / 2**20
         plain, apart = step.group.build(step.common), step.group.build(step.common, common_prefix_len=prefix)
         show(f"B{batch} prefix {prefix}: {saved:.0f} MiB", {"plain": step.run(plain), "apart": step.run(apart)}, rounds)

@@ -66,7 +66,7 @@ def layer_calls(problem: Problem) -> dict[str, Run]:
         kv_cache_dtype="fp8" if case.fp8 else "auto", block_size=case.page,
     )  # fmt: skip
     group = attention_group(select(config, backend="TRITON_MLA"), capacity=Capacity(256, 8192, case.seq_len))
-    served = group.served["decode"]
+    served = group.backends["decode"]
     common = CommonAttentionMetadata(
         query_start_loc=problem.start_loc,
         query_start_loc_cpu=problem.start_loc.cpu(),

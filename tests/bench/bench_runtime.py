@@ -123,7 +123,7 @@ def launches(group: Any, common: Any, query: torch.Tensor) -> Callable[[], None]
     key, value = query[:, : CONFIG.num_kv_heads].contiguous(), query[:, : CONFIG.num_kv_heads].contiguous()
     calls = []
     for part in metadata.parts:
-        rows = slice(part.start, part.end)
+        rows = part.rows
         tensors = query[rows], key[rows], value[rows], cache, part.metadata, Outputs(output[rows])
         calls.append(partial(layer.impls[part.phase].forward, *tensors))
 

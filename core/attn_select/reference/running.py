@@ -32,7 +32,7 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.runtime.kv_cache import kv_cache_shape
-from attn_select.runtime.served import Served
+from attn_select.runtime.loaded_backend import LoadedBackend
 from attn_select.runtime.terms import GivenTerms, Terms
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
@@ -240,9 +240,9 @@ def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
     return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)
 
 
-def impl_of(served: Served, **terms: Unpack[GivenTerms]) -> Any:
+def impl_of(backend: LoadedBackend, **terms: Unpack[GivenTerms]) -> Any:
     """Return the impl of a layer of a group's backend, without the layer; ``terms`` as ``Attention`` takes them."""
-    return served.impl(Terms.of(served.context.config, served.context.device, **terms))
+    return backend.impl(Terms.of(backend.context.config, backend.context.device, **terms))
 
 
 def inputs_of(drawn: Drawn, padding: int = PADDING) -> dict[str, Tensor]:
@@ -299,7 +299,7 @@ def _output_dtype(query: Tensor, output_scale: Tensor | None) -> torch.dtype:
 
 def plans_of_group(group: LayerGroup) -> dict[Phase, BackendPlan]:
     """Return the plans that the group's backends were made for, by phase."""
-    return {phase: served.context.plans[phase] for phase, served in group.served.items()}
+    return {phase: backend.context.plans[phase] for phase, backend in group.backends.items()}
 
 
 def result_of(

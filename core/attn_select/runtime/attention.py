@@ -14,10 +14,10 @@ from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
-from attn_select.runtime.group import AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import GivenTerms, Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -70,18 +70,17 @@ class Attention(nn.Module):
         elsewhere = caller_writes or kv_sharing_target is not None or config.attn_type == "encoder_decoder"
         self._may_write_nothing = config.has_cache and elsewhere
         self.impls: dict[Phase, AttentionImpl[Any]] = {}
-        for served in group.backends if self._in_parts is None else ():
-            impl = served.impl(self.terms)
-            self.impls |= dict.fromkeys(served.context.plans, impl)
+        for own in group.distinct if self._in_parts is None else ():
+            self.impls |= dict.fromkeys(own.context.plans, own.impl(self.terms))
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
-        separate = [phase for phase, s in group.served.items() if not s.backend.forward_includes_kv_cache_update]
+        separate = [phase for phase, s in group.backends.items() if not s.backend.forward_includes_kv_cache_update]
         self._writer: Phase | None = separate[0] if separate and config.has_cache else None
         self._block_sizes = {
-            phase: served.context.block_size
-            for phase, served in group.served.items()
-            if served.context.block_size not in (None, group.kernel_block_size)
+            phase: own.context.block_size
+            for phase, own in group.backends.items()
+            if own.context.block_size not in (None, group.kernel_block_size)
         }
-        self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
+        self._silent = [s.spec.name for s in group.distinct if not all(p.returns_lse for p in s.context.plans.values())]
         self._dtype = PLAIN_DTYPES[config.dtype]
         self._quantizes = config.output_quantization != "none"
         self._output_dtype = OUTPUT_DTYPES.get(config.output_quantization, self._dtype)
@@ -165,13 +164,13 @@ class Attention(nn.Module):
             try:
                 found = self.impls[phase].forward(query, key, value, cache, metadata, outputs)
             except Exception as error:
-                blame(self.group.served[phase].spec, "forward()", error)
+                blame(self.group.backends[phase].spec, "forward()", error)
                 raise
             if found is None:
-                returned_nothing(self.group.served[phase].spec, "forward()", WRITTEN)
+                returned_nothing(self.group.backends[phase].spec, "forward()", WRITTEN)
             return found
         for part in parts:
-            rows = slice(part.start, part.end)
+            rows = part.rows
             try:
                 found = self.impls[part.phase].forward(
                     query[rows],
@@ -182,10 +181,10 @@ class Attention(nn.Module):
                     outputs.rows(rows),
                 )
             except Exception as error:
-                blame(self.group.served[part.phase].spec, "forward()", error)
+                blame(self.group.backends[part.phase].spec, "forward()", error)
                 raise
             if found is None:
-                returned_nothing(self.group.served[part.phase].spec, "forward()", WRITTEN)
+                returned_nothing(self.group.backends[part.phase].spec, "forward()", WRITTEN)
         return output
 
     def write(self, key: Tensor, value: Tensor, kv_cache: Tensor | None, slot_mapping: Tensor | None) -> None:
@@ -197,7 +196,7 @@ class Attention(nn.Module):
             try:
                 self.impls[writer].do_kv_cache_update(key, value, cache, slot_mapping)
             except Exception as error:
-                blame(self.group.served[writer].spec, "do_kv_cache_update()", error)
+                blame(self.group.backends[writer].spec, "do_kv_cache_update()", error)
                 raise
 
     def _cache_for(self, phase: Phase, kv_cache: Tensor | None) -> Tensor | None:

@@ -22,7 +22,8 @@ from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.mla_context import Spans
-from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata, MLAPart
+from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata
+from attn_select.runtime.step_metadata import Part
 from attn_select.runtime.terms import GivenTerms, Outputs, Terms, check_float
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -75,14 +76,14 @@ class MLAAttention(nn.Module):
         }
         self._layout = cast(str, group.kv_layout)
         self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
-        self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
+        self._silent = [s.spec.name for s in group.distinct if not all(p.returns_lse for p in s.context.plans.values())]
         self._absorb(kv_b_proj)
         self._in_parts = group.layer_in_parts(MLAAttention, self.terms)
         self.impls: dict[Phase, MLAAttentionImpl] = {}
-        for served in group.backends:
+        for own in group.distinct:
             # What is merged across ranks counts its sinks there.
-            impl: MLAAttentionImpl = served.impl(self.terms.under(served.context.config))
-            self.impls |= dict.fromkeys(served.context.plans, impl)
+            impl: MLAAttentionImpl = own.impl(self.terms.under(own.context.config))
+            self.impls |= dict.fromkeys(own.context.plans, impl)
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
@@ -164,7 +165,7 @@ class MLAAttention(nn.Module):
         given = (query, kv_c_normed, k_pe, output, topk_indices, output_lse)
         self._check(metadata, kv_cache, dict(zip(self._accepted, given, strict=True)))
         kv_c, rope, cache = cast(tuple[Tensor, ...], (kv_c_normed, k_pe, kv_cache))
-        self._write(kv_c, rope, cache, metadata.slot_mapping)
+        self._write(kv_c, rope, cache, cast(Tensor, metadata.slot_mapping))
         if topk_indices is not None:
             topk_indices = self.group.own_slots(topk_indices[: metadata.num_actual_tokens])
         for part in metadata.parts:
@@ -202,11 +203,11 @@ class MLAAttention(nn.Module):
         """Write the step's latents, by the backend that reads them or, if there is none, by the shared operation."""
         group, tokens = self.group, len(slot_mapping)
         for phase, impl in self.impls.items():
-            if group.served[phase].context.kv_layout is not None:
+            if group.backends[phase].context.kv_layout is not None:
                 try:
                     impl.do_kv_cache_update(kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping)
                 except Exception as error:
-                    blame(group.served[phase].spec, "do_kv_cache_update()", error)
+                    blame(group.backends[phase].spec, "do_kv_cache_update()", error)
                     raise
                 return
         new = (kv_c_normed[:tokens], k_pe[:tokens])
@@ -219,7 +220,7 @@ class MLAAttention(nn.Module):
             return kv_cache
         return in_blocks_of(size, kv_cache, self._layout, self.group.config)
 
-    def _mqa(self, part: MLAPart, query: Tensor, kv_cache: Tensor, outputs: Outputs, indices: Tensor | None) -> None:
+    def _mqa(self, part: Part, query: Tensor, kv_cache: Tensor, outputs: Outputs, indices: Tensor | None) -> None:
         impl = self.impls[part.phase]
         w_uk, w_uv = self._sides()
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
@@ -244,18 +245,18 @@ class MLAAttention(nn.Module):
         latent = self._latent(part, given, view, Outputs(latent, outputs.lse), indices)
         _project(latent, w_uv, outputs.output, part.spans)
 
-    def _latent(self, part: MLAPart, query: Any, view: Tensor, latents: Outputs, indices: Tensor | None) -> Tensor:
+    def _latent(self, part: Part, query: Any, view: Tensor, latents: Outputs, indices: Tensor | None) -> Tensor:
         """Return the latent output of a part, as its backend computes it."""
         try:
             found = self.impls[part.phase].forward_mqa(query, view, part.metadata, latents, indices)
         except Exception as error:
-            blame(self.group.served[part.phase].spec, "forward_mqa()", error)
+            blame(self.group.backends[part.phase].spec, "forward_mqa()", error)
             raise
         if found is None:
-            returned_nothing(self.group.served[part.phase].spec, "forward_mqa()", WRITTEN)
+            returned_nothing(self.group.backends[part.phase].spec, "forward_mqa()", WRITTEN)
         return found
 
-    def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, outputs: Outputs) -> None:
+    def _mha(self, part: Part, own: Sequence[Tensor], kv_cache: Tensor, outputs: Outputs) -> None:
         group, (query, kv_c, k_pe) = self.group, own
         output, lse = outputs.output, outputs.lse
         if lse is None and part.chunks:
@@ -274,17 +275,17 @@ class MLAAttention(nn.Module):
             ops.merge_attn_states(merged, some, some_lse, merged, merged_lse, merged_lse)
 
     def _dense(
-        self, part: MLAPart, query: Tensor, keys_values: tuple[Tensor, Tensor], metadata: Any, outputs: Outputs
+        self, part: Part, query: Tensor, keys_values: tuple[Tensor, Tensor], metadata: Any, outputs: Outputs
     ) -> None:
         """Attend from a part's prefills to decompressed keys and values, as its backend does."""
         try:
             impl = self.impls[part.phase]
             found = impl.forward_mha(query, *keys_values, metadata, outputs)
         except Exception as error:
-            blame(self.group.served[part.phase].spec, "forward_mha()", error)
+            blame(self.group.backends[part.phase].spec, "forward_mha()", error)
             raise
         if found is None:
-            returned_nothing(self.group.served[part.phase].spec, "forward_mha()", WRITTEN)
+            returned_nothing(self.group.backends[part.phase].spec, "forward_mha()", WRITTEN)
 
     def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Return keys ``(S, H, P + Pr)`` and values ``(S, H, V)``."""

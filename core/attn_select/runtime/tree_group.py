@@ -19,11 +19,12 @@ from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.dtypes import is_quantized
 from attn_select.runtime import ops
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
@@ -76,7 +77,10 @@ class DraftTreeGroup(LayerGroup):
         made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
         self.plain = AttentionGroup(part, device, capacity, **made)
         self.context = AttentionGroup(part, device, capacity, **made)
-        super().__init__(selection, self.plain.loaded)
+        plain = self.plain
+        super().__init__(
+            selection, plain.device, plain.backends, plain.capacity, cuda_graphs=cuda_graphs, cache=plain.cache
+        )
         self._captured = _Captured(self) if cuda_graphs else None
 
     def build(
@@ -85,7 +89,7 @@ class DraftTreeGroup(LayerGroup):
         """As ``AttentionGroup.build``. Where a tree is in the batch, ``common_prefix_len`` changes nothing."""
         common = common_attn_metadata
         self.check_batch(common)
-        if common.tree_mask is None or "decode" not in self.served:
+        if common.tree_mask is None or "decode" not in self.backends:
             plain = self.plain.build(replace(common, tree_mask=None), common_prefix_len, fast_build)
             return self._metadata_of(common, plain.parts, plain=plain)
         split = split_decodes_and_prefills(common, self.reorder_batch_threshold)
@@ -244,7 +248,7 @@ class DraftTreeAttention(LayerInParts):
         assert own is not None
         assert visible is not None
         assert metadata.slot_mapping is not None
-        plan = self.group.served["decode"].context.plans["decode"]
+        plan = self.group.backends["decode"].context.plans["decode"]
         query = query.float()
         if is_quantized(plan.query_dtype):
             dtype = FP8_DTYPES[plan.query_dtype]

@@ -73,7 +73,7 @@ def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -
 
 
 def always_cascade(group: Any) -> None:
-    group.backends[0].builder.least_cascade_bytes = 0
+    group.distinct[0].builder.least_cascade_bytes = 0
 
 
 def on_gpu(**fields: Any) -> Any:

@@ -59,7 +59,7 @@ def _group(fields: dict[str, Any], gpu: str | None, layout: Any, options: dict[s
 
 
 def builder_of(group: AttentionGroup) -> Any:
-    return group.backends[0].builder
+    return group.distinct[0].builder
 
 
 def drawn_query(group: AttentionGroup, tokens: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ def prefiller(kernel: str, emulate: Emulate, *, entries: dict[str, Any] | None =
     gpu, capability, options = KERNELS[kernel]
     world = emulate(capability, **(entries or {}))
     group = layers.group_for(gpu, layers.mla_config(num_heads=HEADS, **fields), phases=["prefill"], **options)
-    served, sinks = group.served["prefill"], torch.randn(HEADS) if fields.get("sinks") else None
+    served, sinks = group.backends["prefill"], torch.randn(HEADS) if fields.get("sinks") else None
     return world, served.builder, impl_of(served, scale=QK**-0.5, sinks=sinks)
 
 

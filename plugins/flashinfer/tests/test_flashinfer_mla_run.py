@@ -104,7 +104,7 @@ def test_a_block_table_is_read_where_it_lies_before_07(emulate: Emulate, release
         layers.run(group, drawn, metadata=group.build(common_of(drawn)))
         read = world.named(RUN if release == "0.6.14" else PLAN)[-1]["kv_indices"]
         assert (read.data_ptr() == part.data_ptr()) == (release == "0.6.14")
-    served = group.served["decode"]
+    served = group.backends["decode"]
     huge = torch.empty_strided((3, 1), (1 << 25, 1), dtype=torch.int32, device="meta")
     with pytest.raises(BatchError, match="3 rows of 33554432 pages of 64 tokens: the kernels count tokens in 32 bits"):
         served.builder.build(0, layers.common_of(problem, block_table_tensor=huge))
@@ -114,7 +114,7 @@ def test_query_and_cache_are_views(emulate: Emulate, release: str) -> None:
     world = emulate()
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     problem = layers.problem_for(group, [(1, 9), (1, 65)])
-    served = group.served["decode"]
+    served = group.backends["decode"]
     impl = impl_of(served, scale=0.1)
     query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
     metadata = served.builder.build(0, layers.common_of(problem))
@@ -252,7 +252,7 @@ def test_several_steps_may_be_built_before_the_first_one_runs(kernel: str, emula
 def test_a_step_is_refused_whose_buffers_a_later_graph_step_has_overwritten(emulate: Emulate) -> None:
     emulate()
     group = layers.group_for("h100", layers.mla_config(), cuda_graphs=True, phases=["decode"])
-    builder = group.served["decode"].builder
+    builder = group.backends["decode"].builder
     eager, two, other = (layers.problem_for(group, lens) for lens in ([(1, 9)], [(1, 70), (1, 5)], [(1, 3), (1, 4)]))
     builder.build_for_cudagraph_capture(layers.common_of(two))
     early, late = group.build(layers.common_of(eager)), group.build(layers.common_of(two))
@@ -300,7 +300,7 @@ def test_a_graph_replays_with_other_lengths_and_pages(
     world = emulate()
     config = layers.mla_config(num_heads=heads, num_speculative_tokens=query_len - 1)
     group = layers.group_for("h100", config, cuda_graphs=True, phases=["decode"])
-    served = group.served["decode"]
+    served = group.backends["decode"]
     impl = impl_of(served, scale=0.1)
     problems = [
         layers.problem_for(group, [(query_len, length) for length in lengths], seed)
@@ -342,7 +342,7 @@ def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest
     emulate()
     monkeypatch.setattr(plans, "new_event", lambda device: fi.Event())
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
-    served = group.served["decode"]
+    served = group.backends["decode"]
     impl = impl_of(served, scale=192**-0.5)
     problems = [layers.problem_for(group, [(1, 20 * step + r) for r in range(1, 4)], step) for step in range(4)]
     query, caches = torch.randn(3, 4, 576).bfloat16(), [each.step.kv_cache.nan_to_num() for each in problems]
@@ -396,7 +396,7 @@ def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: in
             given = {"query": part.query, "key": part.step.key, "value": part.step.value}
             output = runner(given, {group: layers.common_of(part)})
             wanted, _ = part.reference(size, kv_cache=held)
-            plans = {"decode": group.served["decode"].context.plans["decode"]}
+            plans = {"decode": group.backends["decode"].context.plans["decode"]}
             assert relative_error(output.cpu(), wanted.cpu()).norm <= error_bound(group.config, plans).norm
 
 

@@ -49,7 +49,7 @@ def test_one_token_each(emulate: Emulate) -> None:
     assert (call["backend"], call["max_seq_len"], call["bmm2_scale"]) == ("trtllm-gen", 200, 1.0)
     assert call["bmm1_scale"] == 192**-0.5
     assert (call["qk_nope_head_dim"], call["kv_lora_rank"], call["qk_rope_head_dim"]) == (128, 512, 64)
-    assert call["workspace_buffer"].numel() == group.served["decode"].context.plans["decode"].workspace_bytes
+    assert call["workspace_buffer"].numel() == group.backends["decode"].context.plans["decode"].workspace_bytes
     assert not call["return_lse"]
     assert call["lse"] is None
     assert not world.syncs
@@ -155,7 +155,7 @@ def test_scales_follow_the_layer(emulate: Emulate) -> None:
 def test_statistics_that_do_not_fit_are_taken_in_parts(emulate: Emulate) -> None:
     capacity = Capacity(64, 512, 128)
     world, group = on_b200(emulate, num_heads=128, num_speculative_tokens=1, capacity=capacity)
-    served = group.served["decode"]
+    served = group.backends["decode"]
     served.builder._decode.workspace = torch.zeros(33 * MIB + 5 * 8 * 128 * 256 + 7, dtype=torch.uint8)
     problem = layers.problem_for(group, [(2, 3)] * 12)
     ran = layers.run(group, problem)
@@ -179,7 +179,7 @@ def test_more_requests_than_counters_are_taken_in_parts(emulate: Emulate, monkey
 def test_a_graph_replays_with_other_lengths_and_tables(query_len: int, causal: bool, emulate: Emulate) -> None:
     fields = {"num_heads": 8, "num_speculative_tokens": query_len - 1, "non_causal": not causal}
     _, group = on_b200(emulate, cuda_graphs=True, **fields)
-    served = group.served["decode"]
+    served = group.backends["decode"]
     impl = impl_of(served, scale=0.1)
     cache, query = torch.randn(64, 64, 576).bfloat16(), torch.randn(2 * query_len, 8, 576).bfloat16()
     output, table, lens = torch.empty(2 * query_len, 8, 512).bfloat16(), torch.zeros(2, 8).int(), torch.zeros(2).int()

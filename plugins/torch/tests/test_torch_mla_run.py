@@ -166,7 +166,7 @@ def test_values_wider_than_keys(device: str) -> None:
 def test_rows_without_keys_in_prefill(causal: bool, counts_sinks: bool | None, device: str) -> None:
     """Output 0, LSE -inf; with sinks, where they are counted, the sink. Three requests: no key, no row, four rows."""
     config = AttentionConfig(**SMALL, sinks=counts_sinks is not None, dtype="float32")
-    served = make_group(config, device).served["prefill"]
+    served = make_group(config, device).backends["prefill"]
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(*shape, generator=draw) for shape in ((7, 4, 24), (5, 4, 24), (5, 4, 24)))
     sinks = None if counts_sinks is None else torch.randn(4, generator=draw)

@@ -50,7 +50,7 @@ def several_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128])
 def test_decode_takes_the_allocators_blocks_as_they_are(block_size: int) -> None:
     group = group_of(layer_config(block_size=block_size))
-    assert group.kernel_block_size == group.served["decode"].context.block_size == block_size
+    assert group.kernel_block_size == group.backends["decode"].context.block_size == block_size
     lengths = [1, 15, 16, 63, 64, 65, 128, 130]
     common, cache, latents = batch(group, [1] * 8, lengths)
     query = queries(group, 8)
@@ -155,7 +155,7 @@ def test_keys_are_split_within_what_was_reserved() -> None:
     group = group_of(layer_config(num_heads=16), Capacity(64, 64, 1 << 17))
     builder, _ = parts_of(group)
     room = builder.build(0, batch(group, [1], [5])[0]).arguments["workspace"]
-    assert room.numel() * 4 == group.served["decode"].context.plans["decode"].workspace_bytes
+    assert room.numel() * 4 == group.backends["decode"].context.plans["decode"].workspace_bytes
     for requests, longest in ((1, 64), (1, 65), (1, 1 << 17), (3, 5000), (64, 1 << 17)):
         common = batch(group, [1] * requests, [1] * requests)[0]
         common.max_seq_len, common.seq_lens_cpu = longest, torch.full_like(common.seq_lens_cpu, longest)
@@ -391,7 +391,7 @@ def test_prefill(
 ) -> None:
     size, value_size = sizes
     group = group_of(layer_config(qk_nope_head_dim=size - 16, v_head_dim=value_size))
-    served = group.served["prefill"]
+    served = group.backends["prefill"]
     impl = impl_of(served, scale=0.125)
     draw, dtype = torch.Generator().manual_seed(0), getattr(torch, DTYPE)
     tokens, keys = sum(query_lens), sum(key_lens)

@@ -41,7 +41,7 @@ def group_of(config: AttentionConfig, capacity: Capacity | None = None, **option
 
 def parts_of(group: Any, k_scale: float = 1.0) -> tuple[Any, Any]:
     """Return builder and impl of decode."""
-    served = group.served["decode"]
+    served = group.backends["decode"]
     return served.builder, impl_of(served, scale=0.125, scales=Scales.make(DEVICE, k=k_scale))
 
 
@@ -89,7 +89,7 @@ def decode(group: Any, common: Any, cache: Any, query: Any, scale: float = 1.0, 
 
 def expected(group: Any, common: Any, query: Any, latents: Any, *, causal: bool = True, scale: float = 1.0) -> Any:
     rank, found = group.config.kv_lora_rank, []
-    query, seen_as = query.cpu(), group.served["decode"].context.plans["decode"].query_dtype
+    query, seen_as = query.cpu(), group.backends["decode"].context.plans["decode"].query_dtype
     if seen_as in FP8:
         query = quantize_query(query, seen_as)
     for latent, (first, last) in zip(latents, itertools.pairwise(common.query_start_loc_cpu.tolist()), strict=True):

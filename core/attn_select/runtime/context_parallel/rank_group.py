@@ -35,10 +35,11 @@ from attn_select.runtime.context_parallel.parts import (
     share_memory,
 )
 from attn_select.runtime.context_parallel.shares import Shares
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 
 
@@ -114,17 +115,25 @@ class ContextParallelGroup(LayerGroup):
         # Queries see all of the context: what drafts see of each other is the own part's.
         shared = part_of(selection, ranks.gathered_heads(config.num_heads), draft_tree=False)
         self.shared = AttentionGroup(shared, device, local_capacity(bounds, size * ranks.size, size), **made)
-        super().__init__(selection, self.shared.loaded, capacity=bounds, block_size=size * ranks.size)
+        super().__init__(
+            selection,
+            self.shared.device,
+            self.shared.backends,
+            bounds,
+            cuda_graphs=cuda_graphs,
+            block_size=size * ranks.size,
+            cache=self.shared.cache,
+        )
         self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self._local = LocalBatches(self.shares, bounds, self.device, keeps=cuda_graphs)
         self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
         self._always_own = config.batch_invariant
         # A captured step always has both parts, and a backend that writes the cache while it attends must do so.
-        writes = any(served.backend.forward_includes_kv_cache_update for served in self.backends)
+        writes = any(own.backend.forward_includes_kv_cache_update for own in self.distinct)
         self._shared_always = cuda_graphs or writes
         self.own: AttentionGroup | None = None
-        decodes_alone = "prefill" not in self.served and not config.num_speculative_tokens
+        decodes_alone = "prefill" not in self.backends and not config.num_speculative_tokens
         if config.attn_type == "encoder_decoder" or (decodes_alone and not self._always_own):
             return
         self._own_batches = OwnBatches(size, bounds, self.device, keeps=cuda_graphs)

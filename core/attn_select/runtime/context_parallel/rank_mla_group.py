@@ -33,6 +33,7 @@ from attn_select.runtime.context_parallel.parts import (
 )
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.kv_cache import kernel_block_table
+from attn_select.runtime.loaded_backend import LoadedBackend
 from attn_select.runtime.metadata import CommonAttentionMetadata, Split, prefix_sums, split_decodes_and_prefills
 from attn_select.runtime.mla_context import ContextChunk, context_chunks, context_parts
 from attn_select.runtime.mla_group import (
@@ -40,11 +41,10 @@ from attn_select.runtime.mla_group import (
     MLAAttentionGroup,
     MLALayerGroup,
     MLAMetadata,
-    MLAPart,
     check_mergeable,
 )
 from attn_select.runtime.scales import Scales
-from attn_select.runtime.served import Served
+from attn_select.runtime.step_metadata import Part
 from attn_select.runtime.terms import Outputs, Terms
 
 
@@ -157,10 +157,15 @@ class ContextParallelMLAGroup(MLALayerGroup):
                 checked=False,
             )
         parts = [self.dense, *([] if self.latent is None else [self.latent])]
-        block_size = size * ranks.size
-        super().__init__(selection, self.dense.loaded, capacity=bounds, block_size=block_size, cache=parts[-1].cache)
-        self.served = {phase: served for part in parts for phase, served in part.served.items()}
-        self.backends = tuple(served for part in parts for served in part.backends)
+        super().__init__(
+            selection,
+            self.dense.device,
+            {phase: backend for part in parts for phase, backend in part.backends.items()},
+            bounds,
+            cuda_graphs=cuda_graphs,
+            block_size=size * ranks.size,
+            cache=parts[-1].cache,
+        )
         self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self.merger = Merger(ranks.collectives, 1, ranks.sharded)
@@ -181,7 +186,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
-        parts: list[MLAPart] = []
+        parts: list[Part] = []
         if split.num_decode_tokens:
             latent = self._decoder()
             decodes = self._by_query(common.requests(0, split.num_decodes))
@@ -207,7 +212,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
 
     def _decoder(self) -> MLAAttentionGroup:
         if self.latent is None:
-            self.dense.loaded.server("decode")  # raises
+            self.backend_for("decode")  # raises
             raise AssertionError
         return self.latent
 
@@ -251,17 +256,19 @@ class ContextParallelMLAGroup(MLALayerGroup):
                 visible = torch.where(inside, every.clamp_max(last + 1), visible)
         return visible
 
-    def _chunks(self, served: Served, common: CommonAttentionMetadata, context: Tensor) -> tuple[ContextChunk, ...]:
+    def _chunks(
+        self, backend: LoadedBackend, common: CommonAttentionMetadata, context: Tensor
+    ) -> tuple[ContextChunk, ...]:
         parts = context_parts(common, self.config, self.dense.workspace_tokens)
         if not parts:
             return ()
-        check_mergeable(served, context)
+        check_mergeable(backend, context)
         table, size = common.block_table_tensor, self.shares.block_size
         assert table is not None
         assert self.kernel_block_size is not None
         if size != self.kernel_block_size:
             table = kernel_block_table(table, size // self.kernel_block_size)
-        chunks = context_chunks(parts, common, self.config, table, served.build_prefill)
+        chunks = context_chunks(parts, common, self.config, table, backend.build_prefill)
         return tuple(self._of_ranks(chunk, *part) for chunk, part in zip(chunks, parts, strict=True))
 
     def _of_ranks(self, chunk: ContextChunk, starts: Tensor, lengths: Tensor) -> RankChunk:

@@ -79,7 +79,7 @@ class OwnMLABackend(OwnAttnBackend):
             )
             terms = Terms.of(group.config, group.device, scale=latent.scaling)
             self._layers[latent.layer_id] = Layer(
-                group, group.served["prefill"].impl(terms), group.served["decode"].impl(terms)
+                group, group.backends["prefill"].impl(terms), group.backends["decode"].impl(terms)
             )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -181,4 +181,4 @@ class OwnMLABackend(OwnAttnBackend):
 
 
 def _builder(group: LayerGroup) -> Any:
-    return group.served["prefill"].builder
+    return group.backends["prefill"].builder

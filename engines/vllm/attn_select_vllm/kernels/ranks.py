@@ -78,7 +78,7 @@ class RankImpl:
 
     def __init__(self, builder: RankBuilder, **terms: Any) -> None:
         self._attention = Attention(builder.group, **terms)
-        backends: Mapping[Phase, Any] = builder.group.shared.served
+        backends: Mapping[Phase, Any] = builder.group.shared.backends
         served = backends.get("decode") or backends["prefill"]
         self.do_kv_cache_update = served.impl(self._attention.terms.under(served.context.config)).do_kv_cache_update
 

@@ -129,7 +129,7 @@ def test_a_batch_without_tokens(emulate: Emulate) -> None:
     problem = decodes(group, [9])
     none = torch.zeros(2, dtype=torch.int32)
     changes = {"query_start_loc": none, "query_start_loc_cpu": none, "num_actual_tokens": 0, "max_query_len": 0}
-    metadata = group.served["decode"].builder.build(0, common_of(problem, **changes))
+    metadata = group.backends["decode"].builder.build(0, common_of(problem, **changes))
     layer = layer_of(group, problem)
     query, output = (torch.empty(0, 4, width, dtype=torch.bfloat16) for width in (576, 512))
     assert problem.step.kv_cache is not None
@@ -293,5 +293,5 @@ def test_selected_by_name_for_decode(emulate: Emulate) -> None:
     assert selection.selected["decode"] == "CUTLASS_MLA"
     assert selection.block_size == 128
     group = attention_group(EmulatedSelection.of(selection), "cpu", CAPACITY, phases=["decode"])
-    assert group.served["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
+    assert group.backends["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
     check(group, DECODES)

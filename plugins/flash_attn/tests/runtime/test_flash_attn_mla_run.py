@@ -35,7 +35,7 @@ def decoder(provider: str, **options: Any) -> tuple[Any, Any, Any]:
     fields = {name: options.pop(name) for name in names if name in options}
     selection = selection_of(FLASH_ATTN_MLA, mla_layer(num_heads=4, **fields), options={"provider": provider})
     group = layers.group_of(selection, **options)
-    served = group.served["decode"]
+    served = group.backends["decode"]
     return group, served.builder, impl_of(served, scale=QK**-0.5)
 
 
@@ -197,7 +197,7 @@ def test_prefill_and_decode_may_come_from_different_builds(emulate: Emulate) -> 
     calls = emulate("vllm")
     selection = selection_of(FLASH_ATTN_MLA, mla_layer(num_heads=4), options={"provider": "vllm", "prefill_version": 2})
     group = layers.group_of(selection)
-    (served,) = group.backends
+    (served,) = group.distinct
     impl = impl_of(served, scale=1.0)
     assert impl._decode.build.label == "FA3 of vllm"
     assert impl._prefill.build.label == "FA2 of vllm"

@@ -80,7 +80,7 @@ def test_where_keys_are_split(fields: dict[str, Any], tokens: int, splits: int, 
     emulate("vllm")
     group = made("vllm", tokens=tokens, **fields)
     common, _ = random_batch(group, [tokens], [tokens])
-    assert group.served["prefill"].builder.build(0, common).num_splits == splits
+    assert group.backends["prefill"].builder.build(0, common).num_splits == splits
 
 
 def test_rows_are_those_of_the_cache_that_is_given(emulate: Emulate) -> None:
@@ -88,7 +88,7 @@ def test_rows_are_those_of_the_cache_that_is_given(emulate: Emulate) -> None:
     calls = emulate("vllm with FA4")
     selection = selection_of(FLASH_ATTN_MLA_SPARSE, mla_layer(num_heads=8, sparse_top_k=128), "b200")
     group = layers.group_of(selection, capacity=Capacity(8, 64, 1024))
-    served, (common, _) = group.served["decode"], random_batch(group, [1, 1], [9, 9])
+    served, (common, _) = group.backends["decode"], random_batch(group, [1, 1], [9, 9])
     impl, query = impl_of(served, scale=1.0), torch.randn(2, 8, 576).bfloat16()
     for blocks in (1, 4):
         cache = torch.randn(blocks, 64, 576).bfloat16()
