@@ -152,14 +152,14 @@ class StepMemory:
         common = common_of(drawn, **changes)
         names = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "block_table_tensor")
         given = {name: getattr(common, name) for name in (*names, "slot_mapping", "tree_mask")}
-        placed: dict[str, Any] = {name: self._placed(name, each) for name, each in given.items() if each is not None}
-        return dataclasses.replace(common, **placed)
+        copied: dict[str, Any] = {name: self._copied(name, each) for name, each in given.items() if each is not None}
+        return dataclasses.replace(common, **copied)
 
     def inputs(self, drawn: Drawn) -> dict[str, Tensor]:
         """Return ``inputs_of`` in this memory."""
         inputs = inputs_of(drawn)
         if not self.wide:
-            return {name: self._placed(name, rows) for name, rows in inputs.items()}
+            return {name: self._copied(name, rows) for name, rows in inputs.items()}
         side = {name: rows for name, rows in inputs.items() if rows.dtype == inputs["query"].dtype}
         widths = [rows[0].numel() for rows in side.values()]
         whole = self._memory("inputs", (len(inputs["query"]), sum(widths)), inputs["query"])
@@ -188,7 +188,7 @@ class StepMemory:
             if not same_bits(tensor, brought):
                 raise AssertionError(f"{name} was changed: it is the caller's, and other layers read it")
 
-    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
         extra = WIDER if self.wide and name == "block_table_tensor" else 0
         whole = self._memory(name, (*tensor.shape[:-1], tensor.shape[-1] + extra), tensor)
         part = (whole[..., : tensor.shape[-1]] if extra else whole).copy_(tensor)

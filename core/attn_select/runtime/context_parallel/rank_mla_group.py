@@ -248,8 +248,8 @@ class ContextParallelMLAGroup(MLALayerGroup):
         every = common.seq_lens_cpu[request]
         if self.config.non_causal or not common.causal:
             return every
-        behind = common.query_start_loc_cpu[1:][request] - torch.arange(len(request)) - 1
-        visible = (every - behind).clamp_min(0)
+        later = common.query_start_loc_cpu[1:][request] - torch.arange(len(request)) - 1
+        visible = (every - later).clamp_min(0)
         for row, ranges in enumerate(common.mm_prefix_ranges or ()):
             for first, last in ranges:
                 inside = (request == row) & (visible > first) & (visible <= last)

@@ -200,10 +200,10 @@ class Builders:
             return [("decode", None, common)]
         if not split.num_decodes:
             return [("prefill", None, common)]
-        behind, last = split.num_decode_tokens, common.num_actual_tokens
+        first, last = split.num_decode_tokens, common.num_actual_tokens
         return [
-            ("decode", slice(0, behind), common.requests(0, split.num_decodes)),
-            ("prefill", slice(behind, last), common.requests(split.num_decodes, common.num_reqs)),
+            ("decode", slice(0, first), common.requests(0, split.num_decodes)),
+            ("prefill", slice(first, last), common.requests(split.num_decodes, common.num_reqs)),
         ]
 
 

@@ -232,8 +232,8 @@ class NativeDecode:
         pages[:-1] = lists.pages[request]
         pages[-1] = lists.pages[-1]
         # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
-        behind = lists.queries[1:][request] - 1 - queries[:-1]
-        torch.sub(lists.keys[request], behind, out=keys).clamp_min_(0)
+        later = lists.queries[1:][request] - 1 - queries[:-1]
+        torch.sub(lists.keys[request], later, out=keys).clamp_min_(0)
         return Lists(queries, pages, keys)
 
 

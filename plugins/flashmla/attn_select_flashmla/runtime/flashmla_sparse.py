@@ -87,7 +87,7 @@ def _kernels(context: BackendContext) -> list[FlashMLAKernel]:
 
 
 class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetadata]):
-    """Builds without a kernel launch, but for the list of blocks to copy."""
+    """Builds without a kernel launch, except for the list of blocks to copy."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -134,12 +134,12 @@ class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetad
         counts = [-(-seq_len // BLOCK) for seq_len in common.seq_lens_cpu[first:].tolist()]
         bounds = common.query_start_loc_cpu[first:].tolist()
         most, requests = -(-self.context.max_model_len // BLOCK), len(counts)
-        ends, held = [], 0
+        ends, span_blocks = [], 0
         for request, count in enumerate(counts):
-            if held and held + count > most:
+            if span_blocks and span_blocks + count > most:
                 ends.append(request)
-                held = 0
-            held += count
+                span_blocks = 0
+            span_blocks += count
         if not requests:
             return []
         repeats = torch.tensor(counts)
