@@ -25,6 +25,7 @@ from attn_select.machine.environment import parse_pins
 from attn_select.runtime import (
     Attention,
     MLAAttention,
+    Outputs,
     ops,
 )
 from attn_select.runtime.batch import prepare_batch
@@ -51,7 +52,7 @@ class Bench(RandomStep):
     def error_of_layer(self, prefix: int = 0) -> float:
         """Return the error of a layer, with a cascade where there is a prefix, also where it does not pay."""
         if prefix:
-            self.group.backends[0].builder.least_cascade_bytes = 0
+            self.group.distinct[0].builder.least_cascade_bytes = 0
         return self.error(Attention(self.group, caller_writes=True), self.group.build(self.common, prefix))
 
 
@@ -105,13 +106,13 @@ def overhead(environment: Environment | None) -> None:
         )
     bench = Bench(LLAMA, environment, [1] * 8, [256] * 8)
     layer, metadata = Attention(bench.group, caller_writes=True), bench.group.build(bench.common)
-    impl, part = layer.impls["decode"], metadata.parts[0].metadata
+    impl, part, outputs = layer.impls["decode"], metadata.parts[0].metadata, Outputs(bench.output)
     raw, again = raw_call(bench, layer, bench.output, True), raw_call(bench, layer, bench.output, True)
     with torch.inference_mode():
         host = host_times(
             {
                 "raw": raw,
-                "impl.forward": lambda: impl.forward(layer, bench.query, None, None, bench.cache, part, bench.output),
+                "impl.forward": lambda: impl.forward(bench.query, None, None, bench.cache, part, outputs),
                 "layer": lambda: layer(bench.query, None, None, bench.cache, metadata, bench.output),
                 "layer.forward": lambda: layer.forward(bench.query, None, None, bench.cache, metadata, bench.output),
                 "again": again,
@@ -192,11 +193,11 @@ def cascade(environment: Environment | None) -> None:
     for batch in (8, 16, 32, 64, 128):
         for prefix in (256, 512, 1024, 2048, 4096, 8192):
             bench = Bench(LLAMA, environment, [1] * batch, [prefix + 128] * batch, prefix)
-            layer, builder = Attention(bench.group, caller_writes=True), bench.group.backends[0].builder
+            layer, builder = Attention(bench.group, caller_writes=True), bench.group.distinct[0].builder
             impl: Any = layer.impls["decode"]
             made = {"plain": builder.build(0, bench.common), "cascade": builder.build(prefix, bench.common)}
             calls: dict[str, Call] = {
-                name: partial(impl.forward, layer, bench.query, None, None, bench.cache, metadata, bench.output)
+                name: partial(impl.forward, bench.query, None, None, bench.cache, metadata, Outputs(bench.output))
                 for name, metadata in made.items()
             }
             tensors, terms = (bench.query, *impl._views(bench.cache)), (True, impl._layer)
@@ -222,8 +223,8 @@ def mla(environment: Environment | None) -> None:
         weight = torch.randn(heads * 256, 512, device="cuda", dtype=BF16) * 512**-0.5
         layer: Any = MLAAttention(bench.group, weight)
         impl = layer.impls["decode"]
-        call = bench.group.served["decode"].builder.build(0, bench.common)
-        plain = bench.group.served["decode"].builder.build(0, bench.common, True)
+        call = bench.group.backends["decode"].builder.build(0, bench.common)
+        plain = bench.group.backends["decode"].builder.build(0, bench.common, True)
         query, output = bench.query * 0.3, torch.empty(batch, heads, 512, device="cuda", dtype=BF16)
         latent_query, rope_query = query.split_with_sizes([512, 64], -1)
         latent, rope = bench.cache.unsqueeze(2).split_with_sizes([512, 64], -1)
@@ -235,10 +236,10 @@ def mla(environment: Environment | None) -> None:
         raw, scheduled = (
             partial(adapter.function, *tensors, **impl._decode_layer, **made.arguments, **own) for made in (plain, call)
         )
-        ours = partial(impl.forward_mqa, layer, query, bench.cache, call, output)
-        impl.forward_mqa(layer, query, bench.cache, call, output)
+        ours = partial(impl.forward_mqa, query, bench.cache, call, Outputs(output))
+        impl.forward_mqa(query, bench.cache, call, Outputs(output))
         row = bench.cache[bench.table.device_table[0].long()].flatten(0, 1)[:seq_len].double()
-        wanted = (query[0].double() @ row.T * layer.scale).softmax(-1) @ row[:, :512]
+        wanted = (query[0].double() @ row.T * layer.terms.scale).softmax(-1) @ row[:, :512]
         error = float((output[0].double() - wanted).norm() / wanted.norm())
         found = gpu_times(
             {

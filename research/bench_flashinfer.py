@@ -22,7 +22,7 @@ from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 from random_step import RandomStep
 
 from attn_select import AttentionConfig, select
-from attn_select.runtime import Attention, ops
+from attn_select.runtime import Attention, Outputs, ops
 from attn_select.runtime.timer import Call, gpu_times, host_times
 
 BF16 = torch.bfloat16
@@ -49,7 +49,7 @@ class Bench(RandomStep):
         self, query_lens: Sequence[int], seq_lens: Sequence[int], shared: int = 0, use_trtllm: str = "false"
     ) -> None:
         super().__init__(select(CONFIG, backend="FLASHINFER", rules=rules(use_trtllm)), query_lens, seq_lens, shared)
-        self.builder: Any = self.group.backends[0].builder
+        self.builder: Any = self.group.distinct[0].builder
         self.layer = Attention(self.group, caller_writes=True)
         self.impl: Any = self.layer.impls["decode"]
 
@@ -60,7 +60,7 @@ class Bench(RandomStep):
 
     def forward(self, metadata: Any) -> Call:
         """Return a call of the layer's kernel part."""
-        given = (self.layer, self.query, None, None, self.cache, metadata, self.output)
+        given = (self.query, None, None, self.cache, metadata, Outputs(self.output))
         return partial(self.impl.forward, *given)
 
     def lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

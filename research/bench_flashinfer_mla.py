@@ -25,6 +25,7 @@ from attn_select.runtime import (
     Capacity,
     MLAAttention,
     MLAAttentionGroup,
+    Outputs,
     Scales,
     VarlenMetadata,
     prepare_batch,
@@ -76,7 +77,7 @@ class Case:
         self.scales = Scales.make("cuda", q=0.02, k=0.02)
         weight = torch.zeros(heads * 256, RANK, device="cuda", dtype=BF16)
         self.layer = MLAAttention(self.group, weight, scale=SCALE, scales=self.scales)
-        self.served = self.group.served["decode"]
+        self.served = self.group.backends["decode"]
 
     def metadata(self) -> Any:
         builder = self.served.builder
@@ -86,7 +87,7 @@ class Case:
 
     def ours(self, metadata: Any, lse: Tensor | None = None) -> Call:
         impl: Any = self.layer.impls["decode"]
-        arguments = (self.layer, self.query, self.cache, metadata, self.output, lse)
+        arguments = (self.query, self.cache, metadata, Outputs(self.output, lse))
         return lambda: impl.forward_mqa(*arguments)
 
     def lists(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def build() -> None:
             case = Case(shape, "fa3", graphs=graphs)
             (_, plan), kind = case.raw(), "graph" if graphs else "eager"
             case.metadata()
-            calls = {"plan": plan, "build": partial(case.served.builder.build, 0, case.common)}
+            calls = {"plan": plan, "build": partial(case.backends.builder.build, 0, case.common)}
             one, two = host_times(calls, repeat=10, rounds=15).values()
             print(f"build  {kind} {shape:16s} host: plan {one:6.1f} us, ours {two - one:+.1f}", flush=True)
 
@@ -190,7 +191,7 @@ def prefill() -> None:
         case = Case("B128 S2048 H16", kernel)
         output, out = (torch.empty(tokens, heads, 128, device="cuda", dtype=BF16) for _ in range(2))
         impl: Any = case.layer.impls["prefill"]
-        metadata = case.group.served["prefill"].builder.build_prefill(VarlenMetadata(*lists))
+        metadata = case.group.backends["prefill"].builder.build_prefill(VarlenMetadata(*lists))
         workspace = torch.empty(394 << 20, dtype=torch.uint8, device="cuda")
         wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernel)
         sizes = {"head_dim_qk": 192, "head_dim_vo": 128, "causal": True, "sm_scale": SCALE, "q_data_type": BF16}

@@ -23,7 +23,7 @@ from attn_select.machine import detection
 from attn_select.machine.environment import Environment
 from attn_select.reference.oracle_paged import gather_reference
 from attn_select.reference.oracle_quant import pack_fp8_ds_mla, quantize_query
-from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Scales, prepare_batch
+from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Outputs, Scales, prepare_batch
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import mla_layer, relative_error, selection_of
 from attn_select_flashmla.facts.flashmla import FLASHMLA
@@ -84,7 +84,7 @@ class Case:
 
     def ours(self, metadata: Any, lse: Tensor | None = None) -> Run:
         impl = self.layer.impls[self.phase]
-        arguments = (self.layer, self.query, self.cache, metadata, self.output, lse, self.indices)
+        arguments = (self.query, self.cache, metadata, Outputs(self.output, lse), self.indices)
         return lambda: impl.forward_mqa(*arguments)
 
     def error(self) -> tuple[float, float]:
@@ -110,7 +110,7 @@ class Case:
         layout = self.group.kv_layout or ""
         keys, _ = gather_reference(self.cache, layout, slots.long(), self.config, k_scale=self._k_scale())
         query = self.query[row : row + 1].double()
-        if self.group.served[self.phase].context.plans[self.phase].query_dtype == "fp8_e4m3":
+        if self.group.backends[self.phase].context.plans[self.phase].query_dtype == "fp8_e4m3":
             query = quantize_query(query, "fp8_e4m3", self.scales.q)
         keys = keys.squeeze(1).cuda()
         scores = query[0] @ keys.T * SCALE
@@ -293,7 +293,7 @@ def build_times(environment: Environment) -> None:
     lens = [1 + request % 2 for request in range(64)]
     common = prepare_batch(lens, [256] * 64, device="cuda")
     mixed = dataclasses.replace(common, block_table_tensor=table)
-    builder = case.group.served["decode"].builder
+    builder = case.group.backends["decode"].builder
     print(f"build dense bf16, queries of 1 and 2: B64 {host_times([lambda: builder.build(0, mixed)], 20)[0]:.1f} us")
 
 

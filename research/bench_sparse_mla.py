@@ -20,7 +20,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.detection import detect_device
 from attn_select.machine.environment import Environment, parse_pins
 from attn_select.rules.plugins import registered_spec
-from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, prepare_batch
+from attn_select.runtime import BlockTable, Capacity, MLAAttention, MLAAttentionGroup, Outputs, prepare_batch
 from attn_select.runtime.timer import Call, captured, flushed_times
 from attn_select.testing import mla_layer, relative_error, selection_of
 
@@ -70,7 +70,7 @@ class Step:
         build = group.build_for_cudagraph_capture if self.phase == "decode" else group.build
         part: Any = build(self.common).parts[0]
         impl = layer.impls[self.phase]
-        arguments = (layer, self.query, self.cache, part.metadata, output, None, self.indices)
+        arguments = (self.query, self.cache, part.metadata, Outputs(output), self.indices)
         return lambda: impl.forward_mqa(*arguments), output
 
     def error(self, output: Tensor) -> float:

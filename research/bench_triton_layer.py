@@ -16,7 +16,7 @@ import triton
 from bench_triton import CASES, Case, Problem, fa3, own_decode, own_prefill
 
 from attn_select import AttentionConfig, select
-from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAttentionMetadata, attention_group
+from attn_select.runtime import Attention, AttentionGroup, Capacity, CommonAttentionMetadata, Outputs, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select.runtime.timer import flushed_times, host_times
 from attn_select_triton.runtime import schedule
@@ -172,7 +172,7 @@ def cascade(rounds: int) -> None:
         problem = Problem(Case("", batch, prefix + 512))
         problem.table[:, : prefix // 16] = problem.table[:1, : prefix // 16]
         step = Step(problem)
-        step.group.backends[0].builder.least_cascade_bytes = 0
+        step.group.distinct[0].builder.least_cascade_bytes = 0
         saved = (batch - 1) * prefix * 4096 / 2**20
         plain, apart = step.group.build(step.common), step.group.build(step.common, common_prefix_len=prefix)
         show(f"B{batch} prefix {prefix}: {saved:.0f} MiB", {"plain": step.run(plain), "apart": step.run(apart)}, rounds)
@@ -212,7 +212,7 @@ def _host_calls(step: Step) -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {
         "build": lambda: step.group.build(step.common),
         "layer": step.run(metadata),
-        "impl": lambda: impl.forward(step.layer, query, None, None, step.kv_cache, own, output),
+        "impl": lambda: impl.forward(query, None, None, step.kv_cache, own, Outputs(output)),
     }
     if decode is not None:
         calls["kernels"] = lambda: decode(query, key, value, output, scale=0.1, terms=terms)

@@ -9,7 +9,6 @@ medians of CUDA-graph replays, L2 flushed before each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from bench_triton_mla import RANK, ROPE, SCALE, Case, Problem, captured
 
 from attn_select import AttentionConfig, select
 from attn_select.layer.layouts import MLA
-from attn_select.runtime import Capacity, CommonAttentionMetadata, Scales, attention_group, torch_ops
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Capacity, CommonAttentionMetadata, Outputs, Scales, attention_group, torch_ops
 from attn_select.runtime.timer import flushed_times, host_times
 from attn_select_triton.kernels import mla_cache
 from attn_select_triton.kernels.relaunch import Relaunch
@@ -66,7 +66,7 @@ def layer_calls(problem: Problem) -> dict[str, Run]:
         kv_cache_dtype="fp8" if case.fp8 else "auto", block_size=case.page,
     )  # fmt: skip
     group = attention_group(select(config, backend="TRITON_MLA"), capacity=Capacity(256, 8192, case.seq_len))
-    served = group.served["decode"]
+    served = group.backends["decode"]
     common = CommonAttentionMetadata(
         query_start_loc=problem.start_loc,
         query_start_loc_cpu=problem.start_loc.cpu(),
@@ -78,12 +78,11 @@ def layer_calls(problem: Problem) -> dict[str, Run]:
         max_seq_len=case.seq_len,
         block_table_tensor=problem.table,
     )
-    impl: Any = served.backend.impl_cls(served.context, scale=SCALE)
-    layer = SimpleNamespace(layer_name="layer", scales=Scales.make("cuda"))
+    impl: Any = impl_of(served, scale=SCALE)
     metadata = served.builder.build(0, common)
 
     def forward() -> None:
-        impl.forward_mqa(layer, problem.query, problem.cache, metadata, problem.output)
+        impl.forward_mqa(problem.query, problem.cache, metadata, Outputs(problem.output))
 
     return {"build": lambda: served.builder.build(0, common), "forward_mqa": forward}
 

@@ -154,7 +154,7 @@ def host_time(rounds: int) -> None:
     key, value = impl._views(cache)  # type: ignore[attr-defined]
     timed: dict[str, Run] = {
         "layer": lambda: layer.forward(query, None, None, cache, metadata, output),
-        "bare launch": lambda: paged_attention_v1(query, key, value, output, scale=layer.scale, **part.decode),
+        "bare launch": lambda: paged_attention_v1(query, key, value, output, scale=layer.terms.scale, **part.decode),
         "build": lambda: group.build(metadata.common),
     }
     with torch.no_grad():

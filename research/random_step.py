@@ -64,7 +64,7 @@ class RandomStep:
             rows = torch.arange(bounds[request], bounds[request + 1])[[0, -1]].unique().to(self.query.device)
             positions = rows - bounds[request + 1] + length
             query = self.query[rows]
-            wanted = attention_reference(query, keys, values, scale=layer.scale, query_positions=positions)[0]
+            wanted = attention_reference(query, keys, values, scale=layer.terms.scale, query_positions=positions)[0]
             got = self.output[rows].double()
             worst = max(worst, float((got - wanted).norm() / wanted.norm()) if got.isfinite().all() else torch.inf)
         return worst

@@ -80,7 +80,7 @@ def test_keys_are_split_where_tokens_leave_multiprocessors_over(monkeypatch: pyt
 
     def splits(group: Any, tokens: int) -> int:
         common = common_of(problem_for(group, [(1, 300)] * tokens))
-        return int(group.served["decode"].builder.build(0, common).num_splits)
+        return int(group.backends["decode"].builder.build(0, common).num_splits)
 
     wide = {"sparse_top_k": 1024}
     assert [splits(group_of(**wide), tokens) for tokens in (1, 8)] == [16, 3]

@@ -100,7 +100,7 @@ def compare(group: AttentionGroup, problem: Problem, output: torch.Tensor, lse: 
 
 
 def builder_of(group: Any) -> Any:
-    return group.backends[0].builder
+    return group.distinct[0].builder
 
 
 def many_sms(group: Any, count: int = 100) -> Any:
