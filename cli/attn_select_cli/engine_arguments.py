@@ -179,7 +179,9 @@ def engine_arguments(
 
 
 def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: OtherLayers | None) -> list[Taken]:
-    split = "prefill" in table.arguments and any(table.takes_a_pair(layer.selection) for layer in explanation.attention)
+    split = "prefill" in table.arguments and any(
+        table.takes_a_pair(layer.selection, architecture=model) for layer in explanation.attention
+    )
     found = [
         Taken(
             layer,

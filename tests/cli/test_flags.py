@@ -366,6 +366,13 @@ def test_there_is_no_command_where_an_engine_refuses_or_is_wrong(
     assert found.json["refused"]["why"] in alone.err
 
 
+def test_vllm_is_not_said_to_refuse_a_cpu(run: Any) -> None:
+    """vLLM's own CPU_ATTN runs there, which stands for no backend of attn-select."""
+    found = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "cpu", "--json")
+    assert (found.code, found.json["refused"]) == (1, None)
+    assert found.json["layers"][0]["engine_backend"] is None
+
+
 def test_glm_serves_sparse_layers_on_an_rtx_5090(run: Any) -> None:
     """vLLM reads the scales of GLM's cache rightly, and of no other model's."""
     found = flags(run, "vllm", "glm-5", "rtx5090", "--kv-cache-dtype", "fp8_ds_mla")
