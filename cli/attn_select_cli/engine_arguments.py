@@ -104,7 +104,7 @@ class EngineArguments:
     def refused(self) -> str:
         """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
         said = {
-            f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}": None
+            f"{each.layer.kind} layers ({', '.join(each.served)}): {each.refused}": None
             for each in self.taken
             if each.refused
         }

@@ -325,12 +325,12 @@ def test_engines_choose_kernels_of_states_by_themselves(run: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("llama-3-8b", ("-tp", "8", "--dcp", "3"), "it does not divide the 8 ranks of tensor parallelism"),
+        ("llama-3-8b", ("-tp", "8", "--dcp", "3"), "3 does not divide the 8 ranks of tensor parallelism"),
         ("llama-3-8b", ("-tp", "8", "--dcp", "2"), "8 ranks hold one copy of each of the 8 KV heads"),
         ("llama-3-8b", ("-tp", "32", "--dcp", "4"), ""),
         ("deepseek-v3", ("-tp", "8", "--dcp", "8"), ""),
-        ("deepseek-v3", ("-tp", "8", "--dcp", "3"), "it does not divide the 8 ranks"),
-        ("gpt-oss-120b", ("-tp", "16"), "vLLM divides the 8 KV heads among the ranks of this model"),
+        ("deepseek-v3", ("-tp", "8", "--dcp", "3"), "3 does not divide the 8 ranks"),
+        ("gpt-oss-120b", ("-tp", "16"), "vLLM divides the 8 KV heads of this model among the ranks"),
         ("qwen3-next-80b-a3b", ("--batch-invariant",), "vLLM 0.33.0 refuses it for layers that keep a state"),
     ],
 )
@@ -361,6 +361,7 @@ def test_there_is_no_command_where_an_engine_refuses_or_is_wrong(
     text = run(*words)
     assert f"No command: {found.json['refused']['why']}\n" in text.out
     assert "serve" not in text.out.replace("serves", "")
+    assert "Not expressed" not in text.out
     alone = run(*words, "--arguments")
     assert (alone.code, alone.out) == (1, "")
     assert found.json["refused"]["why"] in alone.err
@@ -416,6 +417,9 @@ def test_arguments_alone_are_one_line_for_a_shell(run: Any) -> None:
     of_a_file = run(*words, "-e", "trtllm")
     assert (of_a_file.code, of_a_file.out) == (2, "")
     assert "attn-select.yaml" in of_a_file.err
+    assert "without --arguments" in of_a_file.err
+    both = run(*words, "-e", "vllm", "--json")
+    assert (both.code, both.json["error"]["code"]) == (2, "usage")
 
 
 def test_models_that_vllm_runs_in_another_way_get_no_backend(run: Any) -> None:
