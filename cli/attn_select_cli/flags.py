@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select.engines import ENGINES
 from attn_select_cli import complete
 from attn_select_cli.help import Command
 from attn_select_cli.layer_options import diff_options, overrides_from
@@ -33,7 +34,6 @@ Where the engine has nothing that serves a layer, or what it has is known to be 
 
 Exit code: 0 the engine has a backend of the order for every layer, 1 it has none for one, 2 wrong input.
 """
-ENGINES = ("vllm", "sglang", "trtllm", "transformers")
 
 
 @click.command("flags", cls=Command, epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from attn_select.decide.text import HANG, Line, byte_text, shared_cache_lines
+from attn_select.engines import ENGINES
 from attn_select.engines.names import EngineTable, engine_table
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.device import Device
-from attn_select_cli.flags import ENGINES
 
 
 def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
