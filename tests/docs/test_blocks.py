@@ -387,7 +387,7 @@ def test_commands_in_a_shell(tmp_path: Path) -> None:
     ours = [line for line in lines if line.startswith("attn-select")]
     minutes = ("attn-select bench", "attn-select survey")  # without a GPU
     measuring = [line for line in ours if line.startswith(minutes)]
-    assert (len(ours), len(measuring)) == (10, 6)
+    assert (len(ours), len(measuring)) == (9, 5)
     for line in ours:
         if line not in measuring:
             check_command(line, tmp_path)
