@@ -27,8 +27,8 @@ Examples:
   attn-select flags --engine transformers --model ./config.json --gpu a100 --json
   vllm serve org/name $(attn-select flags --engine vllm --model org/name --arguments)
 
-Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and what
-is passed over is listed. The engine's release is shown; its names may differ in another.
+Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and those
+before it are listed. The engine's release is shown; its names may differ in another.
 
 Where the engine has nothing that serves a layer, or what it has is known to be wrong, there is no command.
 
@@ -250,7 +250,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         [f"{each.kind} × {each.count}", "prefill, decode", engine_names(each, table, explanation.device) or "-", "-"]
         for each in explanation.unserved
     ]
-    lines += [[], Table(["layers", "phases", table.engine, "stands for attn-select's"], rows)]
+    lines += [[], Table(["layers", "phases", table.engine, "attn-select's backend"], rows)]
     for each in explanation.unserved:
         takes = f"{table.engine} takes its own by itself"
         if not table.kernels_of(each, explanation.device):
@@ -264,7 +264,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
             lines += [[(f"{taken.layer.kind}, {', '.join(taken.served)}: ", "rejected"), HANG, (text, "")]]
     passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
     if passed:
-        lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
+        lines += [[], [("Ranked higher", "title"), (" by attn-select, but not taken:", "")]]
         lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
         brought = dict.fromkeys(
             backend

@@ -1,4 +1,4 @@
-"""``attn-select flags``: the choice as an engine's arguments, and what is passed over and not expressed."""
+"""``attn-select flags``: the choice as an engine's arguments, and what ranks higher and is not taken, what is not expressed."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_what_no_argument_says_is_listed(run: Any) -> None:
 def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     preset = run("flags", "-e", "vllm", "-m", "gpt-oss-120b", "-g", "rtx5090")
     assert "  vllm serve MODEL \\\n    --attention-backend TRITON_ATTN \\\n    --dtype bfloat16 \\\n" in preset.out
-    assert "Passed over, though attn-select ranks it higher:\n  FLASHINFER: vLLM has it where sinks false" in preset.out
+    assert "Ranked higher by attn-select, but not taken:\n  FLASHINFER: vLLM has it where sinks false" in preset.out
     assert "attn-select-vllm" not in preset.out  # it does not bring FLASHINFER there
     triton = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h200").out
     assert "  attn-select-vllm, installed beside vLLM, runs attn-select's TRITON_ATTN in it\n" in triton
