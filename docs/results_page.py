@@ -51,17 +51,18 @@ def _releases() -> str:
     most = {name: Counter(v[name] for v in minor if name in v).most_common(1)[0][0] for name in ("torch", "triton")}
     versions = [(run["title"], v) for (run, _), v in zip(runs(), minor, strict=True)]
     others = [f"*{title}*" for title, v in versions if any(v.get(name, own) != own for name, own in most.items())]
-    text = f"Of torch {most['torch']} and Triton {most['triton']}"
+    text = f"These figures are of torch {most['torch']} and Triton {most['triton']}"
     return f"{text}, but for the sections {', '.join(others)}." if others else f"{text}."
 
 
 def _section(run: Line, lines: Sequence[Line]) -> Iterator[str]:
     yield from [f"## {run['title']}", ""]
-    yield from _paragraph(run.get("text", ""))
     marks = (("", run["machine"]), ("", run["date"]), ("commit ", run["commit"]), ("driver ", run["driver"]))
     facts = [mark + value for mark, value in marks if value]
     facts += [f"{name} {version}" for name, version in run["versions"].items()]
-    yield from _paragraph(", ".join(facts) + "." + (f" The command: `{run['command']}`" if run["command"] else ""))
+    text = f"{run['text']} " if "text" in run else ""
+    command = f" The command: `{run['command']}`" if run["command"] else ""
+    yield from _paragraph(f"{text}{', '.join(facts)}.{command}")
     tables: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
         if "note" not in line:

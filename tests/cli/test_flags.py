@@ -1,4 +1,4 @@
-"""``attn-select flags``: the choice as an engine's arguments, and what ranks higher and is not taken, what is not expressed."""
+"""``attn-select flags``: the choice as an engine's arguments, what ranks higher and is not taken, and what they do not express."""
 
 from __future__ import annotations
 
