@@ -1,4 +1,4 @@
-"""``attn-select flags``: the choice as an engine's arguments, what ranks higher and is not taken, and what they do not express."""
+"""``attn-select flags``: the choice as an engine's arguments, what ranks higher, and what they do not express."""
 
 from __future__ import annotations
 
