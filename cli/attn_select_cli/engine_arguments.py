@@ -104,7 +104,7 @@ class EngineArguments:
     def refused(self) -> str:
         """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
         said = {
-            f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}": None
+            f"{each.layer.kind} layers ({', '.join(each.served)}): {each.refused}": None
             for each in self.taken
             if each.refused
         }
@@ -179,7 +179,9 @@ def engine_arguments(
 
 
 def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: OtherLayers | None) -> list[Taken]:
-    split = "prefill" in table.arguments and any(table.takes_a_pair(layer.selection) for layer in explanation.attention)
+    split = "prefill" in table.arguments and any(
+        table.takes_a_pair(layer.selection, architecture=model) for layer in explanation.attention
+    )
     found = [
         Taken(
             layer,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from attn_select.decide.text import HANG, Line, byte_text, shared_cache_lines
+from attn_select.engines import ENGINES
 from attn_select.engines.names import EngineTable, engine_table
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.device import Device
-
-ENGINES = ("vllm", "sglang", "trtllm", "transformers")
 
 
 def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
@@ -45,14 +44,14 @@ def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
 
 def unserved_data(layers: UnservedLayers, device: Device) -> dict[str, Any]:
     """Return the same as plain data; ``docs/json.md`` documents it."""
-    engines = {
-        key: [
-            {"name": each.name, "default": each.default, "source": each.source}
-            for each in engine_table(key).kernels_of(layers, device)
-        ]
-        for key in ENGINES
-    }
+    engines = {key: engine_backends(layers, engine_table(key), device) for key in ENGINES}
     return {**layers.to_dict(), "engines": engines}
+
+
+def engine_backends(layers: UnservedLayers, table: EngineTable, device: Device) -> list[dict[str, Any]]:
+    """Return an engine's own backends for layers on a device as plain data, its default first."""
+    found = table.kernels_of(layers, device)
+    return [{"name": each.name, "default": each.default, "source": each.source} for each in found]
 
 
 def engine_names(layers: UnservedLayers, table: EngineTable, device: Device) -> str:

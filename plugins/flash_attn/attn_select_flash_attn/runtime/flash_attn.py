@@ -31,8 +31,7 @@ E4M3 = torch.float8_e4m3fn
 LEAST_SAVED = {"torch": 512 << 20, "fused": 128 << 20}
 """A cascade is worthwhile from so many bytes of keys and values that are not read again, by the kernel that merges its
 two parts. On an H100 (bfloat16, 32 query and 8 KV heads of 128, FA3, 8 to 128 decodes) it broke even at 56 to 140 MiB
-with Triton's ``merge_attn_states``, and at about 500 MiB with torch's, which is many small kernels
-(research/bench_flash_attn.py)."""
+with Triton's ``merge_attn_states``, and at about 500 MiB with torch's, which is many small kernels."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from attn_select_flashinfer.runtime.native_wrappers import PhaseKernel, hnd_or_n
 LEAST_SAVED = 256 * MIB
 """Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of
 128) it lost 2 % with 8 decodes at 112 MiB, 20 % with 32 at 124 MiB and 26 % with 128 at 127 MiB, and won 33, 60 and
-24 % at 448, 496 and 508 MiB (``research/bench_flashinfer.py --parts cascade``)."""
+24 % at 448, 496 and 508 MiB."""
 COUNTERS = 8 * MIB
 """What decode keeps zeroed at the start of the TRT-LLM buffer. Prefill writes softmax statistics from where its buffer
 begins (csrc/trtllm_fmha_kernel_launcher.cu, csrc/xqa v0.6.14), so it gets what lies behind."""

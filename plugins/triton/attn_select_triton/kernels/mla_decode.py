@@ -295,7 +295,7 @@ def mla_launch(
 ) -> MLALaunch:
     """Return the launch parameters of a shape class.
 
-    Found by measuring on compute capability 9.0 (``docs/log/triton-mla.md``); elsewhere what compiles into the chip's
+    Found by measuring on compute capability 9.0; elsewhere what compiles into the chip's
     shared memory without spilling. Below 8.0 ``tl.dot`` is scalar, and operands are held in float32.
 
     Args:
