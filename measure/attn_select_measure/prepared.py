@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_select.decide.text import byte_text
+from attn_select.decide.lines import byte_text
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import error_bound
 from attn_select.reference.layer_step import CacheMemory, LayerStep
@@ -29,17 +29,7 @@ EAGER_LAYERS, EAGER_REPEATS = 16, 3
 
 
 class Prepared:
-    """A candidate whose step is made.
-
-    Args:
-        timed: what is found out goes there.
-        candidate: a valid one.
-
-    Attributes:
-        step: the step.
-        layers: the calls of a round, one for each layer. They own the metadata that a graph of them reads.
-        run: runs them all, or replays their graph.
-    """
+    """A candidate whose step is made."""
 
     def __init__(self, machine: Machine, timed: Timed, candidate: Candidate, batch: BatchShape) -> None:
         selection = candidate.selection
@@ -69,13 +59,7 @@ class Prepared:
             call()
 
     def prepare(self, memory: Any, layers: int, eager: bool) -> None:
-        """Make the layers, run each once, and capture them.
-
-        Args:
-            memory: of their caches; None where they have none.
-            layers: how many a round has; one that would last too long has fewer.
-            eager: time a step without a graph, too.
-        """
+        """Make the layers, run each once, and capture them."""
         step, timed, machine = self.step, self.timed, self._machine
         with torch.inference_mode():
             caches: list[Any] = [None] if memory is None else memory.caches(step)

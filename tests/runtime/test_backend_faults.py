@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attn_select import AttentionConfig
+from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendSpec
 from attn_select.decide import gate
 from attn_select.errors import BackendError, PluginError
@@ -18,7 +19,6 @@ from attn_select.machine.device import CPU
 from attn_select.machine.environment import Environment
 from attn_select.reference.running import common_of
 from attn_select.reference.state_serving import StateServing
-from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import Attention as HeadAttention
 from attn_select.runtime import AttentionImpl, BatchError, BlockTable, MLAAttentionImpl, attention_group, prepare_batch
 from attn_select.runtime import MLAAttention as LatentAttention

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attn_select.decide.text import byte_text
+from attn_select.decide.lines import byte_text
 from attn_select.errors import ConfigError
 from attn_select.layer import layouts
 from attn_select.layer.config import AttentionConfig

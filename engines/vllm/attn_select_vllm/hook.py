@@ -13,13 +13,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_select import select
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.engines.observed import workload_in_an_engine
 from attn_select.errors import AttnSelectError, ConfigError, ModelError, RuntimeMissingError
 from attn_select.machine.detection import detect_device
-from attn_select.rules.plugins import load_plugins
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
 from attn_select_vllm.kernels.limits import limits, speculation_limits

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
-from attn_select.rules.plugins import load_plugins
+from attn_select.backends.registry import load_plugins
 from attn_select_vllm.names import kernels_of
 
 GUESSED = ("ngram", "suffix")
