@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_select.decide.cache_text import shared_cache_lines
-from attn_select.decide.lines import HANG, Line, byte_text
+from attn_select.decide.lines import HANG, MARGIN, Line, byte_text
 from attn_select.engines import ENGINES
 from attn_select.engines.names import EngineTable, engine_table
 from attn_select.layer.models.unserved import UnservedLayers

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_select.decide.selection import Selection
 from attn_select.decide.lines import byte_text
+from attn_select.decide.selection import Selection
 from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import checks
