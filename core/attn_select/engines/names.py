@@ -155,7 +155,7 @@ class EngineTable:
     # by patterns of models' classes the only names that such a model takes
     accepts: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     refusals: tuple[EngineRefusal, ...] = ()  # what it does not serve as it should, whatever the backend
-    # conditions under which ``names`` hold all of the engine's under ``attention``: it refuses where none of them holds;
+    # conditions under which ``names`` hold all that the engine has under ``attention``: it refuses where none holds;
     # None: nowhere
     lists_all: tuple[Condition, ...] | None = None
     other_layers: tuple[OtherLayers, ...] = ()  # models whose layers it runs in another way
