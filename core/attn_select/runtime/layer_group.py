@@ -70,7 +70,7 @@ class LayerGroup(ABC):
         self.distinct = tuple({backend.spec.name: backend for backend in backends.values()}.values())
         self.unified = len(self.distinct) == 1 and len(backends) == len(self.config.phases)
         sizes = [own.context.block_size for own in self.distinct if own.context.block_size is not None]
-        layout, of_kernel = selection.kv_layout, max(sizes, default=None)
+        layout, of_kernel = selection.kv_layout, max(sizes, default=selection.block_size)
         self.cache = cache or GroupCache(self.config, device, layout, selection.block_size, of_kernel)
         self.block_size = block_size or self.cache.block_size
         self.kv_layout, self.kernel_block_size = self.cache.kv_layout, self.cache.kernel_block_size
