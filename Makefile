@@ -87,8 +87,9 @@ format: venv ## Rewrite the sources as `make test` wants them
 	$(TEST_ENV)/bin/ruff check --fix
 	$(TEST_ENV)/bin/ruff format
 
-docs: venv ## Run the commands that the documents show and write their present output there
+docs: venv ## Write into the documents what their commands print now, and docs/gpu-results.md of docs/results
 	$(TEST_ENV)/bin/python tests/docs/console_blocks.py --write
+	$(TEST_ENV)/bin/python docs/results_page.py
 	$(TEST_ENV)/bin/python tests/decision/compare_vllm.py --write
 
 bench-select: venv ## Measure selection: cold start, cached and uncached select, a matrix

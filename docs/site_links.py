@@ -18,7 +18,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def link(match: re.Match[str]) -> str:
         image, text, target, anchor = match.groups()
         file = (folder / target).resolve()
-        if not file.is_relative_to(ROOT / "docs") or file.is_relative_to(ROOT / "docs" / "log"):
+        if not file.is_relative_to(ROOT / "docs"):
             return match.group() if not file.exists() else f"`{text}`"
         shown = str(file.relative_to(ROOT / "docs")) if overview else target
         return f"{image}[{text}]({shown}{anchor or ''})"

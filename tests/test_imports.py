@@ -254,7 +254,7 @@ def test_no_underscore_of_one_object_is_read_by_another_file() -> None:
     assert not found
 
 
-SCRIPTS = ("docs/*.py", "research/*.py", "tests/bench/*.py", "plugins/*/bench/*.py")
+SCRIPTS = ("docs/*.py", "measure/bench/*.py", "tests/bench/*.py", "plugins/*/bench/*.py")
 
 
 @pytest.mark.parametrize("folder", SCRIPTS)

@@ -86,7 +86,7 @@ class EngineArguments:
     def refused(self) -> str:
         """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
         refused = [each for each in self.taken if each.refused]
-        texts = [f"{each.layer.kind} layers, {', '.join(each.served)}: {each.refused}" for each in refused]
+        texts = [f"{each.layer.kind} layers ({', '.join(each.served)}): {each.refused}" for each in refused]
         return "; ".join(dict.fromkeys(texts))
 
     @property
@@ -153,7 +153,9 @@ def engine_arguments(
 
 
 def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: OtherLayers | None) -> list[Taken]:
-    split = "prefill" in table.arguments and any(table.takes_a_pair(layer.selection) for layer in explanation.attention)
+    split = "prefill" in table.arguments and any(
+        table.takes_a_pair(layer.selection, architecture=model) for layer in explanation.attention
+    )
     found = [
         Taken(
             layer,

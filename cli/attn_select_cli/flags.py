@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attn_select.engines import ENGINES
 from attn_select_cli import complete
 from attn_select_cli.help import Command
 from attn_select_cli.layer_options import diff_options, overrides_from
@@ -26,15 +27,13 @@ Examples:
   attn-select flags --engine transformers --model ./config.json --gpu a100 --json
   vllm serve org/name $(attn-select flags --engine vllm --model org/name --arguments)
 
-Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and what
-is passed over is listed. The engine's release is shown; its names may differ in another.
+Where an engine cannot run the first choice, the first of attn-select's order that it has is named, and those
+before it are listed. The engine's release is shown; its names may differ in another.
 
 Where the engine has nothing that serves a layer, or what it has is known to be wrong, there is no command.
 
 Exit code: 0 the engine has a backend of the order for every layer, 1 it has none for one, 2 wrong input.
 """
-ENGINES = ("vllm", "sglang", "trtllm", "transformers")
-_NONE_KNOWN = "no backend of {} is known for them there"
 
 
 @click.command("flags", cls=Command, epilog=EPILOG, short_help="The choice as an engine's command-line arguments.")
@@ -61,6 +60,8 @@ def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
         raise UnknownNameError("engine", engine, ENGINES)
     if options["model"] is None:
         raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
+    if alone and as_json:
+        raise click.UsageError("--arguments and --json contradict each other", click.get_current_context())
     table = engine_table(engine)
     explanation = build_explanation(options, unserved_alone=True)
     _refuse_states(table, explanation)
@@ -101,7 +102,7 @@ def _refuse_states(table: EngineTable, explanation: Explanation) -> None:
 def _refuse_ranks(
     table: EngineTable, options: Mapping[str, Any], explanation: Explanation, overrides: dict[str, Any]
 ) -> None:
-    """Refuse ranks that the engine does not let share contexts."""
+    """Refuse ranks that the engine does not let share heads or contexts."""
     from attn_select.engines.ranks import wrong_ranks
     from attn_select.errors import ConfigError
     from attn_select.layer.config import AttentionConfig
@@ -119,17 +120,17 @@ def _refuse_ranks(
     for config in (kind.config for kind in whole.kinds if isinstance(kind.config, AttentionConfig)):
         if divided and not config.mla and config.num_kv_heads % tensor_parallel:
             raise ConfigError(
-                f"--tensor-parallel {tensor_parallel}: {table.engine} divides the {config.num_kv_heads} KV heads among "
-                "the ranks of this model, and copies none",
+                f"--tensor-parallel {tensor_parallel}: {table.engine} divides the {config.num_kv_heads} KV heads of "
+                "this model among the ranks, and copies none",
                 fields=["tensor_parallel_size"],
-                hint=f"a divisor of {config.num_kv_heads}",
+                hint=f"valid: the divisors of {config.num_kv_heads}",
             )
         why, accepted = wrong_ranks(config, tensor_parallel, ranks)
         if why:
             raise ConfigError(
-                f"--dcp {ranks} with --tensor-parallel {tensor_parallel}: {table.engine} refuses it, {why}",
+                f"--dcp {ranks} with --tensor-parallel {tensor_parallel}: {table.engine} refuses it, since {why}",
                 fields=["decode_context_parallel_size"],
-                hint=f"--dcp {accepted} for these layers",
+                hint=f"valid with --tensor-parallel {tensor_parallel}: --dcp {accepted}",
             )
 
 
@@ -137,6 +138,7 @@ def _print_alone(result: EngineArguments, explanation: Explanation) -> None:
     """Print the arguments on one line, and on stderr what no argument says."""
     import shlex
 
+    from attn_select.errors import ConfigError
     from attn_select_cli.engine_arguments import FILE_NAME
 
     table = result.table
@@ -144,8 +146,11 @@ def _print_alone(result: EngineArguments, explanation: Explanation) -> None:
         click.echo(f"no arguments: {result.refused}", err=True)
         return
     if result.file:
-        text = f"--arguments: {table.engine} reads the file {FILE_NAME}, which has to be written first"
-        raise click.UsageError(text, click.get_current_context())
+        raise ConfigError(
+            f"--arguments: {table.engine} reads the choice in a file, {FILE_NAME}, which has to be written first",
+            fields=["arguments"],
+            hint="without --arguments the text of the file is printed",
+        )
     for name, value in result.environment.items():
         click.echo(f"set in the environment: {name}={shlex.quote(value)}", err=True)
     for taken in result.taken:
@@ -153,7 +158,7 @@ def _print_alone(result: EngineArguments, explanation: Explanation) -> None:
             click.echo(f"{taken.layer.kind}, {', '.join(taken.served)}: {_why_none(taken, result)}", err=True)
     for each in explanation.unserved:
         if not table.kernels_of(each, explanation.device):
-            click.echo(f"{each.kind}: {_NONE_KNOWN.format(table.engine)}", err=True)
+            click.echo(f"{each.kind}: {_none_known(table)}", err=True)
     click.echo(shlex.join(result.argument_list()))
 
 
@@ -189,6 +194,10 @@ def _shown_model(options: Mapping[str, Any]) -> str:
     model: str = options["model"]
     own_name = find_preset(model) is not None and "/" not in model
     return "MODEL" if own_name else model.removesuffix("/config.json")
+
+
+def _none_known(table: EngineTable) -> str:
+    return f"no backend of {table.engine} is known for these layers on this device"
 
 
 def _named(taken: Taken) -> str:
@@ -233,7 +242,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
             f"{taken.layer.kind} × {taken.layer.count}",
             ", ".join(taken.served),
             _named(taken),
-            taken.offer.backend if taken.offer else "-",
+            taken.offer.backend if taken.offer and not taken.refused else "-",
         ]
         for taken in result.taken
     ]
@@ -241,19 +250,21 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         [f"{each.kind} × {each.count}", "prefill, decode", engine_names(each, table, explanation.device) or "-", "-"]
         for each in explanation.unserved
     ]
-    lines += [[], Table(["layers", "phases", table.engine, "stands for attn-select's"], rows)]
+    lines += [[], Table(["layers", "phases", table.engine, "attn-select's backend"], rows)]
     for each in explanation.unserved:
         takes = f"{table.engine} takes its own by itself"
         if not table.kernels_of(each, explanation.device):
-            takes = _NONE_KNOWN.format(table.engine)
-        lines.append([(f"{each.kind}: ", "warning"), HANG, (f"attn-select has no kernel for them; {takes}", "")])
+            takes = _none_known(table)
+        lines.append(
+            [(f"{each.kind}: ", "warning"), HANG, (f"attn-select has no kernel for these layers; {takes}", "")]
+        )
     for taken in result.taken:
         if taken.offer is None and not result.refused:
             text = _why_none(taken, result)
             lines += [[(f"{taken.layer.kind}, {', '.join(taken.served)}: ", "rejected"), HANG, (text, "")]]
     passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
     if passed:
-        lines += [[], [("Passed over", "title"), (", though attn-select ranks it higher:", "")]]
+        lines += [[], [("Ranked higher", "title"), (" by attn-select, but not taken:", "")]]
         lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
         brought = dict.fromkeys(
             backend
@@ -263,6 +274,8 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         )
         if brought:
             lines.append([("  ", ""), HANG, (_adapter_text(table, brought), "remedy")])
+    if result.refused:
+        return lines
     lines += [[], [("Not expressed", "title"), (" by arguments:", "")]]
     lines += [[("  ", ""), HANG, (text, "")] for text in result.not_expressed]
     lines += [[], [(f"Whether {table.engine} serves this model at all is not looked up.", "dim")]]
@@ -270,7 +283,7 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
 
 
 def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any]:
-    from attn_select_cli.unserved_lines import engine_data
+    from attn_select_cli.unserved_lines import engine_backends
 
     table = result.table
     return {
@@ -287,7 +300,7 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
             {
                 "kind": each.kind,
                 "count": each.count,
-                "engine_backends": engine_data(each, table, explanation.device),
+                "engine_backends": engine_backends(each, table, explanation.device),
             }
             for each in explanation.unserved
         ],

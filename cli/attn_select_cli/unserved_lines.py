@@ -6,10 +6,10 @@ from typing import Any
 
 from attn_select.decide.cache_text import shared_cache_lines
 from attn_select.decide.lines import HANG, MARGIN, Line, byte_text
+from attn_select.engines import ENGINES
 from attn_select.engines.names import EngineTable, engine_table
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.device import Device
-from attn_select_cli.flags import ENGINES
 
 
 def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
@@ -47,11 +47,12 @@ def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
 
 def unserved_data(layers: UnservedLayers, device: Device) -> dict[str, Any]:
     """Return the same as plain data; ``docs/json.md`` documents it."""
-    return {**layers.to_dict(), "engines": {key: engine_data(layers, engine_table(key), device) for key in ENGINES}}
+    engines = {key: engine_backends(layers, engine_table(key), device) for key in ENGINES}
+    return {**layers.to_dict(), "engines": engines}
 
 
-def engine_data(layers: UnservedLayers, table: EngineTable, device: Device) -> list[dict[str, Any]]:
-    """Return what an engine serves layers with on a device as plain data, its default first."""
+def engine_backends(layers: UnservedLayers, table: EngineTable, device: Device) -> list[dict[str, Any]]:
+    """Return an engine's own backends for layers on a device as plain data, its default first."""
     found = table.kernels_of(layers, device)
     return [{"name": each.name, "default": each.default, "source": each.source} for each in found]
 

@@ -45,7 +45,7 @@ class Prepared:
         else:
             ranks = machine.ranks
             self.step = LayerStep(selection, requests, candidate.phases, device, context_parallel=ranks)
-        served = self.step.group.served
+        served = self.step.group.backends
         plans = {phase: each.context.plans[phase] for phase, each in served.items() if phase in here}
         timed.kernel = {phase: plan.kernel_name or "unnamed" for phase, plan in plans.items()}
         if isinstance(self.step, StateStep):
@@ -84,7 +84,7 @@ class Prepared:
             if not machine.on_gpu:
                 timed.method = "eager"
                 return
-            decode: Any = step.group.served.get("decode")
+            decode: Any = step.group.backends.get("decode")
             if "decode" in timed.kernel and decode.context.plans["decode"].cuda_graph == "NEVER":
                 timed.method, timed.why_eager = "eager", "its plan supports no CUDA graphs"
                 return
@@ -122,7 +122,7 @@ class Prepared:
             machine.synchronize()
             found.append((built - began, (issued - first) / count, (time.perf_counter() - first) / count))
         build, host, wall = (statistics.median(times) * 1e6 for times in zip(*found, strict=True))
-        plans = [plan for each in step.group.served.values() for plan in each.context.plans.values()]
+        plans = [plan for each in step.group.backends.values() for plan in each.context.plans.values()]
         reserved = {plan.kernel: plan.workspace_bytes for plan in plans}
         return EagerCost(build, host, wall, sum(reserved.values()), peak)
 

@@ -2,6 +2,7 @@
 
     python measure/bench/peers.py measure/bench/data/held_out_nvidia-h200.jsonl.xz
     python measure/bench/peers.py NEW.jsonl.xz --before OLD.jsonl.xz
+    python measure/bench/peers.py FILE --lines    # rows of docs/results/triton.jsonl
 
 Prints a row for each family of layers and peer: the peer's time over that of our own backend of the layer, by phase.
 ``--before`` compares the times of our backends with those of another file instead, on the workloads that both have.
@@ -10,6 +11,7 @@ Prints a row for each family of layers and peer: the peer's time over that of ou
 from __future__ import annotations
 
 import argparse
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -52,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--before", type=Path)
+    parser.add_argument("--lines", action="store_true", help="print rows of a file of docs/results instead of a table")
     arguments = parser.parse_args()
     for path in filter(None, (arguments.file, arguments.before)):
         if not path.is_file():
@@ -59,13 +62,17 @@ def main() -> None:
     before = None
     if arguments.before:
         before = {(each["seed"], each["number"]): each for each in read_survey(arguments.before)}
+    rows = {
+        row: {phase: f"{geometric_mean(found):.2f} ({len(found)})" for phase in PHASES if (found := by_phase[phase])}
+        for row, by_phase in sorted(ratios(read_survey(arguments.file), before).items())
+    }
+    if arguments.lines:
+        for row, cells in rows.items():
+            print(json.dumps({"case": row, **cells}))
+        return
     print(f"| | {' | '.join(PHASES)} |\n|{' --- |' * (len(PHASES) + 1)}")
-    for row, by_phase in sorted(ratios(read_survey(arguments.file), before).items()):
-        means = [
-            f"{geometric_mean(found):.2f} ({len(found)})" if found else "–"
-            for found in (by_phase[phase] for phase in PHASES)
-        ]
-        print(f"| {row} | {' | '.join(means)} |")
+    for row, cells in rows.items():
+        print(f"| {row} | {' | '.join(cells.get(phase, '–') for phase in PHASES)} |")
 
 
 if __name__ == "__main__":

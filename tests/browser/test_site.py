@@ -35,7 +35,7 @@ def address() -> Iterator[str]:
     ("page", "said"),
     [
         ("index.html", "attn-select explain --model"),
-        ("tutorials/engine-author.html", "as without a cache"),
+        ("tutorials/author.html", "as without a cache"),
         ("reference/python.html", "Pick the backend (or the prefill and decode pair) for one attention layer"),
         ("reference/cli.html", "Which backend serves each layer"),
         ("reference/backends.html", "compute_capabilities"),

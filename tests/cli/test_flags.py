@@ -1,4 +1,4 @@
-"""``attn-select flags``: the choice as an engine's arguments, and what is passed over and not expressed."""
+"""``attn-select flags``: the choice as an engine's arguments, what ranks higher, and what they do not express."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_what_no_argument_says_is_listed(run: Any) -> None:
 def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     preset = run("flags", "-e", "vllm", "-m", "gpt-oss-120b", "-g", "rtx5090")
     assert "  vllm serve MODEL \\\n    --attention-backend TRITON_ATTN \\\n    --dtype bfloat16 \\\n" in preset.out
-    assert "Passed over, though attn-select ranks it higher:\n  FLASHINFER: vLLM has it where sinks false" in preset.out
+    assert "Ranked higher by attn-select, but not taken:\n  FLASHINFER: vLLM has it where sinks false" in preset.out
     assert "attn-select-vllm" not in preset.out  # it does not bring FLASHINFER there
     triton = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h200").out
     assert "  attn-select-vllm, installed beside vLLM, runs attn-select's TRITON_ATTN in it\n" in triton
@@ -325,12 +325,12 @@ def test_engines_choose_kernels_of_states_by_themselves(run: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("llama-3-8b", ("-tp", "8", "--dcp", "3"), "it does not divide the 8 ranks of tensor parallelism"),
+        ("llama-3-8b", ("-tp", "8", "--dcp", "3"), "3 does not divide the 8 ranks of tensor parallelism"),
         ("llama-3-8b", ("-tp", "8", "--dcp", "2"), "8 ranks hold one copy of each of the 8 KV heads"),
         ("llama-3-8b", ("-tp", "32", "--dcp", "4"), ""),
         ("deepseek-v3", ("-tp", "8", "--dcp", "8"), ""),
-        ("deepseek-v3", ("-tp", "8", "--dcp", "3"), "it does not divide the 8 ranks"),
-        ("gpt-oss-120b", ("-tp", "16"), "vLLM divides the 8 KV heads among the ranks of this model"),
+        ("deepseek-v3", ("-tp", "8", "--dcp", "3"), "3 does not divide the 8 ranks"),
+        ("gpt-oss-120b", ("-tp", "16"), "vLLM divides the 8 KV heads of this model among the ranks"),
         ("qwen3-next-80b-a3b", ("--batch-invariant",), "vLLM 0.33.0 refuses it for layers that keep a state"),
     ],
 )
@@ -361,9 +361,17 @@ def test_there_is_no_command_where_an_engine_refuses_or_is_wrong(
     text = run(*words)
     assert f"No command: {found.json['refused']['why']}\n" in text.out
     assert "serve" not in text.out.replace("serves", "")
+    assert "Not expressed" not in text.out
     alone = run(*words, "--arguments")
     assert (alone.code, alone.out) == (1, "")
     assert found.json["refused"]["why"] in alone.err
+
+
+def test_vllm_is_not_said_to_refuse_a_cpu(run: Any) -> None:
+    """vLLM's own CPU_ATTN runs there, which stands for no backend of attn-select."""
+    found = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "cpu", "--json")
+    assert (found.code, found.json["refused"]) == (1, None)
+    assert found.json["layers"][0]["engine_backend"] is None
 
 
 def test_glm_serves_sparse_layers_on_an_rtx_5090(run: Any) -> None:
@@ -409,6 +417,9 @@ def test_arguments_alone_are_one_line_for_a_shell(run: Any) -> None:
     of_a_file = run(*words, "-e", "trtllm")
     assert (of_a_file.code, of_a_file.out) == (2, "")
     assert "attn-select.yaml" in of_a_file.err
+    assert "without --arguments" in of_a_file.err
+    both = run(*words, "-e", "vllm", "--json")
+    assert (both.code, both.json["error"]["code"]) == (2, "usage")
 
 
 def test_models_that_vllm_runs_in_another_way_get_no_backend(run: Any) -> None:

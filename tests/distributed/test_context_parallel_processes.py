@@ -90,7 +90,7 @@ def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(tmp_path: Path, 
 
 def test_the_documented_program_prints_what_the_document_shows(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    text = (root / "docs" / "context-parallel.md").read_text("utf-8")
+    text = (root / "docs" / "runtime.md").read_text("utf-8")
     block = re.search(r"(?ms)^```text\n\$ torchrun (.*?)\n(.*?)^```$", text)
     assert block is not None
     found = [sys.executable, "-m", "torch.distributed.run", "--standalone", *block[1].split()]

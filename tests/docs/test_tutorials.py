@@ -1,13 +1,15 @@
 """The tutorials: every file that they give is written, and every command that they show is run, in order.
 
-A fence ```` ```python title="layer.py" ```` is a file. In a fence ```` ```console ```` each line that begins with a
-prompt is a command; where lines follow, they are its output, or ``exit 1`` where it fails on purpose.
+Each section, a heading of second order, is run in a folder of its own. A fence ```` ```python title="layer.py" ```` is
+a file. In a fence ```` ```console ```` each line that begins with a prompt is a command; where lines follow, they are
+its output, or ``exit 1`` where it fails on purpose. A fence ```` ```sh ```` installs, which tests/packaging does.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FENCE = re.compile(r'(?ms)^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$')
-SLOW = {"performance-engineer": "test_bench, test_tune, test_report", "kernel-author": "test_conformance"}
+SECTIONS = [
+    (path, title, text)
+    for path in TUTORIALS
+    for title, text in re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", path.read_text("utf-8"))
+]
+SLOW = {
+    "Let times of your machine choose": "test_bench, test_tune, test_survey",
+    "Bring a kernel": "test_conformance",
+}
 
 
 def commands(block: str) -> Iterator[tuple[str, str]]:
@@ -29,14 +39,13 @@ def commands(block: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("path", "text"),
     [
-        pytest.param(path, marks=pytest.mark.slow(guard=SLOW[path.stem]) if path.stem in SLOW else ())
-        for path in TUTORIALS
+        pytest.param(path, text, id=title, marks=pytest.mark.slow(guard=SLOW[title]) if title in SLOW else ())
+        for path, title, text in SECTIONS
     ],
-    ids=lambda path: path.stem,
 )
-def test_a_tutorial_works(path: Path, tmp_path: Path) -> None:
+def test_a_section_works(path: Path, text: str, tmp_path: Path) -> None:
     (tmp_path / "attn-select").symlink_to(ROOT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ATTN_SELECT")}
     environment |= {
@@ -52,7 +61,7 @@ def test_a_tutorial_works(path: Path, tmp_path: Path) -> None:
         (bin_folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}\n')
         (bin_folder / name).chmod(0o755)
     ran = 0
-    for language, title, block in FENCE.findall(path.read_text("utf-8")):
+    for language, title, block in FENCE.findall(text):
         if title:
             (tmp_path / title).write_text(block)
             continue
@@ -67,6 +76,18 @@ def test_a_tutorial_works(path: Path, tmp_path: Path) -> None:
     assert ran
 
 
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_each_begins_with_its_installation(path: Path) -> None:
+    begin = path.read_text("utf-8").partition("\n## ")[0]
+    ((language, _, block),) = FENCE.findall(begin)
+    assert language == "sh"
+    assert "Install this first" in begin
+    for line in block.splitlines():
+        for word in shlex.split(line)[2:] if line.startswith("pip install ") else ():
+            if word.startswith("."):
+                assert list(ROOT.glob(f"{word.partition('[')[0].rstrip('/')}/pyproject.toml")), word
+
+
 def test_there_is_one_for_each_reader() -> None:
-    readers = {"engine-author", "kernel-author", "operator", "performance-engineer"}
-    assert {path.stem for path in TUTORIALS} == readers
+    assert {path.stem for path in TUTORIALS} == {"author", "operator"}
+    assert set(SLOW) <= {title for _, title, _ in SECTIONS}

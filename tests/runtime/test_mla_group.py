@@ -195,6 +195,14 @@ def test_images_are_relative_to_the_first_key(choose: Choose, make_batch: MakeBa
     assert [varlen.mm_prefix_ranges for _, varlen in backend.built] == [[[(-2, 1)]], [[(6, 9)]], [[(1, 4)]]]
 
 
+def test_prefill_alone_reads_contexts_in_the_selections_blocks(choose: Choose, make_batch: MakeBatch) -> None:
+    """Dense prefill reads no cache through its backend, so none says how large the kernel's blocks are."""
+    group = attention_group(choose(CONFIG, toy()), capacity=Capacity(4, 64, 128), phases=["prefill"])
+    assert group.kernel_block_size == group.block_size
+    (part,) = group.build(make_batch([(4, 12)])).parts
+    assert len(part.chunks) == 1
+
+
 def test_context_needs_the_lse(choose: Choose, make_batch: MakeBatch) -> None:
     group = MLAAttentionGroup(choose(CONFIG, toy("SILENT", returns_lse=False)))
     assert group.build(make_batch([(4, 4), (6, 6)])).parts[0].chunks == ()

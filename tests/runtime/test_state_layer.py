@@ -117,7 +117,7 @@ def test_the_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[st
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     program.main()
-    shown = (ROOT / "docs" / "states.md").read_text("utf-8")
+    shown = (ROOT / "docs" / "runtime.md").read_text("utf-8")
     assert f"$ python examples/state_layer.py\n{capsys.readouterr().out}```" in shown
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,15 +42,14 @@ class EngineName:
 
     def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether the engine takes the name for a layer, by whatever kernel."""
-        known = not self.architectures or _is_one(architecture, self.architectures)
-        return known and all(holds_for(condition, config, device) for condition in self.when)
+        return not self.missing(config, device, (), architecture)
 
     def missing(
         self, config: AttentionConfig, device: Device, kernels: Sequence[str | None], architecture: str
     ) -> list[str]:
         """Return why this is not it: the conditions that fail, and kernels and models that it does not stand for."""
         reasons = [f"where {condition}" for condition in self.when if not holds_for(condition, config, device)]
-        if self.architectures and not _is_one(architecture, self.architectures):
+        if not _is_about(architecture, self.architectures):
             reasons.append(f"for the models {', '.join(self.architectures)}")
         if self.kernels and not all(any(fnmatch.fnmatchcase(k or "", p) for p in self.kernels) for k in kernels):
             reasons.append(f"for the kernels {', '.join(self.kernels)}")
@@ -69,8 +68,7 @@ class EngineRefusal:
 
     def holds(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether it is about a layer of a model."""
-        about = not self.architectures or _is_one(architecture, self.architectures)
-        return about and all(holds_for(condition, config, device) for condition in self.when)
+        return _is_about(architecture, self.architectures) and _all_hold(self.when, config, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +106,14 @@ class EngineKernel:
 
 def _is_one(architecture: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(architecture, pattern) for pattern in patterns)
+
+
+def _is_about(architecture: str, patterns: Sequence[str]) -> bool:
+    return not patterns or _is_one(architecture, patterns)
+
+
+def _all_hold(conditions: Iterable[Condition], config: AttentionConfig, device: Device) -> bool:
+    return all(holds_for(condition, config, device) for condition in conditions)
 
 
 def _nothing(name: EngineName) -> str:
@@ -149,8 +155,9 @@ class EngineTable:
     # by patterns of models' classes the only names that such a model takes
     accepts: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     refusals: tuple[EngineRefusal, ...] = ()  # what it does not serve as it should, whatever the backend
-    # whether ``names`` hold all of the engine's under ``attention``, so that it refuses where none holds
-    lists_all: bool = False
+    # conditions under which ``names`` hold all that the engine has under ``attention``: it refuses where none holds;
+    # None: nowhere
+    lists_all: tuple[Condition, ...] | None = None
     other_layers: tuple[OtherLayers, ...] = ()  # models whose layers it runs in another way
 
     def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
@@ -160,15 +167,16 @@ class EngineTable:
                 return f"{self.engine} {self.release}: {each.why}", each.starts
         stored = config.cache_dtype
         if self.cache_is_dtype and stored in ("float16", "bfloat16") and stored != config.dtype:
-            return f"{self.engine} {self.release} refuses a cache of {stored} beside {config.dtype}", False
-        if not self.lists_all:
+            text = f"{self.engine} {self.release} refuses a KV cache of {stored} for layers computed in {config.dtype}"
+            return text, False
+        if self.lists_all is None or not _all_hold(self.lists_all, config, device):
             return "", False
         rows = [row for row in self.names if row.argument == "attention" and row.runs(config, device, architecture)]
         if any(not row.fault for row in rows):
             return "", False
         if rows:
-            return f"{self.engine} {self.release} has {rows[0].name} alone there: {rows[0].fault}", True
-        return f"{self.engine} {self.release} has no backend for them there, and refuses to start", False
+            return f"{self.engine} {self.release} has {rows[0].name} alone for them on this GPU: {rows[0].fault}", True
+        return f"{self.engine} {self.release} has no backend for them on this GPU, and refuses to start", False
 
     def runs_otherwise(self, architecture: str) -> OtherLayers | None:
         """Return how the engine runs a model's layers, where that is not as attn-select reads them."""
@@ -181,7 +189,7 @@ class EngineTable:
                 continue
             if each.architectures and architecture not in each.architectures:
                 continue
-            if all(holds_for(condition, selection.config, selection.device) for condition in each.when):
+            if _all_hold(each.when, selection.config, selection.device):
                 return each
         return None
 
@@ -198,7 +206,7 @@ class EngineTable:
     def says_auto(self, selection: Selection) -> bool:
         """Whether ``auto`` as a KV-cache dtype means something else in the engine, for a layer."""
         conditions = self.explicit_kv_cache
-        return conditions is not None and all(holds_for(c, selection.config, selection.device) for c in conditions)
+        return conditions is not None and _all_hold(conditions, selection.config, selection.device)
 
     def takes(self, name: EngineName, block_size: int) -> bool:
         """Whether a backend of the engine runs with cache blocks of so many tokens."""
@@ -208,7 +216,7 @@ class EngineTable:
     def adapter_runs(self, backend: str, config: AttentionConfig, device: Device) -> bool:
         """Whether the adapter brings attn-select's kernels of a backend into the engine, for a layer."""
         conditions = self.adapter_kernels.get(backend)
-        return conditions is not None and all(holds_for(condition, config, device) for condition in conditions)
+        return conditions is not None and _all_hold(conditions, config, device)
 
     def names_of(self, backend: str, argument: str = "attention") -> tuple[str, ...]:
         """Return the engine's names for one of attn-select's backends, in the order in which they are tried."""
@@ -245,11 +253,14 @@ class EngineTable:
             offers.append(replace(offer, why=why, place=before[-1] + 0.5 if before else place))
         return offers
 
-    def takes_a_pair(self, selection: Selection, lacks: Callable[[EngineName], str] = _nothing) -> bool:
+    def takes_a_pair(
+        self, selection: Selection, lacks: Callable[[EngineName], str] = _nothing, architecture: str = ""
+    ) -> bool:
         """Whether a layer's phases take two backends, and not by times of attn-select's own kernels alone."""
         if len(set(selection.selected.values())) < 2:
             return False
-        orders = [self.offers(selection, (phase,), "attention", lacks) for phase in selection.config.phases]
+        phases = selection.config.phases
+        orders = [self.offers(selection, (phase,), "attention", lacks, architecture) for phase in phases]
         named = [[(offer.place, offer.name.name, offer.why) for offer in order if offer.name] for order in orders]
         moved = any(why for order in named for _, _, why in order)
         return not moved or len({min(order)[1] for order in named if order}) > 1
@@ -322,8 +333,9 @@ def engine_table(key: str) -> EngineTable:
         data[name] = tuple(kind(**_values(row)) for row in data.get(name, ()))
     kernels = data.get("adapter_kernels", {})
     data["adapter_kernels"] = {backend: compile_when(when)[0] for backend, when in kernels.items()}
-    if "explicit_kv_cache" in data:
-        data["explicit_kv_cache"] = compile_when(data["explicit_kv_cache"])[0]
+    for name in ("explicit_kv_cache", "lists_all"):
+        if name in data:
+            data[name] = compile_when(data[name])[0]
     data["accepts"] = {tuple(row["architectures"]): tuple(row["names"]) for row in data.get("accepts", ())}
     return EngineTable(key=key, **_values(data))
 

@@ -1,4 +1,4 @@
-"""Which ranks an engine lets share the contexts of requests. Knows no engine."""
+"""How many ranks may share the contexts of requests (decode context parallelism)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from attn_select.layer.config import AttentionConfig
 def wrong_ranks(config: AttentionConfig, tensor_parallel: int, ranks: int) -> tuple[str, str]:
     """Return why ``ranks`` of tensor parallelism cannot share contexts, and what would do; both empty where they can.
 
-    Those of a request's ranks share its context that would hold the same keys: copies of a KV head, and all of MLA's.
-    So vLLM has it (vllm/config/parallel.py, vllm/config/model.py verify_with_parallel_config 0.33.0).
+    Ranks that would hold the same keys share a context instead: the ranks with copies of one KV head, and all ranks of
+    MLA. As in vLLM (vllm/config/parallel.py, vllm/config/model.py verify_with_parallel_config 0.33.0).
     """
     accepted = [size for size in range(1, tensor_parallel + 1) if not _against(config, tensor_parallel, size)]
     return _against(config, tensor_parallel, ranks), " or ".join(map(str, accepted))
@@ -19,7 +19,7 @@ def _against(config: AttentionConfig, tensor_parallel: int, ranks: int) -> str:
     if ranks == 1:
         return ""
     if tensor_parallel % ranks:
-        return f"it does not divide the {tensor_parallel} ranks of tensor parallelism"
+        return f"{ranks} does not divide the {tensor_parallel} ranks of tensor parallelism"
     if config.mla:
         return ""
     copies = tensor_parallel // config.num_kv_heads
@@ -27,4 +27,4 @@ def _against(config: AttentionConfig, tensor_parallel: int, ranks: int) -> str:
         count = "one copy" if copies < 2 else f"{copies} copies"
         return f"{tensor_parallel} ranks hold {count} of each of the {config.num_kv_heads} KV heads"
     per_kv_head = config.num_heads // config.num_kv_heads
-    return f"it does not divide the {per_kv_head} query heads per KV head" if per_kv_head % ranks else ""
+    return f"{ranks} does not divide the {per_kv_head} query heads per KV head" if per_kv_head % ranks else ""

@@ -20,7 +20,7 @@ from attn_select.runtime.metadata import CommonAttentionMetadata
 MIN_PREFIX, MIN_REQUESTS = 256, 8
 """Tokens of prefix and requests below which cascade is not considered: vLLM's limits
 (v1/attention/backends/flash_attn.py 0.33, use_cascade_attention). With a fast kernel the second call and the merge cost
-more than is saved well above them, so a builder that was measured asks for more (``docs/gpu-results.md``)."""
+more than is saved well above them, so a builder that was measured asks for more (``least_cascade_bytes``)."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ SHARED = (8.5, 3.1)
 """us of gathering query heads and merging results through memory that the ranks share, and us per MB (10^6 bytes) that
 a rank gets from each other rank.
 
-Measured on two H200 over NVLink in torch 2.11, CUDA graphs (docs/context-parallel.md): within a sixth from 1 to 2048
+Measured on two H200 over NVLink in torch 2.11, CUDA graphs (docs/gpu-results.md): within a sixth from 1 to 2048
 tokens of 32 heads of 128 and of 64 heads with queries of 576 and results of 512."""
 GATHER = (8.9, 7.0)
 """The same of gathering query heads by NCCL: within a fifth."""

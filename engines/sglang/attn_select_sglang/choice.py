@@ -5,12 +5,12 @@ Imports nothing of SGLang, so that a choice can be tried without it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from attn_select.decide.selection import Selection
-from attn_select.engines.names import Offer
+from attn_select.engines.names import EngineName, Offer
 from attn_select.layer.config import Phase
 from attn_select_sglang.names import TABLE, lacks
 
@@ -41,19 +41,22 @@ class Choice:
         return fields
 
 
-def choose(selections: Sequence[Selection], has_flashinfer: bool) -> Choice:
+def choose(selections: Sequence[Selection], has_flashinfer: bool, architecture: str) -> Choice:
     """Return the backends that stand least far behind in the orders of all kinds of layers together.
 
     One backend serves both phases, unless attn-select chose a pair for a kind that does not rest on times of its own
     kernels alone.
+
+    Args:
+        architecture: the model's class; some take certain backends alone. Empty: unknown.
     """
     without = partial(lacks, has_flashinfer=has_flashinfer)
-    pair = any(TABLE.takes_a_pair(selection, without) for selection in selections)
+    pair = any(TABLE.takes_a_pair(selection, without, architecture) for selection in selections)
     phases: list[tuple[Phase, ...]] = [("prefill",), ("decode",)] if pair else [("prefill", "decode")]
     names: list[str | None] = []
     before: list[Offer] = []
     for served in phases:
-        name, others = _first(selections, served, has_flashinfer)
+        name, others = _first(selections, served, without, architecture)
         names.append(name)
         before += others
     passed_over = dict.fromkeys(each.backend for each in before if each.name is None)
@@ -62,11 +65,14 @@ def choose(selections: Sequence[Selection], has_flashinfer: bool) -> Choice:
 
 
 def _first(
-    selections: Sequence[Selection], phases: tuple[Phase, ...], has_flashinfer: bool
+    selections: Sequence[Selection],
+    phases: tuple[Phase, ...],
+    without: Callable[[EngineName], str],
+    architecture: str,
 ) -> tuple[str | None, list[Offer]]:
     """Return SGLang's backend for these phases, and attn-select's that come before it."""
     orders = [
-        _order(selection, served, has_flashinfer)
+        TABLE.offers(selection, served, "attention", without, architecture)
         for selection in selections
         if (served := [phase for phase in phases if phase in selection.config.phases])
     ]
@@ -76,8 +82,3 @@ def _first(
         return None, [each for order in orders for each in order]
     best = min(common, key=lambda name: sum(each[name].place for each in named))
     return best, [e for order, each in zip(orders, named, strict=True) for e in order[: order.index(each[best])]]
-
-
-def _order(selection: Selection, phases: Sequence[Phase], has_flashinfer: bool) -> list[Offer]:
-    """Return attn-select's order for these phases of a kind of layers, as SGLang has it."""
-    return TABLE.offers(selection, phases, "attention", partial(lacks, has_flashinfer=has_flashinfer))

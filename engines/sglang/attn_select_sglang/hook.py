@@ -69,7 +69,8 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
         AttnSelectError: rules or a workload cannot be read.
     """
     model_config = model_config_of(view)
-    if current_platform.is_out_of_tree() or OWN_DEFAULT in (model_config.hf_config.architectures or ()):
+    architecture = (model_config.hf_config.architectures or ("",))[0]
+    if current_platform.is_out_of_tree() or architecture == OWN_DEFAULT:
         return {}
     found = detected()
     device = found.device
@@ -93,7 +94,7 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
         return {}
     rules = rules_in_an_engine()
     selections = select_model(configs, device, rules, environment=environment, workload=workload_in_an_engine())
-    choice = choose(selections, bool(get_platform().has_flashinfer))
+    choice = choose(selections, bool(get_platform().has_flashinfer), architecture)
     logger.info("%s", log_block(choice, kinds, selections))
     return choice.declared()
 

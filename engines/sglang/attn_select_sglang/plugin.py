@@ -9,7 +9,7 @@ from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.engines.observed import ObservedSteps, observes
 
 RELEASES = ("0.5.23",)
-"""The releases of SGLang that this adapter was run with; README.md says what ran where."""
+"""The releases of SGLang that this adapter was run with; docs/engines.md says what ran where."""
 TARGET = "sglang.srt.arg_groups.overrides._attention_backend_default"
 """What fills in the attention backends that no argument names, for prefill and decode."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from attn_select import AttentionConfig, configs_from_model, select, select_model
 from attn_select.engines.names import engine_table
+from attn_select.layer.models import load
 from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_cli.engine_arguments import engine_arguments
@@ -19,11 +20,12 @@ from attn_select_sglang.choice import Choice, choose
 from attn_select_sglang.names import BACKENDS, TABLE, lacks
 
 GPUS = ("a100", "a10", "l40s", "h100", "h20", "h200", "b200", "b300", "rtx5090", "rtx-pro-6000")
-MODELS = ("llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "gemma-3-27b", "deepseek-v3")
+MODELS = ("llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "gemma-3-27b", "gemma-4", "llama-4-scout", "deepseek-v3")
 
 
 def chosen(model: str, gpu: str, has_flashinfer: bool = True) -> Choice:
-    return choose(select_model(configs_from_model(model, device=lookup(gpu)).configs, gpu), has_flashinfer)
+    kinds = configs_from_model(model, device=lookup(gpu))
+    return choose(select_model(kinds.configs, gpu), has_flashinfer, load(model).architecture)
 
 
 @pytest.mark.parametrize(("model", "gpu"), [*product(MODELS, GPUS)])
@@ -57,21 +59,27 @@ def test_times_of_our_kernel_choose_no_kernel_of_sglangs() -> None:
     choice = chosen("gpt-oss-120b", "h200")
     assert (choice.prefill, choice.decode) == ("fa3", "fa3")
     assert "TRITON_ATTN" in choice.not_ours
-    choice = chosen("gemma-4", "h200")
-    assert (choice.prefill, choice.decode) == ("flashinfer", "flashinfer")
     asked = select_model(configs_from_model("llama-3-8b", device=lookup("h200")).configs, "h200", backend="TRITON_ATTN")
-    assert choose(asked, True) == Choice("triton", "triton", ())
+    assert choose(asked, True, "") == Choice("triton", "triton", ())
     timed = select_model(configs_from_model("llama-3-8b", device=lookup("h200")).configs, "h200", workload="chat")
-    assert choose(timed, True).decode == "fa3"
+    assert choose(timed, True, "").decode == "fa3"
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("gemma-4", "h200"), ("llama-4-scout", "a100"), ("olmo-3.1-32b", "a100")])
+def test_a_model_gets_a_backend_that_sglang_lets_it_have(model: str, gpu: str) -> None:
+    """Of these models' order flashinfer comes first, and SGLang ends with it (``[[accepts]]`` of ``sglang.toml``)."""
+    choice = chosen(model, gpu)
+    assert (choice.prefill, choice.decode) == ("triton", "triton")
+    assert "FLASHINFER" in choice.passed_over
 
 
 def test_a_kernel_of_sglangs_own_is_taken_where_no_other_is_valid() -> None:
     wide = AttentionConfig(num_heads=8, num_kv_heads=4, head_size=512, dtype="bfloat16")
     usual = AttentionConfig(num_heads=8, num_kv_heads=4, head_size=128, dtype="bfloat16")
     alone = select(wide, "h200")
-    assert choose([alone], False).prefill == "triton"
+    assert choose([alone], False, "").prefill == "triton"
     # Of the usual layers' order fa3 comes first, which the wide ones do not have.
-    assert choose([alone, select(usual, "h200")], False).decode == "triton"
+    assert choose([alone, select(usual, "h200")], False, "").decode == "triton"
 
 
 def test_fields_of_server_args() -> None:

@@ -102,7 +102,8 @@ def test_ten_gpus_get_what_select_says(tmp_path: Path, config: dict[str, Any]) -
     found, log = resolved(tmp_path, config, [(gpu, {}) for gpu in GPUS])
     assert len(found) == len(GPUS)
     for gpu, fields in zip(GPUS, found, strict=True):
-        choice = choose(select_model(configs_from_model(config, device=lookup(gpu)).configs, gpu), True)
+        kinds = configs_from_model(config, device=lookup(gpu))
+        choice = choose(select_model(kinds.configs, gpu), True, config["architectures"][0])
         assert choice.decode is not None
         assert (fields["prefill_"] or fields[""], fields["decode_"] or fields[""]) == (choice.prefill, choice.decode)
     # On 10.x SGLang's DeepSeek names a backend itself, which is left alone.

@@ -1,4 +1,4 @@
-"""The releases of vLLM that this adapter was run with; README.md says what ran where."""
+"""The releases of vLLM that this adapter was run with; docs/engines.md says what ran where."""
 
 from __future__ import annotations
 

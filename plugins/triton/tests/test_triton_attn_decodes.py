@@ -19,7 +19,7 @@ from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select_triton.runtime import schedule
 from attn_select_triton.tuning import Gpu, Tile
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
 
 
 AT_8: dict[str, Any] = {
@@ -60,7 +60,7 @@ def test_a_batch_that_is_a_little_uneven_is_split_evenly() -> None:
 
 
 def test_requests_of_many_lengths_go_into_pieces_that_leave_no_tail() -> None:
-    """What was fastest on an H200 (docs/log/triton.md), or as many pieces as it had."""
+    """What was fastest on an H200, or as many pieces as it had."""
     lens = np.array([1024] * 63 + [65536])
     splits, tokens = schedule.split_keys(lens, **AT_8)
     assert (splits, tokens) == (32, 2075)

@@ -20,7 +20,7 @@ from attn_select.testing import Problem, lse_error, relative_error, same_bits
 from attn_select_triton.runtime import schedule
 from attn_select_triton.tuning import Gpu
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
 
 
 @pytest.mark.parametrize("query_len", [1, 3, None])
@@ -172,6 +172,7 @@ def test_decodes_beside_a_chunk(
     problem = layers.problem_of(group, ((1, 2000), (1, 900), (1, 1), (700, 900), (64, 64)))
     wanted = layers.check(group, problem)
     monkeypatch.setattr(schedule, "worth_two_streams", lambda *_: True)
+    monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: "gathered")
     metadata = group.build(common_of(problem))
     assert metadata.parts[0].metadata.beside
     kv_cache, output, lse = problem.written_cache(), torch.empty_like(wanted[0]), torch.empty_like(wanted[1])

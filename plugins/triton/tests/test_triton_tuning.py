@@ -212,7 +212,7 @@ def test_less_bandwidth_for_an_sm_needs_fewer_programs() -> None:
 
 
 def test_a_decode_fills_whole_waves_of_programs() -> None:
-    """What was fastest on an H200, of 1 to 19 splits (docs/log/triton.md)."""
+    """What was fastest on an H200, of 1 to 19 splits."""
     for requests, keys, wanted in (
         (1, 1024, 16),
         (5, 5000, 6),
@@ -234,7 +234,7 @@ def test_a_decode_fills_whole_waves_of_programs() -> None:
     [(32, []), (128, [512, 1024]), (256, [64, 512, 1024]), (400, [64, 512, 1024, 2048])],
 )
 def test_prompts_run_beside_decodes_where_both_gain(mib: int, tokens: list[int]) -> None:
-    """The batches of the sweep in docs/log/triton.md that were faster on two streams, host time allowing."""
+    """The swept batches that were faster on two streams, host time allowing."""
     swept = (16, 64, 512, 1024, 2048, 4096)
     assert [many for many in swept if schedule.worth_two_streams(many, mib << 20)] == tokens
 

@@ -67,8 +67,7 @@ CAPABILITIES = Capabilities(
 
 LAYOUTS = (PAGED_ATTENTION_LAYOUT,)
 BLOCK_SIZES = (32, 16, 8)
-"""V is read in pieces of one block: a decode on an H100 took 372, 388 and 440 us in blocks of 32, 16 and 8
-(docs/log/triton.md)."""
+"""V is read in pieces of one block: a decode on an H100 took 372, 388 and 440 us in blocks of 32, 16 and 8."""
 
 _GATHERED = (
     "TRITON_ATTN's prefill kernel; TMA reads the step's own keys, or keys and values copied out of the cache where the "

@@ -35,7 +35,7 @@ HEAD_TILE = 64
 PROGRAMS_PER_SM = 2
 """Half the pieces per SM that the workspace of split-KV decode has room for, of requests in several pieces. One program
 fills an SM; the rest is for requests of unequal lengths: twice as much room was worth 0.2 % where the survey's were
-simulated (docs/log/triton-mla.md)."""
+simulated."""
 
 
 _RAN = "ran on an H100, triton 3.6.0"

@@ -1,9 +1,9 @@
 """Context parallelism on the GPUs of one host: correctness, then times, each line written as it is known.
 
-torchrun --nproc-per-node 2 research/bench_context_parallel.py --out cp.jsonl conformance \\
+torchrun --nproc-per-node 2 measure/bench/context_parallel.py --out cp.jsonl conformance \\
     plugins/flash_attn/tests/test_flash_attn_conformance.py:TestFlashAttn --layers 10
-torchrun --nproc-per-node 2 research/bench_context_parallel.py --out cp.jsonl decode
-torchrun --nproc-per-node 2 research/bench_context_parallel.py --out cp.jsonl merge
+torchrun --nproc-per-node 2 measure/bench/context_parallel.py --out cp.jsonl decode
+torchrun --nproc-per-node 2 measure/bench/context_parallel.py --out cp.jsonl merge
 
 ``decode`` times one layer as a CUDA graph, on one GPU with all heads and the whole cache, and on all of them. ``merge``
 times the ways to merge beside the collectives that they are made of.
