@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,6 @@ Exit code: 0 nothing changes, 1 something does, 2 wrong input.
 def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: bool, **options: Any) -> int:
     """Compare two decisions: another GPU, other rules, another config, or a golden file."""
     from attn_select_cli.explanation import build_explanation, warnings_of
-    from attn_select_cli.golden import changes_since
     from attn_select_cli.output import print_json, print_lines, print_warnings
 
     if (to is None) == (golden is None):
@@ -69,6 +69,36 @@ _PLAN_FIELDS = (
     "workspace_bytes",
     "block_table_width_multiple",
 )
+
+MAX_BYTES = 1 << 24
+"""Of a golden file; one of a model with many kinds of layers has 200 KB."""
+
+
+def changes_since(golden: str, after: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what changes from the decisions in a golden file."""
+    from attn_select.errors import ConfigError, shorten, show
+    from attn_select.machine.files import read_bounded
+
+    problem = "expected schema_version 1 and a layer"
+    try:
+        before = json.loads(read_bounded(golden, MAX_BYTES))
+        if before["schema_version"] == 1 and before["layers"]:
+            return compare(before, after)
+    except OSError as error:
+        problem = error.strerror or shorten(error)
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError as error:  # no JSON, too large, no regular file, a null byte in the path
+        problem = shorten(error)
+    except KeyError as error:
+        problem = f"{show(error.args[0])} is missing"
+    except (TypeError, AttributeError, IndexError) as error:  # a value of another type
+        problem = f"not what `explain --json` writes ({shorten(error)})"
+    raise ConfigError(
+        f"golden = {show(golden, 1000)}: {problem}",
+        fields=["golden"],
+        hint="a golden file is what `attn-select explain --json` writes for one model on one GPU",
+    )
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select_cli.golden import MAX_BYTES
+from attn_select_cli.diff import MAX_BYTES
 
 MODEL = ("--model", "deepseek-v3", "--gpu", "h100")
 
