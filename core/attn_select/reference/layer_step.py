@@ -325,5 +325,5 @@ class LayerStep:
         if query_dtype:
             absorbed, fp8 = absorbed.to(query.dtype), {**fp8, "query_dtype": query_dtype, "q_scale": scales.q}
         given = (absorbed, cache, self.group.kv_layout, chosen, config, softmax_scale(config))
-        latent, _ = sparse_mla_reference(*given, **self._per_head, **fp8)
+        latent, _ = sparse_mla_reference(*given, **(fp8 | self._per_head))
         return project_output(latent, by_head[..., nope:])

@@ -125,7 +125,7 @@ class Problem:
         fp8: dict[str, Any] = {"k_scale": self.k_scale, "query_dtype": query_dtype, "q_scale": self.q_scale}
         if self.topk_indices is not None:
             sparse = (self.query, cache, self.layout, self.topk_indices)
-            return sparse_mla_reference(*sparse, self.config, self.scale, **extras, **fp8)
+            return sparse_mla_reference(*sparse, self.config, self.scale, **(extras | fp8))
         assert self.block_table is not None
         extras |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, **fp8}
         extras["tree_mask"] = self.tree_mask

@@ -10,7 +10,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class Terms:
     def given(self, config: AttentionConfig) -> GivenTerms:
         """Return the arguments that make a layer of another config with these terms, as ``under``."""
         own = self.under(config)
-        return {"scale": own.scale, "scales": own.scales, "alibi_slopes": own.alibi_slopes, "sinks": own.sinks}
+        return cast(GivenTerms, {name: getattr(own, name) for name in GivenTerms.__annotations__})
 
 
 @dataclass(slots=True, eq=False)
