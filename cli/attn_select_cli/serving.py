@@ -42,7 +42,6 @@ from attn_select.runtime import (
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.metadata import decodes_first
 from attn_select.runtime.mla_group import MLALayerGroup
-from attn_select.runtime.terms import softmax_scale
 
 Batch = list[tuple[int, int, int]]
 """``(request, first position, tokens)`` of one step."""
@@ -266,7 +265,7 @@ class _Layer:
         capacity = Capacity(workload.num_requests, budget, max(self.lengths))
         self.group = attention_group(selection, capacity=capacity)
         draw = torch.Generator().manual_seed(workload.seed)
-        self.scale = softmax_scale(config)
+        self.scale = config.softmax_scale
         self.per_head = random_per_head(config, lambda *shape: self._normal(draw, *shape))
         fp8 = FP8_SCALE if config.cache_dtype.startswith("fp8") else 1.0
         heads = config.num_kv_heads if config.per_head_quant_scales else 0

@@ -40,7 +40,6 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.runtime.kv_cache import cache_dtype, kv_cache_shape
-from attn_select.runtime.terms import softmax_scale
 from attn_select.runtime.timer import Call
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -279,7 +278,7 @@ class LayerStep:
         fp8_query = backend is not None and is_quantized(dtype := backend.context.plans[phase].query_dtype)
         options: dict[str, Any] = {
             **attention_options(config, **self._per_head),
-            "scale": softmax_scale(config),
+            "scale": config.softmax_scale,
             "query_positions": rows + seq_len - query_len,
         }
         query = inputs[0][rows]
@@ -324,6 +323,6 @@ class LayerStep:
             fp8["k_scale"] = scales.k
         if query_dtype:
             absorbed, fp8 = absorbed.to(query.dtype), {**fp8, "query_dtype": query_dtype, "q_scale": scales.q}
-        given = (absorbed, cache, self.group.kv_layout, chosen, config, softmax_scale(config))
+        given = (absorbed, cache, self.group.kv_layout, chosen, config, config.softmax_scale)
         latent, _ = sparse_mla_reference(*given, **(fp8 | self._per_head))
         return project_output(latent, by_head[..., nope:])

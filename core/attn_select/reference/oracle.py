@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.runtime.terms import PER_HEAD
+from attn_select.layer.features import PER_HEAD
 
 _MAX_SCORES = 2**24
 """Scores held at once: 128 MiB. Longer queries are taken in chunks of rows."""
@@ -190,12 +190,12 @@ def attention_options(config: AttentionConfig, **per_head: Tensor | None) -> Att
     Attention is causal where the type is ``decoder`` and ``non_causal`` is not set.
 
     Args:
-        per_head: ``alibi_slopes`` and ``sinks`` ``(H,)``, what ``attn_select.runtime.terms.PER_HEAD`` names.
+        per_head: ``alibi_slopes`` and ``sinks`` ``(H,)``, what ``attn_select.layer.features.PER_HEAD`` names.
 
     Raises:
         ValueError: one is missing where the config asks for it, or given where not.
     """
-    for name, (field, *_) in PER_HEAD.items():
+    for name, field in PER_HEAD.items():
         wanted = getattr(config, field)
         if wanted != (per_head.get(name) is not None):
             raise ValueError(f"{name} {'missing' if wanted else 'given'}, but the layer has {field} = {wanted}")

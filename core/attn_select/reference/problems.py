@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.features import PER_HEAD
 from attn_select.layer.layouts import FP8_DS_MLA, MLA, cache_shape
 from attn_select.reference.oracle import attention_options, last_positions, varlen_reference
 from attn_select.reference.oracle_indexer import E4M3_MAX
@@ -25,7 +26,6 @@ from attn_select.reference.oracle_paged import (
     write_reference,
 )
 from attn_select.reference.oracle_quant import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
-from attn_select.runtime.terms import PER_HEAD, softmax_scale
 
 FP8_SCALE = 0.02
 """Of standard normal numbers in an FP8 cache: they reach 5, and e4m3 holds 448 scales."""
@@ -188,7 +188,7 @@ def random_problem(
         nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, which
             FP8 saturates. Spare blocks, and the slots that this step writes, hold NaN in any case.
         spare_blocks: blocks that no request owns, at least 1.
-        scale: factor on ``q . k``; None: ``softmax_scale``.
+        scale: factor on ``q . k``; None: ``config.softmax_scale``.
 
     Raises:
         ValueError: ``layout`` is missing or not wanted, or ``spare_blocks`` is below 1.
@@ -210,7 +210,7 @@ def random_problem(
     problem = Problem(
         config=config,
         requests=requests,
-        scale=softmax_scale(config) if scale is None else scale,
+        scale=config.softmax_scale if scale is None else scale,
         query=_normal(config, draw, tokens, config.num_heads, config.head_size),
         key=key,
         value=value,
@@ -311,7 +311,7 @@ def random_per_head(config: AttentionConfig, normal: Callable[..., Tensor]) -> d
         "alibi_slopes": lambda: torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads),
         "sinks": lambda: normal(heads),
     }
-    return {name: drawn[name]() for name, term in PER_HEAD.items() if getattr(config, term.field)}
+    return {name: drawn[name]() for name, field in PER_HEAD.items() if getattr(config, field)}
 
 
 def _scales(config: AttentionConfig, draw: torch.Generator) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
