@@ -27,7 +27,7 @@ from attn_select.reference.oracle import AttentionOptions, attention_options, at
 from attn_select.reference.oracle_indexer import index_scores_reference, topk_reference, wrong_choice
 from attn_select.reference.oracle_mla import absorb_query, mla_absorbed_reference, mla_reference, project_output
 from attn_select.reference.oracle_quant import decode, encode, pack_fp8_ds_mla, quantize_query, unpack_fp8_ds_mla
-from attn_select.reference.problems import FP8_SCALE, alibi_slopes, softmax_scale
+from attn_select.reference.problems import FP8_SCALE, random_per_head
 from attn_select.reference.state_serving import StateServing, state_bound
 from attn_select.runtime import (
     Attention,
@@ -228,13 +228,12 @@ class _Layer:
         capacity = Capacity(workload.num_requests, budget, max(self.lengths))
         self.group = attention_group(selection, capacity=capacity)
         draw = torch.Generator().manual_seed(workload.seed)
-        self.scale = softmax_scale(config)
-        self.slopes = alibi_slopes(config.num_heads) if config.alibi else None
-        self.sinks = self._normal(draw, config.num_heads) if config.sinks else None
+        self.scale = config.softmax_scale
+        self.per_head = random_per_head(config, lambda *shape: self._normal(draw, *shape))
         fp8 = FP8_SCALE if config.cache_dtype.startswith("fp8") else 1.0
         heads = config.num_kv_heads if config.per_head_quant_scales else 0
         self.scales = Scales.make(self.group.device, q=fp8, k=fp8, v=fp8, num_kv_heads=heads)
-        options: dict[str, Any] = {"alibi_slopes": self.slopes, "sinks": self.sinks, "scales": self.scales}
+        options: dict[str, Any] = {**self.per_head, "scales": self.scales}
         self.layer: Any
         if isinstance(self.group, MLALayerGroup):
             nope, rank = config.qk_nope_head_dim or 0, config.kv_lora_rank or 0
@@ -359,7 +358,7 @@ class _Layer:
                 outputs.append(self._mla(query, key, value, start + tokens if is_decode else start, masks))
                 continue
             k, v = self._stored(key, self.scales.k), self._stored(value, self.scales.v)
-            options = attention_options(self.config, self.slopes, self.sinks)
+            options = attention_options(self.config, **self.per_head)
             options |= masks
             outputs.append(attention_reference(query, k, v, scale=self.scale, **options)[0])
         return torch.cat(outputs), torch.cat(spreads)
@@ -394,7 +393,7 @@ class _Layer:
             stored = self._stored(torch.cat([latent, rope], dim=-1)[:, None], self.scales.k)[:, 0]
         by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
         absorbed = absorb_query(query[..., : self.nope], query[..., self.nope :], by_head[..., : self.nope])
-        options = attention_options(self.config, self.slopes, self.sinks)
+        options = attention_options(self.config, **self.per_head)
         options["causal"] = False
         rows = []
         for token, positions in enumerate(chosen):
@@ -415,7 +414,7 @@ class _Layer:
         both = torch.cat([latent, rope], dim=-1)
         stored = self._stored(both[:, None], self.scales.k)[:, 0]
         both = torch.cat([stored[:cached], both[cached:].double()])
-        options = attention_options(self.config, self.slopes, self.sinks)
+        options = attention_options(self.config, **self.per_head)
         options |= masks
         by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
         return mla_reference(

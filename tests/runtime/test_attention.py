@@ -67,7 +67,7 @@ def test_scales_per_head(make_group: Factory) -> None:
 
 def test_default_scale_and_a_given_one(make_group: Factory) -> None:
     group, problem = make_group(CONFIG), random_problem(3, CONFIG, FLASH)
-    assert Attention(group).scale == 32**-0.5
+    assert Attention(group).terms.scale == 32**-0.5
     problem = replace(problem, scale=0.5)
     layer = Attention(group, scale=0.5)
     cache = problem.kv_cache.clone()  # type: ignore[union-attr]

@@ -80,7 +80,7 @@ def rule(make_toy: Factory, make_group: Factory, make_batch: Factory) -> Callabl
     ) -> bool:
         made = make_group(AttentionConfig(**SMALL | fields), make_toy(**toy or {}), **group or {})
         batch = make_batch([(1, MIN_PREFIX + 9)] * requests)
-        said: bool = made.backends[0].builder.use_cascade_attention(prefix, replace(batch, **common or {}))
+        said: bool = made.distinct[0].builder.use_cascade_attention(prefix, replace(batch, **common or {}))
         return said
 
     return ask

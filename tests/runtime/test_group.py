@@ -347,7 +347,7 @@ def test_two_kernels_of_different_blocks(
     decode = make_toy("DECODER", phases=("decode",), layouts=(layout,), kernel_block_sizes=(24, 16))
     prefill = make_toy("PREFILLER", phases=("prefill",), layouts=(layout,), kernel_block_sizes=(16, 24))
     group = make_group(config, decode, prefill)
-    sizes = {served.spec.name: served.context.block_size for served in group.backends}
+    sizes = {served.spec.name: served.context.block_size for served in group.distinct}
     own = layout == "FLASH_ATTN_NHD"
     assert sizes == {"DECODER": 24 if own else 16, "PREFILLER": 16}
     assert group.kernel_block_size == max(sizes.values())

@@ -79,7 +79,7 @@ def test_graph_replays_are_compared(right: Variant, monkeypatch: pytest.MonkeyPa
         plans = {phase: plan for phase, plan in judged.items() if isinstance(plan, BackendPlan)}
         selection = selection_for(spec, plans, config, CPU, Environment(), options)
         assert selection is not None
-        terms = run.Terms(error_bound)
+        terms = run.Tolerances(error_bound)
         return run.Rig(selection, torch.device("cpu"), 0, terms, cuda_graphs=True).check_graphs()
 
     variant = right.planning(cuda_graph=level)

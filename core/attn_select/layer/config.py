@@ -140,6 +140,14 @@ class AttentionConfig:
                 named = dict.fromkeys(field for fields, _ in found for field in fields)
                 raise ConfigError("; ".join(text for _, text in found), fields=named)
 
+    @property
+    def softmax_scale(self) -> float:
+        """The usual factor on ``q . k``: the width of a query's head ** -0.5, with MLA of the decompressed form."""
+        width = self.head_size
+        if self.qk_nope_head_dim is not None and self.qk_rope_head_dim is not None:
+            width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return float(width**-0.5)
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> AttentionConfig:
         """Return a copy with other values for some fields; they are checked as at the start."""
         return AttentionConfig(**{**self.model_dump(), **(update or {})})

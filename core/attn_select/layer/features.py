@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 from attn_select.layer.dtypes import OUTPUT_QUANTIZATIONS
 
+PER_HEAD = {"alibi_slopes": "alibi", "sinks": "sinks"}
+"""The tensors of one number per query head that a layer brings, and the field that asks for each."""
+
 MOST_SPECULATIVE_TOKENS = 1024
 """The most draft tokens per request and step that a layer may ask for."""
 

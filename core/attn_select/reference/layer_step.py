@@ -28,7 +28,7 @@ from attn_select.reference.oracle_mla import (
 )
 from attn_select.reference.oracle_paged import gather_reference, slot_mapping_reference
 from attn_select.reference.oracle_quant import quantize_query
-from attn_select.reference.problems import FP8_SCALE, Request, alibi_slopes, softmax_scale
+from attn_select.reference.problems import FP8_SCALE, Request, random_per_head
 from attn_select.runtime import (
     Attention,
     BlockTable,
@@ -177,12 +177,11 @@ class LayerStep:
         config, device = self.config, self.group.device
         fp8 = FP8_SCALE if is_quantized(config.cache_dtype) else 1.0
         per_head = config.num_kv_heads if config.per_head_quant_scales else 0
-        options: dict[str, Any] = {
-            "alibi_slopes": alibi_slopes(config.num_heads).to(device) if config.alibi else None,
-            "sinks": self._normal(config.num_heads) if config.sinks else None,
-            "scales": Scales.make(device, q=fp8, k=fp8, v=fp8, num_kv_heads=per_head),
-        }
-        self._options, self._caches = options, [*caches]
+        drawn = random_per_head(config, self._normal)
+        self._per_head = {name: tensor.to(device) for name, tensor in drawn.items()}
+        self._scales = Scales.make(device, q=fp8, k=fp8, v=fp8, num_kv_heads=per_head)
+        options: dict[str, Any] = {**self._per_head, "scales": self._scales}
+        self._caches = [*caches]
         weight = self._weight() if config.mla else None
         self._made = [
             Attention(self.group, **options)
@@ -278,12 +277,12 @@ class LayerStep:
         backend = self.group.backends.get(phase)
         fp8_query = backend is not None and is_quantized(dtype := backend.context.plans[phase].query_dtype)
         options: dict[str, Any] = {
-            **attention_options(config, self._options["alibi_slopes"], self._options["sinks"]),
-            "scale": softmax_scale(config),
+            **attention_options(config, **self._per_head),
+            "scale": config.softmax_scale,
             "query_positions": rows + seq_len - query_len,
         }
         query = inputs[0][rows]
-        scales, quantized = self._options["scales"], is_quantized(config.cache_dtype)
+        scales, quantized = self._scales, is_quantized(config.cache_dtype)
         if not config.has_cache:
             return attention_reference(query, inputs[1], inputs[2], **options)[0]
         cache = self._caches[-1]
@@ -316,7 +315,7 @@ class LayerStep:
         return weight.view(self.config.num_heads, -1, self.config.kv_lora_rank or 0).permute(2, 0, 1)
 
     def _sparse_reference(self, query: Tensor, cache: Tensor, chosen: Tensor, query_dtype: str | None) -> Tensor:
-        config, scales, nope = self.config, self._options["scales"], self.config.qk_nope_head_dim or 0
+        config, scales, nope = self.config, self._scales, self.config.qk_nope_head_dim or 0
         by_head = self._by_head()
         absorbed = absorb_query(query[..., :nope], query[..., nope:], by_head[..., :nope])
         fp8: dict[str, Any] = {}
@@ -324,6 +323,6 @@ class LayerStep:
             fp8["k_scale"] = scales.k
         if query_dtype:
             absorbed, fp8 = absorbed.to(query.dtype), {**fp8, "query_dtype": query_dtype, "q_scale": scales.q}
-        given = (absorbed, cache, self.group.kv_layout, chosen, config, softmax_scale(config))
-        latent, _ = sparse_mla_reference(*given, sinks=self._options["sinks"], **fp8)
+        given = (absorbed, cache, self.group.kv_layout, chosen, config, config.softmax_scale)
+        latent, _ = sparse_mla_reference(*given, **(fp8 | self._per_head))
         return project_output(latent, by_head[..., nope:])

@@ -31,12 +31,13 @@ The order, cap before bias before mask, is FlashAttention-2's and vLLM's Triton 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.features import PER_HEAD
 
 _MAX_SCORES = 2**24
 """Scores held at once: 128 MiB. Longer queries are taken in chunks of rows."""
@@ -183,28 +184,29 @@ def visible_keys(
     return visible
 
 
-def attention_options(
-    config: AttentionConfig, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
-) -> AttentionOptions:
+def attention_options(config: AttentionConfig, **per_head: Tensor | None) -> AttentionOptions:
     """Return the mask and score options of a config, as the arguments of ``attention_reference``.
 
     Attention is causal where the type is ``decoder`` and ``non_causal`` is not set.
 
+    Args:
+        per_head: ``alibi_slopes`` and ``sinks`` ``(H,)``, what ``attn_select.layer.features.PER_HEAD`` names.
+
     Raises:
-        ValueError: ``alibi_slopes`` or ``sinks`` are missing where the config asks for them, or given where not.
+        ValueError: one is missing where the config asks for it, or given where not.
     """
-    asked = (("alibi_slopes", "alibi", config.alibi, alibi_slopes), ("sinks", "sinks", config.sinks, sinks))
-    for name, field, wanted, given in asked:
-        if wanted != (given is not None):
+    for name, field in PER_HEAD.items():
+        wanted = getattr(config, field)
+        if wanted != (per_head.get(name) is not None):
             raise ValueError(f"{name} {'missing' if wanted else 'given'}, but the layer has {field} = {wanted}")
-    return {
+    options: dict[str, Any] = {
         "causal": config.attn_type == "decoder" and not config.non_causal,
         "sliding_window": config.sliding_window,
         "attention_chunk_size": config.attention_chunk_size,
         "logits_soft_cap": config.logits_soft_cap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
+        **per_head,
     }
+    return cast(AttentionOptions, options)
 
 
 def varlen_reference(
@@ -215,9 +217,7 @@ def varlen_reference(
     key_start_loc: Tensor,
     config: AttentionConfig,
     scale: float,
-    *,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend within each request over keys and values that are packed one request after another (encoders, no cache).
 
@@ -225,11 +225,12 @@ def varlen_reference(
         query: ``(T, H, D)``.
         keys: ``(S, Hkv, D)``; values ``(S, Hkv, Dv)``.
         query_start_loc: ``(B + 1,)`` prefix sums of the query lengths; key_start_loc likewise.
+        per_head: as in ``attention_options``.
 
     Returns:
         Output float64 ``(T, H, Dv)`` and LSE float64 ``(T, H)``; rows of no request have 0 and -inf.
     """
-    options = attention_options(config, alibi_slopes, sinks)
+    options = attention_options(config, **per_head)
     output = query.new_zeros((*query.shape[:2], values.shape[2]), dtype=torch.float64)
     lse = torch.full_like(output[..., 0], -torch.inf)
     bounds, key_bounds = query_start_loc.tolist(), key_start_loc.tolist()

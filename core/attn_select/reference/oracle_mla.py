@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.reference.oracle import AttentionOptions, attention_reference
+from attn_select.reference.oracle import AttentionOptions, attention_options, attention_reference
 from attn_select.reference.oracle_paged import Scale, gather_reference
 from attn_select.reference.oracle_quant import quantize_query
 
@@ -92,10 +92,10 @@ def sparse_mla_reference(
     config: AttentionConfig,
     scale: float,
     *,
-    sinks: Tensor | None = None,
     k_scale: Scale = None,
     query_dtype: str | None = None,
     q_scale: Scale = None,
+    **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form.
 
@@ -106,18 +106,19 @@ def sparse_mla_reference(
         kv_cache: in layout ``MLA`` or ``FP8_DS_MLA``.
         indices: integers ``(T, top_k)``: physical slots ``block * block_size + offset``. Negative ones are padding, at
             any place; a slot that is listed twice counts twice.
+        per_head: as in ``attention_options``.
 
     Returns:
         Latent output float64 ``(T, H, R)`` and natural-log LSE float64 ``(T, H)``.
     """
     if query_dtype is not None:
         query = quantize_query(query, query_dtype, q_scale)
+    options = attention_options(config, **per_head)
+    options |= {"causal": False, "sliding_window": None}
     output = query.new_zeros((*query.shape[:2], config.kv_lora_rank or 0), dtype=torch.float64)
     lse = torch.full_like(output[..., 0], -torch.inf)
     for token, chosen in enumerate(indices):
         keys, values = gather_reference(kv_cache, layout, chosen[chosen >= 0], config, k_scale=k_scale)
         row = slice(token, token + 1)
-        output[row], lse[row] = attention_reference(
-            query[row], keys, values, scale=scale, causal=False, sinks=sinks, logits_soft_cap=config.logits_soft_cap
-        )
+        output[row], lse[row] = attention_reference(query[row], keys, values, scale=scale, **options)
     return output, lse

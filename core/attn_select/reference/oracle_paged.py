@@ -47,14 +47,13 @@ def paged_reference(
     config: AttentionConfig,
     scale: float,
     *,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     mm_prefix_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
     query_dtype: str | None = None,
     q_scale: Scale = None,
     tree_mask: Tensor | None = None,
+    **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend per request over a paged cache that already holds this step's tokens.
 
@@ -68,7 +67,6 @@ def paged_reference(
         seq_lens: integers ``(B,)``, keys per request, the step's own included.
         config: mask, soft cap and cache dtype come from here.
         scale: factor on ``q . k``.
-        alibi_slopes: ``(H,)``; sinks likewise.
         mm_prefix_ranges: per request ``(first, last)`` positions, inclusive.
         k_scale: FP8 scale, one number or ``(Hkv,)``; v_scale likewise. With MLA ``k_scale`` is the scale of the latent,
             which holds the values too.
@@ -76,12 +74,13 @@ def paged_reference(
             ``quantize_query``.
         tree_mask: bool ``(T, M)``, which of its request's tokens in this step a token sees; those with more than M
             tokens are causal.
+        per_head: as in ``attention_options``.
 
     Returns:
         Output float64 ``(T, H, Dv)``, with MLA the latent ``(T, H, kv_lora_rank)``, and natural-log LSE float64
         ``(T, H)``; rows of no request have 0 and -inf.
     """
-    options = attention_options(config, alibi_slopes, sinks)
+    options = attention_options(config, **per_head)
     if query_dtype is not None:
         query = quantize_query(query, query_dtype, q_scale)
     value_size = config.kv_lora_rank or config.value_head_size

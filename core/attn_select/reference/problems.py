@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.features import PER_HEAD
 from attn_select.layer.layouts import FP8_DS_MLA, MLA, cache_shape
 from attn_select.reference.oracle import attention_options, last_positions, varlen_reference
 from attn_select.reference.oracle_indexer import E4M3_MAX
@@ -84,6 +85,11 @@ class Problem:
     q_scale: Tensor | None = None
     """float32 ``()``; for paths that want the query in FP8."""
 
+    @property
+    def per_head(self) -> dict[str, Tensor | None]:
+        """The layer's terms that are one number per query head."""
+        return {name: getattr(self, name) for name in PER_HEAD}
+
     def to(self, device: torch.device | str) -> Problem:
         """Return the same problem with its tensors on ``device``."""
         fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -110,7 +116,7 @@ class Problem:
             kv_cache: the cache after this step's write; left out: ``written_cache()``.
             query_dtype: an FP8 dtype where the path quantises the query with ``q_scale``.
         """
-        extras: dict[str, Any] = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        extras: dict[str, Any] = self.per_head
         if self.layout is None:
             bounds = self.query_start_loc
             dense = (self.query, self.key, self.value, bounds, bounds)
@@ -119,7 +125,7 @@ class Problem:
         fp8: dict[str, Any] = {"k_scale": self.k_scale, "query_dtype": query_dtype, "q_scale": self.q_scale}
         if self.topk_indices is not None:
             sparse = (self.query, cache, self.layout, self.topk_indices)
-            return sparse_mla_reference(*sparse, self.config, self.scale, sinks=self.sinks, **fp8)
+            return sparse_mla_reference(*sparse, self.config, self.scale, **(extras | fp8))
         assert self.block_table is not None
         extras |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, **fp8}
         extras["tree_mask"] = self.tree_mask
@@ -182,7 +188,7 @@ def random_problem(
         nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, which
             FP8 saturates. Spare blocks, and the slots that this step writes, hold NaN in any case.
         spare_blocks: blocks that no request owns, at least 1.
-        scale: factor on ``q . k``; None: ``softmax_scale``.
+        scale: factor on ``q . k``; None: ``config.softmax_scale``.
 
     Raises:
         ValueError: ``layout`` is missing or not wanted, or ``spare_blocks`` is below 1.
@@ -204,14 +210,13 @@ def random_problem(
     problem = Problem(
         config=config,
         requests=requests,
-        scale=softmax_scale(config) if scale is None else scale,
+        scale=config.softmax_scale if scale is None else scale,
         query=_normal(config, draw, tokens, config.num_heads, config.head_size),
         key=key,
         value=value,
         query_start_loc=starts.int(),
         seq_lens=torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
-        alibi_slopes=alibi_slopes(config.num_heads) if config.alibi else None,
-        sinks=_normal(config, draw, config.num_heads) if config.sinks else None,
+        **random_per_head(config, lambda *shape: _normal(config, draw, *shape)),
         mm_prefix_ranges=_ranges(seed, requests) if config.mm_prefix else None,
         tree_mask=_trees(draw, config, requests) if config.draft_tree else None,
         k_scale=k_scale,
@@ -298,17 +303,15 @@ def _key_and_value(config: AttentionConfig, tokens: int, draw: torch.Generator) 
     )
 
 
-def alibi_slopes(heads: int) -> Tensor:
-    """Return float32 ``(H,)``: the paper's slopes, whose formula is used for any number of heads."""
-    return torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
-
-
-def softmax_scale(config: AttentionConfig) -> float:
-    """Return ``width ** -0.5``, with MLA the width of the decompressed form."""
-    width = config.head_size
-    if config.qk_nope_head_dim is not None and config.qk_rope_head_dim is not None:
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return float(width**-0.5)
+def random_per_head(config: AttentionConfig, normal: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return what ``PER_HEAD`` names, where the config asks for it; ``normal(*shape)`` draws in the layer's dtype."""
+    heads = config.num_heads
+    drawn = {
+        # The paper's slopes, whose formula is used for any number of heads.
+        "alibi_slopes": lambda: torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads),
+        "sinks": lambda: normal(heads),
+    }
+    return {name: drawn[name]() for name, field in PER_HEAD.items() if getattr(config, field)}
 
 
 def _scales(config: AttentionConfig, draw: torch.Generator) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -400,7 +403,7 @@ class MLAProblem:
         assert step.layout is not None
         assert step.block_size is not None
         assert step.block_table is not None
-        options = attention_options(config, step.alibi_slopes, step.sinks)
+        options = attention_options(config, **step.per_head)
         bounds = step.query_start_loc.tolist()
         rank, nope = len(w_uk), w_uk.shape[2]
         for request, (query_len, seq_len) in list(enumerate(step.requests))[decodes:]:
@@ -443,7 +446,7 @@ def random_mla_problem(
 def of_layer(drawn: Problem | MLAProblem, layer: Problem | MLAProblem) -> Any:
     """Return a step with the numbers that belong to the layer of another one: scale, slopes, sinks, scales, weight."""
     step, like = (each.step if isinstance(each, MLAProblem) else each for each in (drawn, layer))
-    names = ("scale", "alibi_slopes", "sinks", "k_scale", "v_scale", "q_scale")
+    names = ("scale", *PER_HEAD, "k_scale", "v_scale", "q_scale")
     step = dataclasses.replace(step, **{name: getattr(like, name) for name in names})
     if not isinstance(drawn, MLAProblem):
         return step

@@ -233,8 +233,7 @@ def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
         **{name: scale for name, scale in given.items() if scale is not None},
     )
     # Copies, so that what a layer does to its own numbers does not reach the reference.
-    own = {"alibi_slopes": step.alibi_slopes, "sinks": step.sinks}
-    own = {name: None if tensor is None else tensor.clone() for name, tensor in own.items()}
+    own = {name: None if tensor is None else tensor.clone() for name, tensor in step.per_head.items()}
     extras = {"scale": step.scale, "scales": scales, **own, **changes}
     made: Any = group
     return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)

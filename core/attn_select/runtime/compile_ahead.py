@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attn_select.decide.selection import Selection
+from attn_select.layer.features import PER_HEAD
 from attn_select.runtime import Attention, MLAAttention, MLALayerGroup, attention_group
-from attn_select.runtime.terms import PER_HEAD
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.warm_up import GroupSteps, WarmUp, compile_kernels
 
@@ -27,9 +27,9 @@ def stand_in(selection: Selection[Any], *arguments: Any, **options: Any) -> Atte
     group = attention_group(selection, *arguments, **options)
     ones = torch.ones(config.num_heads, dtype=torch.float32, device=group.device)
     terms: dict[str, Any] = {
-        name: ones.to(term.dtype or PLAIN_DTYPES[config.dtype])  # as models keep them
-        for name, term in PER_HEAD.items()
-        if getattr(config, term.field)
+        name: ones.to(PLAIN_DTYPES[config.dtype])  # as models keep them
+        for name, field in PER_HEAD.items()
+        if getattr(config, field)
     }
     if isinstance(group, MLALayerGroup):
         rows = config.num_heads * ((config.qk_nope_head_dim or 0) + (config.v_head_dim or 0))

@@ -11,7 +11,7 @@ from attn_select.layer.config import Phase
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.kernel_blocks import KernelTables
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.loaded_backend import LoadedBackend, device_of, load_backends
+from attn_select.runtime.loaded_backend import LoadedBackend, load_backends
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.step_metadata import AttentionMetadata, Part
 
@@ -47,8 +47,8 @@ class AttentionGroup(LayerGroup):
         phases: Sequence[Phase] | None = None,
         checked: bool | None = None,
     ) -> None:
-        here, bounds = device_of(selection, device), capacity or Capacity()
-        backends = load_backends(selection, here, bounds, cuda_graphs=cuda_graphs, phases=phases)
+        bounds = capacity or Capacity()
+        here, backends = load_backends(selection, device, bounds, cuda_graphs=cuda_graphs, phases=phases)
         super().__init__(selection, here, backends, bounds, cuda_graphs=cuda_graphs, checked=checked)
         self._tables = KernelTables(self.block_size, bounds.max_num_seqs, bounds.max_model_len)
 

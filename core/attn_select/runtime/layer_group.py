@@ -67,11 +67,12 @@ class LayerGroup(ABC):
     ) -> None:
         self.selection, self.config, self.device = selection, selection.config, device
         self.backends, self.capacity, self.cuda_graphs = backends, capacity, cuda_graphs
-        self.distinct = tuple({backend.spec.name: backend for backend in backends.values()}.values())
+        self.distinct = tuple({id(backend): backend for backend in backends.values()}.values())
         self.unified = len(self.distinct) == 1 and len(backends) == len(self.config.phases)
         sizes = [own.context.block_size for own in self.distinct if own.context.block_size is not None]
-        layout, of_kernel = selection.kv_layout, max(sizes, default=selection.block_size)
-        self.cache = cache or GroupCache(self.config, device, layout, selection.block_size, of_kernel)
+        # Dense MLA prefill reads no cache through a backend, so alone it leaves the kernel's block size open.
+        layout, size = selection.kv_layout, selection.block_size
+        self.cache = cache or GroupCache(self.config, device, layout, size, max(sizes, default=size))
         self.block_size = block_size or self.cache.block_size
         self.kv_layout, self.kernel_block_size = self.cache.kv_layout, self.cache.kernel_block_size
         on = checks.checks_enabled() if checked is None else checked

@@ -82,17 +82,16 @@ class LoadedBackend:
 
 def load_backends(
     selection: Selection,
-    device: torch.device,
+    device: torch.device | str | None,
     capacity: Capacity,
     *,
     cuda_graphs: bool = False,
     phases: Sequence[Phase] | None = None,
-) -> dict[Phase, LoadedBackend]:
-    """Return the backend of each phase, the same object in both where one serves both.
+) -> tuple[torch.device, dict[Phase, LoadedBackend]]:
+    """Return where the layers run, and the backend of each phase, the same object in both where one serves both.
 
     Args:
-        device: from ``device_of``.
-        selection, capacity, cuda_graphs, phases: as for ``AttentionGroup``.
+        selection, device, capacity, cuda_graphs, phases: as for ``AttentionGroup``.
 
     Raises:
         NoBackendError: a phase has no backend.
@@ -100,6 +99,7 @@ def load_backends(
         PluginError, BackendError: its classes are not what the runtime calls, or raise something.
         ConfigError: as ``AttentionGroup`` documents it.
     """
+    here = device_of(selection, device)
     selection.require()
     if selection.config.draft_tree and any(plan.trees_in_two_parts for plan in selection.plans.values()):
         text = "draft_tree: the selected kernel takes no mask, so trees are computed in two parts"
@@ -109,9 +109,9 @@ def load_backends(
     specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
     found: dict[Phase, LoadedBackend] = {}
     for name, own in plans.items():
-        made = _load(specs[name], own, selection, device, capacity, sizes.get(name), cuda_graphs)
+        made = _load(specs[name], own, selection, here, capacity, sizes.get(name), cuda_graphs)
         found |= dict.fromkeys(own, made)
-    return found
+    return here, found
 
 
 def _load(

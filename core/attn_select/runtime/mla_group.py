@@ -24,7 +24,7 @@ from attn_select.runtime.integers import size
 from attn_select.runtime.kernel_blocks import KernelTables
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.loaded_backend import LoadedBackend, device_of, load_backends
+from attn_select.runtime.loaded_backend import LoadedBackend, load_backends
 from attn_select.runtime.metadata import (
     BatchError,
     CommonAttentionMetadata,
@@ -134,8 +134,8 @@ class MLAAttentionGroup(MLALayerGroup):
                 fields=["kv_lora_rank"],
             )
         workspace_tokens = size("workspace_tokens", workspace_tokens)
-        here, bounds = device_of(selection, device), capacity or Capacity()
-        backends = load_backends(selection, here, bounds, cuda_graphs=cuda_graphs, phases=phases)
+        bounds = capacity or Capacity()
+        here, backends = load_backends(selection, device, bounds, cuda_graphs=cuda_graphs, phases=phases)
         super().__init__(selection, here, backends, bounds, cuda_graphs=cuda_graphs, checked=checked)
         self._tables = KernelTables(self.block_size, bounds.max_num_seqs, bounds.max_model_len)
         self.latents_alone = self.config.sparse and self.unified

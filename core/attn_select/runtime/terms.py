@@ -1,7 +1,7 @@
 """What travels from a layer to its kernels: ``Terms``, fixed for a layer, and ``Outputs``, what one step writes.
 
-A new term is a field of ``Terms`` and of ``GivenTerms``, with a tensor per head a row of ``PER_HEAD`` too. Layers,
-groups, ranks and backends hand both records on as they are.
+A new term is a field of ``Terms`` and of ``GivenTerms``; a tensor per head is also a row of ``PER_HEAD``
+(``attn_select.layer.features``). Layers, groups, ranks and backends hand both records on as they are.
 """
 
 from __future__ import annotations
@@ -10,35 +10,20 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.features import PER_HEAD
 from attn_select.runtime.scales import Scales
 
-
-class PerHead(NamedTuple):
-    """A tensor ``(num_heads,)`` of a layer.
-
-    Attributes:
-        field: the field of ``AttentionConfig`` that asks for it.
-        dtype: that kernels take; None: the model's.
-        least: smaller numbers are refused.
-    """
-
-    field: str
-    dtype: torch.dtype | None
-    least: float
-
-
-PER_HEAD = {
-    "alibi_slopes": PerHead("alibi", torch.float32, -sys.float_info.max),
-    "sinks": PerHead("sinks", None, -math.inf),  # -inf is no sink
-}
-"""The terms that are one number for each query head."""
+_DTYPES = {"alibi_slopes": torch.float32}
+"""Of tensors per head that kernels take in one dtype; the others stay in the model's."""
+_LEAST = {"sinks": -math.inf}
+"""The least numbers of tensors per head, where not finite: such a sink is none."""
 
 
 class GivenTerms(TypedDict, total=False):
@@ -88,7 +73,7 @@ class Terms:
             config: the layer.
             device: where it runs.
             checked: read tensors back from a GPU to check their numbers.
-            scale: None: ``softmax_scale``.
+            scale: None: ``config.softmax_scale``.
             scales: None: all are 1.
             alibi_slopes, sinks: required where the config asks for them, else refused.
 
@@ -110,7 +95,7 @@ class Terms:
 
     def under(self, config: AttentionConfig) -> Terms:
         """Return the terms of the same layer with the tensors alone that another config asks for."""
-        unwanted: dict[str, Any] = {name: None for name, term in PER_HEAD.items() if not getattr(config, term.field)}
+        unwanted: dict[str, Any] = {name: None for name, field in PER_HEAD.items() if not getattr(config, field)}
         return replace(self, **unwanted)
 
     def of_heads(self, some: slice) -> Terms:
@@ -125,7 +110,7 @@ class Terms:
     def given(self, config: AttentionConfig) -> GivenTerms:
         """Return the arguments that make a layer of another config with these terms, as ``under``."""
         own = self.under(config)
-        return {"scale": own.scale, "scales": own.scales, "alibi_slopes": own.alibi_slopes, "sinks": own.sinks}
+        return cast(GivenTerms, {name: getattr(own, name) for name in GivenTerms.__annotations__})
 
 
 @dataclass(slots=True, eq=False)
@@ -157,17 +142,9 @@ class Outputs:
         return self.rows(slice(0, tokens))
 
 
-def softmax_scale(config: AttentionConfig) -> float:
-    """Return ``width ** -0.5``, with MLA the width of the decompressed form."""
-    width = config.head_size
-    if config.qk_nope_head_dim is not None and config.qk_rope_head_dim is not None:
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return float(width**-0.5)
-
-
 def _checked_scale(scale: float | None, config: AttentionConfig) -> float:
     if scale is None:
-        return softmax_scale(config)
+        return config.softmax_scale
     if isinstance(scale, bool) or not isinstance(scale, Real) or not 0 < scale < math.inf:
         raise ConfigError(f"scale = {show(scale)}: accepted are finite numbers above 0", fields=["scale"])
     return float(scale)
@@ -196,7 +173,7 @@ def _checked_scales(scales: Scales | None, config: AttentionConfig, device: torc
 def _per_head(
     name: str, tensor: Tensor | None, config: AttentionConfig, device: torch.device, checked: bool
 ) -> Tensor | None:
-    field, dtype, least = PER_HEAD[name]
+    field, least = PER_HEAD[name], _LEAST.get(name, -sys.float_info.max)
     wanted = getattr(config, field)
     if wanted != (tensor is not None):
         seen = "missing" if tensor is None else "given"
@@ -211,7 +188,7 @@ def _per_head(
         wrong = [number for number in tensor.tolist() if not least <= number < math.inf]
         if wrong:
             raise ConfigError(f"{name} holds {wrong[0]}: accepted are finite numbers", fields=[name])
-    return tensor.to(device, dtype or tensor.dtype).contiguous()
+    return tensor.to(device, _DTYPES.get(name, tensor.dtype)).contiguous()
 
 
 def check_float(name: str, tensor: object) -> None:

@@ -46,7 +46,7 @@ from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.context_parallel.context_parallel import QUERIES
 from attn_select.testing.conformance_configs import Case, Heads, config_text, draw_case, large_of, with_known_key
 from attn_select.testing.conformance_facts import refused_values, undeclared
-from attn_select.testing.conformance_run import Rig, Terms
+from attn_select.testing.conformance_run import Rig, Tolerances
 from attn_select.testing.conformance_summary import SuiteCounts, SummaryPlugin, summary_lines
 from attn_select.testing.ranks import run_ranks
 from attn_select.testing.toolkit import (
@@ -318,18 +318,18 @@ class BackendConformance:
                     raise AssertionError(f"{text}: kernel_block_sizes = {plan.kernel_block_sizes}, but it is declared")
                 self._run(case, {phase: plan})
             return
-        terms = Terms(self.error_bound, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps)
+        tolerances = Tolerances(self.error_bound, self.rows_without_keys, self.exact_alibi_lse, self.fp8_cache_steps)
         seed = 1000 * self.seed + case.index
         if case.config.decode_context_parallel_size > 1:
-            self._tally["batches"] += _run_on_ranks(selection, here, seed, terms)
+            self._tally["batches"] += _run_on_ranks(selection, here, seed, tolerances)
             return
         try:
-            rig = Rig(selection, here, seed, terms, large=large_of(case.index))
+            rig = Rig(selection, here, seed, tolerances, large=large_of(case.index))
         except RuntimeMissingError as missing:
             self._skip(missing.message)
         self._tally["batches"] += rig.check_batches()
         if here.type == "cuda" and rig.can_capture:
-            self._tally["replays"] += Rig(selection, here, seed, terms, cuda_graphs=True).check_graphs()
+            self._tally["replays"] += Rig(selection, here, seed, tolerances, cuda_graphs=True).check_graphs()
 
     def _skip(self, why: str) -> NoReturn:
         self._not_run[why] += 1
@@ -375,13 +375,13 @@ def rank_options(rng: random.Random, selection: Selection) -> dict[str, Any]:
     }
 
 
-def _run_on_ranks(selection: Selection, device: torch.device, seed: int, terms: Terms) -> int:
+def _run_on_ranks(selection: Selection, device: torch.device, seed: int, tolerances: Tolerances) -> int:
     """Run drawn batches of layers whose cache lies on several ranks, in this process; return the number of runs."""
     __tracebackhide__ = True
     options = rank_options(random.Random(f"ranks {seed}"), selection)
 
     def run(collectives: Collectives) -> int:
-        return Rig(selection, device, seed, terms, ranks=ContextParallel(collectives, **options)).check_batches()
+        return Rig(selection, device, seed, tolerances, ranks=ContextParallel(collectives, **options)).check_batches()
 
     try:
         return run_ranks(selection.config.decode_context_parallel_size, run)[0]

@@ -24,7 +24,6 @@ from attn_select.reference.problems import (
     random_mla_problem,
     random_problem,
     random_requests,
-    softmax_scale,
     with_peaks,
 )
 from attn_select.reference.running import (
@@ -75,7 +74,7 @@ SCALES = (1.0, 0.7, 1.3)
 
 
 @dataclass(slots=True)
-class Terms:
+class Tolerances:
     """What a suite asks beside the configuration; ``BackendConformance`` documents the fields."""
 
     error_bound: Bound
@@ -228,7 +227,7 @@ class Rig:
         selection: of one backend.
         device: where tensors live.
         seed: of everything that is drawn.
-        terms: the suite's.
+        tolerances: the suite's.
         cuda_graphs: made to be captured.
         ranks: the ranks that the cache lies on, each of which has a rig like this one; None: it lies on one.
         large: what its steps have many of.
@@ -239,7 +238,7 @@ class Rig:
         selection: Selection,
         device: torch.device,
         seed: int,
-        terms: Terms,
+        tolerances: Tolerances,
         *,
         cuda_graphs: bool = False,
         ranks: ContextParallel | None = None,
@@ -247,7 +246,7 @@ class Rig:
     ) -> None:
         self.ranks = ranks
         config = self.config = selection.config
-        self.plans, self.seed, self.terms = selection.plans, seed, terms
+        self.plans, self.seed, self.tolerances = selection.plans, seed, tolerances
         size = selection.block_size or 16
         requests = MANY_REQUESTS if large == "requests" else MOST_REQUESTS + EMPTY_REQUESTS
         longest = 2048 if large == "keys" else 1024
@@ -269,7 +268,7 @@ class Rig:
             in_order=threshold is not None,
             whole_prompts=self.config.mla and prefill is not None and not prefill.returns_lse,
             nan_tails=self.group.nan_tail_safe,
-            scale=softmax_scale(config) * SCALES[seed % len(SCALES)],
+            scale=config.softmax_scale * SCALES[seed % len(SCALES)],
             large=large,
         )
         quantised = self.config.output_quantization == "fp8"
@@ -328,7 +327,7 @@ class Rig:
         if draw.large == "requests":
             return draw.many(seed)
         if "decode" in self.plans and self.config.attn_type == "decoder":
-            return draw.uniform(seed, rows_without_keys=self.terms.rows_without_keys)
+            return draw.uniform(seed, rows_without_keys=self.tolerances.rows_without_keys)
         return draw.mixed(seed + 1)
 
     def check_graphs(self) -> int:
@@ -395,11 +394,10 @@ class Rig:
         return run_problem(self.group, drawn, output_scale=self.output_scale, **given)
 
     def _check(self, drawn: Drawn, result: Result) -> None:
-        terms = self.terms
-        alibi, steps = terms.exact_alibi_lse, terms.fp8_cache_steps
+        alibi, steps = self.tolerances.exact_alibi_lse, self.tolerances.fp8_cache_steps
         check_result(self.group, drawn, result, bound=self._bound, exact_alibi_lse=alibi, fp8_cache_steps=steps)
 
     def _bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
         """Return the suite's bound; what float32 rounds of a score of ``PEAK`` is accepted in its exponential."""
-        bound, rounded = self.terms.error_bound(config, plans), PEAK * UNIT_ROUNDOFF["float32"]
+        bound, rounded = self.tolerances.error_bound(config, plans), PEAK * UNIT_ROUNDOFF["float32"]
         return bound._replace(norm=max(bound.norm, rounded), row=max(bound.row, ROW * rounded))

@@ -68,7 +68,7 @@ def part_of_rank(drawn: Drawn, group: LayerGroup, ranks: ContextParallel) -> Dra
         step,
         config=config,
         query=step.query[:, heads],
-        sinks=None if step.sinks is None else step.sinks[heads],
+        **{name: None if tensor is None else tensor[heads] for name, tensor in step.per_head.items()},  # type: ignore[arg-type]
         kv_cache=cache,
         block_size=shares.block_size,
     )

@@ -23,7 +23,7 @@ from fake_gpu import OnGPU, kernels, noting, pretend
 from test_sglang_kernels import HEADS, KV_HEADS, SIZE, Engine, emulated
 from torch import Tensor
 
-from attn_select.runtime import loaded
+from attn_select.runtime import loaded_backend
 
 DEVICE = torch.device("cuda", 0)
 
@@ -77,7 +77,7 @@ def main(kind: str) -> None:
     engine = test_sglang_drafts.engine_of(16, 3) if kind == "drafts" else Engine(16, 3, kind == "two_pools")
     moved(engine)
     pretend(90)
-    loaded.device_of = lambda selection, device: DEVICE  # type: ignore[assignment]
+    loaded_backend.device_of = lambda selection, device: DEVICE  # type: ignore[assignment]
     adapter.select = functools.partial(emulated, gpu="h200")  # type: ignore[assignment]
     with noting() as ahead:
         backend = made("TRITON_ATTN", engine.runner)

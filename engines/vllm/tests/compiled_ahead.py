@@ -117,11 +117,11 @@ def main(capability: int, count: int, seed: int) -> None:
         pretend(capability)
         from interpreted import selected_for
 
-        from attn_select.runtime import loaded
+        from attn_select.runtime import loaded_backend
         from attn_select_vllm.kernels import attention, binding
 
         binding.select = functools.partial(selected_for, GPUS[capability], binding.select)
-        loaded.device_of = lambda selection, device: DEVICE
+        loaded_backend.device_of = lambda selection, device: DEVICE
         torch.set_default_dtype(torch.bfloat16)
         scales = {f"_{n}_scale": torch.ones((), dtype=torch.float32, device=DEVICE) for n in "qkv"}
         scales |= {f"_{n}_scale_float": 1.0 for n in "qkv"}

@@ -31,11 +31,11 @@ def start(gpu: str) -> None:
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
     from vllm import _custom_ops
 
-    from attn_select.runtime import loaded
+    from attn_select.runtime import loaded_backend
     from attn_select_vllm import names
     from attn_select_vllm.kernels import batch, binding
 
-    loaded.device_of = lambda selection, device: torch.device(device)
+    loaded_backend.device_of = lambda selection, device: torch.device(device)
     binding.select = functools.partial(selected_for, gpu, binding.select)
     batch._lengths_on_the_host = _bounds
     _custom_ops.concat_and_cache_mla = _concat_and_cache_mla

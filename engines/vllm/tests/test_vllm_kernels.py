@@ -21,7 +21,7 @@ from vllm_emulated import LLAMA, CommonAttentionMetadata, engine_config
 
 torch = pytest.importorskip("torch")
 
-from attn_select.runtime import loaded  # noqa: E402
+from attn_select.runtime import loaded_backend  # noqa: E402
 from attn_select.testing.ranks import ThreadCollectives, run_ranks  # noqa: E402
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 32, 16
@@ -442,7 +442,7 @@ def test_ranks_share_contexts(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: 
     config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
     config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.cp_kv_cache_interleave_size = interleave
-    monkeypatch.setattr(loaded, "device_of", lambda selection, device: device)
+    monkeypatch.setattr(loaded_backend, "device_of", lambda selection, device: device)
     backend = backend_of(name, monkeypatch)
     torch.manual_seed(0)
     table = torch.randperm(18, dtype=torch.int32).view(3, 6)

@@ -15,7 +15,7 @@ from fake_gpu import kernels, noting, pretend
 
 from attn_select import AttentionConfig
 from attn_select.backends.spec import BackendSpec
-from attn_select.runtime import Capacity, loaded
+from attn_select.runtime import Capacity, loaded_backend
 from attn_select.runtime.compile_ahead import stand_in
 from attn_select.runtime.warm_up import GroupSteps
 from attn_select.testing import selection_of
@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[BackendSpec, dict[str, Any]]] = {
 def main(target: int) -> None:
     """Run the steps, print the counts."""
     pretend(target)
-    loaded.device_of = lambda selection, device: torch.device("cuda", 0)
+    loaded_backend.device_of = lambda selection, device: torch.device("cuda", 0)
     torch.set_default_dtype(torch.bfloat16)
     for name, (spec, fields) in LAYERS.items():
         selection = selection_of(spec, AttentionConfig(**fields), f"sm{target}")
