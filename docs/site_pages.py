@@ -9,8 +9,8 @@ from typing import Any
 
 import mkdocs_gen_files
 
+from attn_select.backends.registry import load_plugins
 from attn_select.machine.environment import Environment
-from attn_select.rules.plugins import load_plugins
 from attn_select.rules.schema import rules_schema
 from attn_select_cli.backends import backend_dict
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendPlan
 from attn_select.layer.config import PHASES, AttentionConfig, Phase
-from attn_select.rules.plugins import load_plugins
 from attn_select.testing import ask, plan_of
 
 MLA = {"num_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

@@ -28,16 +28,17 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> int:
     """List all backends and plugins, or show one backend's capabilities with the source of each fact."""
+    from attn_select.backends.distributions import registered_name
+    from attn_select.backends.registry import load_plugins
     from attn_select.errors import UnknownNameError
     from attn_select.machine.environment import Environment
     from attn_select.rules.lint import known_names
-    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import print_json, print_lines
 
     registry, environment = load_plugins(), Environment()
     names = known_names(registry)
     if name is not None:
-        spelled = name.upper().replace("-", "_")
+        spelled = registered_name(name)
         if spelled not in names:
             raise UnknownNameError("backend", name, names)
         names = [spelled]
@@ -129,7 +130,7 @@ def _fact_text(value: Any) -> Any:
 
 def _overview_lines(names: list[str], registry: Registry, environment: Environment) -> list[Any]:
     from attn_select.backends import distributions
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select_cli.table import Table, plugin_table
 
     gpu_only = gpu_libraries(registry)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,9 +10,9 @@ from attn_select_cli.help import Command
 from attn_select_cli.layer_options import cache_options, options_in
 
 if TYPE_CHECKING:
+    from attn_select.decide.lines import Line
     from attn_select.decide.outcome import Outcome
-    from attn_select.decide.text import Line
-    from attn_select_cli.cache_sides import Comparison, Difference
+    from attn_select.layer.cache_format import Format
     from attn_select_cli.explanation import Explanation
     from attn_select_cli.table import Block
 
@@ -30,6 +28,21 @@ layout, block size, dtype, scales and heads per rank.
 
 Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong input.
 """
+SIDES = ("prefill", "decode")
+_OPTIONS = {
+    "dtype": "--kv-cache-dtype",
+    "scales": "--per-head-quant-scales",
+    "num_kv_heads": "--tensor-parallel",
+    "num_v_heads": "--tensor-parallel",
+    "decode_context_parallel_size": "--dcp",
+    "block_size": "--block-size",
+    "kernel_block_size": "--block-size",
+    "layout": "--backend",
+    "state_layout": "--backend",
+    "state_dtype": "--state-dtype",
+    "conv_dtype": "--dtype",
+}
+"""Fact of a format -> the option that changes it."""
 
 
 @click.command(
@@ -41,8 +54,7 @@ Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong i
 @click.pass_context
 def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json: bool, **options: Any) -> int:
     """Show how a model's KV cache lies in memory. With a second --gpu or --to: whether a prefill side and a decode
-    side can exchange blocks, and which option removes each difference."""
-    from attn_select_cli.cache_sides import compare
+    side can exchange blocks, and in what they differ."""
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines, print_warnings
 
@@ -53,37 +65,52 @@ def command(ctx: click.Context, /, gpu: tuple[str, ...], to: str | None, as_json
         raise click.UsageError("--to is empty: name an option that differs, such as --to '--block-size 64'", ctx)
     if "model" in named:
         raise click.UsageError("--to names a model: both sides of a cache run the same one", ctx)
-    prefill = {**options, "gpu": gpu[0] if gpu else "auto"}
-    if len(gpu) < 2 and not named:
-        explained = build_explanation(prefill)
-        shown: list[Block] = [*explained.head_lines(), [], *_table(explained)]
-        data: dict[str, Any] = {"sides": [_side(explained)]}
-        fits, sides = explained.ok, [explained]
-    else:
-        compared = compare(prefill, {**options, "gpu": gpu[-1] if gpu else "auto", **named})
-        shown, data = _comparison_lines(compared), _comparison_data(compared)
-        fits, sides = data["fits"], [*compared.sides]
+    sides = [build_explanation({**options, "gpu": gpu[0] if gpu else "auto"})]
+    if len(gpu) == 2 or named:
+        sides.append(build_explanation({**options, "gpu": gpu[-1] if gpu else "auto", **named}))
+    differences = _differences(*sides) if len(sides) == 2 else []
+    fits = not differences and all(side.ok for side in sides)
     warnings = list(dict.fromkeys(text for side in sides for text in side.all_warnings))
     if as_json:
+        data: dict[str, Any] = {"sides": [_side(side) for side in sides]}
+        if len(sides) == 2:
+            data |= {"fits": fits, "differences": differences}
         print_json({"schema_version": 1, **data, "warnings": warnings})
+    elif len(sides) == 1:
+        print_lines([*sides[0].head_lines(), [], *_table(sides[0])])
     else:
-        print_lines(shown)
+        print_lines(_comparison_lines(sides, differences))
     print_warnings(warnings)
     return 0 if fits else 1
 
 
-def _side(explained: Explanation) -> dict[str, Any]:
-    """Return one side as plain data."""
-    from attn_select_cli.cache_sides import format_of
+def _format(selection: Outcome[Any]) -> Format | None:
+    return selection.cache_format or selection.state_format
 
+
+def _differences(prefill: Explanation, decode: Explanation) -> list[dict[str, Any]]:
+    """Return in which facts the caches of the same kind of layers differ; ``docs/json.md`` documents the keys."""
+    there = {layer.kind: _format(layer.selection) for layer in decode.layers}
+    found = []
+    for layer in prefill.layers:
+        here, other = _format(layer.selection), there.get(layer.kind)
+        if here is None or other is None:
+            continue
+        for fact, (mine, others) in here.differences(other).items():
+            difference = {"kind": layer.kind, "fact": fact, "prefill": mine, "decode": others}
+            found.append({**difference, "option": _OPTIONS.get(fact), "converted": fact in here.converted})
+    return found
+
+
+def _side(explained: Explanation) -> dict[str, Any]:
     layers = []
     for layer in explained.layers:
-        form = format_of(layer.selection)
+        form = _format(layer.selection)
         layers.append(
             {
                 "kind": layer.kind,
                 "count": layer.count,
-                "cache_count": layer.layers.owners.caches if layer.selection.config.has_cache else 0,
+                "cache_count": layer.cache_count,
                 "selected": layer.selection.selected,
                 "fingerprint": None if form is None else form.fingerprint,
                 "format": None if form is None else form.facts(),
@@ -94,35 +121,23 @@ def _side(explained: Explanation) -> dict[str, Any]:
     return {"gpu": explained.device.name, "layers": layers}
 
 
-def _comparison_data(compared: Comparison) -> dict[str, Any]:
-    """Return the answer as plain data; ``docs/json.md`` documents it."""
-    return {
-        "fits": not compared.differences and all(side.ok for side in compared.sides),
-        "sides": [_side(side) for side in compared.sides],
-        "differences": [{**asdict(each), "converted": each.converted} for each in compared.differences],
-        "arguments": compared.arguments,
-    }
-
-
 def _table(explained: Explanation) -> list[Block]:
-    from attn_select.decide.text import HANG
-    from attn_select_cli.cache_sides import format_of
+    from attn_select.decide.lines import HANG
     from attn_select_cli.matrix import cell_text
     from attn_select_cli.table import Table
 
-    rows, missing = [], False
+    rows = []
     for layer in explained.layers:
-        form, chosen = format_of(layer.selection), cell_text(layer.selection.selected)
-        missing = missing or not layer.selection.ok
-        cells = ["no cache"] + ["-"] * 5
-        if form is not None:
-            cells = [form.fingerprint, *_cells(layer.selection)]
-        owning = layer.layers.owners.caches
+        form, owning = _format(layer.selection), layer.layers.owners.caches
+        cells = ["no cache"] + ["-"] * 5 if form is None else [form.fingerprint, *_cells(layer.selection)]
         name = f"{layer.kind} × {layer.count}"
-        rows.append([name if owning == layer.count else f"{name}, {owning} own one", *cells, chosen])
-    header = ["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"]
-    said = "none: no backend is valid there; `attn-select explain` with the same options says why"
-    return [Table(header, rows), *([[], [("", ""), HANG, (said, "warning")]] if missing else [])]
+        name += "" if owning == layer.count else f", {owning} own one"
+        rows.append([name, *cells, cell_text(layer.selection.selected)])
+    lines: list[Block] = [Table(["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"], rows)]
+    if not all(layer.selection.ok for layer in explained.layers):
+        text = "none: no backend is valid there; `attn-select explain` with the same options says why"
+        lines += [[], [("", ""), HANG, (text, "warning")]]
+    return lines
 
 
 def _cells(selection: Outcome[Any]) -> list[str]:
@@ -138,59 +153,39 @@ def _cells(selection: Outcome[Any]) -> list[str]:
     return [form.layout, str(form.block_size), facts["dtype"], heads, f"{selection.bytes_per_token} per token"]
 
 
-def _comparison_lines(compared: Comparison) -> list[Block]:
-    from attn_select_cli.cache_sides import SIDES
+def _comparison_lines(sides: list[Explanation], differences: list[dict[str, Any]]) -> list[Block]:
+    from attn_select.decide.lines import HANG
 
     lines: list[Block] = []
-    for name, side in zip(SIDES, compared.sides, strict=True):
+    for name, side in zip(SIDES, sides, strict=True):
         lines += [[(f"{name} side: {side.device.full_name or side.device.name}", "title")], *_table(side), []]
-    kinds: dict[Difference, list[str]] = {}
-    for each in compared.differences:
-        kinds.setdefault(replace(each, kind=""), []).append(each.kind)
-    for each, names in kinds.items():
-        lines += _difference_lines(each, names)
-    return [*lines, *([[]] if kinds else []), _verdict(compared)]
+    kinds: dict[str, list[str]] = {}
+    for each in differences:
+        kinds.setdefault(f"{each['fact']}  {each['prefill']} -> {each['decode']}", []).append(each["kind"])
+    for text, names in kinds.items():
+        fact, _, values = text.partition("  ")
+        option = _OPTIONS.get(fact)
+        lines.append([(f"{', '.join(names)}: {fact}", "title"), (f"  {values}", "")])
+        lines.append([("  ", ""), HANG, (f"{option} changes it" if option else "no option changes it", "dim")])
+    return [*lines, *([[]] if kinds else []), _verdict(sides, differences)]
 
 
-def _verdict(compared: Comparison) -> Line:
+def _verdict(sides: list[Explanation], differences: list[dict[str, Any]]) -> Line:
     """Return the line that says whether the sides fit, and what to do where they do not."""
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
 
-    if not compared.differences:
-        if not all(side.ok for side in compared.sides):
+    if not differences:
+        if not all(side.ok for side in sides):
             return [("No backend: ", "warning"), HANG, ("`attn-select explain` with the same options says why.", "")]
-        if not any(layer.selection.config.has_cache for layer in compared.sides[0].layers):
+        if not any(layer.selection.config.has_cache for layer in sides[0].layers):
             return [("No cache: ", "selected"), HANG, ("these layers keep none.", "")]
         return [("Both sides fit: ", "selected"), HANG, ("blocks and states can be copied byte by byte.", "")]
-    convert = _conversion(compared)
-    able = all(each.converted for each in compared.differences)
-    if compared.arguments:
-        given = " and ".join(f"the {side} side {' '.join(options)}" for side, options in compared.arguments.items())
-        return [
-            ("The sides fit ", "selected"),
-            HANG,
-            (f"when you give {given}.{f' Or {convert}.' if able else ''}", ""),
-        ]
-    text = f"{convert}." if able else "They keep other heads or tokens on a rank, which no conversion changes."
-    return [("No options make the sides fit. ", "warning"), HANG, (text, "")]
-
-
-def _conversion(compared: Comparison) -> str:
-    """Return what turns one side's caches into the other's."""
-    states = {layer.kind for layer in compared.sides[0].layers if layer.selection.config.sort == "state"}
-    of_states = {each.kind in states for each in compared.differences}
-    turns = {
-        False: "attn_select.runtime.convert_kv_cache turns one side's blocks into the other's",
-        True: "attn_select.runtime.states.convert_states turns one side's states into the other's",
-    }
-    return ", and ".join(text for kind, text in turns.items() if kind in of_states)
-
-
-def _difference_lines(each: Difference, kinds: Sequence[str]) -> list[Line]:
-    from attn_select.decide.text import HANG
-
-    head: Line = [(f"{', '.join(kinds)}: {each.fact}", "title"), (f"  {each.prefill} -> {each.decode}", "")]
-    remedy = "no option of either side removes it"
-    if each.argument is not None:
-        remedy = f"{each.argument} on the {each.side} side removes it"
-    return [head, [("  ", ""), HANG, (remedy, "dim")]]
+    text = "they keep other heads or tokens on a rank, which no conversion changes."
+    if all(each["converted"] for each in differences):
+        states = {layer.kind for layer in sides[0].layers if layer.selection.config.sort == "state"}
+        kinds = {each["kind"] for each in differences}
+        turns = ["attn_select.runtime.convert_kv_cache turns one side's blocks into the other's"] * bool(kinds - states)
+        if kinds & states:
+            turns.append("attn_select.runtime.states.convert_states turns one side's states into the other's")
+        text = f"{', and '.join(turns)}."
+    return [("The sides do not fit: ", "warning"), HANG, (text, "")]

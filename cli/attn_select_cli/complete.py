@@ -50,7 +50,9 @@ class BackendName(click.types.StringParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the name as backends are registered."""
-        return str(super().convert(value, param, ctx)).strip().upper().replace("-", "_")
+        from attn_select.backends.distributions import registered_name
+
+        return registered_name(super().convert(value, param, ctx))
 
 
 def workloads(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

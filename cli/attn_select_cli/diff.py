@@ -11,7 +11,7 @@ from attn_select_cli.help import Command
 from attn_select_cli.layer_options import diff_options, options_in
 
 if TYPE_CHECKING:
-    from attn_select.decide.text import Line
+    from attn_select.decide.lines import Line
 
 EPILOG = """\b
 Examples:
@@ -130,7 +130,7 @@ def _plan_changes(kind: str, phase: str, a: Mapping[str, Any], b: Mapping[str, A
 
 def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
     """Say why the old choice is not made any more, and what speaks for the new one."""
-    from attn_select.decide.text import us_text
+    from attn_select.decide.lines import us_text
 
     why: list[str] = []
     old, new = a["selected"].get(phase), b["selected"].get(phase)
@@ -155,7 +155,7 @@ def _why(a: Mapping[str, Any], b: Mapping[str, Any], phase: str) -> list[str]:
 
 
 def _change_lines(change: Mapping[str, Any]) -> list[Line]:
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
 
     where = f"{change['kind']}{', ' + change['phase'] if change['phase'] else ''}: {change['what']}"
     before, after = (value_text(change[side]) for side in ("from", "to"))

@@ -69,11 +69,12 @@ def examine(do_import: bool) -> dict[str, Any]:
     import platform
 
     from attn_select import __version__
+    from attn_select.backends.registry import load_plugins
     from attn_select.machine import detection
     from attn_select.machine.amx import avoid_trapping_amx
     from attn_select.machine.environment import Environment, installed_version
+    from attn_select.rules.document import problem_text
     from attn_select.rules.layers import inspect_layers
-    from attn_select.rules.plugins import fragments_of, load_plugins
     from attn_select_cli.backends import gpu_libraries
     from attn_select_cli.rules import rules_errors
 
@@ -113,8 +114,8 @@ def examine(do_import: bool) -> dict[str, Any]:
         if entry["state"] not in ("installed", "missing"):
             version = entry["version"] or "of unknown version (no package metadata)"
             problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
-    layers = inspect_layers((), fragments_of(registry))
-    problems += [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in rules_errors()[1]]
+    layers = inspect_layers()
+    problems += map(problem_text, rules_errors()[1])
     return {
         "attn_select": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -192,10 +193,7 @@ def _without_effect() -> dict[str, str]:
 
 
 def import_error(module: str, timeout: float = 120.0) -> str | None:
-    """Import a module in a process of its own (a broken extension may crash it).
-
-    Return its error's last line, None if it works.
-    """
+    """Import a module in a process of its own (a broken extension may crash it)."""
     from attn_select.machine.interpreter import interpreter
 
     try:
@@ -212,7 +210,7 @@ def import_error(module: str, timeout: float = 120.0) -> str | None:
 
 def _lines(findings: dict[str, Any]) -> list[Block]:
     from attn_select.backends import distributions
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select.errors import shorten
     from attn_select.machine.amx import DESCRIPTIONS
     from attn_select_cli.table import Table, plugin_table

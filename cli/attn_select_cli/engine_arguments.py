@@ -14,35 +14,23 @@ from attn_select_cli.explanation import Explanation, LayerExplanation
 
 FILE_NAME = "attn-select.yaml"
 """What the configuration file is called in commands."""
-_SAID = ("dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_context_parallel_size")
+_WITH_ARGUMENTS = ("dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_context_parallel_size")
 """Fields of ``AttentionConfig`` for which engines have arguments."""
 
 
 @dataclass(slots=True)
 class Taken:
-    """What one argument that names a backend says for one kind of layers.
-
-    Attributes:
-        layer: the kind.
-        argument: key of ``EngineTable.arguments``.
-        phases: the ones whose order it is chosen by.
-        offers: attn-select's order for these.
-        offer: the one that is taken; None where the engine has none of the order.
-        default: what the engine runs without the argument, where that is known.
-        refused: why the engine has nothing that serves the layers; empty where it has, or nobody knows.
-        starts: whether the engine starts where it is refused, with wrong outputs.
-        follows: phases that go with it.
-    """
+    """What one argument that names a backend says for one kind of layers."""
 
     layer: LayerExplanation
-    argument: str
-    phases: Sequence[Phase]
-    offers: Sequence[Offer]
-    offer: Offer | None = None
-    default: EngineDefault | None = None
-    refused: str = ""
-    starts: bool = False
-    follows: Sequence[Phase] = ()
+    argument: str  # key of ``EngineTable.arguments``
+    phases: Sequence[Phase]  # the ones whose order it is chosen by
+    offers: Sequence[Offer]  # attn-select's order for these
+    offer: Offer | None = None  # the one that is taken; None where the engine has none of the order
+    default: EngineDefault | None = None  # what the engine runs without the argument, where that is known
+    refused: str = ""  # why the engine has nothing that serves the layers; empty where it has, or nobody knows
+    starts: bool = False  # whether the engine starts where it is refused, with wrong outputs
+    follows: Sequence[Phase] = ()  # phases that go with it
 
     @property
     def served(self) -> list[Phase]:
@@ -80,35 +68,29 @@ class Taken:
 
 @dataclass(slots=True)
 class EngineArguments:
-    """How an engine is told to take a choice.
-
-    Attributes:
-        table: the engine.
-        taken: which of attn-select's backends the arguments stand for, layer kind by layer kind.
-        arguments: command-line arguments by flag; None for one without a value.
-        environment: variables.
-        file: dotted keys of the configuration file.
-        not_expressed: what the choice says and no argument does, one sentence each.
-        otherwise: how the engine runs the model's layers, where that is not as attn-select reads them.
-    """
+    """How an engine is told to take a choice."""
 
     table: EngineTable
+    # which of attn-select's backends the arguments stand for, layer kind by layer kind
     taken: list[Taken] = field(default_factory=list)
+    # command-line arguments by flag; None for one without a value
     arguments: dict[str, str | None] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    file: dict[str, str | int] = field(default_factory=dict)
+    file: dict[str, str | int] = field(default_factory=dict)  # dotted keys of the configuration file
+    # what the choice says and no argument does, one sentence each
     not_expressed: list[str] = field(default_factory=list)
+    # how the engine runs the model's layers, where that is not as attn-select reads them
     otherwise: OtherLayers | None = None
 
     @property
     def refused(self) -> str:
         """Why the engine cannot serve the model as it should; empty where it can, or nobody knows."""
-        said = {
+        refusals = {
             f"{each.layer.kind} layers ({', '.join(each.served)}): {each.refused}": None
             for each in self.taken
             if each.refused
         }
-        return "; ".join(said)
+        return "; ".join(refusals)
 
     @property
     def starts(self) -> bool:
@@ -157,23 +139,18 @@ class EngineArguments:
 
 
 def engine_arguments(
-    explanation: Explanation, table: EngineTable, tensor_parallel: int, asked: Mapping[str, Any]
+    explanation: Explanation, table: EngineTable, tensor_parallel: int, overrides: Mapping[str, Any]
 ) -> EngineArguments:
-    """Return what tells an engine to take an explanation's choice.
-
-    Args:
-        tensor_parallel: ranks that share the heads.
-        asked: the fields of layers that options set, against the model's config.
-    """
+    """Return what tells an engine to take an explanation's choice."""
     architecture = explanation.model["architecture"] if explanation.model else ""
     result = EngineArguments(table, otherwise=table.runs_otherwise(architecture))
     result.taken = _taken(explanation, table, architecture, result.otherwise)
     _say_backends(result)
     _say_dtypes(result, explanation)
-    _say_block_size(result, "block_size" in asked)
+    _say_block_size(result, "block_size" in overrides)
     if tensor_parallel > 1 and not result.say("tensor_parallel", tensor_parallel):
         result.not_expressed.append(f"tensor parallelism over {tensor_parallel} ranks: no argument says so")
-    _say_rest(result, explanation, asked)
+    _say_rest(result, explanation, overrides)
     result.not_expressed += table.limits
     return result
 
@@ -305,7 +282,7 @@ def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:
             result.not_expressed.append(f"a KV cache of {stored}: {table.engine} stores {known}")
 
 
-def _say_block_size(result: EngineArguments, asked: bool) -> None:
+def _say_block_size(result: EngineArguments, by_option: bool) -> None:
     """Say the block size where it was asked for, or where a backend that the engine is told to take needs it.
 
     Where any size will do, the engine's own is better: SGLang's prefix cache reuses single tokens.
@@ -317,7 +294,7 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
         for each in result.taken
         if each.offer is not None
         and each.argument != "mla_prefill"
-        and (asked or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
+        and (by_option or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
     ]
     sizes = list(dict.fromkeys(offer.block_size for offer in taken if offer.block_size is not None))
     offers = [each.offer for each in result.taken if each.offer is not None and each.argument != "mla_prefill"]
@@ -337,7 +314,7 @@ def _say_block_size(result: EngineArguments, asked: bool) -> None:
             result.say("block_size", size)
 
 
-def _say_rest(result: EngineArguments, explanation: Explanation, asked: Mapping[str, Any]) -> None:
+def _say_rest(result: EngineArguments, explanation: Explanation, overrides: Mapping[str, Any]) -> None:
     """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
     engine = result.table.engine
     for config in [layer.selection.config for layer in explanation.attention[:1]]:
@@ -347,8 +324,8 @@ def _say_rest(result: EngineArguments, explanation: Explanation, asked: Mapping[
         if ranks > 1 and not result.say("decode_context_parallel_size", ranks):
             text = f"decode context parallelism over {ranks} ranks: {engine} has no argument for it"
             result.not_expressed.append(text)
-    for option, value in asked.items():
-        if option not in _SAID:
+    for option, value in overrides.items():
+        if option not in _WITH_ARGUMENTS:
             result.not_expressed.append(f"{option} = {value}: {engine} takes it from the model or from other features")
 
 

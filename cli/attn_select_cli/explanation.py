@@ -10,22 +10,12 @@ from typing import Any
 import click
 
 from attn_select.backends.registry import Registry
+from attn_select.decide.lines import HANG, Line, byte_text, plain
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import environment_for, select_model, situation_for
 from attn_select.decide.situation import Situation
 from attn_select.decide.state_page import state_page
-from attn_select.decide.text import (
-    HANG,
-    Line,
-    brief_lines,
-    byte_text,
-    device_lines,
-    layer_lines,
-    note_lines,
-    plain,
-    plugin_lines,
-    situation_lines,
-)
+from attn_select.decide.text import brief_lines, device_lines, layer_lines, note_lines, plugin_lines, situation_lines
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_kinds, load
 from attn_select.layer.models.unserved import UnservedLayers
@@ -61,13 +51,18 @@ class LayerExplanation:
         """How many layers are of it."""
         return self.layers.count
 
+    @property
+    def cache_count(self) -> int:
+        """How many of them have a KV cache of their own."""
+        return self.layers.owners.caches if self.selection.config.has_cache else 0
+
     def to_dict(self) -> dict[str, Any]:
         """Return its part of the JSON document."""
         owners = self.layers.owners
         return {
             "kind": self.kind,
             "count": self.count,
-            "cache_count": owners.caches if self.selection.config.has_cache else 0,
+            "cache_count": self.cache_count,
             "indexer_count": owners.indexers,
             "kv_sources": {str(layer): source for layer, source in owners.kv_sources.items()},
             **self.selection.to_dict(),
@@ -76,23 +71,14 @@ class LayerExplanation:
 
 @dataclass(slots=True)
 class Explanation:
-    """Everything that ``attn-select explain`` says.
+    """Everything that ``attn-select explain`` says."""
 
-    Attributes:
-        model: ``{"name", "architecture", "source"}`` or None where the layer was given by flags.
-        layers: one entry per layer kind.
-        warnings: about the model and the device; ``all_warnings`` adds the selections'.
-        situation: what the decisions rest on.
-        unserved: layers of kinds that no backend here has a kernel for.
-        unused: the fields that options set and no layer has.
-    """
-
-    model: dict[str, Any] | None
+    model: dict[str, Any] | None  # ``{"name", "architecture", "source"}`` or None where the layer was given by flags
     layers: Sequence[LayerExplanation]
-    warnings: Sequence[str]
-    situation: Situation
-    unserved: Sequence[UnservedLayers] = ()
-    unused: Sequence[str] = ()
+    warnings: Sequence[str]  # about the model and the device; ``all_warnings`` adds the selections'
+    situation: Situation  # what the decisions rest on
+    unserved: Sequence[UnservedLayers] = ()  # layers of kinds that no backend here has a kernel for
+    unused: Sequence[str] = ()  # the fields that options set and no layer has
 
     @property
     def attention(self) -> list[LayerExplanation]:
@@ -101,18 +87,14 @@ class Explanation:
 
     @property
     def without_states(self) -> Explanation:
-        """The explanation of the layers with attention, with a warning that names the layers that keep a state.
-
-        Raises:
-            ConfigError: no layer has attention.
-        """
+        """The explanation of the layers with attention, with a warning that names the layers that keep a state."""
         states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
         if not states:
             return self
-        said = f"{', '.join(states)} layers are left out: this command is for attention"
+        left_out = f"{', '.join(states)} layers are left out: this command is for attention"
         if not self.attention and not self.unserved:
-            raise ConfigError(said, fields=["recurrence"], hint="name a model that has attention")
-        return replace(self, layers=self.attention, warnings=[*self.warnings, said])
+            raise ConfigError(left_out, fields=["recurrence"], hint="name a model that has attention")
+        return replace(self, layers=self.attention, warnings=[*self.warnings, left_out])
 
     @property
     def ok(self) -> bool:
@@ -151,12 +133,12 @@ class Explanation:
         rejected backend."""
         lines = self.head_lines()
         render = layer_lines if full else brief_lines
-        said: set[str] = set()
+        shown: set[str] = set()
         for layer in self.layers:
             own = [[], *render(layer.selection, layer.kind, layer.count, owners=layer.layers.owners)]
             folded = {text for line in own if OTHERS in (text := plain([line]))}
-            lines += [line for line in own if plain([line]) not in said]
-            said |= folded
+            lines += [line for line in own if plain([line]) not in shown]
+            shown |= folded
         lines += self._unserved_lines()
         lines += self._page_lines()
         return lines + note_lines([layer.selection for layer in self.layers], full)
@@ -200,7 +182,7 @@ class Explanation:
 
 
 def warnings_of(explanations: Sequence[Explanation]) -> list[str]:
-    """Return the warnings of all explanations, each once. Of several models, one about a model names it."""
+    """Return the warnings of all explanations, each once. Where there are several models, a warning names its own."""
     several = len({explanation.model["name"] for explanation in explanations if explanation.model is not None}) > 1
     seen: dict[str, None] = {}
     for explanation in explanations:
@@ -242,13 +224,7 @@ def build_explanations(
     *,
     unserved_alone: bool = False,
 ) -> list[Explanation]:
-    """Decide for every model on every GPU; return the explanations model by model.
-
-    ``rules`` replace the rules that the options name; ``unserved_alone`` as in ``build_explanation``.
-
-    Raises:
-        AttnSelectError: any documented error of input. Where there are several, it names the model and the GPU.
-    """
+    """Decide for every model on every GPU; return the explanations model by model."""
     found = []
     for model in models:
         for gpu in gpus:
@@ -264,16 +240,7 @@ def build_explanations(
 def build_explanation(
     options: Mapping[str, Any], rules: RuleSet | None = None, *, unserved_alone: bool = False
 ) -> Explanation:
-    """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation.
-
-    Args:
-        options: of the command line.
-        rules: replace the rules that the options name.
-        unserved_alone: whether a model is explained of which no layer has a kernel here; else it is an error.
-
-    Raises:
-        AttnSelectError: any documented error of input, and an option that has no effect on any layer.
-    """
+    """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation."""
     return _with_effect(options, [_explained(options, rules, unserved_alone)])[0]
 
 
@@ -335,19 +302,14 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
-    said = [*warnings, *kinds.warnings]
-    return Explanation(described, layers, said, situation, kinds.unserved, kinds.unused)
+    warnings += kinds.warnings
+    return Explanation(described, layers, warnings, situation, kinds.unserved, kinds.unused)
 
 
 def known_layers(
     source: ModelSource | None, options: Mapping[str, Any], device: Device, overrides: Mapping[str, Any]
 ) -> LayerKinds:
-    """Return a model's layers, or the layers that the overrides describe.
-
-    Raises:
-        UnknownModelTypeError: no table knows the model type, and ``--assume-attention`` is not given.
-        AttnSelectError: any documented error of input.
-    """
+    """Return a model's layers, or the layers that the overrides describe."""
     kinds = layer_kinds(source, tensor_parallel_size=options["tensor_parallel"], device=device, overrides=overrides)
     if source is not None and not kinds.type_known and not options.get("assume_attention"):
         named = f"model type {shorten(source.model_type)!r} is not known" if source.model_type else "no model_type"

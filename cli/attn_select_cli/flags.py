@@ -90,8 +90,8 @@ def _refuse_states(table: EngineTable, explanation: Explanation) -> None:
 
     configs = [layer.selection.config for layer in explanation.layers]
     has_states = any(config.sort == "state" for config in configs)
-    asked = any(config.sort != "state" and config.batch_invariant for config in configs)
-    if has_states and asked and not table.states_batch_invariant:
+    invariant = any(config.sort != "state" and config.batch_invariant for config in configs)
+    if has_states and invariant and not table.states_batch_invariant:
         raise ConfigError(
             f"--batch-invariant: {table.engine} {table.release} refuses it for layers that keep a state",
             fields=["batch_invariant"],
@@ -217,7 +217,7 @@ def _why_none(taken: Taken, result: EngineArguments) -> str:
 
 
 def _lines(result: EngineArguments, explanation: Explanation, model: str) -> list[Block]:
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select_cli.engine_arguments import FILE_NAME, command_lines, file_lines
     from attn_select_cli.table import Table
     from attn_select_cli.unserved_lines import engine_names

@@ -95,18 +95,14 @@ MAX_BYTES = 1 << 24
 
 
 def read_golden(path: str) -> dict[str, Any]:
-    """Return the document in ``path``.
-
-    Raises:
-        ConfigError: it cannot be read, is not JSON, or has another shape; names the first field that is wrong.
-    """
+    """Return the document in ``path``."""
     try:
         document = json.loads(read_bounded(path, MAX_BYTES).decode("utf-8"))
         _Golden.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        said = _EXPECTED.get(first["type"], first["msg"].removeprefix("Value error, "))
-        problem = f"{_field(first['loc'])}: {said}"
+        expected = _EXPECTED.get(first["type"], first["msg"].removeprefix("Value error, "))
+        problem = f"{_field(first['loc'])}: {expected}"
         if first["type"] not in ("missing", "value_error"):
             problem += f", got {show(first['input'])}"
         raise _refused(path, problem) from None

@@ -26,8 +26,7 @@ OWN = "Options"
 
 @functools.cache
 def groups() -> dict[str, tuple[str, ...]]:
-    """Return titles with the options below them, by parameter name and in this order; those that none lists are a
-    command's own."""
+    """Return each title with the parameter names of its options, in order. Options without a title are ``OWN``."""
     from attn_select.layer.config import MLA_DIMS
     from attn_select.layer.features import FEATURES
 
@@ -50,16 +49,17 @@ class Command(click.Command):
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description, and the first paragraph of the epilog."""
         super().format_help_text(ctx, formatter)
-        self._format_paragraphs(formatter, self._examples)
+        self._format_paragraphs(formatter, self._epilog_parts()[0])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the rest of the epilog."""
-        self._format_paragraphs(formatter, (self.epilog or "")[len(self._examples) :])
+        self._format_paragraphs(formatter, self._epilog_parts()[1])
 
-    @property
-    def _examples(self) -> str:
+    def _epilog_parts(self) -> tuple[str, str]:
+        """Return the examples, which stand in the first paragraph behind a ``\\b``, and what is left."""
         epilog = self.epilog or ""
-        return epilog[: epilog.find("\n\n", len("\b\n\n")) + 1 or len(epilog)] if "\b" in epilog[:3] else ""
+        first, _, rest = epilog.partition("\n\n")
+        return (first, rest) if first.startswith("\b") else ("", epilog)
 
     def _format_paragraphs(self, formatter: click.HelpFormatter, text: str) -> None:
         if text.strip():

@@ -211,13 +211,6 @@ def workload_options(function: F) -> F:
     )(function)
 
 
-def layer_options(function: F) -> F:
-    """Add the options of one model's layers on one GPU, about which nothing is decided."""
-    for option in reversed((_ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False), *_LAYER)):
-        function = option(function)
-    return function
-
-
 def explain_options(function: F) -> F:
     """Add the options of decisions for any number of models and GPUs."""
     model = model_option(f"{_MODEL_HELP} (repeatable).", several=True)
@@ -246,11 +239,7 @@ def bench_options(function: F) -> F:
 
 
 def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse ``text``, the value of ``flag``, as options of one decision. Return all options, and the named ones.
-
-    Raises:
-        ClickException: it is not made of such options.
-    """
+    """Parse ``text``, the value of ``flag``, as options of one decision. Return all options, and the named ones."""
     try:
         arguments = shlex.split(text)
     except ValueError as error:
@@ -263,14 +252,16 @@ def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     calling = click.get_current_context(silent=True)
     if arguments and not arguments[0].startswith("-"):
-        raise click.UsageError(f"{flag} {text!r} is no option: write {flag} '{_as_option(arguments[0])}'", calling)
+        meant = _as_option(arguments[0])
+        write = f"write {flag} '{meant}'" if meant else f"write an option and its value, such as {flag} '--gpu b200'"
+        raise click.UsageError(f"{flag} {text!r} is no option: {write}", calling)
     context = parsed.make_context(f"{calling.command_path if calling else 'attn-select'} {flag}", arguments)
     given = click.core.ParameterSource.COMMANDLINE
     return context.params, {k: v for k, v in context.params.items() if context.get_parameter_source(k) is given}
 
 
-def _as_option(text: str) -> str:
-    """Return the option that a bare value seems meant for, with its value."""
+def _as_option(text: str) -> str | None:
+    """Return the option that a bare value seems meant for, with its value; None where none is near."""
     from attn_select.layer.models.presets import find_preset
     from attn_select.machine.device import lookup
 
@@ -279,7 +270,7 @@ def _as_option(text: str) -> str:
         return f"--gpu {text}"
     if find_preset(text) is not None:
         return f"--model {text}"
-    return f"--rules {text}" if text.endswith(".toml") else f"--OPTION {text}"
+    return f"--rules {text}" if text.endswith(".toml") else None
 
 
 def flag_of(field: str, options: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import importlib
 import importlib.metadata
 import os
@@ -139,21 +138,8 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit.
-
-    A command lives for a fraction of a second: collecting garbage and taking the interpreter apart at its end would
-    cost a fifth of that, so neither is done. Nothing here registers exit handlers.
-    """
-    gc.disable()
-    code = run(sys.argv[1:])
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-    except BrokenPipeError:
-        code = BROKEN_PIPE
-    finally:
-        os._exit(code)
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:

@@ -39,7 +39,7 @@ _FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(form: str, as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
-    from attn_select.decide.text import HANG
+    from attn_select.decide.lines import HANG
     from attn_select_cli.explanation import build_explanations, warnings_of
     from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.table import Table, markdown_table
@@ -79,8 +79,8 @@ def command(form: str, as_json: bool, **options: Any) -> int:
     if not ok and form == "text":
         missing = next(cell for cell in cells if None in cell["selected"].values())
         model = f"--model {missing['model']} " if missing["model"] else ""
-        asked = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
-        print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {asked}", "")]])
+        command = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
+        print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {command}", "")]])
     print_warnings(warnings)
     return 0 if ok else 1
 

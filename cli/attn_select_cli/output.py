@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from attn_select.decide.text import STYLES, plain, warning_lines
+from attn_select.decide.lines import STYLES, plain
+from attn_select.decide.text import warning_lines
 from attn_select.errors import printable
 from attn_select_cli.table import Block, Table
 
@@ -51,24 +52,8 @@ def print_line(text: str) -> None:
     click.echo(printable(text))
 
 
-def require_folder(path: Path, option: str) -> None:
-    """Refuse, before the work is done, a file of ``option`` whose folder is missing or takes no files.
-
-    Raises:
-        BadParameter: which folder it is.
-    """
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}", param_hint=option)
-    if not os.access(path.parent, os.W_OK):
-        raise click.BadParameter(f"the folder {path.parent} cannot be written to", param_hint=option)
-
-
 def require_writable(path: Path, option: str) -> None:
-    """Refuse, before the work is done, a file of ``option`` that cannot be written; missing folders are made later.
-
-    Raises:
-        BadParameter: which folder takes no files.
-    """
+    """Refuse, before the work is done, a file of ``option`` that cannot be written; missing folders are made later."""
     folder = path.absolute().parent
     while not folder.exists():
         folder = folder.parent

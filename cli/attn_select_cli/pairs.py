@@ -28,13 +28,7 @@ def pair_options(function: F) -> F:
 
 
 def models_and_gpus(options: dict[str, Any]) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
-    """Take the options of ``pair_options`` out of ``options``; return the models and the GPUs.
-
-    A model is None where the layer's own options describe it.
-
-    Raises:
-        UsageError: all are asked for, and one by its name.
-    """
+    """Take the options of ``pair_options`` out of ``options``; return the models and the GPUs."""
     from attn_select.layer.models import presets
     from attn_select.machine.device import known_gpus
 

@@ -15,11 +15,7 @@ EVERY = 5.0
 
 
 class Progress:
-    """How far work is.
-
-    Attributes:
-        total: the whole work, in whatever unit ``advance`` counts; None: not known yet.
-    """
+    """How far work is."""
 
     def __init__(self, show: Callable[[str, float, float | None], None], total: float | None) -> None:
         self._show, self._done, self._text = show, 0.0, ""
@@ -34,13 +30,7 @@ class Progress:
 
 @contextmanager
 def progress(title: str, total: float | None = None, shown: bool = True) -> Iterator[Progress]:
-    """Show how far work is until the context ends.
-
-    Args:
-        title: says what is done.
-        total: as ``Progress`` has it.
-        shown: whether anything is shown.
-    """
+    """Show how far work is until the context ends."""
     if not shown:
         yield Progress(lambda text, done, total: None, total)
     elif not sys.stderr.isatty():

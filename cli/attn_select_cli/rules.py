@@ -53,10 +53,9 @@ def command() -> None:
 def show(rules: tuple[str, ...], as_json: bool) -> int:
     """Show the effective rules and backend options with their origin."""
     from attn_select.rules import load_rules
-    from attn_select.rules.plugins import fragments_of, load_plugins
     from attn_select_cli.output import print_json, print_lines
 
-    rule_set = load_rules(rules, fragments_of(load_plugins()))
+    rule_set = load_rules(rules)
     if as_json:
         print_json(
             {
@@ -97,7 +96,6 @@ def _rule_dict(rule: Rule) -> dict[str, Any]:
         "because": rule.because,
         "file": rule.file,
         "line": rule.line,
-        "plugin": rule.plugin,
     }
 
 
@@ -112,18 +110,15 @@ def _options_dict(rule_set: RuleSet) -> dict[str, Any]:
 
 
 def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet, list[Problem]]:
-    """Return the effective rules as far as they can be read, and every error in them, options and names included.
-
-    The errors come file by file, by line.
-    """
+    """Return the effective rules as far as they can be read, and every error in them, options and names included."""
+    from attn_select.backends.registry import load_plugins
     from attn_select.errors import RulesError
     from attn_select.rules.layers import read_rules
     from attn_select.rules.lint import known_names, unknown_names
     from attn_select.rules.options import read_options
-    from attn_select.rules.plugins import fragments_of, load_plugins
 
     registry = load_plugins()
-    rule_set, problems = read_rules(files, fragments_of(registry))
+    rule_set, problems = read_rules(files)
     problems += unknown_names(rule_set, known_names(registry))
     try:
         read_options(rule_set, registry.specs)
@@ -147,8 +142,8 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     Errors: what breaks the format, unknown backends, wrong options. Warnings: rules that never take effect, unknown
     libraries and GPUs.
     """
+    from attn_select.backends.registry import load_plugins
     from attn_select.rules.lint import doubts
-    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import counted, print_json, print_lines
 
     rule_set, broken = rules_errors(files)
@@ -177,7 +172,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
 )
 def schema() -> int:
     """Print a JSON Schema of rules files, for editors (Taplo, Even Better TOML)."""
-    from attn_select.rules.plugins import load_plugins
+    from attn_select.backends.registry import load_plugins
     from attn_select.rules.schema import rules_schema
     from attn_select_cli.output import print_json
 
@@ -195,11 +190,10 @@ def schema() -> int:
 def path(rules: tuple[str, ...], as_json: bool) -> int:
     """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""
     from attn_select.rules.layers import inspect_layers
-    from attn_select.rules.plugins import fragments_of, load_plugins
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
 
-    layers = inspect_layers(rules, fragments_of(load_plugins()))
+    layers = inspect_layers(rules)
     if as_json:
         print_json({"schema_version": 1, "files": [layer.to_dict() for layer in layers]})
     else:

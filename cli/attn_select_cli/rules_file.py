@@ -1,4 +1,4 @@
-"""A rules file as text: rules are added, replaced and removed, all else stays. Written at once, with a way back.
+"""A rules file as text: rules are added and replaced, all else stays. Written at once, with a way back.
 
 A rule is a mapping with the keys of a ``[[rules]]`` table.
 """
@@ -8,15 +8,14 @@ from __future__ import annotations
 import codecs
 import os
 import tomllib
-from collections.abc import Callable, Collection, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
 from attn_select.errors import RulesError
-from attn_select.machine.files import locked_folder, replace_file
+from attn_select.machine.files import replace_file
 from attn_select.rules.document import read_file
 from attn_select.rules.lines import header_lines
 
@@ -35,27 +34,18 @@ EXAMPLE = """
 # prefer = ["FLASHINFER"]
 # because = "measured on our H20 nodes"
 """
-STEPS_KEPT = 10
-"""Changes that can be taken back, one after the other."""
-_WIDEST = 118
-"""Characters of a ``when`` in one line; a longer one becomes a table."""
 
 
 def rule_text(rule: Mapping[str, Any]) -> str:
     """Return a rule as a ``[[rules]]`` table."""
     lines = ["[[rules]]"]
-    table: list[str] = []
     for key, value in rule.items():
-        if key != "when":
-            lines.append(f"{key} = {tomlkit.item(value).as_string()}")
-            continue
-        pairs = [f"{tomlkit.key(path).as_string()} = {tomlkit.item(each).as_string()}" for path, each in _leaves(value)]
-        line = f"when = {{ {', '.join(pairs)} }}"
-        if len(line) <= _WIDEST:
-            lines.append(line)
-        else:
-            table = ["[rules.when]", *pairs]
-    return "\n".join([*lines, *table, ""])
+        text = tomlkit.item(value).as_string()
+        if key == "when":
+            pairs = [f"{tomlkit.key(at).as_string()} = {tomlkit.item(leaf).as_string()}" for at, leaf in _leaves(value)]
+            text = f"{{ {', '.join(pairs)} }}"
+        lines.append(f"{key} = {text}")
+    return "\n".join([*lines, ""])
 
 
 def _leaves(table: Mapping[str, Any], *path: str) -> list[tuple[list[str], Any]]:
@@ -72,10 +62,7 @@ def rules_in(text: str) -> list[dict[str, Any]]:
 
 
 def with_rule(text: str, rule: Mapping[str, Any]) -> str:
-    """Return the text with the rule in the place of the one of its name, whose comments stay, else at the end.
-
-    "", no file, gets a head first.
-    """
+    """Return the text with the rule in the place of the one of its name, whose comments stay, else at the end."""
     for lines, begin, end, name in _blocks(text):
         if name == rule["name"]:
             document = tomlkit.parse("\n".join(lines[begin:end]))
@@ -84,21 +71,8 @@ def with_rule(text: str, rule: Mapping[str, Any]) -> str:
     return f"{text.rstrip() or HEAD.rstrip()}\n\n{rule_text(rule)}"
 
 
-def without_rules(text: str, names: Collection[str]) -> str:
-    """Return the text without the rules of these names and the empty lines before them."""
-    for lines, begin, end, name in reversed(_blocks(text)):
-        if name in names:
-            while begin and not lines[begin - 1].strip():
-                begin -= 1
-            text = "\n".join([*lines[:begin], *lines[end:]])
-    return text
-
-
 def _blocks(text: str) -> list[tuple[list[str], int, int, str]]:
-    """Return for every rule the text's lines, its first one, the one after its last key, and its name.
-
-    Comments and empty lines behind a rule count as part of what follows.
-    """
+    """Return for every rule the text's lines, its first one, the one after its last key, and its name."""
     lines = text.split("\n")
     starts = [header for header in header_lines(text) if header.is_array or header.key[0] != "rules"]
     ends = [*(header.line - 1 for header in starts[1:]), len(lines)]
@@ -124,11 +98,7 @@ def _update(table: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return a rules file's text; "" where there is no file.
-
-    Raises:
-        RulesError: it cannot be read, or is no rules file.
-    """
+    """Return a rules file's text; "" where there is no file."""
     try:
         return read_file(path).removeprefix(codecs.BOM_UTF8).decode()
     except (FileNotFoundError, NotADirectoryError):
@@ -139,70 +109,21 @@ def read_text(path: Path) -> str:
         raise RulesError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def previous_files(path: Path) -> list[Path]:
-    """Return where the contents before the last changes are kept, the newest first, whether they exist or not.
-
-    An empty file there says that there was none.
-    """
+def previous_file(path: Path) -> Path:
+    """Return where the text before the last change is kept; an empty file there says that there was no file."""
     target = Path(os.path.realpath(path))
-    return [target.with_name(f"{target.name}.previous{f'.{n}' if n > 1 else ''}") for n in range(1, STEPS_KEPT + 1)]
+    return target.with_name(f"{target.name}.previous")
 
 
-def write(path: Path, change: Callable[[str], str]) -> None:
-    """Replace a file's text by ``change(text)``, in one step; the text before is kept beside it. "" means no file.
-
-    Processes that change one file take turns: ``change`` gets the text as it then is.
-
-    Raises:
-        RulesError: what ``change`` raises, or the file cannot be written.
-    """
-
-    def replace(target: Path) -> None:
-        before = read_text(target)
-        after = change(before)
-        kept = previous_files(path)
-        for newer, older in reversed([*pairwise(kept)]):
-            if newer.exists():
-                os.replace(newer, older)
-        replace_file(kept[0], before.encode())
-        _put(target, after)
-
-    _alone(path, replace)
-
-
-def undo(path: Path, seen: str) -> None:
-    """Put back what the file had before its last change, which had made it ``seen``; that goes to ``FILE.undone``.
-
-    Raises:
-        RulesError: the file has changed since it was read, there is nothing to put back, or it cannot be written.
-    """
-
-    def replace(target: Path) -> None:
-        if read_text(target) != seen:
-            raise RulesError(f"{path} has changed since it was read: nothing was written", hint="run the command again")
-        kept = previous_files(path)
-        replace_file(target.with_name(f"{target.name}.undone"), seen.encode())
-        _put(target, read_text(kept[0]))
-        kept[0].unlink()
-        for newer, older in pairwise(kept):
-            if older.exists():
-                os.replace(older, newer)
-
-    _alone(path, replace)
-
-
-def _alone(path: Path, replace: Callable[[Path], None]) -> None:
+def write(path: Path, text: str) -> None:
+    """Replace a file's text in one step, and keep the text before; "" removes the file."""
     target = Path(os.path.realpath(path))  # a link to a file elsewhere stays one
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked_folder(target.parent):
-            replace(target)
+        replace_file(previous_file(path), read_text(target).encode())
+        if text:
+            replace_file(target, text.encode())
+        else:
+            target.unlink(missing_ok=True)
     except OSError as error:
         raise RulesError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def _put(target: Path, text: str) -> None:
-    if text:
-        replace_file(target, text.encode())
-    else:
-        target.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
     from attn_select_cli.explanation import LayerExplanation
-    from attn_select_cli.serving import Served, Workload
+    from attn_select_cli.serving import RunResult, Workload
     from attn_select_cli.table import Block
 
 EPILOG = """\b
@@ -50,21 +50,24 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.progress import progress
+    from attn_select_cli.torch_module import torch_module
 
     explanation = build_explanation({**options, "gpu": "auto"})
     chosen = chosen_layers(explanation.layers, layer)
     for one in chosen:
         one.selection.require()
-    serve, unserved, workload = _serving(options)
-    served: list[tuple[LayerExplanation, Served | str]] = []
+    serving = torch_module("attn_select_cli.serving", "running a layer")
+    names = ("prompt_tokens", "decode_steps", "max_num_batched_tokens", "seed")
+    workload = serving.Workload(num_requests=options["requests"], **{name: options[name] for name in names})
+    served: list[tuple[LayerExplanation, RunResult | str]] = []
     for one in chosen:
-        reason = None if layer is not None else unserved(one.selection.config)
+        reason = None if layer is not None else serving.unserved(one.selection.config)
         if reason is not None:
             served.append((one, reason))
             continue
         tokens = sum(workload.prompts()) + workload.num_requests * workload.decode_steps
         with progress(f"{one.kind}: checking {tokens} tokens", tokens) as shown:
-            served.append((one, serve(one.selection, workload, shown.advance)))
+            served.append((one, serving.serve(one.selection, workload, shown.advance)))
     ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
     warnings = explanation.all_warnings
     if any(getattr(one.selection.config, "decode_context_parallel_size", 1) > 1 for one in chosen):
@@ -93,26 +96,9 @@ def chosen_layers(layers: Any, kind: str | None) -> list[LayerExplanation]:
     return [one for one in layers if wanted in (None, one.kind)]
 
 
-def _serving(options: dict[str, Any]) -> tuple[Any, Any, Workload]:
-    """Import the runtime, which needs torch and numpy, and read the workload."""
-    from attn_select.errors import RuntimeMissingError
-    from attn_select.machine.amx import avoid_trapping_amx
-
-    avoid_trapping_amx()
-    try:
-        from attn_select_cli.serving import Workload, serve, unserved
-    except ImportError as error:
-        if error.name not in ("numpy", "torch"):
-            raise
-        raise RuntimeMissingError(
-            f"running a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
-        ) from None
-    names = ("prompt_tokens", "decode_steps", "max_num_batched_tokens", "seed")
-    return serve, unserved, Workload(num_requests=options["requests"], **{name: options[name] for name in names})
-
-
-def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> list[Block]:
-    from attn_select.decide.text import byte_text, plan_lines
+def _lines(one: LayerExplanation, served: RunResult | str, workload: Workload) -> list[Block]:
+    from attn_select.decide.lines import byte_text
+    from attn_select.decide.text import plan_lines
     from attn_select_cli.output import counted
     from attn_select_cli.table import Table
 
@@ -148,7 +134,7 @@ def _lines(one: LayerExplanation, served: Served | str, workload: Workload) -> l
     return [*lines, Table(header, [*rows, bound])]
 
 
-def _to_dict(one: LayerExplanation, served: Served | str) -> dict[str, Any]:
+def _to_dict(one: LayerExplanation, served: RunResult | str) -> dict[str, Any]:
     told = one.to_dict()
     if isinstance(served, str):
         return {**told, "run": None, "not_run": served}

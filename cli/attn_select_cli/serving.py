@@ -49,24 +49,13 @@ Batch = list[tuple[int, int, int]]
 
 @dataclass(slots=True)
 class Workload:
-    """What the layer is asked to serve.
+    """What the layer is asked to serve."""
 
-    Attributes:
-        num_requests: requests; the first prompt is the longest, the others are drawn from half of it up.
-        prompt_tokens: of the longest prompt.
-        decode_steps: tokens generated per request.
-        max_num_batched_tokens: tokens of one step; longer prompts are prefilled in chunks.
-        seed: of everything that is random.
-
-    Raises:
-        ConfigError: a number is too small.
-    """
-
-    num_requests: int = 4
-    prompt_tokens: int = 256
-    decode_steps: int = 16
-    max_num_batched_tokens: int = 192
-    seed: int = 0
+    num_requests: int = 4  # requests; the first prompt is the longest, the others are drawn from half of it up
+    prompt_tokens: int = 256  # of the longest prompt
+    decode_steps: int = 16  # tokens generated per request
+    max_num_batched_tokens: int = 192  # tokens of one step; longer prompts are prefilled in chunks
+    seed: int = 0  # of everything that is random
 
     def __post_init__(self) -> None:
         least = {"num_requests": 1, "prompt_tokens": 1, "decode_steps": 0, "max_num_batched_tokens": self.num_requests}
@@ -84,10 +73,7 @@ class Workload:
         return [self.prompt_tokens, *shorter]
 
     def steps(self, has_cache: bool, drafts: int = 0) -> Iterator[Batch]:
-        """Yield the batches: decodes first, then prompts as far as the budget goes; whole prompts without a cache.
-
-        Decodes have up to ``drafts`` tokens more than one, as far as the budget goes.
-        """
+        """Yield the batches: decodes first, then prompts as far as the budget goes; whole prompts without a cache."""
         prompts = self.prompts()
         if not has_cache:
             yield from ([(request, 0, length)] for request, length in enumerate(prompts))
@@ -112,39 +98,25 @@ class Workload:
 
 @dataclass(slots=True)
 class StepKind:
-    """Steps of one kind: ``prefill``, ``decode``, or both in one batch, ``mixed``.
-
-    Attributes:
-        steps, tokens: how many.
-        seconds: metadata, cache update and attention together, host time with the device idle at the end.
-        error: the largest of the steps' errors.
-    """
+    """Steps of one kind: ``prefill``, ``decode``, or both in one batch, ``mixed``."""
 
     name: str
     steps: int = 0
     tokens: int = 0
-    seconds: float = 0.0
-    error: RelativeError = field(default_factory=lambda: RelativeError(0.0, 0.0))
+    seconds: float = 0.0  # metadata, cache update and attention together, host time with the device idle at the end
+    error: RelativeError = field(default_factory=lambda: RelativeError(0.0, 0.0))  # the largest of the steps' errors
 
 
 @dataclass(slots=True)
-class Served:
-    """How one layer did.
-
-    Attributes:
-        kinds: per kind of step.
-        bound: what the errors may be.
-        num_blocks: blocks that the pool had, or slots of states.
-        cache_shape, cache_bytes: of the cache; None and 0 without one.
-        prompts: the prompts' lengths in tokens.
-    """
+class RunResult:
+    """How one layer did."""
 
     kinds: list[StepKind]
     bound: ErrorBound
-    num_blocks: int
-    cache_shape: tuple[int, ...] | None
+    num_blocks: int  # blocks that the pool had, or slots of states
+    cache_shape: tuple[int, ...] | None  # of the cache; None and 0 without one
     cache_bytes: int
-    prompts: list[int]
+    prompts: list[int]  # the prompts' lengths in tokens
 
     @property
     def ok(self) -> bool:
@@ -162,17 +134,8 @@ def unserved(config: LayerConfig) -> str | None:
     return "cross-attention needs an encoder's tokens" if across else None
 
 
-def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None = None) -> Served:
-    """Serve the workload twice through one layer: once checked, then once timed.
-
-    Args:
-        selection: for this machine's device.
-        progress: called with the number of tokens checked after each step.
-
-    Raises:
-        ConfigError: the layer is cross-attention, which this workload has no inputs for, or memory is short.
-        NoBackendError, RuntimeMissingError: from loading the selection.
-    """
+def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None = None) -> RunResult:
+    """Serve the workload twice through one layer: once checked, then once timed."""
     if (reason := unserved(selection.config)) is not None:
         raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["attn_type"])
     try:
@@ -182,14 +145,14 @@ def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "DefaultCPUAllocator" not in str(error):
             raise
-        asked = f"num_requests = {workload.num_requests}, prompt_tokens = {workload.prompt_tokens}"
+        sizes = f"num_requests = {workload.num_requests}, prompt_tokens = {workload.prompt_tokens}"
         hint = "take fewer --requests, or shorter ones with --prompt-tokens"
         raise ConfigError(
-            f"not enough memory for {asked}", fields=["num_requests", "prompt_tokens"], hint=hint
+            f"not enough memory for {sizes}", fields=["num_requests", "prompt_tokens"], hint=hint
         ) from error
 
 
-def _serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None) -> Served:
+def _serve(selection: Selection, workload: Workload, progress: Callable[[int], None] | None) -> RunResult:
     layer = _Layer(selection, workload)
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     for checked in (True, False):
@@ -208,7 +171,7 @@ def _serve(selection: Selection, workload: Workload, progress: Callable[[int], N
             if progress is not None:
                 progress(len(output))
     cache = layer.kv_cache
-    return Served(
+    return RunResult(
         [kind for kind in kinds.values() if kind.steps],
         error_bound(selection.config, selection.plans),
         layer.pool.num_blocks,
@@ -218,7 +181,7 @@ def _serve(selection: Selection, workload: Workload, progress: Callable[[int], N
     )
 
 
-def _serve_states(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None) -> Served:
+def _serve_states(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None) -> RunResult:
     """Serve the workload through one layer that keeps a state: a slot per request, all of them NaN at the start."""
     kinds: dict[str, StepKind] = {name: StepKind(name) for name in ("prefill", "mixed", "decode")}
     prompts = workload.prompts()
@@ -239,7 +202,7 @@ def _serve_states(selection: Selection[Any], workload: Workload, progress: Calla
             kind.steps, kind.tokens = kind.steps + 1, kind.tokens + sum(lens.values())
             kind.seconds += serving.seconds
     state, conv = serving.cache.state, serving.cache.conv
-    return Served(
+    return RunResult(
         [kind for kind in kinds.values() if kind.steps],
         state_bound(selection.config),
         slots,
@@ -402,12 +365,7 @@ class _Layer:
         return torch.cat(outputs), torch.cat(spreads)
 
     def _chosen(self, request: int, start: int, index: list[Tensor], slots: Tensor) -> list[Tensor]:
-        """Return the positions that each token attends to: the layer's choice, the reference's where that is wrong.
-
-        Args:
-            index: the indexer's query, key and weights of all tokens so far.
-            slots: int32 ``(T, top_k)``, the layer's choice for the last T of them.
-        """
+        """Return the positions that each token attends to: the layer's choice, the reference's where that is wrong."""
         query, key, weights = index
         assert self.indexer is not None
         scores = index_scores_reference(query[start:], weights[start:], key, fp8=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attn_select.decide.text import Line
+from attn_select.decide.lines import Line
 from attn_select.errors import printable
 
 Row = Sequence[str]

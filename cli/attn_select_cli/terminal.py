@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from attn_select.decide.text import HANG, Line
+from attn_select.decide.lines import HANG, Line
 from attn_select_cli.table import GAP, Block, Table
 
 ROOM = 36

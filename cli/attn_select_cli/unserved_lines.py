@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from attn_select.decide.text import HANG, Line, byte_text, shared_cache_lines
+from attn_select.decide.cache_text import shared_cache_lines
+from attn_select.decide.lines import HANG, MARGIN, Line, byte_text
 from attn_select.engines import ENGINES
 from attn_select.engines.names import EngineTable, engine_table
 from attn_select.layer.models.unserved import UnservedLayers
@@ -14,21 +14,23 @@ from attn_select.machine.device import Device
 
 def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
     """Return what is known of layers of one kind, and which engines serve them on a device."""
-    heads = [
-        text
-        for number, text in (
-            (layers.num_heads, f"{layers.num_heads} query heads"),
-            (layers.num_kv_heads, f"{layers.num_kv_heads} KV head{'s' if layers.num_kv_heads != 1 else ''}"),
-            (layers.head_size, f"head size {layers.head_size}"),
-        )
-        if number is not None
-    ]
+    heads = _known(
+        (layers.num_heads, f"{layers.num_heads} query heads"),
+        (layers.num_kv_heads, f"{layers.num_kv_heads} KV head{'s' if layers.num_kv_heads != 1 else ''}"),
+        (layers.head_size, f"head size {layers.head_size}"),
+    )
+    chosen = _known(
+        (layers.tokens, f"at most {layers.tokens} tokens of the context"),
+        (layers.block_size, f"{layers.block_size} tokens together"),
+        (layers.window, f"window {layers.window}"),
+        (layers.indexer_heads, f"indexer of {layers.indexer_heads} heads of {layers.indexer_head_size}"),
+    )
     lines: list[Line] = [
-        [(f"{layers.kind} × {layers.count}  ", "title"), HANG, (", ".join(heads), "")],
+        [(f"{layers.kind} × {layers.count}  ", "title"), HANG, (heads, "")],
         _row("no kernel here", f"sparse attention to {layers.attends_to}", "rejected"),
     ]
-    if known := _known(layers):
-        lines.append(_row("", known, "dim"))
+    if chosen:
+        lines.append([(" " * MARGIN, ""), HANG, (chosen, "dim")])
     if layers.bytes_per_token is not None:
         own, indexer, owners = layers.bytes_per_token, layers.indexer_bytes_per_token, layers.owners
         text = f"{own:g} bytes per token and layer in {layers.cache_dtype}"
@@ -37,8 +39,9 @@ def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
         whose = f"all {layers.count}" if owners.caches == layers.count else f"the {owners.caches} that own one"
         lines.append(_row("KV cache", f"{text}, {total} per token for {whose}"))
         lines += shared_cache_lines(owners)
-    for label, (table, text) in zip(["engines", "", "", ""], _engines(layers, device), strict=False):
-        lines.append(_row(label, f"{table.engine} {table.release}: {text}"))
+    for index, table in enumerate(map(engine_table, ENGINES)):
+        text = engine_names(layers, table, device) or "no backend is known"
+        lines.append(_row("" if index else "engines", f"{table.engine} {table.release}: {text}"))
     return lines
 
 
@@ -60,24 +63,10 @@ def engine_names(layers: UnservedLayers, table: EngineTable, device: Device) -> 
     return ", ".join(names)
 
 
-def _engines(layers: UnservedLayers, device: Device) -> list[tuple[EngineTable, str]]:
-    tables = [engine_table(key) for key in ENGINES]
-    return [(table, engine_names(layers, table, device) or "no backend is known") for table in tables]
-
-
-def _known(layers: UnservedLayers) -> str:
-    parts: Sequence[str] = [
-        text
-        for number, text in (
-            (layers.tokens, f"at most {layers.tokens} tokens of the context"),
-            (layers.block_size, f"{layers.block_size} tokens together"),
-            (layers.window, f"window {layers.window}"),
-            (layers.indexer_heads, f"indexer of {layers.indexer_heads} heads of {layers.indexer_head_size}"),
-        )
-        if number is not None
-    ]
-    return ", ".join(parts)
+def _known(*facts: tuple[int | None, str]) -> str:
+    """Return the texts of those numbers that the model's config says."""
+    return ", ".join(text for number, text in facts if number is not None)
 
 
 def _row(label: str, text: str, style: str = "") -> Line:
-    return [(f"  {label:<17}", style if label else ""), HANG, (text, "dim" if style == "dim" else "")]
+    return [(f"  {label}".ljust(MARGIN), style), HANG, (text, "")]

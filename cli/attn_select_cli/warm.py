@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,11 +10,9 @@ from attn_select_cli.help import Command
 from attn_select_cli.layer_options import run_options
 
 if TYPE_CHECKING:
-    from attn_select.decide.selection import Selection
     from attn_select.runtime.warm_up import WarmUp
     from attn_select_cli.explanation import LayerExplanation
 
-_FEW = 4
 EPILOG = """\b
 Examples:
   attn-select warm --model llama-3-8b
@@ -52,14 +49,15 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.run import chosen_layers
     from attn_select_cli.table import Table
+    from attn_select_cli.torch_module import torch_module
 
     bounds = tuple(options.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"))
     explanation = build_explanation({**options, "gpu": "auto"})
     chosen = chosen_layers(explanation.layers, layer)
     for one in chosen:
         one.selection.require()
-    runtime = _warmed()
-    done: list[tuple[LayerExplanation, WarmUp]] = [(one, runtime(one.selection, bounds)) for one in chosen]
+    warming = torch_module("attn_select_cli.warming", "warming up a layer")
+    done: list[tuple[LayerExplanation, WarmUp]] = [(one, warming.warm(one.selection, bounds)) for one in chosen]
     if as_json:
         layers = [
             {"kind": one.kind, "count": one.count, "selected": one.selection.selected, **asdict(found)}
@@ -82,51 +80,3 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     print_lines([*explanation.head_lines(), [], Table(header, rows)])
     print_warnings(explanation.all_warnings)
     return 0
-
-
-def _warmed() -> Any:
-    """Import the runtime, which needs torch and numpy; return the function that warms one kind of layers."""
-    from attn_select.errors import RuntimeMissingError
-    from attn_select.layer.state import StateConfig
-    from attn_select.machine.amx import avoid_trapping_amx
-
-    avoid_trapping_amx()
-    try:
-        import torch
-
-        from attn_select.reference.state_step import StateStep
-        from attn_select.runtime import Capacity
-        from attn_select.runtime.compile_ahead import stand_in
-        from attn_select.runtime.warm_up import SHORT, USUAL, WarmUp
-    except ImportError as error:
-        if error.name not in ("numpy", "torch"):
-            raise
-        raise RuntimeMissingError(
-            f"warming up a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
-        ) from None
-
-    def warm(selection: Selection[Any], bounds: tuple[int, int, int]) -> WarmUp:
-        if isinstance(selection.config, StateConfig):
-            return warm_states(selection, bounds)
-        layer = stand_in(selection, capacity=Capacity(*bounds), cuda_graphs=not selection.device.is_cpu)
-        found: WarmUp = layer.group.warm_up()
-        return found
-
-    def warm_states(selection: Selection[StateConfig], bounds: tuple[int, int, int]) -> WarmUp:
-        """Run decodes and prefills of one request and of a few: no kernel is compiled for a number of them."""
-        began, (requests, tokens, length) = time.perf_counter(), bounds
-        lens = [(each, each + 1) for each in {1, selection.config.max_decode_query_len}]  # these have a state
-        lens += [(each, each) for each in {min(each, tokens, length) for each in (SHORT, USUAL)}]
-        done = 0
-        for query_len, seq_len in lens:
-            for count in {1, max(1, min(_FEW, requests, tokens // query_len))}:
-                step = StateStep(selection, [(query_len, seq_len)] * count)
-                step.make_layers(step.memory(1).caches(step))
-                for call in step.calls():
-                    call()
-                done += 1
-        if step.group.device.type == "cuda":
-            torch.cuda.synchronize()
-        return WarmUp(0, done, time.perf_counter() - began)
-
-    return warm

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def command_line() -> Callable[[], Any]:
-    """Return the function behind the script ``attn-select``; core knows it by its entry point alone.
-
-    Exits with a message where no installed distribution brings it.
-    """
+    """Return the function behind the script ``attn-select``; core knows it by its entry point alone."""
     for entry_point in importlib.metadata.entry_points(group="console_scripts", name="attn-select"):
         main: Callable[[], Any] = entry_point.load()
         return main

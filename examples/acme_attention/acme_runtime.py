@@ -32,19 +32,7 @@ class AcmeMetadataBuilder(AttentionMetadataBuilder):
 class AcmeImpl(AttentionImpl):
     """One layer. The cache is written by the default ``do_kv_cache_update``."""
 
-    def forward(
-        self,
-        layer,
-        query,
-        key,
-        value,
-        kv_cache,
-        attn_metadata,
-        output,
-        output_lse=None,
-        output_scale=None,
-        output_block_scale=None,
-    ):
+    def forward(self, query, key, value, kv_cache, attn_metadata, outputs):
         config, size = self.context.config, self.context.block_size
         keys, values = key_value_views(kv_cache, self.context.kv_layout, config)  # (num_blocks, size, heads, head_size)
         bounds = attn_metadata.query_start_loc
@@ -53,16 +41,16 @@ class AcmeImpl(AttentionImpl):
             blocks = attn_metadata.block_table[request, : -(-seq_len // size)].long()
             k, v = (cached[blocks].flatten(0, 1)[:seq_len] for cached in (keys, values))
             attended, lse = self.attend(query[rows], k, v, config.sliding_window)
-            output[rows] = attended
-            if output_lse is not None:
-                output_lse[rows] = lse
-        return output
+            outputs.output[rows] = attended
+            if outputs.lse is not None:
+                outputs.lse[rows] = lse
+        return outputs.output
 
     def attend(self, query, keys, values, window):
         """Return output ``(T, H, D)`` and LSE ``(T, H)`` of one request; its queries are the last T of S positions."""
         group = query.shape[1] // keys.shape[1]
         keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
-        scores = torch.einsum("thd,shd->ths", query.float(), keys) * self.scale
+        scores = torch.einsum("thd,shd->ths", query.float(), keys) * self.terms.scale
         queries, positions = len(query), torch.arange(len(keys), device=query.device)
         distance = positions[None, :] - torch.arange(len(keys) - queries, len(keys), device=query.device)[:, None]
         hidden = distance > 0

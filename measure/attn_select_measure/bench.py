@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,16 +39,6 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
 """
 
 
-class Seconds(click.FloatRange):
-    """A range that ``nan``, which is less than nothing and no more than anything, does not pass."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return seconds
-
-
 @click.command("bench", cls=Command, epilog=EPILOG, short_help="Time every valid backend of a model's layers here.")
 @bench_options
 @click.option("--layer", metavar="KIND", help="Time only this kind of the model's layers [default: each].")
@@ -64,7 +53,7 @@ class Seconds(click.FloatRange):
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Rounds per batch.")
 @click.option(
     "--seconds",
-    type=Seconds(0, min_open=True),
+    type=click.FloatRange(0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="S",
@@ -79,13 +68,14 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     from attn_select_cli.output import print_json, print_lines, print_warnings
     from attn_select_cli.progress import progress
     from attn_select_cli.run import chosen_layers
+    from attn_select_cli.torch_module import torch_module
 
-    wanted, asked = parse_workload(workload), tuple(options["backend"])
+    wanted, backends = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
-    for name in asked:
+    for name in backends:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)
-    benching = benching_module()
+    benching = torch_module("attn_select_measure.benching", "timing a layer")
     rules = tuple(options["rules"]) or None
     with benching.joined_ranks() as ranks, progress("measuring", shown=ranks is None or ranks.rank == 0) as shown:
 
@@ -103,7 +93,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
             config = each.layer.selection.config
             for shape in wanted.shapes if each.not_run is None else ():
                 benching.check_runnable(config, shape.batch, ranks)
-                todo.append((each, shape, bench.candidates(config, shape.batch, asked)))
+                todo.append((each, shape, bench.candidates(config, shape.batch, backends)))
         shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
         complete = True
         for done, (each, shape, candidates) in enumerate(todo):
@@ -120,23 +110,6 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
     return 130 if not complete else 0 if outcome.ok else 1
 
 
-def benching_module() -> Any:
-    """Import what measures, which needs torch and numpy."""
-    from attn_select.errors import RuntimeMissingError
-    from attn_select.machine.amx import avoid_trapping_amx
-
-    avoid_trapping_amx()
-    try:
-        from attn_select_measure import benching
-    except ImportError as error:
-        if error.name not in ("numpy", "torch"):
-            raise
-        raise RuntimeMissingError(
-            f"timing a layer needs {error.name}, which is not installed", hint="pip install torch numpy"
-        ) from None
-    return benching
-
-
 @dataclass(slots=True)
 class LayerBench:
     """One layer kind with its batches, or why it is not run."""
@@ -146,10 +119,7 @@ class LayerBench:
     batches: list[tuple[WeightedShape, TimedBatch]] = field(default_factory=list)
 
     def totals(self, phase: str) -> list[tuple[str, float]]:
-        """Return the workload's time by backend over the shapes of a phase, microseconds, the fastest first.
-
-        A backend that has no time on one of them is left out.
-        """
+        """Return the workload's time by backend over the shapes of a phase, microseconds, the fastest first."""
         config = self.layer.selection.config
         longest = config.max_decode_query_len
         mine = [pair for pair in self.batches if pair[0].batch.is_decode(longest) is (phase == "decode")]
@@ -181,7 +151,7 @@ class Outcome:
 
     def lines(self) -> list[Block]:
         """Return the tables."""
-        from attn_select.decide.text import HANG
+        from attn_select.decide.lines import HANG
 
         rates = f"copy {self.rates.copy / 1e9:.4g} GB/s, matmul {self.rates.matmul / 1e12:.3g} TFLOP/s"
         lines: list[Block] = [*self.explanation.head_lines()]
@@ -194,7 +164,7 @@ class Outcome:
 
     def _layer_lines(self, each: LayerBench) -> list[Block]:
         from attn_select.decide.config_text import config_text
-        from attn_select.decide.text import HANG
+        from attn_select.decide.lines import HANG
         from attn_select_cli.table import Table
 
         layer = each.layer

@@ -18,15 +18,10 @@ from attn_select_measure import host_memory
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What this device reaches.
+    """What this device reaches."""
 
-    Attributes:
-        copy: bytes per second of a large copy, those read and those written.
-        matmul: FLOP/s of a large matmul, in bfloat16 on a GPU and in float32 on a CPU.
-    """
-
-    copy: float
-    matmul: float
+    copy: float  # bytes per second of a large copy, those read and those written
+    matmul: float  # FLOP/s of a large matmul, in bfloat16 on a GPU and in float32 on a CPU
 
     def of(self, device: Device) -> Device:
         """Return the device with these rates in place of the data sheet's, FP8's in proportion."""
@@ -40,18 +35,7 @@ class Rates:
 
 
 class Machine:
-    """This machine.
-
-    Args:
-        ranks: all that share the layers' caches.
-
-    Attributes:
-        device: its device; ``detection`` says how it was found.
-        gpu: the device's full name.
-        on_gpu: whether that is a GPU.
-        torch_device: where tensors are.
-        ranks: as given.
-    """
+    """This machine."""
 
     def __init__(self, ranks: ContextParallel | None = None) -> None:
         self.detection, self.ranks = detect_device(), ranks
@@ -101,7 +85,7 @@ class Machine:
 
     def free_memory(self) -> None:
         """Give back what nothing refers to any more."""
-        gc.collect()  # the command line switches the collector off, and graphs hold device memory
+        gc.collect()  # captured graphs hold device memory until their cycles are collected
         if self.on_gpu:
             torch.cuda.empty_cache()
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendSpec
+from attn_select.decide.lines import byte_text
 from attn_select.decide.selector import RulesArgument, select
-from attn_select.decide.text import byte_text
 from attn_select.errors import AttnSelectError, ConfigError, shorten
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
 from attn_select.reference.layer_step import CacheMemory
 from attn_select.reference.state_step import StateMemory, StateStep
-from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.timer import WARM_UP_ROUNDS, timed_rounds
 from attn_select.times.batch_shape import BatchShape
@@ -52,22 +52,7 @@ SETTLED_ROUNDS = 5
 
 
 class Bench:
-    """Measures on this machine's device.
-
-    Args:
-        environment: libraries and variables; None probes this machine.
-        rules: as in ``select``.
-        rounds: most rounds per batch.
-        settled: end a batch's rounds once the 95 % intervals of all medians are within this share of them; None: run
-            ``rounds``.
-        eager: time eager steps too.
-        progress: called with a text whenever something new begins.
-        ranks: all that share the layers' caches. Each rank measures the same, and the slowest rank's time counts.
-
-    Attributes:
-        machine: this one.
-        rates: what its device reaches, measured when this is made.
-    """
+    """Measures on this machine's device."""
 
     def __init__(
         self,
@@ -104,9 +89,9 @@ class Bench:
                     found.append(Candidate(judged.backend, failure=why))
                 continue
             whole = len(valid) == len(config.phases)
-            asked: Any = judged.backend if whole else dict.fromkeys(needed, judged.backend)
+            choice: Any = judged.backend if whole else dict.fromkeys(needed, judged.backend)
             try:
-                selection = select(config, device, self.rules, asked, **known)
+                selection = select(config, device, self.rules, choice, **known)
                 selection.require()
             except AttnSelectError as error:
                 found.append(Candidate(judged.backend, failure=shorten(error.message, 200)))
@@ -122,18 +107,7 @@ class Bench:
         seconds: float = 60.0,
         compare: bool = True,
     ) -> TimedBatch:
-        """Time the candidates on one batch.
-
-        Args:
-            seconds: begin no further round after this long, behind the third; compilation does not count.
-            compare: compare each result with the oracle, which takes longer than the rounds where contexts are long.
-
-        Returns:
-            The candidates with their times, or with why there is none: whatever goes wrong is said there.
-
-        Raises:
-            ConfigError: as ``check_runnable``.
-        """
+        """Time the candidates on one batch."""
         check_runnable(config, batch, self.machine.ranks)
         floor = roofline_us(config, batch, self.rates.of(self.machine.device))
         result = TimedBatch(batch, floor, [Timed(each.name, failure=each.failure) for each in candidates])
@@ -212,11 +186,7 @@ class Bench:
                 return
 
     def _memory(self, steps: Sequence[Step], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
-        """Return the caches' memory and how many layers a round runs, a multiple of the number of caches.
-
-        Raises:
-            MemoryError: one cache does not fit.
-        """
+        """Return the caches' memory and how many layers a round runs, a multiple of the number of caches."""
         machine = self.machine
         largest, weights = max(step.cache_bytes for step in steps), max(step.weight_bytes for step in steps)
         spare = SPARE_BYTES if machine.on_gpu else SPARE_HOST_BYTES
@@ -288,11 +258,7 @@ def untimed(config: LayerConfig, ranks: ContextParallel | None = None) -> str | 
 
 
 def check_runnable(config: LayerConfig, batch: BatchShape, ranks: ContextParallel | None = None) -> None:
-    """Make sure that a batch can be made for a layer.
-
-    Raises:
-        ConfigError: it cannot; says why.
-    """
+    """Make sure that a batch can be made for a layer."""
     if (reason := untimed(config, ranks)) is not None:
         fields = ["sparse_top_k", "attn_type", "decode_context_parallel_size"]
         raise ConfigError(f"this layer cannot be timed alone: {reason}", fields=fields)

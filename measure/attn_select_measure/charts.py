@@ -70,17 +70,11 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series of points.
-
-    Attributes:
-        name: in the legend.
-        points: (x, y), in the order of x.
-        look: index of the series' colour and sign; None for a reference line, dashed and without signs.
-    """
+    """A series of points."""
 
     name: str
-    points: Sequence[tuple[float, float]]
-    look: int | None
+    points: Sequence[tuple[float, float]]  # (x, y), in the order of x
+    look: int | None  # index of the series' colour and sign; None for a reference line, dashed and without signs
 
 
 def lines(series: Sequence[Line], x_label: str, y_label: str) -> str:
@@ -111,18 +105,13 @@ def lines(series: Sequence[Line], x_label: str, y_label: str) -> str:
 
 
 def in_page(svg: str, name: str, text: str) -> str:
-    """Return a chart as an element of a page.
-
-    Args:
-        name: makes the identifiers within the element unlike other charts'; letters, digits and hyphens.
-        text: says what the chart shows, for those who do not see it.
-    """
+    """Return a chart as an element of a page."""
     found = svg[svg.index("<svg") :]
     found = re.sub(r"<metadata>.*?</metadata>", "", found, flags=re.DOTALL)
     found = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", found)
     found = _PLACEHOLDER.sub(lambda match: f"var(--series-{int(match[1])})", found)
     found = found.replace(INK, "var(--ink)").replace(GRID, "var(--line)")
-    # A presentation attribute takes no variable: matplotlib writes styles, but for these.
+    # A presentation attribute takes no variable: matplotlib writes styles, except these.
     found = re.sub(r'\b(fill|stroke)="(var\([^"]*\))"', r'style="\1: \2"', found)
     label = text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return re.sub(r"<svg ", f'<svg role="img" aria-label="{label}" ', found, count=1)

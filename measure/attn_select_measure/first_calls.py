@@ -34,38 +34,23 @@ Key = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class FirstCall:
-    """What a process runs.
+    """What a process runs."""
 
-    Attributes:
-        key: names it in the results.
-        backend: whose it is.
-        config: the layer.
-        requests: query and sequence length of each request.
-        asked: the backend, or one for each phase, as ``select`` takes it.
-        phases: the phases whose backends run; None: all.
-    """
-
-    key: Key
-    backend: str
+    key: Key  # names it in the results
+    backend: str  # whose it is
     config: LayerConfig
-    requests: tuple[Request, ...]
-    asked: Any
-    phases: tuple[Phase, ...] | None
+    requests: tuple[Request, ...]  # query and sequence length of each request
+    choice: Any  # the backend, or one for each phase, as ``select`` takes it
+    phases: tuple[Phase, ...] | None  # the phases whose backends run; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a first call ended.
+    """How a first call ended."""
 
-    Attributes:
-        seconds: that it took, imports that nobody else had needed before included.
-        failure: why it did not end; None where it did.
-        error: that it raised, in words, and will raise again when it is timed; None: none.
-    """
-
-    seconds: float
-    failure: str | None = None
-    error: str | None = None
+    seconds: float  # that it took, imports that nobody else had needed before included
+    failure: str | None = None  # why it did not end; None where it did
+    error: str | None = None  # that it raised, in words, and will raise again when it is timed; None: none
 
 
 @dataclass(slots=True)
@@ -77,12 +62,7 @@ class _Worker:
 
 
 class FirstCalls:
-    """Processes that run first calls until ``close``.
-
-    Args:
-        jobs: how many processes.
-        environment: of the decisions.
-    """
+    """Processes that run first calls until ``close``."""
 
     def __init__(self, jobs: int, environment: Environment) -> None:
         self._context = get_context("spawn")
@@ -199,7 +179,7 @@ def _run(task: FirstCall, environment: Environment) -> None:
     from attn_select.runtime.compile_ahead import stand_in
     from attn_select.runtime.warm_up import GroupSteps, Step
 
-    selection = select(task.config, detect_device().device, None, task.asked, environment=environment)
+    selection = select(task.config, detect_device().device, None, task.choice, environment=environment)
     queries, lens = [query for query, _ in task.requests], [length for _, length in task.requests]
     capacity = Capacity(len(queries), sum(queries), max(lens))
     with torch.inference_mode():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_select.decide.text import byte_text
+from attn_select.decide.lines import byte_text
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import error_bound
 from attn_select.reference.layer_step import CacheMemory, LayerStep
@@ -29,17 +29,7 @@ EAGER_LAYERS, EAGER_REPEATS = 16, 3
 
 
 class Prepared:
-    """A candidate whose step is made.
-
-    Args:
-        timed: what is found out goes there.
-        candidate: a valid one.
-
-    Attributes:
-        step: the step.
-        layers: the calls of a round, one for each layer. They own the metadata that a graph of them reads.
-        run: runs them all, or replays their graph.
-    """
+    """A candidate whose step is made."""
 
     def __init__(self, machine: Machine, timed: Timed, candidate: Candidate, batch: BatchShape) -> None:
         selection = candidate.selection
@@ -55,7 +45,7 @@ class Prepared:
         else:
             ranks = machine.ranks
             self.step = LayerStep(selection, requests, candidate.phases, device, context_parallel=ranks)
-        served = self.step.group.served
+        served = self.step.group.backends
         plans = {phase: each.context.plans[phase] for phase, each in served.items() if phase in here}
         timed.kernel = {phase: plan.kernel_name or "unnamed" for phase, plan in plans.items()}
         if isinstance(self.step, StateStep):
@@ -69,13 +59,7 @@ class Prepared:
             call()
 
     def prepare(self, memory: Any, layers: int, eager: bool) -> None:
-        """Make the layers, run each once, and capture them.
-
-        Args:
-            memory: of their caches; None where they have none.
-            layers: how many a round has; one that would last too long has fewer.
-            eager: time a step without a graph, too.
-        """
+        """Make the layers, run each once, and capture them."""
         step, timed, machine = self.step, self.timed, self._machine
         with torch.inference_mode():
             caches: list[Any] = [None] if memory is None else memory.caches(step)
@@ -100,7 +84,7 @@ class Prepared:
             if not machine.on_gpu:
                 timed.method = "eager"
                 return
-            decode: Any = step.group.served.get("decode")
+            decode: Any = step.group.backends.get("decode")
             if "decode" in timed.kernel and decode.context.plans["decode"].cuda_graph == "NEVER":
                 timed.method, timed.why_eager = "eager", "its plan supports no CUDA graphs"
                 return
@@ -138,7 +122,7 @@ class Prepared:
             machine.synchronize()
             found.append((built - began, (issued - first) / count, (time.perf_counter() - first) / count))
         build, host, wall = (statistics.median(times) * 1e6 for times in zip(*found, strict=True))
-        plans = [plan for each in step.group.served.values() for plan in each.context.plans.values()]
+        plans = [plan for each in step.group.backends.values() for plan in each.context.plans.values()]
         reserved = {plan.kernel: plan.workspace_bytes for plan in plans}
         return EagerCost(build, host, wall, sum(reserved.values()), peak)
 

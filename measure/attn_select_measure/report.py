@@ -93,8 +93,8 @@ def _check_output(output: Path, force: bool) -> None:
 
 def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> tuple[Page, list[str]]:
     """Return the page of decisions for models on GPUs, with the times that surveys predict for their layers, and what
-    else is to be said of the decisions."""
-    from attn_select.rules.plugins import load_plugins
+    else is to be told of the decisions."""
+    from attn_select.backends.registry import load_plugins
     from attn_select.times.prediction import load_survey, survey_for
     from attn_select_cli.explanation import build_explanations, warnings_of
     from attn_select_cli.output import counted
@@ -104,9 +104,9 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
     from attn_select_measure.report_page.predicted import Layer, chart_groups
 
     explanations = build_explanations(options, models, gpus)
-    asked = [(model or "layer", gpu) for model, gpu in product(models, gpus)]
+    pairs = [(model or "layer", gpu) for model, gpu in product(models, gpus)]
     cells, layers, lacking = [], [], dict[str, None]()
-    for (model, gpu), explanation in zip(asked, explanations, strict=True):
+    for (model, gpu), explanation in zip(pairs, explanations, strict=True):
         survey = None if options["no_times"] else load_survey(explanation.device)
         if options["times"] is not None:
             survey = survey_for(explanation.device, Path(options["times"]), options["times"])
@@ -117,7 +117,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
             cells.append(Cell(model, name, gpu, _names(each.selection.selected), f"{model} {gpu}"))
             if survey is not None:
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
-    documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(asked, explanations, strict=True)}
+    documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(pairs, explanations, strict=True)}
     look = looks(load_plugins().specs)
     with progress(f"drawing times of {counted(len(layers), 'layer')}", len(layers)) as drawn:
         groups = chart_groups(layers, look, drawn.advance)

@@ -12,7 +12,6 @@ import click
 
 from attn_select_cli.complete import BackendName
 from attn_select_cli.help import Command
-from attn_select_measure.bench import Seconds, benching_module
 
 if TYPE_CHECKING:
     from attn_select.machine.environment import Environment
@@ -68,7 +67,9 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
     metavar="NAME",
     help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
 )
-@click.option("--seconds", type=Seconds(0, min_open=True), metavar="S", help="End by then [default: when all is done].")
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), metavar="S", help="End by then [default: when all is done]."
+)
 @click.option(
     "--backend",
     "backends",
@@ -86,7 +87,7 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 )
 @click.option(
     "--compile-seconds",
-    type=Seconds(0, min_open=True),
+    type=click.FloatRange(0, min_open=True),
     default=120.0,
     show_default=True,
     metavar="S",
@@ -106,12 +107,13 @@ def command(
     compile_seconds: float,
 ) -> int:
     """Time every valid backend on layers and batches drawn from the space of real models, one line for each."""
+    from attn_select.backends.registry import load_plugins
     from attn_select.decide.selector import environment_for
     from attn_select.errors import UnknownNameError
     from attn_select.machine.detection import detect_device
     from attn_select.machine.environment import parse_pins
-    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import require_writable
+    from attn_select_cli.torch_module import torch_module
     from attn_select_measure.survey_draw import PHASES
 
     if (out is None) == (check is None):
@@ -131,16 +133,14 @@ def command(
     require_writable(out, "--out")
     if fit is not None:
         from attn_select_cli.progress import progress
-        from attn_select_measure.survey_fit import fit_survey, fit_work, save
+        from attn_select_measure.survey_fit import fit_count, fit_survey, save
         from attn_select_measure.survey_records import read_survey
 
         records = read_survey(fit)
-        with progress(f"fitting {len(records)} workloads", fit_work(records)) as shown:
+        with progress(f"fitting {len(records)} workloads", fit_count(records)) as shown:
             save(fit_survey(records, shown.advance), out)
         return 0
-    benching_module()
-    from attn_select_measure import surveying
-
+    surveying = torch_module("attn_select_measure.surveying", "timing a layer")
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
     settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)
@@ -149,14 +149,7 @@ def command(
 
 
 def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
-    """Time what is planned, with a line for each; go on in a new process where the device fails.
-
-    Returns:
-        Whether all of it was timed.
-
-    Raises:
-        MeasurementError: the file is not a survey's, or is one of another GPU.
-    """
+    """Time what is planned, with a line for each; go on in a new process where the device fails."""
     from attn_select_measure import surveying
 
     began, seconds = time.monotonic(), settings.seconds
@@ -174,8 +167,8 @@ def surveyed(settings: Settings, plan: Plan, environment: Environment) -> bool:
 
 def _check(path: Path | None, environment: Environment) -> int:
     """Print which times are stale, of a file or packaged ones; return the exit code."""
+    from attn_select.backends.registry import load_plugins
     from attn_select.errors import MeasurementError
-    from attn_select.rules.plugins import load_plugins
     from attn_select_cli.output import print_line
     from attn_select_measure.survey_records import check_packaged, check_survey, read_survey
 

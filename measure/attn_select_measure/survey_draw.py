@@ -64,21 +64,14 @@ MLA_SIZES: Sequence[tuple[dict[str, int], float]] = (
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """How large what is drawn may be.
+    """How large what is drawn may be."""
 
-    Attributes:
-        requests: most requests of a step.
-        contexts: least and most tokens of a request that decodes, or of a prompt's history.
-        prompts: least and most new tokens of a request that prefills.
-        tokens: most new tokens of a step.
-        tiny: whether layers are of a size for a CPU.
-    """
-
-    requests: int = 512
+    requests: int = 512  # most requests of a step
+    # least and most tokens of a request that decodes, or of a prompt's history
     contexts: tuple[int, int] = (64, 1 << 18)
-    prompts: tuple[int, int] = (16, 1 << 15)
-    tokens: int = 1 << 15
-    tiny: bool = False
+    prompts: tuple[int, int] = (16, 1 << 15)  # least and most new tokens of a request that prefills
+    tokens: int = 1 << 15  # most new tokens of a step
+    tiny: bool = False  # whether layers are of a size for a CPU
 
 
 SPACE = Space()
@@ -88,17 +81,10 @@ TINY = Space(requests=4, contexts=(8, 64), prompts=(4, 24), tokens=64, tiny=True
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One workload of a survey.
-
-    Attributes:
-        number: from 0.
-        family, phase: of ``FAMILIES`` and ``PHASES``.
-        config: the layer.
-        batch: the step.
-    """
+    """One workload of a survey."""
 
     number: int
-    family: str
+    family: str  # of ``FAMILIES`` and ``PHASES``
     phase: str
     config: LayerConfig
     batch: BatchShape
@@ -124,7 +110,7 @@ def draw_batch(rng: random.Random, phase: str, config: LayerConfig, space: Space
 
 
 def kind_of(config: LayerConfig) -> str:
-    """Return one text for all layers that are alike but for what changes no time, to leave kinds out by."""
+    """Return one text for all layers that are alike except in what changes no time, to leave kinds out by."""
     fields = timed_fields(config)
     if isinstance(config, AttentionConfig):
         first = f"{config.num_heads}:{config.num_kv_heads} {config.head_size}"

@@ -11,7 +11,6 @@ import gzip
 import json
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,8 @@ from attn_select.times.prediction import VERSION, family_of
 from attn_select_measure.survey_records import Record
 
 Array = NDArray[np.float64]
-Done = Callable[[float], None]
-"""Told how much work is done since it was called last."""
+Done = Callable[[], None]
+"""Told after each fit."""
 LEAST = 5
 """Times that a backend needs in a family to be predicted."""
 _LEVEL = 0.25
@@ -80,19 +79,12 @@ class Scales:
         return np.asarray(np.linalg.solve(covariance, deviations))
 
 
-def fit_survey(records: Sequence[Record], done: Done | None = None) -> dict[str, Any]:
-    """Return what a survey's file holds, of its records.
-
-    Args:
-        done: told after each fit how much work it was; all together are ``fit_work``.
-
-    Raises:
-        MeasurementError: the records have no times.
-    """
+def fit_survey(records: Sequence[Record], done: Done = lambda: None) -> dict[str, Any]:
+    """Return what a survey's file holds, of its records."""
     rates, families = _rates(records), dict[str, dict[str, Any]]()
     for name, timed in _by_family(records, rates).items():
         families[name] = _of_family(timed)
-        _told(done, timed)
+        done()
     families = {name: each for name, each in families.items() if each["backends"]}
     if not families:
         raise MeasurementError(f"no backend has {LEAST} times in this survey")
@@ -117,21 +109,10 @@ def fit_survey(records: Sequence[Record], done: Done | None = None) -> dict[str,
     }
 
 
-def fit_work(records: Sequence[Record]) -> float:
-    """Return how much work ``fit_survey`` is, in the unit of its ``done``."""
+def fit_count(records: Sequence[Record]) -> int:
+    """Return how many fits ``fit_survey`` makes, at most."""
     families = _by_family(records, _rates(records)).values()
-    return sum(_work(timed) * (1 + min(_FOLDS, len(_groups(timed)))) for timed in families)
-
-
-def _work(timed: Sequence[Timed]) -> float:
-    """Return how much work one fit is: each backend's times make a matrix that is inverted."""
-    counts = Counter(name for each in timed for name in each.measured)
-    return float(sum(count**3 for count in counts.values()))
-
-
-def _told(done: Done | None, timed: Sequence[Timed]) -> None:
-    if done is not None:
-        done(_work(timed))
+    return sum(1 + min(_FOLDS, len(_groups(timed))) for timed in families)
 
 
 def _groups(timed: Sequence[Timed]) -> list[str]:
@@ -303,7 +284,7 @@ def _solved(family: Mapping[str, Any], scales: Scales) -> dict[str, Any]:
     return {**family, "backends": backends}
 
 
-def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates, done: Done | None = None) -> float:
+def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates, done: Done) -> float:
     """Return the factor within which 95 % of the ratios of the two first backends lie, where their kind is left out."""
     errors: list[float] = []
     for name, timed in _by_family(records, rates).items():
@@ -330,7 +311,9 @@ class LeftOut:
     predicted: Mapping[str, float]
 
 
-def left_out(timed: Sequence[Timed], backends: Sequence[str], seed: int = 0, done: Done | None = None) -> list[LeftOut]:
+def left_out(
+    timed: Sequence[Timed], backends: Sequence[str], seed: int = 0, done: Done = lambda: None
+) -> list[LeftOut]:
     """Predict every workload from those of other heads and sizes, in ten parts; ``done`` as in ``fit_survey``."""
     groups = _groups(timed)
     random.Random(seed).shuffle(groups)
@@ -342,7 +325,7 @@ def left_out(timed: Sequence[Timed], backends: Sequence[str], seed: int = 0, don
         if len(known) < LEAST:
             continue
         scales = fit_scales(known, backends)
-        _told(done, timed)
+        done()
         predicted: list[dict[str, float]] = [{} for _ in test]
         for backend in backends:
             train = [each for each in known if backend in each.measured]

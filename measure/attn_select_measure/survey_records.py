@@ -33,9 +33,6 @@ def read_survey(path: Path) -> list[Record]:
     """Return a file's workloads in the order of seeds and numbers; none where there is no file. An ``.xz`` is unpacked.
 
     The last line may have been cut off by the end of a run: it is left out.
-
-    Raises:
-        MeasurementError: the file cannot be read, or a line is not one of a survey.
     """
     named = printable(str(path))
     try:
@@ -82,11 +79,7 @@ def write_survey(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> Record:
-    """Return a workload's record with the times of ``new`` in place of the same backends' older ones.
-
-    Raises:
-        MeasurementError: they are of two GPUs.
-    """
+    """Return a workload's record with the times of ``new`` in place of the same backends' older ones."""
     if old["gpu"] != new["gpu"]:
         text = f"workload {old['number']} was timed on {printable(old['gpu'])}, and this is {new['gpu']}"
         raise MeasurementError(text, hint="name another file: the times of one file are of one GPU")
@@ -96,23 +89,14 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is to be said of one backend's times.
+    """What is to be known_why of one backend's times."""
 
-    Attributes:
-        backend: its name; of two that share steps both.
-        times: how many there are.
-        stale: how many are of other kernels than those that are here.
-        unknown: how many cannot be judged here.
-        why: what is another one, or not known, in words.
-        known: why it is known to be stale, with the date; empty where it is not.
-    """
-
-    backend: str
+    backend: str  # its name; of two that share steps both
     times: int
-    stale: int
-    unknown: int
-    why: tuple[str, ...]
-    known: str = ""
+    stale: int  # how many are of other kernels than those that are here
+    unknown: int  # how many cannot be judged here
+    why: tuple[str, ...]  # what is another one, or not known, in words
+    known: str = ""  # why it is known to be stale, with the date; empty where it is not
 
 
 def check_survey(records: Sequence[Record], registry: Registry, environment: Environment) -> list[Checked]:
@@ -132,21 +116,16 @@ def check_survey(records: Sequence[Record], registry: Registry, environment: Env
 
 
 def check_packaged(registry: Registry, environment: Environment) -> list[Checked]:
-    """Compare the fingerprints of the packaged times with the kernels that are here; by file and name.
-
-    Raises:
-        MeasurementError: ``known_stale.toml`` names more than ``MOST_KNOWN_STALE`` backends, one that is not stale, or
-            one without a reason and a date.
-    """
+    """Compare the fingerprints of the packaged times with the kernels that are here; by file and name."""
     known = known_stale()
     found = []
     for path in sorted(PACKAGED_FOLDER.glob(f"*{SUFFIX}")):
         for name, surveyed in sorted(read_survey_file(path, path.name).backends.items()):
             changed, missing = _judged(name, surveyed.fingerprint, registry, environment)
             entry = known.get(name, {})
-            said = f"{entry['reason']} ({entry['date']})" if changed and entry.keys() == {"reason", "date"} else ""
+            known_why = f"{entry['reason']} ({entry['date']})" if changed and entry.keys() == {"reason", "date"} else ""
             counts = surveyed.times, surveyed.times * bool(changed), surveyed.times * (bool(missing) and not changed)
-            found.append(Checked(name, *counts, tuple(changed or missing), said))
+            found.append(Checked(name, *counts, tuple(changed or missing), known_why))
     idle = sorted(known.keys() - {each.backend for each in found if each.known})
     if idle or len(known) > MOST_KNOWN_STALE:
         text = f"known_stale.toml names {', '.join(sorted(known))}: expected at most {MOST_KNOWN_STALE} backends whose"

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import RulesArgument, select
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import LayerConfig, layer_of
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
-from attn_select.rules.plugins import load_plugins
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
 from attn_select.times.workload import phases_of
@@ -51,36 +51,23 @@ class DeviceLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One workload to be timed.
+    """One workload to be timed."""
 
-    Attributes:
-        row: its record so far; without ``timed`` where it has none.
-    """
-
-    row: Record
+    row: Record  # its record so far; without ``timed`` where it has none
     config: LayerConfig
     batch: BatchShape
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a survey is asked for.
-
-    Attributes:
-        out: its file.
-        seconds: that the whole run may take; None: no limit.
-        backends: the only ones that are timed; empty: all valid ones.
-        jobs: processes that run first calls side by side before workloads are timed; 0: none.
-        compile_seconds: that they may take each time.
-        rules: as in ``select``.
-    """
+    """What a survey is asked for."""
 
     out: Path
-    seconds: float | None
-    backends: tuple[str, ...]
-    jobs: int
-    compile_seconds: float = COMPILE_SECONDS
-    rules: RulesArgument = None
+    seconds: float | None  # that the whole run may take; None: no limit
+    backends: tuple[str, ...]  # the only ones that are timed; empty: all valid ones
+    jobs: int  # processes that run first calls side by side before workloads are timed; 0: none
+    compile_seconds: float = COMPILE_SECONDS  # that they may take each time
+    rules: RulesArgument = None  # as in ``select``
 
 
 Plan = Callable[[Machine, Sequence[Record]], Iterable[Work]]
@@ -93,19 +80,7 @@ def default_jobs(on_gpu: bool) -> int:
 
 
 def survey(settings: Settings, plan: Plan, environment: Environment, say: Callable[[str], None]) -> bool:
-    """Time what is planned, and append it to the file.
-
-    Args:
-        plan: says what that is.
-        say: told a line for each workload.
-
-    Returns:
-        Whether everything that was planned is in the file now.
-
-    Raises:
-        DeviceLost: a kernel broke the device; its workload is in the file, without times.
-        MeasurementError: the file is not a survey's, or is one of another GPU.
-    """
+    """Time what is planned, and append it to the file."""
     began = time.monotonic()
     known = read_survey(settings.out)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
@@ -242,15 +217,15 @@ class _Run:
         return found
 
     def _candidates(self, work: Work) -> list[Candidate]:
-        asked = self._settings.backends
+        only = self._settings.backends
         found = self._bench.candidates(work.config, work.batch)
         phases = phases_of(work.batch, work.config)
         # Of backends that serve one of two phases pairs are timed.
         found = [each for each in found if each.selection is not None or len(phases) == 1]
         if isinstance(work.config, AttentionConfig) and work.config.mla and len(phases) > 1:
             found += self._pairs(work.config, {each.name for each in found})
-        if asked:
-            return [each for each in found if {*each.name.split(PAIR)} & {*asked}]
+        if only:
+            return [each for each in found if {*each.name.split(PAIR)} & {*only}]
         return [each for each in found if each.name not in UNASKED]
 
     def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
@@ -266,10 +241,10 @@ class _Run:
         }
         for name in able["decode"]:
             if name not in whole and able["prefill"]:
-                asked: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
-                both = select(config, bench.machine.device, bench.rules, asked, **known)
-                if both.selected == asked:
-                    yield Candidate(f"{asked['prefill']}{PAIR}{name}", both)
+                pair: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
+                both = select(config, bench.machine.device, bench.rules, pair, **known)
+                if both.selected == pair:
+                    yield Candidate(f"{pair['prefill']}{PAIR}{name}", both)
 
     def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Key, Ended]) -> bool:
         """Time one workload and write its line; return False where the user stopped it."""

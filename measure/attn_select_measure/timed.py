@@ -16,38 +16,24 @@ from attn_select.times.batch_shape import BatchShape
 
 @dataclass(slots=True)
 class Candidate:
-    """One backend for one batch.
-
-    Attributes:
-        name: the backend.
-        selection: the decision with this backend chosen; None where ``failure`` says why not.
-        phases: the phases whose backends run; None: all.
-        failure: why it is not timed.
-    """
+    """One backend for one batch."""
 
     name: str
+    # the decision with this backend chosen; None where ``failure`` says why not
     selection: Selection[Any] | None = None
-    phases: tuple[Phase, ...] | None = None
+    phases: tuple[Phase, ...] | None = None  # the phases whose backends run; None: all
     failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EagerCost:
-    """What a step of several layers costs where the host launches every kernel.
+    """What a step of several layers costs where the host launches every kernel."""
 
-    Attributes:
-        build_us: host time of building the step's metadata, once a step, microseconds.
-        host_us: host time of one layer's call, until it returns.
-        wall_us: time of one layer, from the first call until the device is done, over the number of layers.
-        reserved_bytes: scratch memory that the plans say their backends keep.
-        peak_bytes: device memory that a call takes beside that, and gives back; None on a CPU.
-    """
-
-    build_us: float
-    host_us: float
-    wall_us: float
-    reserved_bytes: int
-    peak_bytes: int | None
+    build_us: float  # host time of building the step's metadata, once a step, microseconds
+    host_us: float  # host time of one layer's call, until it returns
+    wall_us: float  # time of one layer, from the first call until the device is done, over the number of layers
+    reserved_bytes: int  # scratch memory that the plans say their backends keep
+    peak_bytes: int | None  # device memory that a call takes beside that, and gives back; None on a CPU
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, times in four digits."""
@@ -56,32 +42,17 @@ class EagerCost:
 
 @dataclass(slots=True)
 class Timed:
-    """What was measured of one candidate on one batch.
-
-    Attributes:
-        backend: its name.
-        kernel: kernel name for each phase of the batch.
-        block_size: tokens per block of the cache.
-        samples_us: time of one layer's step in each round, microseconds.
-        eager: what a step costs that no graph replays; None where that was not asked for.
-        method: ``graph``, or ``eager`` where nothing could be captured.
-        why_eager: why it was not.
-        first_call_s: seconds of the first call, compilation included.
-        error: relative error against the oracle; None where it was not compared.
-        unchecked: why it was not.
-        bound: what the error may be.
-        failure: why there is no time.
-    """
+    """What was measured of one candidate on one batch."""
 
     backend: str
-    kernel: dict[str, str] = field(default_factory=dict)
-    block_size: int | None = None
-    samples_us: list[float] = field(default_factory=list)
-    eager: EagerCost | None = None
-    method: Literal["graph", "eager"] = "graph"
+    kernel: dict[str, str] = field(default_factory=dict)  # kernel name for each phase of the batch
+    block_size: int | None = None  # tokens per block of the cache
+    samples_us: list[float] = field(default_factory=list)  # time of one layer's step in each round, microseconds
+    eager: EagerCost | None = None  # what a step costs that no graph replays; None where that was not asked for
+    method: Literal["graph", "eager"] = "graph"  # ``graph``, or ``eager`` where nothing could be captured
     why_eager: str | None = None
-    first_call_s: float = 0.0
-    error: float | None = None
+    first_call_s: float = 0.0  # seconds of the first call, compilation included
+    error: float | None = None  # relative error against the oracle; None where it was not compared
     unchecked: str | None = None
     bound: float | None = None
     failure: str | None = None
@@ -130,21 +101,13 @@ class Timed:
 
 @dataclass(slots=True)
 class TimedBatch:
-    """All candidates on one batch.
-
-    Attributes:
-        batch: its shape.
-        roofline_us: the least time at the device's measured rates; None where they were not measured.
-        timed: the candidates, the fastest first, those without a time last.
-        complete: False where it was interrupted.
-        seconds: spent on rounds.
-    """
+    """All candidates on one batch."""
 
     batch: BatchShape
-    roofline_us: float | None
-    timed: list[Timed]
-    complete: bool = True
-    seconds: float = 0.0
+    roofline_us: float | None  # the least time at the device's measured rates; None where they were not measured
+    timed: list[Timed]  # the candidates, the fastest first, those without a time last
+    complete: bool = True  # False where it was interrupted
+    seconds: float = 0.0  # spent on rounds
 
 
 def _rounded(number: float) -> float:

@@ -9,7 +9,6 @@ import click
 
 from attn_select_cli.help import Command
 from attn_select_cli.layer_options import bench_options
-from attn_select_measure.bench import Seconds, benching_module
 from attn_select_measure.survey import surveyed
 
 EPILOG = """\b
@@ -50,7 +49,7 @@ Exit code: 0 written, 1 not written, 2 wrong input, 130 interrupted.
 )
 @click.option(
     "--seconds",
-    type=Seconds(0, min_open=True),
+    type=click.FloatRange(0, min_open=True),
     default=300.0,
     show_default=True,
     metavar="S",
@@ -70,12 +69,13 @@ def command(
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_line, print_warnings, require_writable
     from attn_select_cli.run import chosen_layers
+    from attn_select_cli.torch_module import torch_module
 
     wanted = None if workload is None else parse_workload(workload)
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     print_warnings(explanation.all_warnings)
-    asked, device = tuple(options["backend"]), explanation.device
-    for name in asked:
+    backends, device = tuple(options["backend"]), explanation.device
+    for name in backends:
         if name not in explanation.situation.names:
             raise UnknownNameError("backend", name, explanation.situation.names)
     if device.is_cpu:
@@ -88,7 +88,7 @@ def command(
     gpu = device.full_name or device.name
     if path.exists() and not file.exists():
         raise MeasurementError(f"{path} exists, and no tune wrote it", hint="--out FILE names another one")
-    benching = benching_module()
+    benching = torch_module("attn_select_measure.benching", "timing a layer")
     from attn_select_measure import surveying, tuning
     from attn_select_measure.survey_fit import extended, save
     from attn_select_measure.survey_records import read_survey
@@ -108,12 +108,12 @@ def command(
     base = tuning.base_survey(device, gpu, tuning.parted(layers, read_survey(file))[0], file)
     environment, rules = explanation.situation.environment, tuple(options["rules"]) or None
     jobs = surveying.default_jobs(True)
-    settings = surveying.Settings(file, seconds, asked, jobs, rules=rules)
+    settings = surveying.Settings(file, seconds, backends, jobs, rules=rules)
     surveyed(settings, lambda _, known: tuning.plan(layers, workloads, known), environment)
-    _, added, held = tuning.parted(layers, read_survey(file))
+    _, added, held_out = tuning.parted(layers, read_survey(file))
     merged = extended(base, added)
-    regrets = tuning.judged(held, (base, merged), device, rules, environment)
-    print_line(f"{gpu}: {len(added) + len(held)} workloads, {len(held)} of them held out")
+    regrets = tuning.judged(held_out, (base, merged), device, rules, environment)
+    print_line(f"{gpu}: {len(added) + len(held_out)} workloads, {len(held_out)} of them held out")
     if not regrets:
         print_line("not written: no held-out workload has times of the backends that are chosen")
         return 1
@@ -123,7 +123,7 @@ def command(
     if not tuning.is_better(regrets):
         print_line("not written: choices would be worse")
         return 1
-    save(extended(merged, held), path)
+    save(extended(merged, held_out), path)
     clear_cache()
     print_line(f"written: {path}" + ("" if out else ", which decisions on this GPU rest on from now on"))
     return 0

@@ -38,31 +38,19 @@ _PHASES_OF: Mapping[str, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TunedLayer:
-    """One kind of layers that is tuned.
-
-    Attributes:
-        name: what it is called.
-        config: the layer.
-        seed: of its draws, the same for layers whose times are alike.
-        asked: batches that are timed first.
-        phases, space: of those that are drawn.
-    """
+    """One kind of layers that is tuned."""
 
     name: str
     config: LayerConfig
-    seed: int
-    asked: Sequence[BatchShape]
-    phases: Sequence[str]
+    seed: int  # of its draws, the same for layers whose times are alike
+    requested: Sequence[BatchShape]  # batches that are timed first
+    phases: Sequence[str]  # of those that are drawn
     space: Space
 
     def work(self, number: int) -> Work:
-        """Return one workload: those that are asked for first, then drawn ones, the phases in turn.
-
-        Raises:
-            ConfigError: no batch within the ranges is small enough.
-        """
-        if number < len(self.asked):
-            return work_of(self.seed, number, "own", "asked", self.config, self.asked[number])
+        """Return one workload: those that are asked for first, then drawn ones, the phases in turn."""
+        if number < len(self.requested):
+            return work_of(self.seed, number, "own", "asked", self.config, self.requested[number])
         rng, first = random.Random(f"{self.seed} {number}"), number % len(self.phases)
         for phase in (*self.phases[first:], *self.phases[:first]):
             if (batch := draw_batch(rng, phase, self.config, self.space)) is not None:
@@ -113,20 +101,16 @@ def plan(layers: Sequence[TunedLayer], workloads: int, known: Sequence[Record]) 
 def parted(layers: Sequence[TunedLayer], records: Sequence[Record]) -> tuple[list[Record], list[Record], list[Record]]:
     """Return the records of other workloads, those of the layers that are added, and those that are held out."""
     by_seed = {layer.seed: layer for layer in layers}
-    others, added, held = list[Record](), list[Record](), list[Record]()
+    others, added, held_out = list[Record](), list[Record](), list[Record]()
     for record in records:
         layer = by_seed.get(record["seed"])
-        into = others if layer is None else held if layer.is_held_out(record["number"]) else added
+        into = others if layer is None else held_out if layer.is_held_out(record["number"]) else added
         into.append(record)
-    return others, added, held
+    return others, added, held_out
 
 
 def base_survey(device: Device, gpu: str, others: Sequence[Record], file: Path) -> Mapping[str, Any]:
-    """Return what is known without the layers that are tuned: the packaged survey and what else is in the file.
-
-    Raises:
-        MeasurementError: there is no packaged survey of this GPU, and too little else.
-    """
+    """Return what is known without the layers that are tuned: the packaged survey and what else is in the file."""
     packaged = packaged_survey(device)
     if packaged is not None:
         known = {**packaged.data, "gpu": gpu, "rates": asdict(packaged.rates)}
@@ -149,7 +133,7 @@ class Regret:
 
 
 def judged(
-    held: Sequence[Record],
+    held_out: Sequence[Record],
     surveys: Sequence[Mapping[str, Any]],
     device: Device,
     rules: RulesArgument,
@@ -161,7 +145,7 @@ def judged(
         paths = [Path(folder) / f"{index}{SUFFIX}" for index in range(len(surveys))]
         for data, path in zip(surveys, paths, strict=True):
             save(data, path)
-        for record in held:
+        for record in held_out:
             config, batch = layer_of(record["config"]), parse_batch_shape(record["batch"])
             workload = Workload(str(batch), (WeightedShape(batch, 1.0),))
             times = times_of(record)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import geometric_mean
 
 from attn_select.layer.layer_config import layer_of
 from attn_select.times.prediction import family_of
@@ -25,7 +25,6 @@ OWN = ("TRITON_ATTN", "TRITON_MLA", "TRITON_MLA_SPARSE")
 OURS = (*OWN, "PAGED_ATTENTION")
 PHASES = ("decode", "uneven", "spread", "prefill", "chunk", "mixed")
 BEST = "best other"
-
 
 Ratios = dict[str, dict[str, list[float]]]
 
@@ -56,22 +55,18 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--lines", action="store_true", help="print rows of a file of docs/results instead of a table")
-    asked = parser.parse_args()
-    for path in filter(None, (asked.file, asked.before)):
+    arguments = parser.parse_args()
+    for path in filter(None, (arguments.file, arguments.before)):
         if not path.is_file():
             parser.error(f"{path}: expected a survey's file, found none")
     before = None
-    if asked.before:
-        before = {(each["seed"], each["number"]): each for each in read_survey(asked.before)}
+    if arguments.before:
+        before = {(each["seed"], each["number"]): each for each in read_survey(arguments.before)}
     rows = {
-        row: {
-            phase: f"{math.exp(sum(map(math.log, found)) / len(found)):.2f} ({len(found)})"
-            for phase in PHASES
-            if (found := by_phase[phase])
-        }
-        for row, by_phase in sorted(ratios(read_survey(asked.file), before).items())
+        row: {phase: f"{geometric_mean(found):.2f} ({len(found)})" for phase in PHASES if (found := by_phase[phase])}
+        for row, by_phase in sorted(ratios(read_survey(arguments.file), before).items())
     }
-    if asked.lines:
+    if arguments.lines:
         for row, cells in rows.items():
             print(json.dumps({"case": row, **cells}))
         return

@@ -389,13 +389,6 @@ def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatc
     )
 
 
-@pytest.mark.parametrize("command", ["bench", "tune"])
-def test_seconds_are_a_number(run: Any, command: str) -> None:
-    result = run(command, *LAYER, "--seconds", "nan")
-    assert result.code == 2
-    assert "Invalid value for '--seconds': 'nan' is not a number" in result.err
-
-
 STATES = ("--recurrence", "gated_delta_net", "--num-heads", "2", "--num-v-heads", "4", "--head-size", "16")
 
 

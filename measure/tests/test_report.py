@@ -16,8 +16,9 @@ from xml.etree import ElementTree
 import pytest
 
 from attn_select import AttentionConfig
+from attn_select.backends.registry import load_plugins
+from attn_select.decide.lines import byte_text
 from attn_select.machine.device import lookup
-from attn_select.rules.plugins import load_plugins
 from attn_select.times import prediction
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.prediction import PACKAGED_FOLDER, load_survey
@@ -86,6 +87,17 @@ def test_the_page_is_one_file_that_asks_for_nothing(run: Any) -> None:
     assert all("www.w3.org" in address for address in addresses)  # names of XML, which nothing fetches
     assert not re.search(r"<(link|img|iframe)\b|\bsrc=|@import|url\((?!#)", page)
     assert "default-src 'none'" in page
+
+
+def test_a_cache_is_summed_over_the_layers_that_own_one(run: Any) -> None:
+    trial = Path(__file__).parents[2] / "tests" / "models" / "data" / "trial"
+    (text,) = opened(written(run, "--model", str(trial / "g3n.json"), "--gpu", "h100")).values()
+    assert "2 KiB per token and layer, 32 KiB for the 16 of 24 that own one" in text
+    (sparse,) = opened(written(run, "--model", "deepseek-v3.2", "--gpu", "h100", "--force")).values()
+    layer = run("explain", "--model", "deepseek-v3.2", "--gpu", "h100", "--json").json["layers"][0]
+    plan = layer["plan"]
+    total = plan["bytes_per_token"] * layer["cache_count"] + plan["indexer_bytes_per_token"] * layer["indexer_count"]
+    assert f"{byte_text(total)} for all 61" in sparse
 
 
 def test_times_of_the_layers_asked_for_are_drawn(run: Any) -> None:

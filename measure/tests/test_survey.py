@@ -260,4 +260,4 @@ def test_what_did_not_compile_in_time_is_not_timed(run: Any, out: Path, monkeypa
     (line,) = lines(out)
     assert timed(line, "FLEX_ATTENTION")["failure"] == "too long"
     (task,) = asked
-    assert task.asked == {"decode": "FLEX_ATTENTION", "prefill": "FLEX_ATTENTION"}
+    assert task.choice == {"decode": "FLEX_ATTENTION", "prefill": "FLEX_ATTENTION"}

@@ -10,17 +10,17 @@ import pytest
 
 pytest.importorskip("scipy", reason="a fit needs scipy")
 
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import environment_for
 from attn_select.errors import MeasurementError
 from attn_select.layer.layer_config import layer_of
 from attn_select.machine.device import lookup
-from attn_select.rules.plugins import load_plugins
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.features import Rates, step_features
 from attn_select.times.prediction import Survey
 from attn_select_measure import survey_records
 from attn_select_measure.survey_draw import draw, kind_of
-from attn_select_measure.survey_fit import extended, fit_survey, fit_work, save
+from attn_select_measure.survey_fit import extended, fit_count, fit_survey, save
 from attn_select_measure.survey_records import Record, check_packaged
 
 RATES = Rates(4.19e6, 7.81e8, 132)
@@ -135,7 +135,6 @@ def test_a_known_stale_backend_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_fit_says_how_much_of_it_is_done(records: list[Record]) -> None:
-    told: list[float] = []
-    fit_survey(records, told.append)
-    assert len(told) > 2
-    assert sum(told) == pytest.approx(fit_work(records), rel=0.02)  # parts with too few times are left out
+    told: list[None] = []
+    fit_survey(records, lambda: told.append(None))
+    assert 2 < len(told) <= fit_count(records)  # parts with too few times are left out

@@ -202,14 +202,14 @@ def test_every_phase_of_a_workload_is_drawn_and_held_out(workload: str | None, p
 
 
 def test_the_batches_of_a_workload_take_turns_by_phase() -> None:
-    asked = layer("9q1s4,8q1s4,7q1s4,q20,q9s40_2q1s40,2q20").asked
+    asked = layer("9q1s4,8q1s4,7q1s4,q20,q9s40_2q1s40,2q20").requested
     assert [str(batch) for batch in asked] == ["9q1s4", "q20", "q9s40_2q1s40", "8q1s4", "2q20", "7q1s4"]
 
 
 def test_an_encoder_has_prompts_alone() -> None:
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, attn_type="encoder_only")
     tuned = tuning.tuned_layer("layer", config, parse_workload("2q1s40,q20"))
-    assert [str(batch) for batch in tuned.asked] == ["q20"]
+    assert [str(batch) for batch in tuned.requested] == ["q20"]
     assert {tuned.work(number).row["phase"] for number in range(1, 9)} == {"prefill"}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attn_select import AttentionConfig, select
-from attn_select.runtime import Attention, BlockTable, Capacity, attention_group, prepare_batch
+from attn_select.runtime import Attention, BlockTable, Capacity, Outputs, attention_group, prepare_batch
 
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 SEQ_LEN = 1024
@@ -101,11 +101,11 @@ def forward_over_raw(group: Any, common: Any) -> float:
     impl = layer.impls["decode"]
     impl.forward = lambda *_: output
     impl.do_kv_cache_update = lambda *_: None
-    part, slots = metadata.parts[0].metadata, metadata.slot_mapping
+    part, slots, outputs = metadata.parts[0].metadata, metadata.slot_mapping, Outputs(output)
 
     def raw() -> None:
-        impl.do_kv_cache_update(layer, key, value, cache, slots)
-        impl.forward(layer, query, key, value, cache, part, output, None, None, None)
+        impl.do_kv_cache_update(key, value, cache, slots)
+        impl.forward(query, key, value, cache, part, outputs)
 
     return microseconds(lambda: layer(query, key, value, cache, metadata, output)) - microseconds(raw)
 
@@ -123,9 +123,9 @@ def launches(group: Any, common: Any, query: torch.Tensor) -> Callable[[], None]
     key, value = query[:, : CONFIG.num_kv_heads].contiguous(), query[:, : CONFIG.num_kv_heads].contiguous()
     calls = []
     for part in metadata.parts:
-        rows = slice(part.start, part.end)
-        tensors = query[rows], key[rows], value[rows], cache, part.metadata, output[rows], None, None, None
-        calls.append(partial(layer.impls[part.phase].forward, layer, *tensors))
+        rows = part.rows
+        tensors = query[rows], key[rows], value[rows], cache, part.metadata, Outputs(output[rows])
+        calls.append(partial(layer.impls[part.phase].forward, *tensors))
 
     def launch() -> None:
         for call in calls:

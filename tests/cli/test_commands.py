@@ -16,12 +16,11 @@ import click
 import pytest
 
 from attn_select import __version__
-from attn_select.backends.registry import Plugin, Registry
+from attn_select.backends.registry import Plugin, Registry, load_plugins
 from attn_select.machine import variables
 from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
-from attn_select.rules.plugins import load_plugins
 from attn_select_cli import main, rules
 from attn_select_cli.main import COMMANDS, OF_MEASURE, OTHERS
 
@@ -256,7 +255,7 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
 
     def registered(specs: list[Any]) -> None:
         registry = Registry({s.name: s for s in specs}, {s.name: everything.owners[s.name] for s in specs})
-        monkeypatch.setattr("attn_select.rules.plugins.load_plugins", cache(lambda: registry))
+        monkeypatch.setattr("attn_select.backends.registry.load_plugins", cache(lambda: registry))
 
     monkeypatch.setattr("attn_select.machine.detection.detect_device", cache(lambda: Detection(lookup("cpu"))))
     registered(kernels_alone)
@@ -449,7 +448,7 @@ def test_one_model_too_many_is_told(run: Any, arguments: tuple[str, ...]) -> Non
 
 def test_the_backends_of_a_broken_plugin_are_not_called_missing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = Plugin("torch", "attn-select-torch", "0.1.0", error="ImportError: no such thing")
-    monkeypatch.setattr("attn_select.rules.plugins.load_plugins", cache(lambda: Registry(plugins=[plugin])))
+    monkeypatch.setattr("attn_select.backends.registry.load_plugins", cache(lambda: Registry(plugins=[plugin])))
     states = {entry["name"]: (entry["state"], entry["remedy"]) for entry in run("backends", "--json").json["backends"]}
     assert states["TORCH_SDPA"] == ("plugin-broken", None)
     assert states["TRITON_ATTN"][0] == "plugin-not-installed"

@@ -77,6 +77,7 @@ def test_of_several_models_an_option_may_be_for_some(run: Any) -> None:
         ("diff", "sm90", "--to '--gpu sm90'"),
         ("diff", "llama-2-7b", "--to '--model llama-2-7b'"),
         ("cache", "mine.toml", "--to '--rules mine.toml'"),
+        ("diff", "nothing", "an option and its value, such as --to '--gpu b200'"),
     ],
 )
 def test_a_bare_value_of_to_says_which_option_it_wants(run: Any, command: str, to: str, write: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch", reason="running a layer needs torch")
 
+from attn_select.backends.registry import load_plugins
 from attn_select.errors import BackendError
-from attn_select.rules.plugins import load_plugins
 from attn_select_cli import progress, serving
 
 SMALL = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--prompt-tokens", "40", "--decode-steps", "3")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.decide.text import HANG
+from attn_select.decide.lines import HANG
 from attn_select_cli.table import Table
 from attn_select_cli.terminal import fitted, wrapped
 

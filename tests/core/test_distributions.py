@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attn_select.backends import distributions
-from attn_select.rules.plugins import load_plugins
+from attn_select.backends.registry import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from attn_select.backends.registry import Plugin, Registry, build_registry
+from attn_select.backends.registry import Plugin, Registry, build_registry, load_plugins
 from attn_select.backends.spec import (
     BackendOptions,
     BackendSpec,
@@ -26,13 +26,6 @@ from attn_select.backends.spec import (
 )
 from attn_select.backends.spec_check import problems_of
 from attn_select.errors import RuntimeMissingError
-from attn_select.layer.config import AttentionConfig
-from attn_select.machine.device import Device
-from attn_select.machine.environment import Environment
-from attn_select.rules import load_rules
-from attn_select.rules.fragments import read_fragment
-from attn_select.rules.plugins import fragments_of, load_plugins
-from attn_select.rules.ranking import Ranker
 
 MakeSpec = Callable[..., BackendSpec]
 
@@ -91,7 +84,7 @@ class Site:
             for distribution in importlib.metadata.distributions(path=[str(self.path)])
             for entry_point in distribution.entry_points
         ]
-        return build_registry(entry_points, read_fragment)
+        return build_registry(entry_points)
 
 
 @pytest.fixture
@@ -112,7 +105,7 @@ def test_a_good_plugin(site: Site) -> None:
 
 
 def test_without_plugins() -> None:
-    found = build_registry([], read_fragment)
+    found = build_registry([])
     assert (found.specs, found.plugins, found.warnings) == ({}, [], [])
 
 
@@ -292,7 +285,7 @@ def test_a_distribution_without_metadata(site: Site, metadata: str) -> None:
 
 def test_an_entry_point_without_a_distribution(site: Site) -> None:
     site.module("the_one")
-    found = build_registry([importlib.metadata.EntryPoint("one", "the_one", "attn_select")], read_fragment)
+    found = build_registry([importlib.metadata.EntryPoint("one", "the_one", "attn_select")])
     assert found.plugins == [Plugin("one", "?", "?", ("PLAIN",))]
 
 
@@ -436,99 +429,6 @@ def test_facts_have_a_source(spec: MakeSpec) -> None:
 def test_an_unknown_phase(spec: MakeSpec, capabilities: Callable[..., Capabilities]) -> None:
     (problem,) = problems_of(spec(capabilities={"extend": capabilities()}))
     assert problem == "backend 'PLAIN': phase 'extend' (accepted: prefill, decode)"
-
-
-# --- Rules that plugins ship ---
-
-SHIPS = GOOD + (
-    "import pathlib\n\n@hookimpl\ndef attn_select_register_rules():\n"
-    "    return pathlib.Path(__file__).with_name(__name__ + '.toml')\n"
-)
-PREFER = '[[rules]]\nname = "rank"\nprefer = ["{}"]\nbecause = "we measured it"\n'
-
-
-def ship(site: Site, name: str, backend: str, body: str) -> Path:
-    site.plugin(name, SHIPS, backend)
-    path = site.path / f"the_{name}.toml"
-    path.write_text(f"version = 1\n{body}")
-    return path
-
-
-def test_a_plugin_ships_rules_for_its_own_backends(site: Site) -> None:
-    first = ship(site, "one", "ALPHA", PREFER.format("ALPHA") + "[backends.ALPHA]\n")
-    second = ship(site, "two", "BETA", PREFER.format("BETA").replace("prefer", "avoid"))
-    site.plugin("zero", GOOD, "ZERO")
-    found = site.build()
-    assert found.warnings == []
-    assert [(fragment.plugin, fragment.path) for fragment in fragments_of(found)] == [("one", first), ("two", second)]
-    assert [plugin.to_dict()["rules"] for plugin in found.plugins] == [str(first), str(second), None]
-
-    rules = load_rules((), fragments_of(found))
-    assert [(layer.kind, layer.state) for layer in rules.layers[:3]] == [
-        ("plugin one", "read"),
-        ("plugin two", "read"),
-        ("packaged", "read"),
-    ]
-    one, two = rules.rules[:2]  # of one name, and neither replaces the other
-    assert (one.name, one.effect, one.layer, one.plugin) == ("rank", "prefer", -2, "one")
-    assert (two.name, two.effect, two.layer, two.plugin) == ("rank", "avoid", -1, "two")
-    assert (one.file, one.origin) == (str(first), "plugin one the_one.toml:2")
-    assert all(rule.layer == 0 and rule.plugin is None for rule in rules.rules[2:])
-
-    config = AttentionConfig(num_heads=8, head_size=64)
-    ranker = Ranker(rules.rules, Device("h100", (9, 0)), Environment(assume_installed=True), list(found.specs))
-    order = ranker.rank(config, ["decode"])["decode"].order
-    assert (order[0], order[-2:]) == ("ALPHA", ["ZERO", "BETA"])
-
-
-def test_a_user_replaces_and_removes_what_plugins_ship(site: Site, tmp_path: Path) -> None:
-    ship(site, "one", "ALPHA", PREFER.format("ALPHA"))
-    ship(site, "two", "BETA", PREFER.format("BETA"))
-    mine = tmp_path / "mine.toml"
-    mine.write_text('version = 1\n[[rules]]\nname = "rank"\nenabled = false\n')
-    rules = load_rules([mine], fragments_of(site.build()))
-    assert all(rule.plugin is None for rule in rules.rules)
-    assert rules.idle == []
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        (PREFER.format("OTHER"), ":2: rule 'rank' names backend 'OTHER' (accepted: ALPHA, which the plugin registers)"),
-        ("[backends.OTHER]\nx = 1\n", ":2: [backends.OTHER] sets options of another plugin's backend"),
-        ('[[rules]]\nname = "default"\nenabled = false\n', ":2: rule 'default': enabled = false"),
-        ('[[rules]]\nname = "r"\nprefer = 3\n', ":4: rule 'r': prefer = 3"),
-        ("x = \n", "is not valid TOML"),
-        ("x = 1\n" * 5, "is not valid TOML"),
-        ("".join(f"x{i} = 1\n" for i in range(5)), "; and 2 more"),
-    ],
-)
-def test_a_plugin_whose_rules_are_wrong_is_shown_and_takes_nobody_down(site: Site, body: str, named: str) -> None:
-    ship(site, "one", "ALPHA", body)
-    ship(site, "two", "OTHER", PREFER.format("OTHER"))
-    found = site.build()
-    assert list(found.specs) == ["OTHER"]
-    assert [fragment.plugin for fragment in fragments_of(found)] == ["two"]
-    (failed,) = found.failed
-    assert failed.error is not None
-    assert named in failed.error
-    assert failed.error in found.warnings[0]
-
-
-def test_two_rules_hooks_are_refused(site: Site) -> None:
-    more = "@hookimpl(specname='attn_select_register_rules')\ndef more():\n    return 'more.toml'\n"
-    site.plugin("one", SHIPS + more, "ALPHA")
-    found = site.build()
-    assert found.specs == {}
-    assert found.warnings[0].endswith("the_one has 2 hooks attn_select_register_rules (accepted: one)")
-
-
-@pytest.mark.parametrize("returned", ["3", "'rules.toml'", "None.x", "'/no/such/file.toml'", "'/'"])
-def test_a_rules_hook_that_returns_no_file(site: Site, returned: str) -> None:
-    site.plugin("one", GOOD + f"@hookimpl\ndef attn_select_register_rules():\n    return {returned}\n", "ALPHA")
-    site.plugin("two", GOOD, "BETA")
-    found = site.build()
-    assert (list(found.specs), len(found.failed)) == (["BETA"], 1)
 
 
 @pytest.mark.parametrize("name", load_plugins().specs)

@@ -11,17 +11,15 @@ from attn_select import select
 from attn_select.backends import distributions
 from attn_select.backends.registry import Registry
 from attn_select.backends.spec import BackendSpec, Capabilities, HeadSizes, Library
+from attn_select.decide.config_text import config_text
 from attn_select.decide.explicit import Choice
+from attn_select.decide.lines import STYLES, byte_text, plain
 from attn_select.decide.selection import Selection
 from attn_select.decide.text import (
-    STYLES,
     brief_lines,
-    byte_text,
-    config_text,
     device_lines,
     layer_lines,
     note_lines,
-    plain,
     plan_lines,
     selection_text,
     warning_lines,

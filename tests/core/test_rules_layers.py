@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from attn_select.backends.registry import load_plugins
 from attn_select.errors import RulesError
 from attn_select.rules import RuleSet, load_rules
 from attn_select.rules.layers import candidate_layers, inspect_layers, packaged_rules_path
 from attn_select.rules.lint import doubts, known_names, rule_warnings
-from attn_select.rules.plugins import load_plugins
 
 WriteRules = Callable[..., Path]
 PACKAGED = packaged_rules_path()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_select import select
 from attn_select.backends import distributions
-from attn_select.backends.registry import Registry
+from attn_select.backends.registry import Registry, load_plugins
 from attn_select.backends.spec import BackendSpec, Library
 from attn_select.decide.selector import environment_for
 from attn_select.layer.config import PHASES, AttentionConfig
@@ -21,7 +21,6 @@ from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment
 from attn_select.rules import RuleSet, load_rules
 from attn_select.rules.lint import doubts, known_names, rule_warnings, unknown_names, unreachable
-from attn_select.rules.plugins import load_plugins
 from attn_select.rules.ranking import Ranker
 from attn_select.rules.rule import parse_rule
 

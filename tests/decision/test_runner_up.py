@@ -9,8 +9,9 @@ from timed_kernels import decide
 
 from attn_select import select
 from attn_select.decide.explicit import Choice
+from attn_select.decide.lines import plain
 from attn_select.decide.selection import Selection
-from attn_select.decide.text import plain, plan_lines
+from attn_select.decide.text import plan_lines
 from attn_select.layer.config import AttentionConfig
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -103,4 +104,4 @@ def test_of_real_layers_a_runner_up_is_valid_and_not_the_chosen_one() -> None:
             by_name = {each.backend: each.phases[phase] for each in selection.candidates}
             assert by_name[found.backend].verdict == "valid"
             assert (found.rule is not None) is (found.lost_by == "rule")
-            assert (found.lost_by == "times") <= (by_name[found.backend].behind is not None)
+            assert (found.lost_by == "times") <= (by_name[found.backend].relative_time is not None)

@@ -106,7 +106,7 @@ def test_an_explicit_choice_beats_everything(decider: Any) -> None:
     assert selection.selected == {"prefill": "C", "decode": "C"}
     by_name = {c.backend: c.phases["decode"] for c in selection.candidates}
     assert by_name["B"].timing is not None
-    assert by_name["B"].behind == pytest.approx(113 / 140)
+    assert by_name["B"].relative_time == pytest.approx(113 / 140)
 
 
 def test_a_candidate_without_times_keeps_its_place(decider: Any) -> None:
@@ -194,7 +194,7 @@ def test_prefills_of_mla_compare_by_their_part_of_mixed_steps(decider: Any, spec
     selection = decide(decider(specs=specs), times, "q1k_64q1s2k", config=mla)
     assert selection.selected == {"prefill": "A", "decode": "A"}
     assert ranks(selection, "prefill")[:2] == ["A", "B"]
-    behind = {c.backend: c.phases["prefill"].behind for c in selection.candidates}
+    behind = {c.backend: c.phases["prefill"].relative_time for c in selection.candidates}
     assert behind["B"] == pytest.approx(60 / 50)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wording import ROOT, kept_in, wording
 
-from attn_select.rules.plugins import load_plugins
+from attn_select.backends.registry import load_plugins
 
 
 def test_plans_say_what_was_read_and_agreed_to() -> None:

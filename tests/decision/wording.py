@@ -16,9 +16,9 @@ from pathlib import Path
 from drawn_decisions import drawn_fields
 
 from attn_select import AttentionConfig, ConfigError, select
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.outcome import Candidate
 from attn_select.layer.state import RECURRENCES, StateConfig
-from attn_select.rules.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = ("v100-16gb", "t4", "a100", "l4", "h100", "b200", "b300", "rtx5090")

@@ -32,10 +32,11 @@ from attn_select.runtime import (
     AttentionBackend,
     AttentionGroup,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BlockTable,
     CommonAttentionMetadata,
+    Outputs,
+    Terms,
     key_value_views,
     ops,
     prepare_batch,
@@ -85,28 +86,25 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    config: AttentionConfig,
-    scale: float,
+    terms: Terms,
     causal: bool,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend in float32 from the last rows of one request; return output ``(T, H, Dv)`` and LSE ``(T, H)``."""
     heads, size = query.shape[1], len(keys)
     keys, values = (t.float().repeat_interleave(heads // t.shape[1], dim=1) for t in (keys, values))
-    scores = scale * torch.einsum("thd,shd->hts", query.float(), keys)
-    if config.logits_soft_cap is not None:
-        scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
+    scores = terms.scale * torch.einsum("thd,shd->hts", query.float(), keys)
+    if terms.logits_soft_cap is not None:
+        scores = terms.logits_soft_cap * torch.tanh(scores / terms.logits_soft_cap)
     distance = torch.arange(size - len(query), size)[:, None] - torch.arange(size)
-    if slopes is not None:
-        scores = scores - slopes[:, None, None] * distance.abs()
+    if terms.alibi_slopes is not None:
+        scores = scores - terms.alibi_slopes[:, None, None] * distance.abs()
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-    if config.sliding_window is not None:
-        hidden = hidden | (distance.abs() >= config.sliding_window)
+    if terms.sliding_window is not None:
+        hidden = hidden | (distance.abs() >= terms.sliding_window)
     scores = scores.masked_fill(hidden, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float()[:, None])
+    if terms.sinks is not None:
+        lse = torch.logaddexp(lse, terms.sinks.float()[:, None])
     weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
     return torch.einsum("hts,shd->thd", weights, values), lse.T
 
@@ -116,29 +114,24 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
 
     toy: Toy
 
-    def do_kv_cache_update(
-        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
+    def do_kv_cache_update(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         self.toy.calls.append("update")
         self.toy.caches.append(tuple(kv_cache.shape))
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        super().do_kv_cache_update(key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: ToyMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         self.toy.calls.append("forward")
         self.toy.caches.append(None if kv_cache is None else tuple(kv_cache.shape))
-        if output_block_scale is not None:  # tests of FP4 ask which call arrives, not what it computes
+        output, terms = outputs.output, self.terms
+        if outputs.block_scale is not None:  # tests of FP4 ask which call arrives, not what it computes
             return output
         common = attn_metadata.common
         tokens = int(common.query_start_loc_cpu[-1])
@@ -146,27 +139,26 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
             assert key is not None
             assert value is not None
         if attn_metadata.cascade is None:
-            result, lse = self._batch(layer, query, key, value, kv_cache, common, self.sinks)
+            result, lse = self._batch(query, key, value, kv_cache, common, terms)
         else:
             assert kv_cache is not None
             split = attn_metadata.cascade
-            prefix, prefix_lse = self._batch(layer, query, key, value, kv_cache, split.prefix, None)
-            result, lse = self._batch(layer, query, key, value, kv_cache, split.suffix, self.sinks)
+            prefix, prefix_lse = self._batch(query, key, value, kv_cache, split.prefix, terms.without_sinks())
+            result, lse = self._batch(query, key, value, kv_cache, split.suffix, terms)
             ops.merge_attn_states(result, prefix, prefix_lse, result, lse, lse)
-        output[:tokens] = result if output_scale is None else (result / output_scale)
-        if output_lse is not None:
-            output_lse[:tokens] = lse
+        output[:tokens] = result if outputs.scale is None else (result / outputs.scale)
+        if outputs.lse is not None:
+            outputs.lse[:tokens] = lse
         return output
 
     def _batch(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         common: CommonAttentionMetadata,
-        sinks: Tensor | None,
+        terms: Terms,
     ) -> tuple[Tensor, Tensor]:
         config = self.context.config
         causal = common.causal and config.attn_type == "decoder" and not config.non_causal
@@ -181,18 +173,16 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
                 keys, values = key[rows], value[rows]
             else:
                 assert common.block_table_tensor is not None
-                keys, values = self._cached(layer, kv_cache, common.block_table_tensor[request], seq_len)
-            output[rows], lse[rows] = attend(
-                query[rows], keys, values, config, self.scale, causal, self.alibi_slopes, sinks
-            )
+                keys, values = self._cached(kv_cache, common.block_table_tensor[request], seq_len)
+            output[rows], lse[rows] = attend(query[rows], keys, values, terms, causal)
             if kv_cache is not None and not all(plan.nan_tail_safe for plan in self.context.plans.values()):
                 assert common.block_table_tensor is not None
                 size = cast(int, self.context.block_size)
-                whole = self._cached(layer, kv_cache, common.block_table_tensor[request], -(-seq_len // size) * size)
+                whole = self._cached(kv_cache, common.block_table_tensor[request], -(-seq_len // size) * size)
                 output[rows] += 0 * whole[1].sum()  # what lies behind the last key has weight 0
         return output, lse
 
-    def _cached(self, layer: AttentionLayer, cache: Tensor, row: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    def _cached(self, cache: Tensor, row: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         config, size, layout = self.context.config, self.context.block_size, self.context.kv_layout
         assert size is not None
         assert layout is not None
@@ -205,7 +195,7 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
         positions = torch.arange(seq_len)
         blocks = row[positions // size].long()
         found = []
-        for view, scale in zip(views, (layer.scales.k, layer.scales.v), strict=True):
+        for view, scale in zip(views, (self.terms.scales.k, self.terms.scales.v), strict=True):
             numbers = view[blocks, positions % size].float()
             found.append(numbers * scale.reshape(-1, 1) if config.cache_dtype.startswith("fp8") else numbers)
         return found[0], found[1]

@@ -62,7 +62,7 @@ def test_scales_per_head(make_group: Factory) -> None:
     output = layer(problem.query, problem.key, problem.value, cache, group.build(common_of(problem)))
     assert relative_error(output, problem.reference()[0]).row < 1e-5
     assert same_bits(cache, problem.written_cache())
-    assert Attention(group).scales.k.tolist() == [1.0, 1.0]
+    assert Attention(group).terms.scales.k.tolist() == [1.0, 1.0]
 
 
 def test_default_scale_and_a_given_one(make_group: Factory) -> None:
@@ -399,8 +399,8 @@ def test_what_a_layer_is_made_of(make_group: Factory, fields: Any, options: Any,
 @pytest.mark.parametrize("scale", [1, np.float32(1.0), np.float64(1.0), 1.0], ids=repr)
 def test_a_scale_is_a_float_to_the_backend(make_group: Factory, scale: Any) -> None:
     layer = Attention(make_group(AttentionConfig(**SMALL)), scale=scale)
-    assert (type(layer.scale), layer.scale) == (float, 1.0)
-    assert layer.impls["decode"].scale is layer.scale
+    assert (type(layer.terms.scale), layer.terms.scale) == (float, 1.0)
+    assert layer.impls["decode"].terms is layer.terms
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
@@ -426,13 +426,13 @@ def test_slopes_and_sinks_reach_the_backend(make_group: Factory) -> None:
         alibi_slopes=torch.arange(4, dtype=torch.float64),
         sinks=torch.arange(8.0).bfloat16()[::2],
     )
-    impl = layer.impls["decode"]
-    assert impl is layer.impls["prefill"]
-    assert impl.alibi_slopes is not None
-    assert impl.sinks is not None
-    assert (impl.alibi_slopes.dtype, impl.alibi_slopes.tolist()) == (torch.float32, [0, 1, 2, 3])
-    assert (impl.sinks.dtype, impl.sinks.tolist()) == (torch.bfloat16, [0, 2, 4, 6])
-    assert impl.sinks.is_contiguous()
+    assert layer.impls["decode"] is layer.impls["prefill"]
+    terms = layer.impls["decode"].terms
+    assert terms.alibi_slopes is not None
+    assert terms.sinks is not None
+    assert (terms.alibi_slopes.dtype, terms.alibi_slopes.tolist()) == (torch.float32, [0, 1, 2, 3])
+    assert (terms.sinks.dtype, terms.sinks.tolist()) == (torch.bfloat16, [0, 2, 4, 6])
+    assert terms.sinks.is_contiguous()
 
 
 def test_mla_layers_are_another_class(make_group: Factory) -> None:
@@ -488,7 +488,7 @@ def test_a_copied_layer_has_a_name_of_its_own(step: Step, made_by: Callable[[Att
     assert twin.layer_name != step.layer.layer_name
     assert twin.group is step.group
     expected = step()
-    twin.scale = twin.impls["decode"].scale = 0.0
+    twin.impls["decode"].terms = replace(twin.terms, scale=0.0)
     for layer, same in ((step.layer, made_by is copy.deepcopy), (twin, False)):
         output = torch.zeros_like(expected)
         given = (step.problem.query, step.problem.key, step.problem.value, step.cache, output, layer.layer_name)

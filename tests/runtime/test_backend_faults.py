@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attn_select import AttentionConfig
+from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendSpec
 from attn_select.decide import gate
 from attn_select.errors import BackendError, PluginError
@@ -18,7 +19,6 @@ from attn_select.machine.device import CPU
 from attn_select.machine.environment import Environment
 from attn_select.reference.running import common_of
 from attn_select.reference.state_serving import StateServing
-from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import Attention as HeadAttention
 from attn_select.runtime import AttentionImpl, BatchError, BlockTable, MLAAttentionImpl, attention_group, prepare_batch
 from attn_select.runtime import MLAAttention as LatentAttention
@@ -119,8 +119,8 @@ SHAPES: dict[str, tuple[Callable[[], BackendSpec], str]] = {
         "AcmeImpl has no forward",
     ),
     "another signature of forward": (
-        lambda: broken(impl={"forward": lambda self, layer, query, key, value, cache, metadata: None}),
-        r"AcmeImpl.forward\(\) is called with \(layer, query, key, .*output_block_scale\), and: too many positional",
+        lambda: broken(impl={"forward": lambda self, query, key, value, cache: None}),
+        r"AcmeImpl.forward\(\) is called with \(query, key, .*outputs\), and: too many positional",
     ),
     "another signature of build": (
         lambda: broken(builder={"build": lambda self, common: None}),
@@ -128,10 +128,10 @@ SHAPES: dict[str, tuple[Callable[[], BackendSpec], str]] = {
     ),
     "another signature of the constructor": (
         lambda: broken(impl={"__init__": lambda self, context: None}),
-        r"AcmeImpl.__init__\(\) is called with \(context, scale=….*and: got an unexpected keyword argument 'scale'",
+        r"AcmeImpl.__init__\(\) is called with \(context, terms\), and: too many positional arguments",
     ),
     "one argument more": (
-        lambda: broken(impl={"do_kv_cache_update": lambda self, layer, k, v, cache, slots, more: None}),
+        lambda: broken(impl={"do_kv_cache_update": lambda self, k, v, cache, slots, more: None}),
         r"AcmeImpl.do_kv_cache_update\(\) is called with .*, and: missing a required argument: 'more'",
     ),
 }
@@ -148,8 +148,8 @@ def test_another_shape_of_the_classes_is_refused_when_the_group_is_made(name: st
 def test_other_names_more_defaults_and_catch_alls_are_no_fault() -> None:
     own = runtime()
 
-    def forward(self: Any, layer: Any, q: Any, k: Any, *rest: Any, extra: int = 0, **_: Any) -> Any:
-        return own.impl_cls.forward(self, layer, q, k, *rest)
+    def forward(self: Any, q: Any, k: Any, *rest: Any, extra: int = 0, **_: Any) -> Any:
+        return own.impl_cls.forward(self, q, k, *rest)
 
     def build(self: Any, prefix: Any, batch: Any, quick: bool = False, *, more: int = 0) -> Any:
         return own.builder_cls.build(self, prefix, batch, quick)
@@ -213,7 +213,7 @@ def test_documented_errors_and_those_of_memory_stay_as_they_are(error: Any) -> N
         ({"builder": {"build": nothing}}, PluginError, r"build\(\) returned None"),
         ({"builder": {"build_prefill": raises}}, BackendError, r"build_prefill\(\) raised KeyError"),
         ({"builder": {"build_prefill": nothing}}, PluginError, r"build_prefill\(\) returned None"),
-        ({"impl": {"forward_mqa": lambda self, layer, query: None}}, PluginError, r"forward_mqa\(\) is called with"),
+        ({"impl": {"forward_mqa": lambda self, query: None}}, PluginError, r"forward_mqa\(\) is called with"),
         (
             {"impl_cls": object},
             PluginError,

@@ -115,7 +115,7 @@ def test_each_condition_counts(rule: Callable[..., bool], against: dict[str, Any
 
 def test_every_plan_must_return_its_lse(make_group: Factory, make_batch: Factory) -> None:
     """A batch that one backend serves whole may hold prefills, whose plan may say otherwise than decode's."""
-    builder = make_group(AttentionConfig(**SMALL)).backends[0].builder
+    builder = make_group(AttentionConfig(**SMALL)).distinct[0].builder
     context = builder.context
     batch = make_batch([(1, 300)] * 8)
     for phase in ("prefill", "decode"):

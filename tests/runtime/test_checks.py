@@ -390,7 +390,7 @@ def test_scales_that_went_bad(make_toy: Factory, make_group: Factory, name: str,
     toy, problem = make_toy(), random_problem(4, config, FLASH)
     call = Call(toy, make_group(config, toy), problem, common_of(problem))
     call()
-    getattr(call.layer.scales, name).view(-1)[-1] = value
+    getattr(call.layer.terms.scales, name).view(-1)[-1] = value
     with pytest.raises(BatchError, match=rf"{name}_scale = {value}: accepted are finite numbers above 0"):
         call()
     assert toy.calls == ["update", "forward"]
@@ -402,9 +402,9 @@ def test_scales_that_differ_between_host_and_device(make_toy: Factory, make_grou
     config = AttentionConfig(**SMALL, kv_cache_dtype="fp8_e4m3")
     toy, problem = make_toy(), random_problem(4, config, FLASH)
     call = Call(toy, make_group(config, toy), problem, common_of(problem))
-    call.layer.scales = Scales.make("cpu", **{name: 0.1})
+    call.layer.terms = replace(call.layer.terms, scales=Scales.make("cpu", **{name: 0.1}))
     call()
-    getattr(call.layer.scales, name).fill_(0.5)
+    getattr(call.layer.terms.scales, name).fill_(0.5)
     with pytest.raises(BatchError, match=rf"{name}_scale is 0.5 on the device and 0.1\d* on the host"):
         call()
 

@@ -209,7 +209,7 @@ def test_replays_follow_new_lengths_and_tables(backend: str, query_len: int, mix
             common.query_start_loc,
             common.seq_lens,
             config,
-            layer.scale,
+            layer.terms.scale,
         )
         error = relative_error(output, reference)
         # The rounding of weights and output to bfloat16, unit roundoff 3.9e-3.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attn_select import AttentionConfig, select
-from attn_select.rules.plugins import load_plugins
+from attn_select.backends.registry import load_plugins
 from attn_select.runtime import (
     Attention,
     AttentionGroup,

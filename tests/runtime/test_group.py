@@ -85,8 +85,8 @@ def test_one_backend_gets_the_whole_batch(
     problem = random_problem(3, CONFIG, layout)
     common = common_of(problem)
     solved(group, problem, common)
-    assert len(group.backends) == 1
-    assert group.served["prefill"] is group.served["decode"] is group.backends[0]
+    assert len(group.distinct) == 1
+    assert group.backends["prefill"] is group.backends["decode"] is group.distinct[0]
     assert group.reorder_batch_threshold == reorder
     (built,) = toy.builds
     assert built.common is common
@@ -119,7 +119,7 @@ def test_two_backends_share_a_batch_and_its_cache(make_toy: Factory, make_group:
     problem = random_problem(5, CONFIG, layout, requests=MIXED)
     solved(group, problem, common_of(problem))
     assert group.reorder_batch_threshold == 1
-    assert [served.spec.name for served in group.backends] == ["PREFILLER", "DECODER"]
+    assert [served.spec.name for served in group.distinct] == ["PREFILLER", "DECODER"]
     assert decode.builds[0].common.query_lens_cpu.tolist() == [1, 1, 1]
     assert prefill.builds[0].common.query_lens_cpu.tolist() == [5, 30, 9]
     assert prefill.calls == ["update", "forward"]  # one of them writes for both
@@ -160,7 +160,7 @@ def test_no_backend_is_asked_for_requests_without_tokens_alone(
     group = make_group(CONFIG, *toys)
     assert group.build(make_batch([(0, 9), (0, 0)])).parts == ()
     parts = group.build(make_batch([(0, 9), (30, 40)])).parts
-    assert [(part.start, part.end) for part in parts] == [(0, 30)]
+    assert [part.rows for part in parts] == [slice(0, 30)]
     assert [len(toy.builds) for toy in toys] == ([1] if backends == 1 else [0, 1])
 
 
@@ -188,8 +188,8 @@ def test_decodes_must_come_first_where_the_batch_is_split(
 def test_a_group_of_one_phase_refuses_the_other(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
     toy = make_toy()
     group = make_group(CONFIG, toy, phases=["decode"])
-    assert list(group.served) == ["decode"]
-    assert list(group.backends[0].context.plans) == ["decode"]
+    assert list(group.backends) == ["decode"]
+    assert list(group.distinct[0].context.plans) == ["decode"]
     group.build(make_batch([(1, 17), (1, 9)]))
     text = "the batch has requests in prefill, but this group was made for decode only\n.*with prefill among them"
     with pytest.raises(BatchError, match=text):
@@ -266,12 +266,12 @@ def test_what_a_builder_is_told(make_toy: Factory, make_group: Factory, make_bat
     toy = make_toy(options=ToyOptions)
     capacity = Capacity(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500)
     group = make_group(CONFIG, toy, capacity=capacity)
-    context = group.backends[0].context
+    context = group.distinct[0].context
     assert context.options.chunk == 64
     assert (context.config, context.kv_layout, context.block_size) == (CONFIG, "FLASH_ATTN_NHD", 16)
     assert (context.max_num_seqs, context.max_num_batched_tokens, context.max_model_len) == (8, 100, 500)
     assert (context.device, context.cuda_graphs) == (torch.device("cpu"), False)
-    assert make_group(CONFIG, toy, cuda_graphs=True).backends[0].context.cuda_graphs
+    assert make_group(CONFIG, toy, cuda_graphs=True).distinct[0].context.cuda_graphs
     group.build(make_batch([(1, 9)]), fast_build=True)
     group.build(make_batch([(1, 9)]))
     assert [built.fast_build for built in toy.builds] == [True, False]
@@ -280,7 +280,7 @@ def test_what_a_builder_is_told(make_toy: Factory, make_group: Factory, make_bat
 def test_options_come_from_the_selection(make_toy: Factory, choose: Factory) -> None:
     toy = make_toy(options=ToyOptions)
     selection = replace(choose(CONFIG, toy), options={"TOY": ToyOptions(chunk=8)})
-    assert AttentionGroup(selection).backends[0].context.options.chunk == 8
+    assert AttentionGroup(selection).distinct[0].context.options.chunk == 8
 
 
 BLOCKS: Mapping[str, tuple[dict[str, Any], int, int | None]] = {
@@ -303,7 +303,7 @@ def test_kernel_blocks(
     config = AttentionConfig(**SMALL, block_size=size)
     made = make_toy(layouts=(layout,), **toy)
     group = make_group(config, made)
-    assert (group.block_size, group.kernel_block_size, group.backends[0].context.block_size) == (size, kernel, kernel)
+    assert (group.block_size, group.kernel_block_size, group.distinct[0].context.block_size) == (size, kernel, kernel)
     problem = random_problem(6, config, layout, block_size=size)
     common = common_of(problem)
     solved(group, problem, common)
@@ -423,8 +423,8 @@ def test_encoders_have_no_cache(make_toy: Factory, make_group: Factory, attn_typ
     toy = make_toy(width_multiple=4)
     group = make_group(config, toy)
     assert (group.kv_layout, group.block_size, group.kernel_block_size) == (None, None, None)
-    assert list(group.served) == ["prefill"]
-    context = group.backends[0].context
+    assert list(group.backends) == ["prefill"]
+    context = group.distinct[0].context
     assert (context.kv_layout, context.block_size) == (None, None)
     problem = random_problem(8, config)
     solved(group, problem, common_of(problem))
@@ -466,9 +466,9 @@ def test_what_is_captured(make_toy: Factory, make_group: Factory, make_batch: Fa
     decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
     group = make_group(AttentionConfig(**SMALL, num_speculative_tokens=1), decode, prefill)
     metadata = group.build_for_cudagraph_capture(make_batch([(2, 9), (2, 7)]))
-    assert [(part.phase, part.start, part.end) for part in metadata.parts] == [("decode", 0, 4)]
+    assert [(part.phase, part.rows) for part in metadata.parts] == [("decode", slice(0, 4))]
     metadata = group.build_for_cudagraph_capture(make_batch([(3, 9), (3, 7)]))
-    assert [(part.phase, part.start, part.end) for part in metadata.parts] == [("prefill", 0, 6)]
+    assert [(part.phase, part.rows) for part in metadata.parts] == [("prefill", slice(0, 6))]
     assert (len(decode.builds), len(prefill.builds)) == (1, 1)
 
 
@@ -510,7 +510,7 @@ def test_metadata_tells_what_layers_need(make_group: Factory) -> None:
     metadata = make_group(config).build(prepare_batch([3, 4], [3, 4]))
     assert metadata.num_actual_tokens == 7
     assert metadata.slot_mapping is None
-    assert [(part.phase, part.start, part.end) for part in metadata.parts] == [("prefill", 0, 7)]
+    assert [(part.phase, part.rows) for part in metadata.parts] == [("prefill", slice(0, 7))]
 
 
 @pytest.mark.parametrize("build", ["build", "build_for_cudagraph_capture"])

@@ -252,9 +252,9 @@ def test_a_decode_that_takes_the_query_in_two_parts(place: str) -> None:
     query, impl, seen = lie(problem.query), layer.impls["decode"], []
     whole = impl.forward_mqa
 
-    def forward_mqa(layer: Any, query: Any, *rest: Any) -> torch.Tensor:
+    def forward_mqa(query: Any, *rest: Any) -> torch.Tensor:
         seen.append(query)
-        return whole(layer, torch.cat(query, -1) if isinstance(query, tuple) else query, *rest)
+        return whole(torch.cat(query, -1) if isinstance(query, tuple) else query, *rest)
 
     wanted = layer(query, step.key, step.value, step.kv_cache.clone(), group.build(common))
     impl.forward_mqa, impl.takes_query_parts = forward_mqa, True  # type: ignore[method-assign]

@@ -100,7 +100,7 @@ def test_an_impl_without_the_path_of_a_phase(phase: Phase, path: str) -> None:
     class Pathless(MLAAttentionImpl):
         pass
 
-    group.backends[0].backend = type("Backend", (AttentionBackend,), {"impl_cls": Pathless})
+    group.distinct[0].backend = type("Backend", (AttentionBackend,), {"impl_cls": Pathless})
     with pytest.raises(PluginError, match=f"Pathless has no {path}, but its backend's spec serves {phase}"):
         MLAAttention(group, torch.zeros(160, 32))
 
@@ -131,7 +131,7 @@ def test_names_of_living_layers_are_unique() -> None:
 def test_a_phase_without_lse(silent: Phase) -> None:
     problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
     ran = run(problem, common_of(problem))
-    context = ran.group.backends[0].context
+    context = ran.group.distinct[0].context
     context.plans = {**context.plans, silent: dataclasses.replace(context.plans[silent], returns_lse=False)}
     layer = layer_of(ran.group, problem)
     given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache, ran.metadata)

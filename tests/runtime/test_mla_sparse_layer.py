@@ -23,8 +23,8 @@ from attn_select.runtime import (
     CommonAttentionMetadata,
     MLAAttentionGroup,
     MLAAttentionImpl,
+    Outputs,
 )
-from attn_select.runtime.backend import AttentionLayer
 from attn_select.testing import (
     load_path_of,
     random_mla_problem,
@@ -51,12 +51,10 @@ class SparseImpl(MLAAttentionImpl):
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: CommonAttentionMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         self.calls.append((attn_metadata.num_reqs, tuple(kv_cache.shape)))
@@ -69,14 +67,14 @@ class SparseImpl(MLAAttentionImpl):
             context.kv_layout,
             topk_indices[:tokens],
             context.config,
-            self.scale,
-            sinks=self.sinks,
-            k_scale=layer.scales.k if context.config.cache_dtype.startswith("fp8_e") else None,
+            self.terms.scale,
+            sinks=self.terms.sinks,
+            k_scale=self.terms.scales.k if context.config.cache_dtype.startswith("fp8_e") else None,
         )
-        output[:tokens] = result
-        if output_lse is not None:
-            output_lse[:tokens] = lse
-        return output
+        outputs.output[:tokens] = result
+        if outputs.lse is not None:
+            outputs.lse[:tokens] = lse
+        return outputs.output
 
 
 def sparse_spec(name: str, layout: str, block_size: int, calls: list[tuple[int, tuple[int, ...]]]) -> BackendSpec:

@@ -123,7 +123,7 @@ def make_large(group: DraftTreeGroup) -> DraftTreeGroup:
 
 def test_both_parts_serve_the_phases_that_are_asked_for(make_trees: MakeTrees) -> None:
     group = make_trees(options={"phases": ("decode",)})
-    assert [*group.served] == [*group.plain.served] == [*group.context.served] == ["decode"]
+    assert [*group.backends] == [*group.plain.backends] == [*group.context.backends] == ["decode"]
 
 
 def test_the_plans_of_both_parts_are_made_anew_unless_asked_otherwise(

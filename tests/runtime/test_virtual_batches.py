@@ -68,7 +68,7 @@ def test_any_batch(make_toy: Factory, make_group: Factory, requests: list[tuple[
         toy = make_toy(kernel_block_sizes=(4,))
         group = make_group(chunked(size, block_size=4), toy, capacity=Capacity(len(requests), queries, 40))
         assert_solved(group, queries, requests, block_size=4)
-        assert toy.builds[0].common.num_reqs <= group.backends[0].context.max_num_seqs
+        assert toy.builds[0].common.num_reqs <= group.distinct[0].context.max_num_seqs
 
 
 def test_chunks_of_one_token_see_themselves_alone(make_toy: Factory, make_group: Factory) -> None:
@@ -80,7 +80,7 @@ def test_chunks_of_one_token_see_themselves_alone(make_toy: Factory, make_group:
 def test_blocks_are_split_until_they_divide_a_chunk(make_toy: Factory, make_group: Factory) -> None:
     toy = make_toy(kernel_block_sizes=(16, 8), width_multiple=4)
     group = make_group(chunked(24, block_size=16), toy)
-    assert (group.block_size, group.backends[0].context.block_size) == (16, 8)
+    assert (group.block_size, group.distinct[0].context.block_size) == (16, 8)
     assert_solved(group, 5, MIXED)
     assert {built.common.block_table_tensor.shape[1] for built in toy.builds} == {4}
 

@@ -117,7 +117,7 @@ def test_kernels_are_compiled_before_the_steps_run(monkeypatch: pytest.MonkeyPat
         progress("kernel", 1, 1)
         events.append("compiled")
 
-    monkeypatch.setattr(group.backends[0].backend, "compiling", staticmethod(compiling))
+    monkeypatch.setattr(group.distinct[0].backend, "compiling", staticmethod(compiling))
     done = group.warm_up(lambda name, *_: events.append(name))
     assert events[:3] == ["compiling", "kernel", "compiled"]
     assert (done.kernels, done.steps) == (1, len(events) - 3)
@@ -187,7 +187,7 @@ def test_kernels_of_two_backends_are_not_compiled_first(
 ) -> None:
     toys = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
     group = make_group(AttentionConfig(**GQA), *toys, capacity=Capacity(4, 128, 128))
-    for served in group.backends:
+    for served in group.distinct:
 
         @contextmanager
         def compiling(progress: Any) -> Any:

@@ -34,9 +34,9 @@ def right(acme: tuple[ModuleType, ModuleType]) -> Variant:
     class WithSinks(runtime.AcmeImpl):  # type: ignore[name-defined, misc]
         def attend(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
             output, lse = super().attend(query, keys, values, window)
-            if self.sinks is None:
+            if self.terms.sinks is None:
                 return output, lse
-            whole = torch.logaddexp(lse, self.sinks.float())
+            whole = torch.logaddexp(lse, self.terms.sinks.float())
             return output * torch.exp(lse - whole).unsqueeze(-1), whole
 
     return Variant(facts.ACME_ATTN, runtime).declaring(sinks=YES, batch_invariant=YES).running(WithSinks)

@@ -32,10 +32,10 @@ def test_a_backend_of_one_phase_gets_only_such_requests(right: Variant, phase: P
     lengths: set[int] = set()
 
     class Seen(right.spec.get_class().impl_cls):  # type: ignore[misc]
-        def forward(self, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        def forward(self, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
             if self.context.config.attention_chunk_size is None:  # a request may have one token in a chunk
                 lengths.update(b - a for a, b in pairwise(batch.query_start_loc))
-            return super().forward(layer, query, key, value, cache, batch, *rest)
+            return super().forward(query, key, value, cache, batch, *rest)
 
     variant = right.running(Seen)
     capabilities = {phase: variant.spec.capabilities[phase]}

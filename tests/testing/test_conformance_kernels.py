@@ -52,9 +52,9 @@ def swapped_heads(attend: Any) -> Any:
 def no_sink_in_lse(attend: Any) -> Any:
     def method(self: Any, *rest: Any) -> Any:
         output, lse = attend(self, *rest)
-        sinks, self.sinks = self.sinks, None
+        terms, self.terms = self.terms, self.terms.without_sinks()
         lse = attend(self, *rest)[1]
-        self.sinks = sinks
+        self.terms = terms
         return output, lse
 
     return method
@@ -88,9 +88,9 @@ def whole_blocks(attend: Any) -> Any:
 
 
 def over_padding(forward: Any) -> Any:
-    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
-        rest[4][len(query) - 1] = 0
-        return forward(self, layer, query, *rest)
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
+        rest[4].output[len(query) - 1] = 0
+        return forward(self, query, *rest)
 
     return method
 
@@ -98,8 +98,8 @@ def over_padding(forward: Any) -> Any:
 def by_batch(forward: Any) -> Any:
     """Round differently where there is more than one request, far within the bound."""
 
-    def method(self: Any, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
-        output = forward(self, layer, query, key, value, cache, batch, *rest)
+    def method(self: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        output = forward(self, query, key, value, cache, batch, *rest)
         tokens = batch.query_start_loc[-1]
         if len(batch.seq_lens) > 1:
             output[:tokens] *= 1 + torch.finfo(output.dtype).eps
@@ -109,10 +109,8 @@ def by_batch(forward: Any) -> Any:
 
 
 def no_lse(forward: Any) -> Any:
-    def method(self: Any, layer: Any, *rest: Any) -> Any:
-        given = [*rest]
-        given[6] = None
-        return forward(self, layer, *given)
+    def method(self: Any, *rest: Any) -> Any:
+        return forward(self, *rest[:5], replace(rest[5], lse=None))
 
     return method
 
@@ -120,10 +118,9 @@ def no_lse(forward: Any) -> Any:
 def no_lse_again(forward: Any) -> Any:
     """Write the LSE in a layer's first call alone."""
 
-    def method(self: Any, layer: Any, *rest: Any) -> Any:
-        given, self.called = [*rest], getattr(self, "called", 0) + 1
-        given[6] = given[6] if self.called == 1 else None
-        return forward(self, layer, *given)
+    def method(self: Any, *rest: Any) -> Any:
+        self.called = getattr(self, "called", 0) + 1
+        return forward(self, *rest[:5], rest[5] if self.called == 1 else replace(rest[5], lse=None))
 
     return method
 
@@ -131,8 +128,8 @@ def no_lse_again(forward: Any) -> Any:
 def zeros_again(forward: Any) -> Any:
     """Give zeros from a layer's second call on."""
 
-    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
-        output, self.called = forward(self, layer, query, *rest), getattr(self, "called", 0) + 1
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
+        output, self.called = forward(self, query, *rest), getattr(self, "called", 0) + 1
         output[: rest[3].query_start_loc[-1]] *= self.called == 1
         return output
 
@@ -143,8 +140,8 @@ def every_fiftieth(forward: Any) -> Any:
     """Spoil the output of every fiftieth call in the process."""
     calls = count(1)
 
-    def method(self: Any, layer: Any, *rest: Any) -> Any:
-        output = forward(self, layer, *rest)
+    def method(self: Any, *rest: Any) -> Any:
+        output = forward(self, *rest)
         output[0] += next(calls) % 50 == 0
         return output
 
@@ -154,9 +151,9 @@ def every_fiftieth(forward: Any) -> Any:
 def first_cache(forward: Any) -> Any:
     """Read the cache of the layer's first call."""
 
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
+    def method(self: Any, query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
         self.cache = getattr(self, "cache", cache)
-        return forward(self, layer, query, key, value, self.cache, *rest)
+        return forward(self, query, key, value, self.cache, *rest)
 
     return method
 
@@ -166,18 +163,19 @@ def sinks_of_the_first_layer(forward: Any) -> Any:
     kept: dict[int, Any] = {}
 
     def method(self: Any, *rest: Any) -> Any:
-        own, self.sinks = self.sinks, kept.setdefault(id(self.context), self.sinks)
+        own = self.terms
+        self.terms = replace(own, sinks=kept.setdefault(id(self.context), own.sinks))
         try:
             return forward(self, *rest)
         finally:
-            self.sinks = own
+            self.terms = own
 
     return method
 
 
 def into_the_cache(forward: Any) -> Any:
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
-        output = forward(self, layer, query, key, value, cache, *rest)
+    def method(self: Any, query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
+        output = forward(self, query, key, value, cache, *rest)
         key_value_views(cache, self.context.kv_layout, self.context.config)[0][0].zero_()
         return output
 
@@ -187,10 +185,10 @@ def into_the_cache(forward: Any) -> Any:
 def no_partial_block(forward: Any) -> Any:
     """Leave out the keys of a last block that is not full."""
 
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+    def method(self: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
         size = self.context.block_size
         lens = [length // size * size if length > size else length for length in batch.seq_lens]
-        return forward(self, layer, query, key, value, cache, replace(batch, seq_lens=lens), *rest)
+        return forward(self, query, key, value, cache, replace(batch, seq_lens=lens), *rest)
 
     return method
 
@@ -207,7 +205,7 @@ def tiled_heads(attend: Any) -> Any:
 
 def scale_of_64(attend: Any) -> Any:
     def method(self: Any, query: Tensor, *rest: Any) -> Any:
-        return attend(self, query * (0.125 / self.scale), *rest)
+        return attend(self, query * (0.125 / self.terms.scale), *rest)
 
     return method
 
@@ -242,11 +240,11 @@ def half_as_exact(attend: Any) -> Any:
 
 
 def blocks_in_a_row(forward: Any) -> Any:
-    def method(self: Any, layer: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+    def method(self: Any, query: Tensor, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
         columns = torch.arange(batch.block_table.shape[1], dtype=torch.int32)
         last = self.context.block_size and cache.shape[0 if cache.shape[1] == 2 else 1] - 1
         table = (batch.block_table[:, :1] + columns).clamp_max(last)
-        return forward(self, layer, query, key, value, cache, replace(batch, block_table=table), *rest)
+        return forward(self, query, key, value, cache, replace(batch, block_table=table), *rest)
 
     return method
 
@@ -290,9 +288,9 @@ def multiples_of_64(attend: Any) -> Any:
 def first_requests(forward: Any) -> Any:
     """Leave out the requests behind 64."""
 
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+    def method(self: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
         few = replace(batch, seq_lens=batch.seq_lens[:64])
-        return forward(self, layer, query, key, value, cache, few, *rest)
+        return forward(self, query, key, value, cache, few, *rest)
 
     return method
 
@@ -300,19 +298,17 @@ def first_requests(forward: Any) -> Any:
 def first_pages(forward: Any) -> Any:
     """Read the first block in place of those behind 32."""
 
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+    def method(self: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
         table = batch.block_table.clone()
         table[:, 32:] = table[:, :1]
-        return forward(self, layer, query, key, value, cache, replace(batch, block_table=table), *rest)
+        return forward(self, query, key, value, cache, replace(batch, block_table=table), *rest)
 
     return method
 
 
 def small_ids(forward: Any) -> Any:
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
-        return forward(
-            self, layer, query, key, value, cache, replace(batch, block_table=batch.block_table % 256), *rest
-        )
+    def method(self: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+        return forward(self, query, key, value, cache, replace(batch, block_table=batch.block_table % 256), *rest)
 
     return method
 
@@ -340,7 +336,7 @@ def clamped(attend: Any) -> Any:
 
 def usual_scale(attend: Any) -> Any:
     def method(self: Any, query: Tensor, *rest: Any) -> Any:
-        return attend(self, query * (query.shape[-1] ** -0.5 / self.scale), *rest)
+        return attend(self, query * (query.shape[-1] ** -0.5 / self.terms.scale), *rest)
 
     return method
 
@@ -355,25 +351,25 @@ def needs_a_query(attend: Any) -> Any:
 def scaled_query(forward: Any) -> Any:
     """Change the query in place, and back as far as its dtype allows."""
 
-    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
         query *= 1 + torch.finfo(query.dtype).eps
-        return forward(self, layer, query, *rest)
+        return forward(self, query, *rest)
 
     return method
 
 
 def cleared_table(forward: Any) -> Any:
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+    def method(self: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
         for row, length in zip(batch.block_table, batch.seq_lens, strict=True):
             row[-(-length // self.context.block_size) :] = 0
-        return forward(self, layer, query, key, value, cache, batch, *rest)
+        return forward(self, query, key, value, cache, batch, *rest)
 
     return method
 
 
 def contiguous_output(forward: Any) -> Any:
-    def method(self: Any, layer: Any, *rest: Any) -> Any:
-        return forward(self, layer, *rest[:5], rest[5].contiguous(), *rest[6:])
+    def method(self: Any, *rest: Any) -> Any:
+        return forward(self, *rest[:5], replace(rest[5], output=rest[5].output.contiguous()))
 
     return method
 
@@ -381,8 +377,8 @@ def contiguous_output(forward: Any) -> Any:
 def half_again(forward: Any) -> Any:
     """Halve the output where a layer is called with one metadata twice."""
 
-    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
-        output, again = forward(self, layer, query, *rest), getattr(self, "last", None) is rest[3]
+    def method(self: Any, query: Tensor, *rest: Any) -> Any:
+        output, again = forward(self, query, *rest), getattr(self, "last", None) is rest[3]
         self.last = rest[3]
         output[: rest[3].query_start_loc[-1]] *= 0.5 if again else 1
         return output
@@ -393,32 +389,30 @@ def half_again(forward: Any) -> Any:
 def kept_slots(update: Any) -> Any:
     """Write to the slots of the first step of as many tokens."""
 
-    def method(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    def method(self: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         self.slots = getattr(self, "slots", {})
-        update(self, layer, key, value, cache, self.slots.setdefault(len(slots), slots.clone()))
+        update(self, key, value, cache, self.slots.setdefault(len(slots), slots.clone()))
 
     return method
 
 
 def next_slot(update: Any) -> Any:
-    def method(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        update(self, layer, key, value, cache, torch.where(slots < 0, slots, slots ^ 1))
+    def method(self: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        update(self, key, value, cache, torch.where(slots < 0, slots, slots ^ 1))
 
     return method
 
 
 def neighbour_too(update: Any) -> Any:
-    def method(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        update(
-            self, layer, key[: len(slots)] * 0, value[: len(slots)] * 0, cache, torch.where(slots < 0, slots, slots ^ 1)
-        )
-        update(self, layer, key, value, cache, slots)
+    def method(self: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        update(self, key[: len(slots)] * 0, value[: len(slots)] * 0, cache, torch.where(slots < 0, slots, slots ^ 1))
+        update(self, key, value, cache, slots)
 
     return method
 
 
 def swapped(update: Any) -> Any:
-    return lambda self, layer, key, value, cache, slots: update(self, layer, value, key, cache, slots)
+    return lambda self, key, value, cache, slots: update(self, value, key, cache, slots)
 
 
 @pytest.mark.parametrize(
@@ -613,8 +607,8 @@ def reads_whole_blocks(impl_cls: Any) -> Any:
     """Return an impl that weighs what lies behind a sequence's end in its last block with 0, as careless kernels do."""
 
     class WholeBlocks(impl_cls):  # type: ignore[misc]
-        def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
-            output = super().forward(layer, query, key, value, cache, batch, *rest)
+        def forward(self, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+            output = super().forward(query, key, value, cache, batch, *rest)
             values = key_value_views(cache, self.context.kv_layout, self.context.config)[1]
             for request, (first, last) in enumerate(pairwise(batch.query_start_loc)):
                 length = batch.seq_lens[request]
@@ -629,13 +623,13 @@ def reads_whole_blocks(impl_cls: Any) -> Any:
 def test_a_backend_may_clear_the_tail_of_a_requests_own_last_block(right: Variant) -> None:
     def clearing(number: float, first: int) -> Variant:
         class Clears(right.spec.get_class().impl_cls):  # type: ignore[misc]
-            def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
+            def forward(self, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
                 for half in key_value_views(cache, self.context.kv_layout, self.context.config):
                     size = half.shape[1]
                     for row, length in zip(batch.block_table, batch.seq_lens, strict=True):
                         if int(length) % size:
                             half[int(row[length // size]), max(0, length % size + first) :] = number
-                return super().forward(layer, query, key, value, cache, batch, *rest)
+                return super().forward(query, key, value, cache, batch, *rest)
 
         return right.running(Clears)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from attn_select import AttentionConfig
+from attn_select.backends.registry import load_plugins
 from attn_select.machine.device import lookup
 from attn_select.machine.environment import Environment
-from attn_select.rules.plugins import load_plugins
 from attn_select.times import evidence as module
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.evidence import STALE, Evidence, load_evidence

@@ -12,7 +12,7 @@ NOT_ON_AN_INDEX = (
     "wheels into its folder dist; with PIP_FIND_LINKS=/path/to/dist in the environment, `pip install` finds them there."
 )
 NEEDS_GPU = "needs a GPU machine"
-"""What is said of the install command of a kernel library that is of no use without a GPU."""
+"""What is added to the install command of a kernel library that is of no use without a GPU."""
 
 
 _OF_STATES = "distributions_of_states"
@@ -37,16 +37,18 @@ def known_backends() -> dict[str, str]:
     }
 
 
+def registered_name(written: str) -> str:
+    """Return a backend's name as backends are registered, of one in any case and with hyphens for underscores."""
+    return written.strip().upper().replace("-", "_")
+
+
 def is_of_states(backend: str) -> bool:
     """Whether a backend that is known by name is for layers that keep a state, and not for attention."""
     return any(backend in backends for backends in _tables()[_OF_STATES].values())
 
 
 def install_command(distribution: str) -> str:
-    """Return the command that installs a plugin of this project: by its folder in a clone, elsewhere by its name.
-
-    Outside a clone it needs what ``NOT_ON_AN_INDEX`` says.
-    """
+    """Return the command that installs a plugin of this project: by its folder in a clone, elsewhere by its name."""
     import shlex  # only needed where a plugin is missing
 
     folder = folder_in_clone(distribution)
@@ -54,10 +56,7 @@ def install_command(distribution: str) -> str:
 
 
 def folder_in_clone(distribution: str) -> str | None:
-    """Return the folder of a distribution in the clone that this package runs from, None where there is no clone.
-
-    The path is relative (``./plugins/NAME``) where the clone is the working directory.
-    """
+    """Return the folder of a distribution in the clone that this package runs from, None where there is no clone."""
     clone, name = Path(__file__).resolve().parents[3], distribution.removeprefix("attn-select-").replace("-", "_")
     folder = next((f for f in (clone / "plugins" / name, clone / name) if (f / "pyproject.toml").is_file()), None)
     if folder is None:

@@ -18,8 +18,8 @@ def reasons_against_two_parts(config: AttentionConfig) -> list[Reason]:
     seen = {name: value for name, off in accepted.items() if (value := getattr(config, name)) != off}
     if not seen:
         return []
-    asked, supported = (", ".join(f"{name} {each}" for name, each in some.items()) for some in (seen, accepted))
-    text = f"trees of drafts in two parts with {asked} (supported: {supported})"
+    wanted, supported = (", ".join(f"{name} {each}" for name, each in some.items()) for some in (seen, accepted))
+    text = f"trees of drafts in two parts with {wanted} (supported: {supported})"
     return [Reason("draft-tree-in-two-parts", text, seen, accepted)]
 
 

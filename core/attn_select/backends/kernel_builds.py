@@ -14,7 +14,7 @@ A plugin for such a kernel writes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from attn_select.backends.reasons import block_size_reason, install_command, library_reason
@@ -25,7 +25,7 @@ PROVIDER_OPTION: Final = "the distribution to take the kernel from; auto is the 
 """Description of the option ``provider``, for a plugin's ``BackendOptions``."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KernelBuild:
     """One distribution's build of one kernel. Subclass it and add what the builds of that kernel differ in.
 
@@ -33,31 +33,33 @@ class KernelBuild:
         kernel: the kernel's name for messages, e.g. ``FA3``. A distribution may build several.
         library: the distribution.
         module: the module that its functions are imported from.
-        distribution: the distribution's name, which is what the option ``provider`` takes.
-        provider: ``vllm (vllm.vllm_flash_attn)``, for ``BackendPlan.provider``.
     """
 
     kernel: str
     library: Library
     module: str
-    distribution: str = field(init=False)
-    provider: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.distribution = self.library.distribution
-        self.provider = f"{self.library.distribution} ({self.module})"
+    @property
+    def distribution(self) -> str:
+        """The distribution's name, which is what the option ``provider`` takes."""
+        return self.library.distribution
+
+    @property
+    def provider(self) -> str:
+        """``vllm (vllm.vllm_flash_attn)``, for ``BackendPlan.provider``."""
+        return f"{self.distribution} ({self.module})"
 
     @property
     def label(self) -> str:
         """``FA3 of vllm``, for messages."""
-        return f"{self.kernel} of {self.library.distribution}"
+        return f"{self.kernel} of {self.distribution}"
 
 
 B = TypeVar("B", bound=KernelBuild)
 
 
 class Objection(NamedTuple):
-    """One thing that speaks against one build for one layer.
+    """One reason against one build for one layer.
 
     Attributes:
         code: code of the reason that it becomes when no build serves the layer.
@@ -75,7 +77,7 @@ class Objection(NamedTuple):
     remedy: str | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pin(Generic[B]):
     """An option by which the user narrows the builds.
 
@@ -136,7 +138,7 @@ def choose(
     Args:
         builds: the ones that the device can run, preferred first; at least one.
         environment: says what is installed.
-        objections: returns what speaks against a build for the layer; nothing: the build serves it.
+        objections: returns the objections against a build for the layer; nothing: the build serves it.
         pins: what the user's options fix.
         capability: the device's compute capability, None for a CPU; for messages.
     """
@@ -161,13 +163,12 @@ def choose(
         judged = [(build, objections(build)) for build in allowed]
     if all(found for _, found in judged):
         reasons += merge(judged)
-    for reason in reasons:
-        if pins:
-            # The pin is the first thing to change, unless it names a build that only has to be installed.
-            reason.remedy = _under_pins(others, environment, pins) or reason.remedy or _loosened(others, pins)
-        elif others and reason.remedy is None:
-            reason.remedy = install_command(others[0].library, environment)
-    return reasons
+    if pins:
+        # The pin is the first thing to change, unless it names a build that only has to be installed.
+        first, last = _under_pins(others, environment, pins), _loosened(others, pins)
+        return [replace(reason, remedy=first or reason.remedy or last) for reason in reasons]
+    install = install_command(others[0].library, environment) if others else None
+    return [replace(reason, remedy=reason.remedy or install) for reason in reasons]
 
 
 def merge(judged: Sequence[tuple[KernelBuild, Sequence[Objection]]]) -> list[Reason]:
@@ -193,8 +194,7 @@ def merge(judged: Sequence[tuple[KernelBuild, Sequence[Objection]]]) -> list[Rea
         else:
             reason = Reason(code, "", objection.observed, list(by_accepts), objection.remedy)
             says = [f"{_labels(tuple(builds), every)}: {accepts}" for accepts, builds in by_accepts.items()]
-        reason.message = f"{objection.what} ({'; '.join(says)})"
-        reasons.append(reason)
+        reasons.append(replace(reason, message=f"{objection.what} ({'; '.join(says)})"))
     return reasons
 
 
@@ -220,9 +220,8 @@ def _not_installed(
     reason = library_reason(list(dict.fromkeys(build.library for build in builds)), environment)
     kernels = _listed((build.kernel for build in builds), "or")
     why = f" with {describe_pins(pins)}" if pins else ""
-    reason.message = f"no usable package has {kernels} for {device}{why}: {reason.message}"
-    reason.remedy = None
-    return reason
+    message = f"no usable package has {kernels} for {device}{why}: {reason.message}"
+    return replace(reason, message=message, remedy=None)
 
 
 def _no_such_build(builds: Sequence[KernelBuild], pins: Sequence[Pin[Any]], device: str) -> Reason:

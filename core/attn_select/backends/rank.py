@@ -12,10 +12,6 @@ def by_rank(specs: Mapping[str, BackendSpec], listed: Sequence[str]) -> list[str
 
     Backends that this project lists stand as listed, and those without a rank behind them, as registered. A backend
     with a rank stands next to the one that it names. Where nobody of that name is registered, it stands at the end.
-
-    Args:
-        specs: the registered backends by name.
-        listed: the backends that this project knows, in their order.
     """
     free = [name for name, spec in specs.items() if spec.rank is None]
     order = [name for name in listed if name in free] + [name for name in free if name not in listed]

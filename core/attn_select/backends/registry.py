@@ -1,20 +1,21 @@
 """Loads plugins, one by one, so that a broken one never takes the others down.
 
-pluggy's own entry-point loader stops at the first failure, so each entry point gets a plugin manager
-of its own: it is loaded, checked against the hook specification and called, and what goes wrong is kept as text.
+pluggy's own entry-point loader stops at the first failure, so each entry point is loaded, checked against the hook
+specification and called by itself, and what goes wrong is kept as text.
 What a plugin prints meanwhile goes to stderr, so that the output of a command stays its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import functools
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import pluggy
 
@@ -28,71 +29,36 @@ from attn_select.machine.environment import canonical_distribution, name_and_ver
 logger = logging.getLogger(__name__)
 
 
-class RulesOfPlugin(Protocol):
-    """The rules file that a plugin ships, read (``attn_select.rules.fragments``)."""
-
-    @property
-    def path(self) -> Path: ...
-
-
-ReadRules = Callable[[object, str, Collection[str]], RulesOfPlugin]
-"""Reads the file that a plugin's ``attn_select_register_rules`` names, given its distribution and its backends. Raises
-``PluginError`` where the file cannot be used."""
-
-
 @dataclass(slots=True)
 class Plugin:
-    """One entry point of group ``attn_select``, loaded or failed.
-
-    Attributes:
-        name: the entry point's name.
-        distribution: the distribution that brings it (canonical name), ``?`` where metadata lacks one.
-        version: that distribution's version.
-        backends: names of the backends it registered.
-        error: why it could not be used, one line; None when it loaded.
-        rules: the rules that it ships, or None.
-    """
+    """One entry point of group ``attn_select``, loaded or failed."""
 
     name: str
-    distribution: str
+    distribution: str  # the distribution that brings it (canonical name), ``?`` where metadata lacks one
     version: str
     backends: tuple[str, ...] = ()
-    error: str | None = None
-    rules: RulesOfPlugin | None = field(default=None, repr=False)
+    error: str | None = None  # why it could not be used, one line; None when it loaded
 
     def __str__(self) -> str:
         return f"plugin {self.name} ({self.distribution} {self.version})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plugin as it stands in JSON output."""
-        return {
-            "name": self.name,
-            "distribution": self.distribution,
-            "version": self.version,
-            "backends": list(self.backends),
-            "error": self.error,
-            "rules": None if self.rules is None else str(self.rules.path),
-        }
+        return {**asdict(self), "backends": [*self.backends]}
 
 
 @dataclass(slots=True)
 class Registry:
-    """Every registered backend, in registration order, and every plugin with its fate.
+    """Every registered backend, in registration order, and every plugin with its fate."""
 
-    Attributes:
-        specs: usable backends by name.
-        owners: distribution that registered each backend.
-        conflicts: backend names registered more than once (hence unusable) with all their owners.
-        ignored: names of known backends with the other distributions that register them. The backend of the
-            distribution that ``known_backends`` lists is used.
-        plugins: all entry points in the order they were loaded.
-    """
-
-    specs: dict[str, BackendSpec] = field(default_factory=dict)
-    owners: dict[str, str] = field(default_factory=dict)
+    specs: dict[str, BackendSpec] = field(default_factory=dict)  # usable backends by name
+    owners: dict[str, str] = field(default_factory=dict)  # distribution that registered each backend
+    # backend names registered more than once (hence unusable) with all their owners
     conflicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # names of known backends with the other distributions that register them. The backend of the distribution that
+    # ``known_backends`` lists is used
     ignored: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    plugins: list[Plugin] = field(default_factory=list)
+    plugins: list[Plugin] = field(default_factory=list)  # all entry points in the order they were loaded
 
     @property
     def failed(self) -> list[Plugin]:
@@ -122,15 +88,16 @@ class Registry:
         return lines
 
 
-def find_plugins(read_rules: ReadRules) -> Registry:
-    """Load every installed plugin, in sorted order of entry-point name and distribution."""
+@functools.cache
+def load_plugins() -> Registry:
+    """Load every installed plugin, in sorted order of entry-point name and distribution. Cached."""
     try:
-        return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), read_rules)
+        return build_registry(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP))
     except Exception:  # one malformed entry_points.txt, of whatever distribution, spoils the common query
-        return _search_each_distribution(read_rules)
+        return _search_each_distribution()
 
 
-def _search_each_distribution(read_rules: ReadRules) -> Registry:
+def _search_each_distribution() -> Registry:
     found: list[importlib.metadata.EntryPoint] = []
     failed: list[Plugin] = []
     seen: set[str] = set()
@@ -144,14 +111,16 @@ def _search_each_distribution(read_rules: ReadRules) -> Registry:
         except Exception as error:
             text = f"its entry_points.txt cannot be read: {type(error).__name__}: {shorten(error, 300)}"
             failed.append(Plugin("?", canonical_distribution(name), version or "?", error=text))
-    registry = build_registry(found, read_rules)
+    registry = build_registry(found)
     registry.plugins += failed
     return registry
 
 
-def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_rules: ReadRules) -> Registry:
+def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
     """Load the given entry points. Raises nothing but KeyboardInterrupt: what fails is in ``Registry.plugins``."""
     registry = Registry()
+    manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
+    manager.add_hookspecs(hookspecs)
     taken: dict[str, str] = {}
     registered: dict[str, list[tuple[str, BackendSpec]]] = {}
     named = [(entry_point.name, *_distribution(entry_point), entry_point) for entry_point in entry_points]
@@ -164,7 +133,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_r
         taken[name] = distribution
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                specs, plugin.rules = _register(entry_point, distribution if distribution != "?" else name, read_rules)
+                specs = _register(manager, entry_point)
         except KeyboardInterrupt:
             raise
         except PluginError as error:
@@ -174,8 +143,8 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint], read_r
         else:
             plugin.backends = tuple(spec.name for spec in specs)
             for spec in specs:
-                spec.distribution = f"{distribution} {version}"
-                registered.setdefault(spec.name, []).append((distribution, spec))
+                brought = replace(spec, distribution=f"{distribution} {version}")
+                registered.setdefault(spec.name, []).append((distribution, brought))
         logger.info("%s: %s", plugin, plugin.error or ", ".join(plugin.backends))
     for name, found in registered.items():
         _settle(registry, name, found)
@@ -199,15 +168,15 @@ def _distribution(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]
     return canonical_distribution(name) if name else "?", version or "?"
 
 
-def _register(
-    entry_point: importlib.metadata.EntryPoint, owner: str, read_rules: ReadRules
-) -> tuple[list[BackendSpec], RulesOfPlugin | None]:
-    """Return what a plugin registers: its backends, and the rules that it ships."""
-    manager = pluggy.PluginManager(hookspecs.ENTRY_POINT_GROUP)
-    manager.add_hookspecs(hookspecs)
-    manager.register(entry_point.load(), name=entry_point.name)
-    manager.check_pending()
-    results: list[Any] = manager.hook.attn_select_register_backends()
+def _register(manager: pluggy.PluginManager, entry_point: importlib.metadata.EntryPoint) -> list[BackendSpec]:
+    """Return the backends that a plugin registers."""
+    module = entry_point.load()
+    try:
+        manager.register(module, name=entry_point.name)
+        manager.check_pending()
+        results: list[Any] = manager.hook.attn_select_register_backends()
+    finally:  # the next plugin is to be alone, too
+        manager.unregister(name=entry_point.name)
     if not results:
         raise PluginError(f"{entry_point.value} has no @hookimpl attn_select_register_backends that returns backends")
     specs: dict[str, BackendSpec] = {}
@@ -220,7 +189,17 @@ def _register(
             if spec.name in specs:
                 raise PluginError(f"backend {spec.name} is registered twice by the same plugin")
             specs[spec.name] = spec
-    paths: list[Any] = manager.hook.attn_select_register_rules()
-    if len(paths) > 1:
-        raise PluginError(f"{entry_point.value} has {len(paths)} hooks attn_select_register_rules (accepted: one)")
-    return list(specs.values()), read_rules(paths[0], owner, specs) if paths else None
+    return list(specs.values())
+
+
+def registered_spec(name: str) -> BackendSpec:
+    """Return the spec that an installed plugin registers under ``name``."""
+    registry = load_plugins()
+    if name not in registry.specs:
+        text = f"backend {name} is not registered in this process"
+        raise PluginError(text, hint="; ".join(registry.warnings) or "install the plugin that brings it")
+    return registry.specs[name]
+
+
+# A spec holds functions, which may not be picklable: another process takes its own plugin's spec of the same name.
+copyreg.pickle(BackendSpec, lambda spec: (registered_spec, (spec.name,)))

@@ -2,10 +2,9 @@
 
 A spec answers every question that can be asked without running a kernel. ``Capabilities`` holds what a
 plain comparison can decide; ``BackendSpec.plan`` decides the rest (which inner path, and why). The gate
-(``attn_select.decide.gate``) compares both with a config and returns every ``Reason`` that speaks against it.
+(``attn_select.decide.gate``) compares both with a config and returns every ``Reason`` against it.
 
-Specs are shared and cached: treat everything here as immutable. Only what serves as a key is frozen, because a frozen
-class takes twice as long to define and every start of the command line pays for it.
+Specs are shared and cached: what a mapping in them holds must not be changed either.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ UNVERIFIED = "unverified"
 """The source of a fact that nothing proves."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fact(Generic[T_co]):
     """A value and where it was looked up.
 
@@ -44,13 +43,12 @@ class Fact(Generic[T_co]):
     source: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Reason:
-    """One thing that speaks against a backend.
+    """Why a backend cannot run a layer.
 
     ``code`` is stable kebab-case; ``observed`` and ``supported`` are plain data (str, number, list, None);
     ``remedy`` is a command-line flag, option or install command that would remove this reason, where one exists.
-    Treat as immutable: selections are cached and shared.
     """
 
     code: str
@@ -60,7 +58,7 @@ class Reason:
     remedy: str | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class HeadSizes:
     """Accepted head sizes: those listed, or every multiple of ``multiple_of`` in ``minimum..maximum``."""
 
@@ -84,7 +82,7 @@ class HeadSizes:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ComputeCapabilities:
     """Accepted compute capabilities: closed ranges of ``(major, minor)``, and whether a CPU will do.
 
@@ -98,10 +96,7 @@ class ComputeCapabilities:
         """Whether ``capability`` (None for a CPU) is accepted."""
         if capability is None:
             return self.cpu
-        for low, high in self.ranges:  # noqa: SIM110  # plans ask often, and any() takes four times as long
-            if low <= capability <= high:
-                return True
-        return False
+        return any(low <= capability <= high for low, high in self.ranges)
 
     def __str__(self) -> str:
         parts = []
@@ -119,7 +114,7 @@ class ComputeCapabilities:
         return ", ".join(parts)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Capabilities:
     """What a backend accepts, one sourced fact per question. A question left out means no (or any size).
 
@@ -184,7 +179,7 @@ class Capabilities:
         return "mla" if self.mla else "attention"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StateCapabilities:
     """What a backend accepts of layers that keep a state, one sourced fact per question.
 
@@ -204,9 +199,9 @@ class StateCapabilities:
 
 
 @final
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendPlan:
-    """How a backend would run one phase of a config on a device. Treat as immutable.
+    """How a backend would run one phase of a config on a device.
 
     Attributes:
         kernel: exactly what runs, as data: a frozen, hashable dataclass of the plugin's own. It is all that the runtime
@@ -286,7 +281,7 @@ def _no_compile_key(config: LayerConfig) -> object:
     return None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BackendSpec:
     """One backend as its plugin registers it.
 
@@ -319,7 +314,7 @@ class BackendSpec:
     options: type[BackendOptions] = BackendOptions
     variables: tuple[str, ...] = ()
     compile_key: Callable[[Any], object] = field(default=_no_compile_key)
-    distribution: str = field(default="", init=False)
+    distribution: str = ""
 
     @property
     def owner(self) -> str:

@@ -56,6 +56,6 @@ def _attention_text(config: AttentionConfig) -> str:
         parts.append(f"block size {config.block_size}")
     if config.sparse_top_k is not None:
         parts.append(f"sparse top-k {config.sparse_top_k}")
-    asked = [(feature, getattr(config, feature.field)) for feature in FEATURES]
-    parts += [feature.says.format(value) for feature, value in asked if value != feature.off]
+    values = [(feature, getattr(config, feature.field)) for feature in FEATURES]
+    parts += [feature.says.format(value) for feature, value in values if value != feature.off]
     return ", ".join([*parts, *_graph_text(config)])

@@ -45,21 +45,12 @@ def decide(
     workload: Workload | None = None,
     evidence: Evidence | None = None,
 ) -> Selection[ConfigT]:
-    """Decide for one layer.
-
-    Args:
-        situation: the device, its libraries, the plugins and the rules.
-        config: what the layer asks for.
-        choice: the backends that are asked for by name.
-        kv_layout: the layout of a shared pool: only plans that read it count.
-        workload: the batches to be fast at; None: the default mix, which rules about batches do not match.
-        evidence: what is known about times on the device; None: rules alone decide.
-    """
+    """Decide for one layer."""
     phases = config.phases
     explicit = choice.for_layer(phases, situation.specs)
-    rankings = situation.ranker.rank(config, phases, situation.of_sort(config), _batches(config, workload))
+    rankings = situation.ranker.rank(config, phases, situation.registered_for(config), _batches(config, workload))
 
-    answers = asked(situation, config, explicit.values())
+    answers = through_gate(situation, config, explicit.values())
     answers = in_layout(answers, kv_layout)
     answers = not_denied(answers, rankings, explicit, situation.specs)
     plans = plans_in(answers, phases)
@@ -117,7 +108,7 @@ def _batches(config: LayerConfig, workload: Workload | None) -> dict[Phase, list
 # The gate.
 
 
-def asked(situation: Situation, config: LayerConfig, named: Iterable[str]) -> Answers:
+def through_gate(situation: Situation, config: LayerConfig, named: Iterable[str]) -> Answers:
     """Put every known backend for attention, or for states, through the gate, and all that are asked for by name."""
     place = situation.device, situation.environment
     answers: dict[str, dict[Phase, BackendPlan | list[Reason]]] = {
@@ -178,7 +169,7 @@ def plans_in(answers: Answers, phases: Sequence[Phase]) -> Plans:
 def proved_first(ranking: Ranking, plans: Mapping[str, BackendPlan]) -> Ranking:
     """Put backends whose plan nothing proves behind the others, where some are proved and some are not."""
     unverified = [name for name, plan in plans.items() if plan.unverified]
-    return ranking.with_behind(unverified) if 0 < len(unverified) < len(plans) else ranking
+    return ranking.with_unverified_last(unverified) if 0 < len(unverified) < len(plans) else ranking
 
 
 def in_order(ranking: Ranking, plans: Mapping[str, BackendPlan], explicit: str | None) -> list[str]:
@@ -227,13 +218,13 @@ def phase_order(
     """Return one phase as the rules order it, for times to change."""
     from attn_select.times.choice import PhaseOrder  # few devices were surveyed
 
-    evidence, held = ranking.evidence, ""
+    evidence, why_fixed = ranking.evidence, ""
     if explicit is not None:
-        held = f"{explicit} is asked for by name"
+        why_fixed = f"{explicit} is asked for by name"
     elif evidence is not None:
-        held = f"rule {evidence.name!r} ({evidence.origin}) keeps times out"
-    placed = {name: f"rule {rule.name!r} ({rule.origin}) places {name}" for name, rule in ranking.placed.items()}
-    return PhaseOrder(order, plans, chosen, placed, held)
+        why_fixed = f"rule {evidence.name!r} ({evidence.origin}) keeps times out"
+    pinned = {name: f"rule {rule.name!r} ({rule.origin}) places {name}" for name, rule in ranking.pinned.items()}
+    return PhaseOrder(order, plans, chosen, pinned, why_fixed)
 
 
 # The outcome.
@@ -251,8 +242,8 @@ def candidates_of(
         answer, rank = answers[name][phase], ranks[phase].get(name)
         if isinstance(answer, list):
             return Verdict(rank, "rejected", answer, None)
-        timing, behind = shown.get(phase, {}).get(name, (None, None))
-        return Verdict(rank, "selected" if chosen[phase] == name else "valid", [], answer, timing, behind)
+        timing, relative_time = shown.get(phase, {}).get(name, (None, None))
+        return Verdict(rank, "selected" if chosen[phase] == name else "valid", [], answer, timing, relative_time)
 
     ranked = [name for phase in reversed([*ranks]) for name in ranks[phase]]
     names = dict.fromkeys([*ranked, *answers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from attn_select.backends.distributions import registered_name
 from attn_select.backends.registry import Plugin
 from attn_select.backends.spec import BackendSpec
 from attn_select.errors import ConfigError, UnknownNameError, shorten, show
@@ -32,10 +33,7 @@ class Choice:
         return Choice(*kept)
 
     def for_layer(self, phases: Sequence[Phase], specs: Mapping[str, BackendSpec]) -> dict[Phase, str]:
-        """Return the backend that is asked for in each phase of a layer; phases without one are left out.
-
-        A backend that serves none of the layer's phases is asked for in all of them, to be rejected with its reason.
-        """
+        """Return the backend that is asked for in each phase of a layer; phases without one are left out."""
         spec = specs.get(self.default or "")
         served = [phase for phase in phases if spec is not None and phase in spec.capabilities] or phases
         found = {phase: self.for_phase(phase) or (self.default if phase in served else None) for phase in phases}
@@ -48,14 +46,7 @@ NOTHING_ASKED = Choice()
 def parse_choice(
     backend: str | Sequence[str] | Mapping[str, str] | None, known: Sequence[str], failed: Sequence[Plugin] = ()
 ) -> Choice:
-    """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping.
-
-    ``failed`` are the plugins that did not load: nobody knows the names of their backends.
-
-    Raises:
-        UnknownNameError: a backend or phase name that is not known.
-        ConfigError: two choices for one phase.
-    """
+    """Read ``NAME``, ``PHASE=NAME``, a list of them or a mapping."""
     if backend is None:
         return NOTHING_ASKED
     if isinstance(backend, Mapping):
@@ -70,7 +61,7 @@ def parse_choice(
             raise UnknownNameError(
                 "phase", written, PHASES, hint=f"write NAME or PHASE=NAME with PHASE {' or '.join(PHASES)}"
             )
-        spelled = name.strip().upper().replace("-", "_")
+        spelled = registered_name(name)
         if spelled not in known:
             broken = "; ".join(f"{plugin} is broken: {plugin.error}" for plugin in failed)
             note = f"it may be a backend of a plugin that did not load: {broken}" if failed else None

@@ -1,4 +1,4 @@
-"""The gate: everything that speaks against one backend for one config on one device.
+"""The gate: everything that rejects one backend for one config on one device.
 
 It returns every reason, never only the first. What it accepts and cannot run is a bug, and so is what it rejects and
 could run. Unsupported is data; an exception here is a bug of ours or of a plugin.
@@ -131,7 +131,7 @@ def _against_kind(capabilities: Capabilities, config: AttentionConfig) -> list[R
 
 
 def _against_types(capabilities: Capabilities, config: AttentionConfig, device: Device) -> list[Reason]:
-    """Return what speaks against the dtype, the attention type and the KV-cache dtype."""
+    """Return the reasons against the dtype, the attention type and the KV-cache dtype."""
     found: list[Reason] = []
     dtypes, types = capabilities.dtypes.value, capabilities.attn_types.value
     if config.dtype not in dtypes:
@@ -149,13 +149,13 @@ def _against_cache_dtype(capabilities: Capabilities, config: AttentionConfig, de
     NVFP4 is refused whatever the backend lists: the runtime has no layout for NVFP4 data with its block scales. A phase
     that does not read the cache refuses nothing else: the layer's tokens are still stored there.
     """
-    asked, dtype = config.cache_dtype, config.dtype
-    allocatable, reads = asked != "nvfp4", capabilities.reads_cache
+    stored, dtype = config.cache_dtype, config.dtype
+    allocatable, reads = stored != "nvfp4", capabilities.reads_cache
     listed = capabilities.kv_cache_dtypes.value if reads else KV_CACHE_DTYPES
     mixed = capabilities.mixed_kv_cache_dtype.value or not reads
-    if allocatable and asked in listed and (asked == dtype or mixed or is_quantized(asked)):
+    if allocatable and stored in listed and (stored == dtype or mixed or is_quantized(stored)):
         return []
-    if asked == dtype and dtype not in capabilities.dtypes.value:
+    if stored == dtype and dtype not in capabilities.dtypes.value:
         return []  # the compute dtype is a reason of its own
     if reads:
         reads_quantized = capabilities.quantized_kv_cache_on.value.accepts(device.compute_capability)
@@ -167,11 +167,11 @@ def _against_cache_dtype(capabilities: Capabilities, config: AttentionConfig, de
         supported = ["auto", *supported]
     remedy = f"--kv-cache-dtype {supported[0]}" if supported else None
     what = "KV-cache dtype" if allocatable else "attn_select.runtime cannot allocate a KV cache of dtype"
-    return [unsupported("kv-cache-dtype", what, asked, supported, remedy)]
+    return [unsupported("kv-cache-dtype", what, stored, supported, remedy)]
 
 
 def _against_sizes(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:
-    """Return what speaks against the block size and the V head size."""
+    """Return the reasons against the block size and the V head size."""
     found: list[Reason] = []
     if config.block_size is not None and config.has_cache and capabilities.reads_cache:
         kernels = capabilities.block_sizes.value
@@ -184,10 +184,10 @@ def _against_sizes(capabilities: Capabilities, config: AttentionConfig) -> list[
 
 
 def _against_features(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:
-    """Return what speaks against the features that are asked for: first the features that the backend lacks."""
+    """Return the reasons against the features that are asked for: first the features that the backend lacks."""
     lacked: list[Reason] = []
     limited: list[Reason] = []
-    for feature, value in _asked_for(config):
+    for feature, value in _features_of(config):
         declared = getattr(capabilities, feature.fact).value
         if declared is False:
             lacked.append(_refusal(feature, value, False))
@@ -196,7 +196,7 @@ def _against_features(capabilities: Capabilities, config: AttentionConfig) -> li
     return [*lacked, *limited]
 
 
-def _asked_for(config: AttentionConfig) -> list[tuple[Feature, Any]]:
+def _features_of(config: AttentionConfig) -> list[tuple[Feature, Any]]:
     """Return the features that a layer asks for, with their values."""
     return [(each, value) for each in FEATURES if (value := getattr(config, each.field)) != each.off]
 
@@ -222,9 +222,9 @@ def _beyond_ranks(config: AttentionConfig) -> list[Reason]:
     ranks = config.decode_context_parallel_size
     if ranks == 1:
         return []
-    asked = {feature.field: value for feature, value in _asked_for(config)}
+    features = {feature.field: value for feature, value in _features_of(config)}
     found: list[Reason] = []
-    if names := [text.format(asked[field]) for field, text in _DISTANCES.items() if field in asked]:
+    if names := [text.format(features[field]) for field, text in _DISTANCES.items() if field in features]:
         why = "a kernel measures distance within one rank's share"  # a rank counts only its own, interleaved tokens
         text = f"{' and '.join(names)} over {ranks} ranks (supported: 1): {why}"
         found.append(Reason("decode-context-parallel-distance", text, ranks, 1, "--dcp 1"))
@@ -245,8 +245,8 @@ def _unverified(capabilities: Capabilities | StateCapabilities, config: LayerCon
             for field in fields(capabilities)
             if getattr(capabilities, field.name).source == UNVERIFIED
         ]
-    asked = _asked_for(config)
-    used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types", *[feature.fact for feature, _ in asked]}
+    features = _features_of(config)
+    used = {"compute_capabilities", "dtypes", "head_sizes", "attn_types", *[feature.fact for feature, _ in features]}
     if config.v_head_size not in (None, config.head_size):
         used.add("v_head_size_differs")
     if config.has_cache and capabilities.reads_cache:
@@ -258,7 +258,9 @@ def _unverified(capabilities: Capabilities | StateCapabilities, config: LayerCon
         for field in fields(capabilities)
         if field.name in used and getattr(getattr(capabilities, field.name), "source", None) == UNVERIFIED
     ]
-    never = [each.never_executed for each, value in asked if each.executed is not None and value not in each.executed]
+    never = [
+        each.never_executed for each, value in features if each.executed is not None and value not in each.executed
+    ]
     return [*[f"no source proves the capability {name}" for name in unproved], *never]
 
 
@@ -333,13 +335,13 @@ def _block_size_problem(
     """Return what is wrong with a plan that cannot read the blocks asked for, which the capabilities accept."""
     if isinstance(config, StateConfig) or isinstance(capabilities, StateCapabilities) or not plan.kv_layouts:
         return None
-    asked, sizes = config.block_size, plan.kernel_block_sizes
-    if asked is None or not config.has_cache or not capabilities.reads_cache:
+    size, sizes = config.block_size, plan.kernel_block_sizes
+    if size is None or not config.has_cache or not capabilities.reads_cache:
         return None
-    if any(asked % size == 0 for size in sizes):
+    if any(size % kernel == 0 for kernel in sizes):
         return None
     return (
-        f"block_sizes declares that blocks of {asked} are read, and plan().kernel_block_sizes = {show(sizes)} "
+        f"block_sizes declares that blocks of {size} are read, and plan().kernel_block_sizes = {show(sizes)} "
         "(accepted: a size that divides it, or a reason against it)"
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
@@ -37,7 +38,7 @@ LostBy = Literal["name", "times", "untimed", "rule", "unverified", "rank", "cach
 """
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What was decided about one backend in one phase.
 
@@ -45,10 +46,10 @@ class Verdict:
         rank: position in the effective order, from 1; None where a backend is of another kind of attention and no
             priority lists it, or where an ``only`` rule shuts it out.
         verdict: ``selected``, ``valid`` (would run) or ``rejected``.
-        reasons: everything that speaks against it; empty unless rejected.
+        reasons: everything that rejects it; empty unless rejected.
         plan: how it would run; None where rejected.
         timing: how long it takes for the workload's steps of the phase; None where nothing is known, or none was asked.
-        behind: its time as a multiple of the chosen backend's; None where the two do not compare.
+        relative_time: its time as a multiple of the chosen backend's; None where the two do not compare.
     """
 
     rank: int | None
@@ -56,19 +57,20 @@ class Verdict:
     reasons: list[Reason]
     plan: BackendPlan | None
     timing: Timing | None = None
-    behind: float | None = None
+    relative_time: float | None = None
+
+    @property
+    def order(self) -> float:
+        """Sorts verdicts by rank; without one they come last."""
+        return math.inf if self.rank is None else self.rank
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend with its verdict per phase of the layer. Treat as immutable: selections share what they reject."""
+    """One backend with its verdict per phase of the layer."""
 
     backend: str
     phases: Mapping[Phase, Verdict]
-
-    def with_verdict(self, phase: Phase, **changes: Any) -> Candidate:
-        """Return the candidate with another verdict on one phase: ``changes`` are attributes of ``Verdict``."""
-        return Candidate(self.backend, {**self.phases, phase: replace(self.phases[phase], **changes)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,9 @@ class RunnerUp:
         return {"backend": self.backend, "lost_by": self.lost_by, "rule": None if self.rule is None else self.rule.name}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome(Generic[ConfigT]):
     """The decision for one attention layer: what runs, how, and why nothing else does.
-
-    Treat as immutable: it is cached.
 
     Attributes:
         config: what was asked for.
@@ -127,6 +127,10 @@ class Outcome(Generic[ConfigT]):
     workload: Workload | None = None
     evidence: EvidenceUsed | None = None
     runners_up: Mapping[Phase, RunnerUp] = field(default_factory=dict)
+
+    def verdict(self, backend: str, phase: Phase) -> Verdict:
+        """Return the verdict on a known backend in a phase that the layer has."""
+        return next(each.phases[phase] for each in self.candidates if each.backend == backend)
 
     @property
     def ok(self) -> bool:

@@ -20,46 +20,33 @@ def runners_up(
     used: EvidenceUsed | None,
     fits: Callable[[Mapping[Phase, str]], bool],
 ) -> dict[Phase, RunnerUp]:
-    """Return the runner-up of each phase that has one.
-
-    Args:
-        candidates: every backend with its final verdicts.
-        rankings: the order by rules of each phase.
-        explicit: the backends that were asked for by name.
-        used: what was taken from times, or None.
-        fits: whether backends share a KV layout and block size.
-    """
+    """Return the runner-up of each phase that has one."""
     chosen = {p: c for p in rankings for c in candidates if c.phases[p].verdict == "selected"}
     found: dict[Phase, RunnerUp] = {}
     for phase, winner in chosen.items():
         others = [each for each in candidates if each.phases[phase].verdict == "valid"]
-        other = min(others, key=lambda each: each.phases[phase].rank or len(candidates) + 1, default=None)
+        other = min(others, key=lambda each: each.phases[phase].order, default=None)
         if other is None:
             continue
         by_times = used is not None and used.phases[phase].by_times
         if explicit.get(phase) == winner.backend:
             found[phase] = RunnerUp(other.backend, "name")
-        elif not _stands_before(other, winner, phase):
+        elif other.phases[phase].order >= winner.phases[phase].order:
             found[phase] = _by_order(winner, other, phase, rankings[phase], by_times)
         elif not fits({p: (other if p == phase else each).backend for p, each in chosen.items()}):
             found[phase] = RunnerUp(other.backend, "cache")
         elif not by_times:
             found[phase] = RunnerUp(other.backend, "phases")
         else:
-            found[phase] = RunnerUp(other.backend, "untimed" if other.phases[phase].behind is None else "pair")
+            found[phase] = RunnerUp(other.backend, "untimed" if other.phases[phase].relative_time is None else "pair")
     return found
-
-
-def _stands_before(other: Candidate, winner: Candidate, phase: Phase) -> bool:
-    rank, winners = other.phases[phase].rank, winner.phases[phase].rank
-    return rank is not None and winners is not None and rank < winners
 
 
 def _by_order(winner: Candidate, other: Candidate, phase: Phase, ranking: Ranking, by_times: bool) -> RunnerUp:
     """Say what put the winner before a backend that stands behind it."""
     verdict, order = other.phases[phase], ranking.order
-    if by_times and verdict.rank is not None and other.backend not in ranking.placed:
-        if verdict.behind is not None:
+    if by_times and verdict.rank is not None and other.backend not in ranking.pinned:
+        if verdict.relative_time is not None:
             return RunnerUp(other.backend, "times")
         if order.index(other.backend) < order.index(winner.backend):
             return RunnerUp(other.backend, "untimed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from attn_select.backends.spec import BackendPlan
@@ -28,7 +29,7 @@ class NoBackendError(AttnSelectError):
 class Selection(Outcome[ConfigT]):
     """The decision for one attention layer: what runs, how, and why nothing else does.
 
-    Treat as immutable: it is cached. ``attn_select.decide.outcome.Outcome`` documents the attributes.
+    ``attn_select.decide.outcome.Outcome`` documents the attributes.
 
     Attributes:
         runs_anywhere: its kernels are emulated, so that layers may run on another device than ``device``.
@@ -91,7 +92,6 @@ class Selection(Outcome[ConfigT]):
                     "file": rule.file,
                     "line": rule.line,
                     "because": rule.because,
-                    "plugin": rule.plugin,
                 }
                 for rule in self.rules
             ],
@@ -116,16 +116,7 @@ class Selection(Outcome[ConfigT]):
         costs = self.rank_costs
         if costs is None:
             return None
-        steps = [
-            {
-                "batch": str(step.batch),
-                "alone_us": step.alone_us,
-                "ranks_us": step.ranks_us,
-                "collectives_us": step.collectives_us,
-                "pays_from": step.pays_from,
-            }
-            for step in costs.steps
-        ]
+        steps = [{**asdict(step), "batch": str(step.batch)} for step in costs.steps]
         return {"size": costs.ranks, "bytes_per_token": costs.bytes_per_token, "steps": steps}
 
 
@@ -155,21 +146,12 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
             phase: {
                 "rank": verdict.rank,
                 "verdict": verdict.verdict,
-                "reasons": [
-                    {
-                        "code": reason.code,
-                        "message": reason.message,
-                        "observed": reason.observed,
-                        "supported": reason.supported,
-                        "remedy": reason.remedy,
-                    }
-                    for reason in verdict.reasons
-                ],
+                "reasons": [asdict(reason) for reason in verdict.reasons],
                 "path": verdict.plan.path if verdict.plan is not None else None,
                 "because": verdict.plan.because if verdict.plan is not None else None,
                 "unverified": list(verdict.plan.unverified) if verdict.plan is not None else [],
                 "timing": verdict.timing.to_dict() if verdict.timing is not None else None,
-                "behind": verdict.behind,
+                "behind": verdict.relative_time,
             }
             for phase, verdict in candidate.phases.items()
         },

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.config_text import config_text
 from attn_select.decide.decide import decide
 from attn_select.decide.explicit import parse_choice
@@ -24,7 +25,6 @@ from attn_select.machine import detection
 from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet, load_rules
-from attn_select.rules.plugins import fragments_of, load_plugins
 
 if TYPE_CHECKING:
     from attn_select.times.evidence import Evidence
@@ -35,10 +35,6 @@ logger = logging.getLogger(__name__)
 RulesArgument = RuleSet | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 BackendArgument = str | Sequence[str] | Mapping[str, str] | None
 TimesArgument = bool | str | os.PathLike[str]
-
-_MOST_RECENT = 4096
-_recent: dict[int, tuple[Any, ...]] = {}
-"""Of a config's ``id``: the arguments of ``select``, then the selection. An engine asks again with the same objects."""
 
 
 def select(
@@ -54,7 +50,7 @@ def select(
 ) -> Selection[ConfigT]:
     """Pick the backend (or the prefill and decode pair) for one attention layer, with the reason for every candidate.
 
-    Cached: the same arguments again, the same objects, cost under a microsecond. Rules files, plugins and the
+    Cached: equal arguments again cost about a microsecond. Rules files, plugins and the
     environment are read once per process; ``clear_cache()`` reads them again.
 
     Args:
@@ -81,34 +77,36 @@ def select(
         RulesError: a rules file is missing or broken.
         MeasurementError: a survey's file cannot be read.
     """
-    recent = _recent.get(id(config))
-    if (
-        recent is not None
-        and recent[1] is device
-        and recent[2] is rules
-        and recent[3] is backend
-        and recent[4] is environment
-        and recent[5] is workload
-        and recent[6] is times
-        and recent[7] is host_time
-    ):
-        found: Selection[ConfigT] = recent[8]
-        return found
     if not isinstance(config, (AttentionConfig, StateConfig)):
         text = f"config = {show(config)}: expected an AttentionConfig or a StateConfig"
         raise ConfigError(text, fields=["config"])
+    arguments: Any = (config, device, rules, backend, environment, workload, times, host_time)
+    try:
+        hash(arguments)
+    except TypeError:  # lists, mappings and rule sets may change
+        return _decided(*arguments)
+    return _recent(*arguments)
+
+
+def _decided(
+    config: Any,
+    device: Device | str | None,
+    rules: RulesArgument,
+    backend: BackendArgument,
+    environment: Environment | None,
+    workload: WorkloadArgument | None,
+    times: TimesArgument,
+    host_time: bool,
+) -> Selection[Any]:
     situation = situation_for(device, rules, environment)
     choice = parse_choice(backend, situation.names, situation.registry.failed)
     batches, evidence = _workload(workload), _evidence_for(times, host_time, situation)
     selection = decide(situation, config, choice, workload=batches, evidence=evidence)
     _log(selection)
-    if len(_recent) >= _MOST_RECENT:
-        _recent.clear()
-    # The tuple keeps the config alive, so its id stays its own. Mutable arguments may change under the same identity.
-    if _is_immutable(rules) and _is_immutable(backend):
-        asked = (config, device, rules, backend, environment, workload, times, host_time)
-        _recent[id(config)] = (*asked, selection)
     return selection
+
+
+_recent = functools.lru_cache(maxsize=4096, typed=True)(_decided)  # an engine asks again for every layer
 
 
 def select_model(
@@ -142,8 +140,8 @@ def select_model(
     both = len({config.sort == "state" for config in configs}) == 2
 
     def decide_one(config: Any, kv_layout: str | None = None) -> Selection[Any]:
-        asked = choice.among(situation.candidates(config)) if both else choice
-        return decide(situation, config, asked, kv_layout, batches, evidence)
+        own_choice = choice.among(situation.candidates(config)) if both else choice
+        return decide(situation, config, own_choice, kv_layout, batches, evidence)
 
     selections = agree_on_pool(configs, decide_one)
     for selection in selections:
@@ -209,7 +207,7 @@ def _environment(device: Device, pins: tuple[tuple[str, str], ...]) -> Environme
 
 @functools.lru_cache(maxsize=16)
 def _rules(paths: tuple[str, ...], working_directory: bool = True) -> RuleSet:
-    return load_rules(paths, fragments_of(load_plugins()), working_directory=working_directory)
+    return load_rules(paths, working_directory=working_directory)
 
 
 def rules_in_an_engine() -> RuleSet:
@@ -263,19 +261,10 @@ def _evidence(device: Device, environment: Environment, path: str | None, host_t
     return found
 
 
-def _is_immutable(argument: RulesArgument | BackendArgument) -> bool:
-    """Whether an argument of ``select`` says the same as long as it is the same object."""
-    if isinstance(argument, tuple):
-        return all(isinstance(each, (str, PurePath)) for each in argument)
-    return argument is None or isinstance(argument, (str, PurePath))
-
-
 def clear_cache() -> None:
     """Forget every selection, and read plugins, rules files, the device and the environment again at the next call."""
-    _recent.clear()
-    load_plugins.cache_clear()
     detection.by_nvml.cache_clear()
-    for read in (_situation, _environment, _rules, _read_workload, _evidence):
+    for read in (_recent, load_plugins, _situation, _environment, _rules, _read_workload, _evidence):
         read.cache_clear()
     if (prediction := sys.modules.get("attn_select.times.prediction")) is not None:
         prediction.read_survey_file.cache_clear()

@@ -41,16 +41,7 @@ def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout
 
 
 def kernel_block_sizes(plans: PlansByBackend, block_size: int | None, kv_layout: str | None) -> dict[str, int]:
-    """Return the kernel block size per backend that reads the cache; one for all where the layout ties them.
-
-    Args:
-        plans: per backend, by phase that it serves.
-        block_size: tokens per block of the allocator; None without a cache.
-        kv_layout: of the cache; None without.
-
-    Raises:
-        ConfigError: the kernels share no block size within this layout.
-    """
+    """Return the kernel block size per backend that reads the cache; one for all where the layout ties them."""
     sizes = shared_block_sizes(plans, block_size, kv_layout)
     if sizes is None:
         able = _able_block_sizes(plans, block_size)

@@ -31,9 +31,6 @@ def agree_on_pool(configs: Iterable[ConfigT], decide: Decide) -> tuple[Selection
     within 2 % of it, or among all, the least sum of ranks over all kinds and phases wins, the earlier kind's wish on a
     tie.
     A block size that a config names is never replaced: it is the only one tried.
-
-    Raises:
-        ConfigError: two configs of one pool name different block sizes.
     """
     result = list(map(decide, configs))
     for sort in {s.config.sort for s in result} - {"state"}:  # every kind of states has a pool of its own

@@ -21,58 +21,38 @@ from attn_select.rules.ranking import Ranker, unknown_versions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Situation:
-    """A device, its libraries, the plugins and the rules.
-
-    Attributes:
-        registry: what plugins registered.
-        rules: the effective rules.
-        device: the device that is decided for.
-        environment: its libraries and variables.
-        ranker: the rules that hold on the device.
-        sorts: of every registered backend the sorts of layers that it serves in any phase (``AttentionConfig.sort``).
-        order: the registered backends in the order that counts where no rule says otherwise.
-        absent: why each backend that is known by name and not registered cannot be asked.
-        names: every known backend: registered, doubly registered, and known but not installed.
-        options: the ``[backends.NAME]`` table of every registered backend.
-        warnings: what a user should know whatever the layer, one sentence each.
-    """
+    """A device, its libraries, the plugins and the rules."""
 
     registry: Registry
     rules: RuleSet
     device: Device
     environment: Environment
-    ranker: Ranker
+    ranker: Ranker  # the rules that hold on the device
+    # of every registered backend the sorts of layers that it serves in any phase (``AttentionConfig.sort``)
     sorts: Mapping[str, frozenset[str]]
-    order: list[str]
-    absent: Mapping[str, Reason]
-    names: list[str]
-    options: Mapping[str, BackendOptions]
-    warnings: list[str]
+    order: list[str]  # the registered backends in the order that counts where no rule says otherwise
+    absent: Mapping[str, Reason]  # why each backend that is known by name and not registered cannot be judged
+    names: list[str]  # every known backend: registered, doubly registered, and known but not installed
+    options: Mapping[str, BackendOptions]  # the ``[backends.NAME]`` table of every registered backend
+    warnings: list[str]  # what a user should know whatever the layer, one sentence each
 
     @property
     def specs(self) -> Mapping[str, BackendSpec]:
         """The registered backends by name."""
         return self.registry.specs
 
-    def of_sort(self, config: LayerConfig) -> list[str]:
+    def registered_for(self, config: LayerConfig) -> list[str]:
         """Return the registered backends for layers of this sort (attention, MLA, sparse MLA, state), in order."""
         return [name for name in self.order if config.sort in self.sorts[name]]
 
     def candidates(self, config: LayerConfig, named: Iterable[str] = ()) -> dict[str, BackendSpec]:
-        """Return the backends that are put through the gate for a layer, and the ones that are asked for by name.
-
-        For a layer that keeps a state they are the backends of states, else the backends of attention.
-        """
+        """Return the backends that are put through the gate for a layer, and the ones that are asked for by name."""
         of_states, also = config.sort == "state", set(named)
         return {n: spec for n, spec in self.specs.items() if ("state" in self.sorts[n]) is of_states or n in also}
 
 
 def situation_of(registry: Registry, rules: RuleSet, device: Device, environment: Environment) -> Situation:
-    """Gather what decisions on a device rest on.
-
-    Raises:
-        RulesError: a ``[backends.NAME]`` table has an unknown key, or a value that is not accepted.
-    """
+    """Gather what decisions on a device rest on."""
     specs, names, modules = registry.specs, known_names(registry), import_names(registry.specs)
     unknown = unknown_versions(rules.rules, device, environment, modules)
     order = by_rank(specs, list(distributions.known_backends()))
@@ -92,7 +72,7 @@ def situation_of(registry: Registry, rules: RuleSet, device: Device, environment
 
 
 def absent_backends(registry: Registry) -> dict[str, Reason]:
-    """Return why each backend that is known by name and cannot be asked is absent, with the remedy if there is one."""
+    """Return why each backend that is known by name and cannot be judged is absent, with the remedy if there is one."""
     absent: dict[str, Reason] = {}
     for name, owners in registry.conflicts.items():
         text = f"registered by {' and by '.join(owners)}"

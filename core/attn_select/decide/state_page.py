@@ -16,17 +16,11 @@ from attn_select.decide.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class StatePage:
-    """The pages of a pool that attention and states share.
+    """The pages of a pool that attention and states share."""
 
-    Attributes:
-        block_size: tokens of a block of attention.
-        page_bytes: bytes of a page of one layer.
-        state_bytes: what the largest state takes of them.
-    """
-
-    block_size: int
-    page_bytes: int
-    state_bytes: int
+    block_size: int  # tokens of a block of attention
+    page_bytes: int  # bytes of a page of one layer
+    state_bytes: int  # what the largest state takes of them
 
     @property
     def wasted_bytes(self) -> int:
@@ -44,11 +38,7 @@ class StatePage:
 
 
 def state_page(selections: Sequence[Selection[Any]]) -> StatePage | None:
-    """Return the pages that all layers of a model could share; None where not both sorts are there, with a backend.
-
-    Blocks are a multiple of every attention kind's block size. Where kinds of attention differ in bytes per token, the
-    smallest decides, as its blocks have to hold a state too.
-    """
+    """Return the pages that all layers of a model could share; None where not both sorts are there, with a backend."""
     states = [s.bytes_per_request // s.config.max_decode_query_len for s in selections if s.bytes_per_request]
     blocks = [s.block_size for s in selections if s.block_size is not None]
     tokens = [s.bytes_per_token for s in selections if s.bytes_per_token is not None]

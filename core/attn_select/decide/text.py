@@ -1,21 +1,21 @@
-"""Text for people: a selection, or a whole report of layer kinds, as lines of styled pieces.
+"""Text for people: a selection, or a whole report of layer kinds, as lines (``attn_select.decide.lines``).
 
-A line is a list of ``(text, style)``; style is "", or one of ``STYLES``. The piece ``HANG`` marks the column where
-continuation lines begin when a terminal wraps the line. ``plain`` joins the pieces; the command line colours and wraps
-them on a terminal. JSON comes from the same objects (``Selection.to_dict``), so both always agree.
+JSON comes from the same objects (``Selection.to_dict``), so both always agree.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attn_select.backends import distributions
 from attn_select.backends.spec import BackendPlan, Reason
+from attn_select.decide.cache_text import cache_lines
 from attn_select.decide.config_text import condition_text, config_text
-from attn_select.decide.outcome import Candidate, Outcome, RunnerUp, Verdict
-from attn_select.errors import printable
+from attn_select.decide.lines import HANG, MARGIN, Line, byte_text, plain
+from attn_select.decide.outcome import Candidate, Outcome, Verdict
+from attn_select.decide.runner_up_text import runner_up_lines
+from attn_select.decide.time_text import chosen_time_lines, time_lines
 from attn_select.layer.config import Phase
 from attn_select.machine.device import Device
 from attn_select.rules.layers import FILE_NAME
@@ -24,23 +24,7 @@ from attn_select.rules.rule import PACKAGED, Rule
 if TYPE_CHECKING:
     from attn_select.layer.models.kv_sharing import CacheOwners
     from attn_select.machine.environment import Environment
-    from attn_select.times.choice import EvidenceUsed
     from attn_select.times.workload import Workload
-
-Line = list[tuple[str, str]]
-STYLES = {
-    "title": "bold",
-    "selected": "bold green",
-    "valid": "green",
-    "rejected": "red",
-    "dim": "dim",
-    "remedy": "cyan",
-    "warning": "yellow",
-}
-HANG = ("", "hang")
-_MARGIN = 19
-"""Column of the text beside ``prefill``, ``decode`` and ``KV cache``."""
-
 
 _WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported", "phase-not-served")
 """Codes of reasons that hold for every layer of this kind, whatever else it asks for."""
@@ -49,21 +33,8 @@ _OTHER_KIND = _WRONG_KIND[:-1]
 _NEED_GPU = "need a GPU"
 _NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
 
-_LOST = {
-    "name": "by name",
-    "rank": "by rank: no rule names either",
-    "untimed": "by times: it was not timed on such layers",
-    "phases": "by serving both phases",
-}
-"""Why a runner-up lost, where that needs no more words."""
-
 NAN_TAIL_WARNING = "a NaN in the unused tail of a block reaches the result; clear blocks before they are handed out"
 """Of a plan that is not ``nan_tail_safe``."""
-
-
-def plain(lines: Iterable[Line]) -> str:
-    """Return the lines without styles, trailing white space removed; what is not printable is replaced."""
-    return "\n".join(printable("".join(text for text, _ in line).rstrip()) for line in lines)
 
 
 def selection_text(selection: Outcome[Any]) -> str:
@@ -120,17 +91,9 @@ def layer_lines(
     runs: bool = True,
     remedies: bool = True,
 ) -> list[Line]:
-    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies.
-
-    Args:
-        owners: which of the ``count`` layers own what they cache; None: all.
-        remedies: whether backends without their plugin have a line each, with what to install. An engine's log has
-            one line for all of them.
-        runs: whether attn-select runs the kernels. An engine's own have other providers, buffers and caches than the
-            plan, of which only the path is shown then.
-    """
+    """Render one layer kind: the plan, every candidate, the rules, the nearest remedies."""
     lines = plan_lines(selection, kind, count, owners=owners, runs=runs)
-    lines += _time_lines(selection)
+    lines += time_lines(selection)
     lines += _candidate_lines(selection, remedies)
     lines += _rule_lines(selection, selection.rules)
     lines += _remedy_lines(selection)
@@ -141,11 +104,7 @@ def layer_lines(
 def brief_lines(
     selection: Outcome[Any], kind: str | None = None, count: int | None = None, *, owners: CacheOwners | None = None
 ) -> list[Line]:
-    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules.
-
-    Backends for other kinds of layers are counted. Those without their plugin are left out: ``plugin_lines`` has them.
-    ``owners`` as in ``layer_lines``.
-    """
+    """Render one layer kind: the plan, one line for each rejected backend with the first reason, the user's rules."""
     lines: dict[str, Line] = {}
     folded: dict[str, list[str]] = {}
     for candidate in selection.candidates:
@@ -153,7 +112,7 @@ def brief_lines(
         if _missing_plugins(candidate) and not named:
             continue
         rejected = {phase: v for phase, v in candidate.phases.items() if v.verdict == "rejected"}
-        # What speaks against a phase that the backend does serve says more than that it does not serve the other.
+        # A rejection in a phase that the backend does serve says more than that it does not serve the other.
         served = {p: v for p, v in rejected.items() if [r.code for r in v.reasons] != ["phase-not-served"]}
         told = served or rejected
         if not told:
@@ -170,7 +129,7 @@ def brief_lines(
     if several:
         counts = ", ".join([f"{len(names)} others {why}" for why, names in several.items()])
         lines[""] = [(counts, ""), (" (--full names them)", "dim")]
-    margins = [("  rejected".ljust(_MARGIN), "rejected"), *[(" " * _MARGIN, "")] * len(lines)]
+    margins = [("  rejected".ljust(MARGIN), "rejected"), *[(" " * MARGIN, "")] * len(lines)]
     rejected_lines = [[margin, HANG, *line] for margin, line in zip(margins, lines.values(), strict=False)]
     own = [rule for rule in selection.rules if rule.layer > PACKAGED]
     return plan_lines(selection, kind, count, owners=owners) + rejected_lines + _rule_lines(selection, own)
@@ -205,8 +164,10 @@ def plan_lines(
             lines.append([(f"  {phase:<17}", ""), HANG, ("none", "rejected"), (f"  {_why_none(selection, phase)}", "")])
             continue
         explicit = any(chosen == name and p in phase for p, chosen in selection.explicit.items())
-        asked = ", asked for by name" if explicit else ""
-        lines.append([(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{asked}", "")])
+        by_name = ", asked for by name" if explicit else ""
+        lines.append(
+            [(f"  {phase:<17}", ""), HANG, (name, "selected"), (f"  {plan.path}: {plan.because}{by_name}", "")]
+        )
         if not runs:
             continue
         facts = [f"query {plan.query_dtype}"]
@@ -219,200 +180,19 @@ def plan_lines(
             facts.append(f"block table width a multiple of {plan.block_table_width_multiple}")
         if plan.provider:
             facts.append(f"kernel from {plan.provider}")
-        lines.append([(" " * _MARGIN, ""), HANG, (", ".join(facts), "dim")])
-        lines += [[(" " * _MARGIN, ""), HANG, (note, "dim")] for note in plan.notes]
+        lines.append([(" " * MARGIN, ""), HANG, (", ".join(facts), "dim")])
+        lines += [[(" " * MARGIN, ""), HANG, (note, "dim")] for note in plan.notes]
         if not plan.nan_tail_safe:
-            lines.append([(" " * _MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
-        lines += [[(" " * _MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
-    if runs and selection.cache_shape is not None and selection.bytes_per_request is not None:
-        shape = ", ".join(map(str, selection.cache_shape))
-        text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, "
-        text += f"{byte_text(selection.bytes_per_request)} per request and layer, whatever its length"
-        if count is not None and count > 1:
-            text += f", {byte_text(selection.bytes_per_request * count)} per request for all {count}"
-        lines.append([("  State".ljust(_MARGIN), ""), HANG, (text, "")])
-    if runs:
-        lines += _cache_lines(selection, count, owners)
-        lines += [[(label.ljust(_MARGIN), ""), HANG, (text, "")] for label, text in _rank_lines(selection)]
-    if selection.evidence is not None or not selection.device.is_cpu:
-        lines.append([("  Time".ljust(_MARGIN), ""), HANG, (_time_text(selection, selection.evidence), "")])
-    return lines + (_runner_up_lines(selection) if runs else [])
-
-
-def _runner_up_lines(selection: Outcome[Any]) -> list[Line]:
-    """Say what the chosen backends were put before, and by what; in one line where it is the same in all phases."""
-    said: dict[tuple[str, str], list[Phase]] = {}
-    for phase, found in selection.runners_up.items():
-        said.setdefault((found.backend, _why_behind(selection, phase, found)), []).append(phase)
-    lines: list[Line] = []
-    for (name, why), phases in said.items():
-        where = "" if len(phases) == len(selection.backends) else f" in {phases[0]}"
-        margin = ("" if lines else "  before").ljust(_MARGIN)
-        lines.append([(margin, ""), HANG, (f"{name}{where}", ""), (why, "")])
-    return lines
-
-
-def _why_behind(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
-    """Return why a runner-up lost, to follow its name."""
-    verdict = _verdict(selection, found.backend, phase)
-    if found.lost_by == "rule" and found.rule is not None:
-        return f" by rule {found.rule.name}{f': {found.rule.because}' if found.rule.because else ''}"
-    if found.lost_by == "unverified" and verdict.plan is not None:
-        return f", which is unverified: {'; '.join(verdict.plan.unverified)}"
-    if found.lost_by == "cache":
-        other = next((name for p, name in selection.selected.items() if p != phase and name is not None), "")
-        return f", which shares no cache with {other}"
-    if found.lost_by == "times":
-        return f" by times: it would take {_behind(verdict)}"
-    if found.lost_by == "pair":
-        return f" by times: it would take {_behind(verdict)}, and prefill and decode together would take longer"
-    return f" {_LOST[found.lost_by]}"
-
-
-def _behind(verdict: Verdict) -> str:
-    """Return a predicted ratio with what was measured nearby."""
-    timing, parts = verdict.timing, ["predicted"]
-    if timing is not None and timing.near is not None:
-        parts.append(f"{timing.near:.2f} {_near_text(timing.near_count)}")
-    if timing is not None and timing.stale:
-        parts.append("stale")
-    return f"{verdict.behind or 0.0:.2f} times as long ({', '.join(parts)})"
-
-
-def _cache_lines(selection: Outcome[Any], count: int | None, owners: CacheOwners | None) -> list[Line]:
-    """Say how the KV cache lies in memory, how large it is, and which layers own none; none for layers without."""
-    if selection.cache_shape is None or selection.bytes_per_token is None:
-        return []
-    shape = ", ".join(map(str, selection.cache_shape))
-    text = f"{selection.kv_layout} ({shape}) {selection.stored_dtype}, block size {selection.block_size}, "
-    own, indexer = selection.bytes_per_token, selection.indexer_bytes_per_token
-    text += f"{own} bytes per token and layer"
-    text += f" and {indexer} of the indexer's keys in FP8" if indexer else ""
-    of_all = count or 1
-    caches, indexers = (owners.caches, owners.indexers) if owners else (of_all, of_all)
-    if of_all > 1:
-        total = byte_text(own * caches + indexer * indexers)
-        whose = f"for all {count}" if caches == of_all else f"for the {caches} of {count} that own one"
-        if indexer and indexers != of_all:
-            whose += f", {indexers} of them with an indexer"
-        text += f", {total} per token {whose}"
-    return [[("  KV cache".ljust(_MARGIN), ""), HANG, (text, "")], *(shared_cache_lines(owners) if owners else ())]
-
-
-def shared_cache_lines(owners: CacheOwners) -> list[Line]:
-    """Say which layers read another one's cache, a line for each of those."""
-    lines: list[Line] = []
-    for source in dict.fromkeys(owners.kv_sources.values()):
-        readers = _ranges([layer for layer, read in owners.kv_sources.items() if read == source])
-        lines.append([(" " * _MARGIN, ""), HANG, (f"layers {readers} read the cache of layer {source}", "dim")])
-    return lines
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, neighbours as a range: ``15-18, 20``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _rank_lines(selection: Outcome[Any]) -> list[tuple[str, str]]:
-    """Say what context parallelism saves and adds, in lines of a label and a text; none for layers of one rank."""
-    costs = selection.rank_costs
-    if costs is None:
-        return []
-    from attn_select.times.ranks import MEASURED_ON  # few layers have ranks
-
-    text = f"{costs.ranks} share the cache: {costs.bytes_per_token:g} of {selection.bytes_per_token} bytes per token "
-    lines = [("  Ranks", text + "and layer on each")]
-    for step in costs.steps:
-        pays = "saves memory, no time: the heads of all ranks keep each one busy"
-        if step.pays_from is not None:
-            pays = f"pays from {step.pays_from} tokens of context on"
-        text = f"{step.batch}: attention takes {us_text(step.ranks_us)} instead of {us_text(step.alone_us)} (at peak "
-        text += f"rates), collectives add {us_text(step.collectives_us)} (as on {MEASURED_ON}); {pays}"
-        lines.append(("", text))
-    if not costs.steps:
-        lines.append(("", f"times of collectives on {selection.device.name} are not known"))
-    return lines
-
-
-def _time_text(selection: Outcome[Any], used: EvidenceUsed | None) -> str:
-    """Say how long the chosen backends are predicted to take for the workload's steps, and what that rests on."""
-    if used is None:
-        return "not known: no survey takes part, rules rank the backends"
-    parts: list[str] = []
-    for phase, name in selection.selected.items():
-        timing = _verdict(selection, name, phase).timing if name is not None else None
-        if timing is not None:
-            parts.append(f"{phase} {us_text(timing.time_us)} ({_percent(timing.share)} of the steps)")
-    mix = ", over the default mix" if selection.workload is None else ""
-    survey = f"{used.gpu}'s survey ({used.source}, {used.workloads} workloads, {used.date[:10]})"
-    if not parts:
-        return f"not known: {survey} has no such layers, rules rank the backends"
-    mean = f"{us_text(used.time_us)} per step: " if used.time_us is not None and len(parts) > 1 else ""
-    return f"{mean}{', '.join(parts)}, one layer{mix}; predicted by {survey}"
-
-
-def _time_lines(selection: Outcome[Any]) -> list[Line]:
-    """Render the time of every candidate, how far it is behind the chosen one, and what was measured nearby."""
-    lines: list[Line] = []
-    for phase, used in selection.evidence.phases.items() if selection.evidence is not None else ():
-        timed = [(c, c.phases[phase]) for c in selection.candidates if c.phases[phase].timing is not None]
-        if not timed or selection.evidence is None:
-            continue
-        head = "by predicted time" if used.by_times else f"by rules: {used.why}"
-        title = f"  Times for {phase}"
-        margin = f"95 % of ratios are right within a factor of {selection.evidence.margin:.2f}"
-        about = f"  {_percent(used.share)} of the steps; ordered {head}; {margin}"
-        lines += [[], [(title, "title"), HANG, (about, "dim")]]
-        for candidate, verdict in sorted(timed, key=lambda item: _order(item[0], phase)):
-            assert verdict.timing is not None
-            rank = "-" if verdict.rank is None else str(verdict.rank)
-            behind = "" if verdict.behind is None else f"× {verdict.behind:.2f}"
-            figures = f"{us_text(verdict.timing.time_us):>9}  {behind:<7} "
-            name = (f"  {rank:>4}  {candidate.backend:<21} ", "selected" if verdict.verdict == "selected" else "")
-            lines.append([name, (figures, ""), HANG, (_nearby(verdict), "dim")])
-            if verdict.timing.stale:
-                lines.append([(" " * 50, ""), HANG, ("stale: ", "warning"), (verdict.timing.stale, "")])
-    return lines
-
-
-def _nearby(verdict: Verdict) -> str:
-    """Say what the nearest measured workloads say of a candidate, its cold start and its memory."""
-    timing = verdict.timing
-    assert timing is not None
-    parts = []
-    if timing.near is not None and verdict.verdict != "selected":
-        parts.append(f"took {timing.near:.2f} times as long {_near_text(timing.near_count)}")
-    if timing.host_us:
-        parts.append(f"{us_text(timing.host_us)} of it host time for each new shape")
-    if timing.first_call_s is not None:
-        parts.append(f"first call {timing.first_call_s:.2g} s")
-    if timing.workspace_bytes:
-        parts.append(f"workspace {byte_text(round(timing.workspace_bytes))}")
-    return ", ".join(parts)
-
-
-def _near_text(count: int) -> str:
-    return f"in the {'nearest measured layer' if count == 1 else f'{count} nearest measured layers'}"
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.0f} %"
-
-
-def us_text(time_us: float) -> str:
-    """Return a time with three significant digits, all of them before the point."""
-    digits = max(0, 2 - math.floor(math.log10(time_us)))
-    return f"{time_us:.{digits}f} us"
-
-
-def _verdict(selection: Outcome[Any], backend: str, phase: Phase) -> Verdict:
-    return next(c.phases[phase] for c in selection.candidates if c.backend == backend)
+            lines.append([(" " * MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
+        lines += [[(" " * MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
+    if not runs:
+        return lines + chosen_time_lines(selection)
+    return [
+        *lines,
+        *cache_lines(selection, count, owners),
+        *chosen_time_lines(selection),
+        *runner_up_lines(selection),
+    ]
 
 
 def _why_none(selection: Outcome[Any], phase: str) -> str:
@@ -442,7 +222,7 @@ def _candidate_lines(selection: Outcome[Any], remedies: bool) -> list[Line]:
     for title, phase in [("prefill and decode", phases[0])] if same else [(p, p) for p in phases]:
         lines += [[], [(f"  Candidates for {title}", "title")]]
         folded = _folded(selection, phase, remedies, elsewhere)
-        for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
+        for candidate in sorted(selection.candidates, key=lambda c: c.phases[phase].order):
             if candidate.backend not in elsewhere and not any(candidate.backend in names for names in folded.values()):
                 lines += _verdict_lines(candidate, phase, selection.device)
         lines += map(_others_line, folded.items())
@@ -467,12 +247,9 @@ def _other_kinds(selection: Outcome[Any]) -> dict[str, list[str]]:
 
 
 def _folded(selection: Outcome[Any], phase: Phase, remedies: bool, elsewhere: Collection[str]) -> dict[str, list[str]]:
-    """Return the backends that can never serve this layer, by why; only where two or more share it.
-
-    Without ``remedies`` those whose plugin is not installed are among them; those named ``elsewhere`` are not.
-    """
+    """Return the backends that can never serve this layer, by why; only where two or more share it."""
     found: dict[str, list[str]] = {}
-    for candidate in sorted(selection.candidates, key=lambda c: _order(c, phase)):
+    for candidate in sorted(selection.candidates, key=lambda c: c.phases[phase].order):
         if candidate.backend in elsewhere:
             continue
         verdict = candidate.phases[phase]
@@ -496,11 +273,6 @@ def _standing(verdict: Verdict, device: Device) -> str | None:
 
 def _same(a: Verdict, b: Verdict) -> bool:
     return a.rank == b.rank and a.verdict == b.verdict and a.reasons == b.reasons and a.plan == b.plan
-
-
-def _order(candidate: Candidate, phase: Phase) -> int:
-    rank = candidate.phases[phase].rank
-    return 1 << 30 if rank is None else rank
 
 
 def _verdict_lines(candidate: Candidate, phase: Phase, device: Device) -> list[Line]:
@@ -571,7 +343,7 @@ def _remedy_lines(selection: Outcome[Any], most: int = 3) -> list[Line]:
     admitted: dict[tuple[str, str], tuple[Reason, list[str]]] = {}
     for phase in selection.backends:
         ranked = [c for c in selection.candidates if c.phases[phase].rank is not None or not selection.backends[phase]]
-        for candidate in sorted(ranked, key=lambda c: _order(c, phase)):
+        for candidate in sorted(ranked, key=lambda c: c.phases[phase].order):
             verdict = candidate.phases[phase]
             if verdict.verdict == "selected":
                 break
@@ -635,10 +407,7 @@ def plugin_lines(selections: Iterable[Outcome[Any]], installed: Sequence[str]) -
 
 
 def note_lines(selections: Iterable[Outcome[Any]], full: bool = True) -> list[Line]:
-    """Say where plugins come from, if an install command for one is shown and no clone is at hand.
-
-    Not ``full`` shows them of the backends alone that are asked for by name.
-    """
+    """Say where plugins come from, if an install command for one is shown and no clone is at hand."""
     shown = (c for s in selections for c in s.candidates if full or c.backend in s.explicit.values())
     missing = {plugin for candidate in shown for plugin in _missing_plugins(candidate)}
     if all(distributions.folder_in_clone(distribution) for distribution in missing):
@@ -649,11 +418,3 @@ def note_lines(selections: Iterable[Outcome[Any]], full: bool = True) -> list[Li
 def warning_lines(warnings: Sequence[str]) -> list[Line]:
     """Render warnings, one line each."""
     return [[], *([("warning: ", "warning"), HANG, (w, "")] for w in warnings)] if warnings else []
-
-
-def byte_text(count: int) -> str:
-    """Return a number of bytes in the largest binary unit that it fills."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count} bytes"

@@ -27,27 +27,17 @@ def _warn(message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What puts attn-select into one engine.
+    """What puts attn-select into one engine."""
 
-    Attributes:
-        distribution: of the adapter, ``attn-select-NAME``.
-        engine: the engine's name, as people write it.
-        version: of the installed engine.
-        releases: the ones that the adapter was run with. ``0.32`` stands for every 0.32.x, ``0.32.1`` for that alone.
-        warn: where warnings go; ``warnings.warn`` unless the engine has a log of its own.
-    """
-
-    distribution: str
+    distribution: str  # of the adapter, ``attn-select-NAME``
     engine: str
-    version: str
+    version: str  # of the installed engine
+    # the ones that the adapter was run with. ``0.32`` stands for every 0.32.x, ``0.32.1`` for that alone
     releases: Sequence[str]
-    warn: Warn = _warn
+    warn: Warn = _warn  # where warnings go; ``warnings.warn`` unless the engine has a log of its own
 
     def takes_part(self) -> bool:
-        """Whether attn-select takes part in this release; says why not.
-
-        True in a listed release, and in any other with ``ATTN_SELECT_ANY_VERSION=1``.
-        """
+        """Whether attn-select takes part in this release; says why not."""
         parts = self.version.partition("+")[0].split(".")
         if any(release.split(".") == parts[: release.count(".") + 1] for release in self.releases):
             return True
@@ -60,23 +50,13 @@ class Adapter:
         return False
 
     def settings_failed(self, error: AttnSelectError) -> None:
-        """Say that attn-select takes no part because rules, a workload or measurements cannot be read.
-
-        Raises:
-            AttnSelectError: ``error`` itself, with ``ATTN_SELECT_STRICT=1``.
-        """
+        """Say that attn-select takes no part because rules, a workload or measurements cannot be read."""
         if os.environ.get(STRICT) == "1":
             raise error
         self.warn(f"{self._out()}: {error.message}. {STRICT}=1 in the environment makes this an error")
 
     def sees(self, found: Detection, compute_capability: tuple[int, int] | None, platform: str) -> bool:
-        """Whether attn-select sees the device that the engine runs on; says what differs.
-
-        Args:
-            found: what attn-select has detected.
-            compute_capability: of the engine's GPU, None where it runs on something else.
-            platform: the engine's name of its device, such as ``cuda`` or ``rocm``.
-        """
+        """Whether attn-select sees the device that the engine runs on; says what differs."""
         device = found.device
         if compute_capability is not None and device.compute_capability == compute_capability:
             return True

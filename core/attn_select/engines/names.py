@@ -8,9 +8,9 @@ from __future__ import annotations
 import fnmatch
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attn_select.decide.outcome import Candidate
 from attn_select.decide.selection import Selection
@@ -22,35 +22,23 @@ from attn_select.rules.conditions import Condition, compile_when
 from attn_select.rules.ranking import holds_for, holds_on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineName:
-    """An engine's name for one of attn-select's backends, and where it has it.
-
-    Attributes:
-        backend: attn-select's name.
-        name: the engine's.
-        argument: the key of ``EngineTable.arguments`` that takes it.
-        when: conditions on the layer and the device, as in rules: there the engine runs it.
-        kernels: patterns of the stable names of attn-select's kernels that it stands for; empty: of all.
-        block_sizes: tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all.
-        arguments: what goes with it.
-        own_kernel: whether the engine runs a kernel of its own under the name, not the library that attn-select runs.
-        architectures: patterns of the only models that it is for; empty: all.
-        fault: why its numbers are wrong in this release, with the issue; empty: nothing is known against it.
-        source: file of the engine, and what to look for in it.
-    """
+    """An engine's name for one of attn-select's backends, and where it has it."""
 
     backend: str
-    name: str
-    argument: str
-    when: tuple[Condition, ...]
-    kernels: tuple[str, ...]
-    block_sizes: tuple[int, ...]
-    arguments: Mapping[str, str]
-    own_kernel: bool
-    architectures: tuple[str, ...]
-    fault: str
-    source: str
+    name: str  # the engine's
+    argument: str = "attention"  # the key of ``EngineTable.arguments`` that takes it
+    when: tuple[Condition, ...] = ()  # conditions on the layer and the device, as in rules: there the engine runs it
+    kernels: tuple[str, ...] = ()  # patterns of the names of attn-select's kernels that it stands for; empty: all
+    # tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all
+    block_sizes: tuple[int, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    # whether the engine runs a kernel of its own under the name, not the library that attn-select runs
+    own_kernel: bool = False
+    architectures: tuple[str, ...] = ()  # patterns of the only models that it is for; empty: all
+    fault: str = ""  # why its numbers are wrong in this release, with the issue; empty: nothing is known against it
+    source: str  # file of the engine, and what to look for in it
 
     def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether the engine takes the name for a layer, by whatever kernel."""
@@ -68,84 +56,52 @@ class EngineName:
         return reasons
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRefusal:
-    """What an engine does not serve, or not as it should, whatever the backend.
+    """What an engine does not serve, or not as it should, whatever the backend."""
 
-    Attributes:
-        when: conditions on the layer and the device.
-        architectures: patterns of the only models that it is about; empty: all.
-        why: what stands against it.
-        starts: whether the engine starts all the same, and does something else than asked.
-        source: file of the engine, and what to look for in it.
-    """
-
-    when: tuple[Condition, ...]
-    architectures: tuple[str, ...]
-    why: str
-    starts: bool
-    source: str
+    when: tuple[Condition, ...] = ()
+    architectures: tuple[str, ...] = ()  # patterns of the only models that it is about; empty: all
+    why: str  # what stands against it
+    starts: bool = False  # whether the engine starts all the same, and does something else than asked
+    source: str  # file of the engine, and what to look for in it
 
     def holds(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether it is about a layer of a model."""
         return _is_about(architecture, self.architectures) and _all_hold(self.when, config, device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OtherLayers:
-    """Models whose layers an engine runs in another way than attn-select reads them.
+    """Models whose layers an engine runs in another way than attn-select reads them."""
 
-    Attributes:
-        architectures: patterns of the models' classes.
-        why: what the engine does instead.
-        source: file of the engine, and what to look for in it.
-    """
-
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...] = ()  # patterns of the models' classes
     why: str
-    source: str
+    source: str  # file of the engine, and what to look for in it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDefault:
-    """What an engine runs where no argument names a backend.
-
-    Attributes:
-        name: the engine's name.
-        argument: as in ``EngineName``.
-        when: conditions on the layer and the device.
-        architectures: patterns of the only models that it is for; empty: all without a default of their own.
-        arguments: what the engine sets with it.
-        source: file and line of the engine.
-    """
+    """What an engine runs where no argument names a backend."""
 
     name: str
-    argument: str
-    when: tuple[Condition, ...]
-    architectures: tuple[str, ...]
-    arguments: Mapping[str, str]
-    source: str
+    argument: str = "attention"  # as in ``EngineName``
+    when: tuple[Condition, ...] = ()
+    # patterns of the only models that it is for; empty: all without a default of their own
+    architectures: tuple[str, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)  # what the engine sets with it
+    source: str  # file and line of the engine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKernel:
-    """An engine's own backend for a kind of layers that attn-select has no kernel for (``UnservedLayers``).
+    """An engine's own backend for a kind of layers that attn-select has no kernel for (``UnservedLayers``)."""
 
-    The engine takes it by itself, or the model's own code does.
-
-    Attributes:
-        kinds: patterns of the kinds' names.
-        name: what the engine calls it.
-        when: conditions on the device.
-        default: whether it is what the engine takes there without being told.
-        source: file of the engine, and what to look for in it.
-    """
-
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # patterns of the kinds' names
     name: str
-    when: tuple[Condition, ...]
-    default: bool
-    source: str
+    when: tuple[Condition, ...] = ()
+    default: bool = True  # whether it is what the engine takes there without being told
+    source: str  # file of the engine, and what to look for in it
 
 
 def _is_one(architecture: str, patterns: Sequence[str]) -> bool:
@@ -164,72 +120,48 @@ def _nothing(name: EngineName) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTable:
-    """What is known of one release of an engine.
+    """What is known of one release of an engine."""
 
-    Attributes:
-        key: as ``--engine`` takes it.
-        engine, release: its name as people write it, and the version that was read.
-        command: what its server is started with; the model follows.
-        adapter: attn-select's distribution that runs inside the engine, where there is one.
-        adapter_kernels: conditions under which it brings a backend of attn-select's into the engine, by the name.
-        mla_prefill: who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the
-            prefill's in every phase (``for all``), or a backend per phase (``by phase``).
-        splits_blocks: whether a block may be any multiple of a backend's block size.
-        arguments: by what they say: ``--flag``, ``VARIABLE=`` of the environment, or a dotted key of the file that the
-            argument ``file`` names.
-        kinds: the engine's names of layer kinds; empty where it takes one backend for all kinds.
-        kv_cache_dtypes: the engine's names of KV-cache dtypes.
-        limits: what no argument says, one sentence each.
-        names: in the order in which they are tried.
-        defaults: what runs without an argument; the first that fits.
-        own_defaults: architectures for which the engine has defaults of its own.
-        unserved: its own backends for kinds of layers that attn-select has none for.
-        explicit_kv_cache: conditions under which ``auto`` is another dtype in the engine, so that it is always said.
-        cache_is_dtype: whether a 16-bit cache must be of the model's dtype.
-        states_batch_invariant: whether layers that keep a state are served with batch invariance.
-        kv_heads_divided: models whose KV heads the engine never copies, so that no more ranks than KV heads share them.
-        accepts: by patterns of models' classes the only names that such a model takes.
-        refusals: what it does not serve as it should, whatever the backend.
-        lists_all: conditions under which ``names`` hold all of the engine's under ``attention``, so that it refuses
-            where none holds; None: nowhere.
-        other_layers: models whose layers it runs in another way.
-    """
-
-    key: str
-    engine: str
+    key: str  # as ``--engine`` takes it
+    engine: str  # its name as people write it, and the version that was read
     release: str
-    command: tuple[str, ...]
-    adapter: str | None
-    adapter_kernels: Mapping[str, tuple[Condition, ...]]
-    mla_prefill: Literal["apart", "by decode", "for all", "by phase"]
-    splits_blocks: bool
+    command: tuple[str, ...]  # what its server is started with; the model follows
+    adapter: str | None = None  # attn-select's distribution that runs inside the engine, where there is one
+    # conditions under which it brings a backend of attn-select's into the engine, by the name
+    adapter_kernels: Mapping[str, tuple[Condition, ...]] = field(default_factory=dict)
+    # who serves dense MLA's prefill: a backend of its own (``apart``), the decodes' (``by decode``), the prefill's in
+    # every phase (``for all``), or a backend per phase (``by phase``)
+    mla_prefill: Literal["apart", "by decode", "for all", "by phase"] = "by phase"
+    splits_blocks: bool = False  # whether a block may be any multiple of a backend's block size
+    # by what they say: ``--flag``, ``VARIABLE=`` of the environment, or a dotted key of the file that the argument
+    # ``file`` names
     arguments: Mapping[str, str]
-    kinds: Mapping[str, str]
-    kv_cache_dtypes: Mapping[str, str]
-    limits: tuple[str, ...]
-    names: tuple[EngineName, ...]
-    defaults: tuple[EngineDefault, ...]
-    own_defaults: tuple[str, ...]
-    unserved: tuple[EngineKernel, ...]
-    explicit_kv_cache: tuple[Condition, ...] | None
-    cache_is_dtype: bool
-    states_batch_invariant: bool
-    kv_heads_divided: tuple[str, ...]
-    accepts: Mapping[tuple[str, ...], tuple[str, ...]]
-    refusals: tuple[EngineRefusal, ...]
-    lists_all: tuple[Condition, ...] | None
-    other_layers: tuple[OtherLayers, ...]
+    # its names of layer kinds; empty where it takes one backend for all of them
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_dtypes: Mapping[str, str] = field(default_factory=dict)  # the engine's names of KV-cache dtypes
+    limits: tuple[str, ...]  # what no argument says, one sentence each
+    names: tuple[EngineName, ...]  # in the order in which they are tried
+    defaults: tuple[EngineDefault, ...] = ()  # what runs without an argument; the first that fits
+    own_defaults: tuple[str, ...] = ()  # architectures for which the engine has defaults of its own
+    unserved: tuple[EngineKernel, ...] = ()  # its own backends for kinds of layers that attn-select has none for
+    # conditions under which ``auto`` is another dtype in the engine, so that it is always said
+    explicit_kv_cache: tuple[Condition, ...] | None = None
+    cache_is_dtype: bool = False  # whether a 16-bit cache must be of the model's dtype
+    states_batch_invariant: bool = True  # whether layers that keep a state are served with batch invariance
+    # models whose KV heads the engine never copies, so that no more ranks than KV heads share them
+    kv_heads_divided: tuple[str, ...] = ()
+    # by patterns of models' classes the only names that such a model takes
+    accepts: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    refusals: tuple[EngineRefusal, ...] = ()  # what it does not serve as it should, whatever the backend
+    # conditions under which ``names`` hold all that the engine has under ``attention``: it refuses where none holds;
+    # None: nowhere
+    lists_all: tuple[Condition, ...] | None = None
+    other_layers: tuple[OtherLayers, ...] = ()  # models whose layers it runs in another way
 
     def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
-        """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same.
-
-        The first is empty where it has something, or where nobody knows.
-
-        Args:
-            architecture: the model's class; empty: unknown.
-        """
+        """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same."""
         for each in self.refusals:
             if each.holds(config, device, architecture):
                 return f"{self.engine} {self.release}: {each.why}", each.starts
@@ -251,12 +183,7 @@ class EngineTable:
         return next((each for each in self.other_layers if _is_one(architecture, each.architectures)), None)
 
     def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
-        """Return what the engine runs for a layer where no argument names a backend; None where that is not known.
-
-        Args:
-            argument: as in ``EngineName``.
-            architecture: the model's class; empty: unknown.
-        """
+        """Return what the engine runs for a layer where no argument names a backend; None where that is not known."""
         for each in self.defaults:
             if each.argument != argument or (not each.architectures and architecture in self.own_defaults):
                 continue
@@ -308,17 +235,7 @@ class EngineTable:
         lacks: Callable[[EngineName], str] = _nothing,
         architecture: str = "",
     ) -> list[Offer]:
-        """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none.
-
-        An engine's own kernel has the place that it has without the times of attn-select's kernel.
-
-        Args:
-            selection: of the layer.
-            phases: the phases.
-            argument: as in ``EngineName``.
-            lacks: says why the engine at hand does not have a name; empty where it has it.
-            architecture: the model's class; empty: unknown.
-        """
+        """Return attn-select's order for these phases of a layer, each with the engine's name or why it has none."""
         ranked = selection.ranked(phases)
         found = [self._offer(candidate, selection, phases, argument, lacks, architecture) for candidate in ranked]
         offers: list[Offer] = []
@@ -339,11 +256,7 @@ class EngineTable:
     def takes_a_pair(
         self, selection: Selection, lacks: Callable[[EngineName], str] = _nothing, architecture: str = ""
     ) -> bool:
-        """Whether a layer's phases take two backends, and not by times of attn-select's own kernels alone.
-
-        Args:
-            lacks, architecture: as in ``offers``.
-        """
+        """Whether a layer's phases take two backends, and not by times of attn-select's own kernels alone."""
         if len(set(selection.selected.values())) < 2:
             return False
         phases = selection.config.phases
@@ -394,94 +307,40 @@ class EngineTable:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One backend of attn-select's order, as an engine has it.
-
-    Attributes:
-        backend: attn-select's name.
-        name: the engine's; None where it has none.
-        why: why it has none, or why the one that it has comes later; else empty.
-        block_size: tokens per cache block that attn-select would give it; None for layers without a cache.
-        place: in the order for this engine, least first.
-    """
+    """One backend of attn-select's order, as an engine has it."""
 
     backend: str
-    name: EngineName | None
-    why: str
-    block_size: int | None
-    place: float = 0
+    name: EngineName | None  # the engine's; None where it has none
+    why: str  # why it has none, or why the one that it has comes later; else empty
+    block_size: int | None  # tokens per cache block that attn-select would give it; None for layers without a cache
+    place: float = 0  # in the order for this engine, least first
+
+
+_ROWS = {
+    "names": EngineName,
+    "defaults": EngineDefault,
+    "unserved": EngineKernel,
+    "refusals": EngineRefusal,
+    "other_layers": OtherLayers,
+}
+"""Tables of an engine's file that are lists, each with what a row is."""
 
 
 def engine_table(key: str) -> EngineTable:
     """Return what is known of the engine that ``--engine`` calls so."""
     data = tomllib.loads((Path(__file__).with_name(f"{key}.toml")).read_text("utf-8"))
-    return EngineTable(
-        key=key,
-        engine=data["engine"],
-        release=data["release"],
-        command=tuple(data["command"]),
-        adapter=data.get("adapter"),
-        adapter_kernels={name: compile_when(when)[0] for name, when in data.get("adapter_kernels", {}).items()},
-        mla_prefill=data.get("mla_prefill", "by phase"),
-        splits_blocks=data.get("splits_blocks", False),
-        arguments=data["arguments"],
-        kinds=data.get("kinds", {}),
-        kv_cache_dtypes=data.get("kv_cache_dtypes", {}),
-        limits=tuple(data["limits"]),
-        names=tuple(
-            EngineName(
-                backend=row["backend"],
-                name=row["name"],
-                argument=row.get("argument", "attention"),
-                when=compile_when(row.get("when", {}))[0],
-                kernels=tuple(row.get("kernels", ())),
-                block_sizes=tuple(row.get("block_sizes", ())),
-                arguments=row.get("arguments", {}),
-                own_kernel=row.get("own_kernel", False),
-                architectures=tuple(row.get("architectures", ())),
-                fault=row.get("fault", ""),
-                source=row["source"],
-            )
-            for row in data["names"]
-        ),
-        defaults=tuple(
-            EngineDefault(
-                name=row["name"],
-                argument=row.get("argument", "attention"),
-                when=compile_when(row.get("when", {}))[0],
-                architectures=tuple(row.get("architectures", ())),
-                arguments=row.get("arguments", {}),
-                source=row["source"],
-            )
-            for row in data.get("defaults", ())
-        ),
-        own_defaults=tuple(data.get("own_defaults", ())),
-        unserved=tuple(
-            EngineKernel(
-                kinds=tuple(row["kinds"]),
-                name=row["name"],
-                when=compile_when(row.get("when", {}))[0],
-                default=row.get("default", True),
-                source=row["source"],
-            )
-            for row in data.get("unserved", ())
-        ),
-        explicit_kv_cache=compile_when(data["explicit_kv_cache"])[0] if "explicit_kv_cache" in data else None,
-        cache_is_dtype=data.get("cache_is_dtype", False),
-        states_batch_invariant=data.get("states_batch_invariant", True),
-        kv_heads_divided=tuple(data.get("kv_heads_divided", ())),
-        accepts={tuple(row["architectures"]): tuple(row["names"]) for row in data.get("accepts", ())},
-        refusals=tuple(
-            EngineRefusal(
-                when=compile_when(row["when"])[0],
-                architectures=tuple(row.get("architectures", ())),
-                why=row["why"],
-                starts=row.get("starts", False),
-                source=row["source"],
-            )
-            for row in data.get("refusals", ())
-        ),
-        lists_all=compile_when(data["lists_all"])[0] if "lists_all" in data else None,
-        other_layers=tuple(
-            OtherLayers(tuple(row["architectures"]), row["why"], row["source"]) for row in data.get("other_layers", ())
-        ),
-    )
+    for name, kind in _ROWS.items():
+        data[name] = tuple(kind(**_values(row)) for row in data.get(name, ()))
+    kernels = data.get("adapter_kernels", {})
+    data["adapter_kernels"] = {backend: compile_when(when)[0] for backend, when in kernels.items()}
+    for name in ("explicit_kv_cache", "lists_all"):
+        if name in data:
+            data[name] = compile_when(data[name])[0]
+    data["accepts"] = {tuple(row["architectures"]): tuple(row["names"]) for row in data.get("accepts", ())}
+    return EngineTable(key=key, **_values(data))
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table's values as the fields of a dataclass: conditions compiled, lists as tuples."""
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return found | ({"when": compile_when(row["when"])[0]} if "when" in row else {})

@@ -50,14 +50,6 @@ class ObservedSteps:
     The file is written at the first step, then at growing intervals up to a minute, and when the process ends; whole
     each time. Engines kill their processes: then the last minute is lost. May be made before a fork; each process that
     counts has a file of its own.
-
-    Args:
-        engine: name and release, for people.
-        say: takes one line of log, about the first file written and about a failure to write.
-        clock: seconds.
-
-    Attributes:
-        file: where the workload goes; None before the first step.
     """
 
     def __init__(self, engine: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,15 +59,10 @@ class ObservedSteps:
         self._kept: dict[str, list[Lengths]] = {kind: [] for kind in self._counts}
         self._draw = random.Random(0)
         self._began = self._next = 0.0
-        self._said = False
+        self._announced = False
 
     def count(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Take note of a step; costs microseconds, and now and then the time to write the file.
-
-        Args:
-            query_lens: new tokens of each request; a step without requests does not count.
-            seq_lens: all tokens of each, the new ones included.
-        """
+        """Take note of a step; costs microseconds, and now and then the time to write the file."""
         if not query_lens:
             return
         if self.file is None:
@@ -126,8 +113,8 @@ class ObservedSteps:
         except OSError as error:
             self._say(f"the observed workload cannot be written to {self.file}: {error.strerror or error}")
             return
-        if not self._said:
-            self._said = True
+        if not self._announced:
+            self._announced = True
             self._say(
                 f"the observed workload is written to {self.file} once a minute. "
                 f"{WORKLOAD}={self.file} chooses for it, `attn-select tune --workload {self.file}` measures it"

@@ -16,8 +16,8 @@ def rests_on_our_times(selection: Selection, backend: str, phase: Phase, instead
     if selection.explicit.get(phase) == backend:
         return False
     rules = [rule for rule in selection.rules if rule.phase in (None, phase)]
-    asked = [rule for rule in rules if rule.effect == "prefer" or (rule.effect == "priority" and rule.layer > PACKAGED)]
-    if any(backend in rule.backends for rule in asked):
+    named = [rule for rule in rules if rule.effect == "prefer" or (rule.effect == "priority" and rule.layer > PACKAGED)]
+    if any(backend in rule.backends for rule in named):
         return False
     unverified = {c.backend for c in selection.candidates if (plan := c.phases[phase].plan) and plan.unverified}
     if instead in unverified and backend not in unverified:

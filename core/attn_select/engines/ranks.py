@@ -10,11 +10,6 @@ def wrong_ranks(config: AttentionConfig, tensor_parallel: int, ranks: int) -> tu
 
     Ranks that would hold the same keys share a context instead: the ranks with copies of one KV head, and all ranks of
     MLA. As in vLLM (vllm/config/parallel.py, vllm/config/model.py verify_with_parallel_config 0.33.0).
-
-    Args:
-        config: the layer with the heads of all ranks.
-        tensor_parallel: ranks that share the heads.
-        ranks: ranks that share a context.
     """
     accepted = [size for size in range(1, tensor_parallel + 1) if not _against(config, tensor_parallel, size)]
     return _against(config, tensor_parallel, ranks), " or ".join(map(str, accepted))
@@ -29,7 +24,7 @@ def _against(config: AttentionConfig, tensor_parallel: int, ranks: int) -> str:
         return ""
     copies = tensor_parallel // config.num_kv_heads
     if ranks > copies:
-        held = "one copy" if copies < 2 else f"{copies} copies"
-        return f"{tensor_parallel} ranks hold {held} of each of the {config.num_kv_heads} KV heads"
+        count = "one copy" if copies < 2 else f"{copies} copies"
+        return f"{tensor_parallel} ranks hold {count} of each of the {config.num_kv_heads} KV heads"
     per_kv_head = config.num_heads // config.num_kv_heads
     return f"{ranks} does not divide the {per_kv_head} query heads per KV head" if per_kv_head % ranks else ""

@@ -36,11 +36,7 @@ def checked_model(config: type[Any]) -> type[BaseModel]:
 
 
 def checked_values(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of every field of a layer.
-
-    Raises:
-        ConfigError: fields that are unknown, missing or out of range; it names each with what is accepted.
-    """
+    """Return the value of every field of a layer."""
     try:
         return model(**data).__dict__
     except ValidationError as error:

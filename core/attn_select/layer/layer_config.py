@@ -16,9 +16,5 @@ ConfigT = TypeVar("ConfigT", bound=LayerConfig, default=AttentionConfig)
 
 
 def layer_of(fields: Mapping[str, Any]) -> LayerConfig:
-    """Return the config that has these fields: a ``StateConfig`` where a recurrence is among them.
-
-    Raises:
-        ConfigError: the fields make no layer.
-    """
+    """Return the config that has these fields: a ``StateConfig`` where a recurrence is among them."""
     return StateConfig(**fields) if "recurrence" in fields else AttentionConfig(**fields)

@@ -11,20 +11,13 @@ from attn_select.layer.state import StateConfig
 
 @dataclass(frozen=True, slots=True)
 class StateFormat(Format):
-    """How the states of one layer lie in memory, and the windows of its convolution beside them.
-
-    A slot is contiguous in its layout, so layout, sizes and dtypes say all strides.
-
-    Attributes:
-        config: the layer, per rank.
-        layout: name of ``attn_select.layer.layouts.STATE_LAYOUTS``.
-    """
+    """How the states of one layer lie in memory, and the windows of its convolution beside them."""
 
     prefix: ClassVar[str] = "st1"
     converted: ClassVar[tuple[str, ...]] = ("state_dtype", "conv_dtype", "state_layout")
 
     config: StateConfig
-    layout: str
+    layout: str  # name of ``attn_select.layer.layouts.STATE_LAYOUTS``
 
     def facts(self) -> dict[str, Any]:
         """Return what both sides must share, as plain data. Equal facts mean that the same bytes are the same numbers.

@@ -13,9 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
@@ -41,7 +38,8 @@ DESCRIPTIONS: Final[dict[AmxState, str]] = {
 """What ``doctor`` says of each state."""
 PRODUCT: Final = "import torch; a = torch.ones(64, 64, device='cpu').bfloat16(); a @ a"
 """What the child runs: one product of bfloat16, the least that oneDNN takes AMX for."""
-SECONDS: Final = 10.0
+SECONDS: Final = 60.0
+"""That the child may take; most of it imports torch."""
 
 
 def avoid_trapping_amx(
@@ -55,16 +53,6 @@ def avoid_trapping_amx(
     """Keep oneDNN from AMX where its instructions trap; call this before the first product on a CPU.
 
     The answer is kept until the next boot, so that a child runs once. Elsewhere than on Linux nothing happens.
-
-    Args:
-        say: gets one line where something was set, or where the child gave no answer; None prints it on stderr.
-        cpuinfo: the file that lists the CPU's features.
-        product: the Python source that the child runs.
-        seconds: how long the child may take.
-        try_it: whether to run a child where this boot has no answer yet.
-
-    Returns:
-        What was found. For ``traps``, ``ONEDNN_MAX_CPU_ISA`` is set in this process and for its children.
     """
     if os.environ.get(VARIABLE):
         return "variable-set"
@@ -141,76 +129,14 @@ def _keep(path: Path, state: str) -> None:
 
 
 def _tried(product: str, seconds: float) -> AmxState:
-    code = _forked(product, seconds) if _may_fork() else _in_an_interpreter(product, seconds)
-    if code == 0:
-        return "works"
-    return "traps" if code == -signal.SIGILL else "unknown"
-
-
-def _may_fork() -> bool:
-    """Whether a forked child can compute: it has none of the parent's threads, and none of its CUDA context.
-
-    Torch is imported for it. Native threads beyond numpy's own pool may come from torch's parallel regions.
-    """
-    import torch
-
-    if torch.cuda.is_initialized() or threading.active_count() > 1:  # type: ignore[no-untyped-call]
-        return False
-    pool = torch.get_num_threads() - 1 if "numpy" in sys.modules else 0
-    try:
-        return len(os.listdir("/proc/self/task")) - 1 <= pool
-    except OSError:
-        return False
-
-
-def _forked(product: str, seconds: float) -> int | None:
-    """Return the exit code of a fork that runs the product, negative for a signal; None where it did not end."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any thread
-        child = os.fork()
-    if child == 0:
-        try:
-            _compute(product)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
-def _compute(product: str) -> None:
-    """Run the product without output, a core file, or a parent's handler of the signal."""
-    import faulthandler
-    import resource
-
-    faulthandler.disable()
-    signal.signal(signal.SIGILL, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    exec(product, {})
-
-
-def _in_an_interpreter(product: str, seconds: float) -> int | None:
-    """As ``_forked``, in a fresh interpreter, which takes as long as the import of torch."""
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); {product}"
+    nowhere = subprocess.DEVNULL
     try:
         done = subprocess.run(
-            interpreter(limited),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=seconds,
-            check=False,
+            interpreter(limited), stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=seconds, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.returncode
+        return "unknown"
+    if done.returncode == 0:
+        return "works"
+    return "traps" if done.returncode == -signal.SIGILL else "unknown"

@@ -36,21 +36,13 @@ _VGPU_PROFILE = r"(-\d+)?-\d+[ABCQ](ME)?$"  # ends "NVIDIA L40S-48Q", "GRID A100
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What was found here.
+    """What was found here."""
 
-    Attributes:
-        device: the first GPU that CUDA shows to this process, else the CPU; ``local`` either way.
-        driver_version: of the NVIDIA driver (``580.159.04``), None without one.
-        cuda_driver_version: the newest CUDA that the driver runs (``13.0``), None without one.
-        note: one line on why the device is the CPU, None where it is a GPU.
-        warnings: one line each on what makes the choice of the GPU doubtful.
-    """
-
-    device: Device
-    driver_version: str | None = None
-    cuda_driver_version: str | None = None
-    note: str | None = None
-    warnings: tuple[str, ...] = ()
+    device: Device  # the first GPU that CUDA shows to this process, else the CPU; ``local`` either way
+    driver_version: str | None = None  # of the NVIDIA driver (``580.159.04``), None without one
+    cuda_driver_version: str | None = None  # the newest CUDA that the driver runs (``13.0``), None without one
+    note: str | None = None  # one line on why the device is the CPU, None where it is a GPU
+    warnings: tuple[str, ...] = ()  # one line each on what makes the choice of the GPU doubtful
 
 
 class Gpu:
@@ -120,11 +112,7 @@ def detect(load: Callable[[], Any], variables: Mapping[str, str]) -> Detection:
 
 
 def load_nvml() -> Any:
-    """Load the NVML library.
-
-    Raises:
-        OSError: there is none, so no NVIDIA driver.
-    """
+    """Load the NVML library."""
     import ctypes
 
     for name in _library_names():

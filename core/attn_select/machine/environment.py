@@ -70,9 +70,6 @@ class Library:
     install: str
     version: str = ""
 
-    def __hash__(self) -> int:
-        return hash(self.distribution)  # plans ask for states by the million; the string keeps its hash
-
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -92,7 +89,6 @@ class Environment:
     cuda: str | None = None
     _versions: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
     _states: dict[Library, LibraryState] = field(default_factory=dict, repr=False, compare=False)
-    _usable: dict[Library, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         pins = {canonical_distribution(name): version for name, version in self.pins.items()}
@@ -105,16 +101,13 @@ class Environment:
 
     def version(self, distribution: str) -> str | None:
         """Return the known version of a distribution: pinned, else installed (local only), else None."""
-        try:
-            return self._versions[distribution]
-        except KeyError:
-            pass
-        name = canonical_distribution(distribution)
-        found = self.pins.get(name)
-        if found is None and not self.assume_installed:
-            found = installed_version(name)
-        self._versions[distribution] = found
-        return found
+        if distribution not in self._versions:
+            name = canonical_distribution(distribution)
+            found = self.pins.get(name)
+            if found is None and not self.assume_installed:
+                found = installed_version(name)
+            self._versions[distribution] = found
+        return self._versions[distribution]
 
     def known_version(self, library: Library) -> str:
         """Return a library's version for messages, or why none is known."""
@@ -126,26 +119,17 @@ class Environment:
         ``installed``, ``assumed`` (asked about or pinned), ``missing``, ``wrong-version`` (also where the version is
         unknown and ``library`` names the versions it needs) or ``broken`` (metadata without the module).
         """
-        try:
-            return self._states[library]
-        except KeyError:
-            state = self._states[library] = self._probe(library)
-            return state
+        if library not in self._states:
+            self._states[library] = self._probe(library)
+        return self._states[library]
 
     def has(self, library: Library) -> bool:
         """Whether ``library`` can be used: installed in an accepted version, or assumed to be."""
-        try:
-            return self._usable[library]
-        except KeyError:
-            usable = self._usable[library] = self.state(library) in (INSTALLED, ASSUMED)
-            return usable
+        return self.state(library) in (INSTALLED, ASSUMED)
 
     def first(self, libraries: Iterable[Library]) -> Library | None:
         """Return the first usable one of several alternatives, or None."""
-        for library in libraries:
-            if self.has(library):
-                return library
-        return None
+        return next(filter(self.has, libraries), None)
 
     def _probe(self, library: Library) -> LibraryState:
         version = self.version(library.distribution)

@@ -1,48 +1,15 @@
-"""Files that several processes write: one after the other, and each in one step."""
+"""Files that are read up to a size, and written in one step."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
-@contextmanager
-def locked(descriptor: int) -> Iterator[None]:
-    """Hold the lock of an open file or folder, where the system has such locks; it is freed when that is closed."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, so that who reads a file there, changes and replaces it is alone with it."""
-    if os.name == "nt":  # a folder cannot be opened there
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with locked(descriptor):
-            yield
-    finally:
-        os.close(descriptor)
-
-
 def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: it does not exist or cannot be read.
-        ValueError: it is not a regular file, or larger.
-    """
+    """Return the content of a regular file of at most ``most`` bytes."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("is not a regular file")
     with open(path, "rb") as file:
@@ -56,9 +23,6 @@ def replace_file(target: Path, content: bytes) -> None:
     """Write a file in one step: others see the old content or the new one. Its mode stays as it was.
 
     What is written at first has a name that nobody knows, and no link is followed to it.
-
-    Raises:
-        OSError: it cannot be written.
     """
     new = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     mode = target.stat().st_mode & 0o777 if target.exists() else None

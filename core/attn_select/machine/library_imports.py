@@ -18,9 +18,6 @@ def warnings_logged(name: str) -> Iterator[None]:
     """Log what warns inside, at level INFO (``attn-select -v`` shows it): under ``-W error`` it would not import.
 
     Filters that the library sets are kept.
-
-    Args:
-        name: of what is imported, for the log.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -37,10 +34,6 @@ def warnings_logged(name: str) -> Iterator[None]:
 
 
 def import_library(module: str) -> ModuleType:
-    """Import a module of a kernel library; what it warns of is logged.
-
-    Raises:
-        ImportError: it is not there, or does not import.
-    """
+    """Import a module of a kernel library; what it warns of is logged."""
     with warnings_logged(module):
         return importlib.import_module(module)

@@ -275,8 +275,8 @@ class LayerStep:
         new = slice(first, first + query_len)
         inputs = [tensor[new] for tensor in self._inputs]
         phase: Phase = "decode" if config.has_cache and query_len <= config.max_decode_query_len else "prefill"
-        served = self.group.served.get(phase)
-        fp8_query = served is not None and is_quantized(dtype := served.context.plans[phase].query_dtype)
+        backend = self.group.backends.get(phase)
+        fp8_query = backend is not None and is_quantized(dtype := backend.context.plans[phase].query_dtype)
         options: dict[str, Any] = {
             **attention_options(config, self._options["alibi_slopes"], self._options["sinks"]),
             "scale": softmax_scale(config),

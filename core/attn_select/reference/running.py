@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.runtime.kv_cache import kv_cache_shape
+from attn_select.runtime.loaded_backend import LoadedBackend
+from attn_select.runtime.terms import GivenTerms, Terms
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 PADDING = 3
@@ -150,14 +152,14 @@ class StepMemory:
         common = common_of(drawn, **changes)
         names = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "block_table_tensor")
         given = {name: getattr(common, name) for name in (*names, "slot_mapping", "tree_mask")}
-        placed: dict[str, Any] = {name: self._placed(name, each) for name, each in given.items() if each is not None}
-        return dataclasses.replace(common, **placed)
+        copied: dict[str, Any] = {name: self._copied(name, each) for name, each in given.items() if each is not None}
+        return dataclasses.replace(common, **copied)
 
     def inputs(self, drawn: Drawn) -> dict[str, Tensor]:
         """Return ``inputs_of`` in this memory."""
         inputs = inputs_of(drawn)
         if not self.wide:
-            return {name: self._placed(name, rows) for name, rows in inputs.items()}
+            return {name: self._copied(name, rows) for name, rows in inputs.items()}
         side = {name: rows for name, rows in inputs.items() if rows.dtype == inputs["query"].dtype}
         widths = [rows[0].numel() for rows in side.values()]
         whole = self._memory("inputs", (len(inputs["query"]), sum(widths)), inputs["query"])
@@ -186,7 +188,7 @@ class StepMemory:
             if not same_bits(tensor, brought):
                 raise AssertionError(f"{name} was changed: it is the caller's, and other layers read it")
 
-    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
         extra = WIDER if self.wide and name == "block_table_tensor" else 0
         whole = self._memory(name, (*tensor.shape[:-1], tensor.shape[-1] + extra), tensor)
         part = (whole[..., : tensor.shape[-1]] if extra else whole).copy_(tensor)
@@ -236,6 +238,11 @@ def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
     extras = {"scale": step.scale, "scales": scales, **own, **changes}
     made: Any = group
     return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)
+
+
+def impl_of(backend: LoadedBackend, **terms: Unpack[GivenTerms]) -> Any:
+    """Return the impl of a layer of a group's backend, without the layer; ``terms`` as ``Attention`` takes them."""
+    return backend.impl(Terms.of(backend.context.config, backend.context.device, **terms))
 
 
 def inputs_of(drawn: Drawn, padding: int = PADDING) -> dict[str, Tensor]:
@@ -292,7 +299,7 @@ def _output_dtype(query: Tensor, output_scale: Tensor | None) -> torch.dtype:
 
 def plans_of_group(group: LayerGroup) -> dict[Phase, BackendPlan]:
     """Return the plans that the group's backends were made for, by phase."""
-    return {phase: served.context.plans[phase] for phase, served in group.served.items()}
+    return {phase: backend.context.plans[phase] for phase, backend in group.backends.items()}
 
 
 def result_of(

@@ -144,8 +144,8 @@ class StateServing:
         slots = self.pool.slots_of(request)
         self.pool.free(request)
         del self._known[request]
-        held = {slot for other in self._known for slot in self.pool.slots_of(other)}
-        self._poison([slot for slot in slots if slot not in held])
+        in_use = {slot for other in self._known for slot in self.pool.slots_of(other)}
+        self._poison([slot for slot in slots if slot not in in_use])
 
     def accept(self, request: object, num_tokens: int) -> None:
         """Keep the first tokens of the request's last step, a decode with drafts."""

@@ -69,25 +69,19 @@ _LIMITS = {
 _LONGEST = 200
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Condition:
-    """One compiled condition.
+    """One compiled condition."""
 
-    Attributes:
-        field: ``num_heads``, ``compute_capability``, ``library.flashinfer-python``, …
-        written: the values as written in the file.
-        matches: called with the field's value, which is never None. Fields that take names get a tuple: all the names
-            that the value goes by (``kv_cache_dtype`` ``auto`` is also the dtype that it stands for).
-        points: values that, together with another condition's, tell the two apart wherever they differ; empty where
-            such values cannot be listed (patterns of GPU names, versions).
-        unset: whether a layer that does not have the field matches too.
-    """
-
-    field: str
-    written: tuple[Any, ...]
+    field: str  # ``num_heads``, ``compute_capability``, ``library.flashinfer-python``, …
+    written: tuple[Any, ...]  # the values as written in the file
+    # called with the field's value, which is never None. Fields that take names get a tuple: all the names that the
+    # value goes by (``kv_cache_dtype`` ``auto`` is also the dtype that it stands for)
     matches: Predicate
+    # values that, together with another condition's, tell the two apart wherever they differ; empty where such values
+    # cannot be listed (patterns of GPU names, versions)
     points: frozenset[Any]
-    unset: bool = False
+    unset: bool = False  # whether a layer that does not have the field matches too
 
     @property
     def scope(self) -> Literal["config", "workload", "device", "environment"]:
@@ -130,11 +124,7 @@ def accepted_names(field: str) -> tuple[str, ...]:
 
 
 def compile_when(when: object) -> tuple[tuple[Condition, ...], list[str]]:
-    """Compile a ``when`` table. Returns the conditions and warnings.
-
-    Raises:
-        ConditionError: fields or values that are not accepted, all of them.
-    """
+    """Compile a ``when`` table. Returns the conditions and warnings."""
     if not isinstance(when, dict):
         raise ConditionError(f"when = {show(when)}: expected a table such as {{ mla = true }}")
     conditions: list[Condition] = []

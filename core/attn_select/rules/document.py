@@ -45,17 +45,18 @@ class Options:
 
 @dataclass(slots=True)
 class Document:
-    """What one file says; empty where it could not be understood.
-
-    Attributes:
-        rules: the sound ones.
-        options: by backend.
-        named: per backend that a broken rule names: file, line, the rule in words, the name.
-    """
+    """What one file says; empty where it could not be understood."""
 
     rules: list[Rule] = field(default_factory=list)
     options: dict[str, Options] = field(default_factory=dict)
+    # per backend that a broken rule names: file, line, the rule in words, the name
     named: list[Named] = field(default_factory=list)
+
+
+def problem_text(problem: Problem) -> str:
+    """Return a problem as one line, ``file:line: message``."""
+    file, line, text = problem
+    return f"{file}:{line}: {text}" if line else f"{file}: {text}"
 
 
 class _Unreadable(Exception):
@@ -81,12 +82,7 @@ class _Lines:
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a rules file.
-
-    Raises:
-        OSError: it does not exist or cannot be read.
-        ValueError: it is not a regular file, or larger than ``MAX_BYTES``.
-    """
+    """Return the content of a rules file."""
     return read_bounded(path, MAX_BYTES)
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from attn_select.errors import RulesError
 from attn_select.machine import variables
-from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, read_document, read_file
-from attn_select.rules.fragments import Fragment
+from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, problem_text, read_document, read_file
 from attn_select.rules.rule import PACKAGED, Rule
 
 logger = logging.getLogger(__name__)
@@ -28,17 +27,11 @@ _NOTHING_INSTEAD: Instead = MappingProxyType({})
 
 @dataclass(slots=True)
 class Layer:
-    """One place where rules are looked for.
+    """One place where rules are looked for."""
 
-    Attributes:
-        kind: ``plugin NAME``, ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``.
-        path: the file.
-        state: ``read``, ``not found``, or why it was skipped or cannot be read; empty until looked at.
-    """
-
-    kind: str
+    kind: str  # ``plugin NAME``, ``packaged``, ``user``, ``working directory``, ``ATTN_SELECT_RULES`` or ``--rules``
     path: Path
-    state: str = ""
+    state: str = ""  # ``read``, ``not found``, or why it was skipped or cannot be read; empty until looked at
 
     def to_dict(self) -> dict[str, str]:
         """Return the layer as it stands in JSON output."""
@@ -47,38 +40,26 @@ class Layer:
 
 @dataclass(slots=True)
 class BackendOptionsTable:
-    """A ``[backends.NAME]`` table merged over the layers.
+    """A ``[backends.NAME]`` table merged over the layers."""
 
-    Attributes:
-        values: option values by key.
-        origins: file and line (None where unknown) that each key comes from.
-        origin: file and line of the table in the last file that has one.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # option values by key
+    # file and line (None where unknown) that each key comes from
     origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    origin: tuple[str, int | None] = ("", None)
+    origin: tuple[str, int | None] = ("", None)  # file and line of the table in the last file that has one
 
 
 @dataclass(slots=True)
 class RuleSet:
-    """The effective rules.
+    """The effective rules."""
 
-    Attributes:
-        rules: enabled rules, first layer to last, top-down within one.
-        options: option tables by backend name.
-        layers: every file that was looked for, the plugins' fragments first.
-        idle: one problem for each rule that disables a rule which no earlier layer has.
-        foreign: one problem where the working directory's file, which nobody asked for, is another user's.
-        named: the backends that broken rules name (``Document.named``).
-    """
-
-    rules: list[Rule] = field(default_factory=list)
-    options: dict[str, BackendOptionsTable] = field(default_factory=dict)
-    layers: list[Layer] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)  # enabled rules, first layer to last, top-down within one
+    options: dict[str, BackendOptionsTable] = field(default_factory=dict)  # option tables by backend name
+    layers: list[Layer] = field(default_factory=list)  # every file that was looked for
+    # one problem for each rule that disables a rule which no earlier layer has
     idle: list[Problem] = field(default_factory=list)
+    # one problem where the working directory's file, which nobody asked for, is another user's
     foreign: list[Problem] = field(default_factory=list)
-    named: list[Named] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)  # the backends that broken rules name (``Document.named``)
 
 
 def packaged_rules_path() -> Path:
@@ -87,10 +68,7 @@ def packaged_rules_path() -> Path:
 
 
 def candidate_layers(extra: Sequence[str | os.PathLike[str]] = (), working_directory: bool = True) -> list[Layer]:
-    """Return every place where rules are looked for, first to last, with ``state`` still empty.
-
-    ``extra`` are the files of ``--rules`` (or ``select(rules=…)``), in order.
-    """
+    """Return every place where rules are looked for, first to last, with ``state`` still empty."""
     layers = [Layer("packaged", packaged_rules_path())]
     if user := user_rules_path():
         layers.append(Layer("user", user))
@@ -113,29 +91,20 @@ def user_rules_path() -> Path | None:
         return None
 
 
-def inspect_layers(extra: Sequence[str | os.PathLike[str]] = (), fragments: Sequence[Fragment] = ()) -> list[Layer]:
+def inspect_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
     """Return every layer with its state (``read``, ``not found``, skipped, the error) without judging the contents."""
     layers = candidate_layers(extra)
     _read_all(layers, [])
-    return [*map(_fragment_layer, fragments), *layers]
+    return layers
 
 
 def load_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    fragments: Sequence[Fragment] = (),
     instead: Instead = _NOTHING_INSTEAD,
     working_directory: bool = True,
 ) -> RuleSet:
-    """Read and merge every layer; ``fragments`` come from the registered plugins.
-
-    Without ``working_directory`` its file is not looked for. A file that ``instead`` has a content for counts as there,
-    with that content.
-
-    Raises:
-        RulesError: a file that was asked for is missing, or a file cannot be read or breaks the format. The problems of
-            all files are collected in ``problems`` (the first hundred).
-    """
-    rule_set, problems = read_rules(extra, fragments, instead, working_directory)
+    """Read and merge every layer."""
+    rule_set, problems = read_rules(extra, instead, working_directory)
     if problems:
         raise _error(problems)
     return rule_set
@@ -143,32 +112,27 @@ def load_rules(
 
 def read_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    fragments: Sequence[Fragment] = (),
     instead: Instead = _NOTHING_INSTEAD,
     working_directory: bool = True,
 ) -> tuple[RuleSet, list[Problem]]:
     """Read and merge every layer as far as it can be understood; return also what cannot (the first hundred)."""
     layers = candidate_layers(extra, working_directory)
     problems: list[Problem] = []
-    documents = [(PACKAGED - len(fragments) + i, each.document) for i, each in enumerate(fragments)]
+    documents = []
     for index, content in enumerate(_read_all(layers, problems, instead)):
         if content is not None:
             layer = PACKAGED + index
-            documents.append((layer, read_document(content, str(layers[index].path), layer, problems)))
-    rule_set = RuleSet(layers=[*map(_fragment_layer, fragments), *layers], foreign=_foreign(layers))
+            documents.append(read_document(content, str(layers[index].path), layer, problems))
+    rule_set = RuleSet(layers=layers, foreign=_foreign(layers))
     for each in rule_set.layers:
         logger.info("rules, %s: %s: %s", each.kind, each.path, each.state)
-    by_name: dict[str, list[Rule]] = {}
-    for layer, document in documents:
-        plugin = fragments[layer - PACKAGED].plugin if layer < PACKAGED else None
+    by_name: dict[str, Rule] = {}
+    for document in documents:
         rule_set.named += document.named
         for rule in document.rules:
-            if plugin is not None:  # plugins do not know each other, so their rules of one name stand side by side
-                by_name.setdefault(rule.name, []).append(replace(rule, layer=layer, plugin=plugin))
-                continue
             earlier = by_name.pop(rule.name, None)
             if rule.enabled:
-                by_name[rule.name] = [rule]
+                by_name[rule.name] = rule
             elif earlier is None:
                 text = f"rule {rule.name!r} disables nothing: no earlier file has a rule of this name"
                 rule_set.idle.append((rule.file, rule.line, text))
@@ -177,17 +141,12 @@ def read_rules(
             table.values.update(options.values)
             table.origin = (options.file, options.line)
             table.origins.update({key: (options.file, line) for key, line in options.key_lines.items()})
-    rules = [rule for same_name in by_name.values() for rule in same_name]
-    rule_set.rules = sorted(rules, key=lambda rule: (rule.layer, rule.line)) if fragments else rules
+    rule_set.rules = [*by_name.values()]
     return rule_set, problems[:MOST_PROBLEMS]
 
 
-def _fragment_layer(fragment: Fragment) -> Layer:
-    return Layer(f"plugin {fragment.plugin}", fragment.path, "read")
-
-
 def _error(problems: list[Problem]) -> RulesError:
-    lines = [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
+    lines = [*map(problem_text, problems)]
     shown = lines[0] if len(lines) == 1 else f"{len(lines)} errors in rules files\n  " + "\n  ".join(lines[:20])
     hint = "`attn-select rules check` lists all problems; `attn-select rules path` lists the files"
     return RulesError(shown, problems=problems, hint=hint)
@@ -238,11 +197,7 @@ def _same_file(one: Layer, other: Layer) -> bool:
 
 
 def _read(layer: Layer, instead: Instead) -> bytes | None:
-    """Return a file's content, None where an optional one does not exist.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or a file that must exist does not.
-    """
+    """Return a file's content, None where an optional one does not exist."""
     try:
         content = instead.get(os.path.realpath(layer.path)) if instead else None
         content = read_file(layer.path) if content is None else content

@@ -20,7 +20,7 @@ from attn_select.rules.conditions import (
     is_number,
     limits,
 )
-from attn_select.rules.document import MOST_PROBLEMS, Problem
+from attn_select.rules.document import MOST_PROBLEMS, Problem, problem_text
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import unknown_libraries, versions_not_here
 from attn_select.rules.rule import PACKAGED, Rule
@@ -156,8 +156,8 @@ def _no_such_gpu(when: Sequence[Condition]) -> str | None:
             for field, condition in by_field.items()
         ):
             return None
-    asked = " and ".join(map(str, by_field.values()))
-    return f"no GPU named {' or '.join(sorted(named.points))} has {asked}"
+    wanted = " and ".join(map(str, by_field.values()))
+    return f"no GPU named {' or '.join(sorted(named.points))} has {wanted}"
 
 
 def _beaten_by(rule: Rule, earlier: Sequence[Rule]) -> list[Rule]:
@@ -200,14 +200,11 @@ def _implies(narrow: Condition | None, wide: Condition) -> bool:
 
 
 def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:
-    """Return the warnings that a selection carries, one line each.
-
-    They are of files that others wrote, unknown names, idle rules and doubtful conditions.
-    """
+    """Return the warnings that a selection carries, one line each."""
     problems = [*rules.foreign, *unknown_names(rules, known), *rules.idle]
     for rule in rules.rules:
         problems += ((rule.file, rule.line, f"rule {rule.name!r}: {text}") for text in rule.warnings)
-    return [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
+    return [*map(problem_text, problems)]
 
 
 def beaten_by_denials(rules: RuleSet) -> list[Problem]:
@@ -227,45 +224,13 @@ def beaten_by_denials(rules: RuleSet) -> list[Problem]:
     return problems
 
 
-def same_denial(rules: RuleSet, rule: Rule) -> Rule | None:
-    """Return the rule of another name that denies the same backends in the same cases, None where there is none."""
-    return next(
-        (
-            each
-            for each in rules.rules
-            if each.effect == rule.effect == "deny"
-            and each.name != rule.name
-            and set(each.backends) == set(rule.backends)
-            and _covers(each, rule)
-            and _covers(rule, each)
-        ),
-        None,
-    )
-
-
 def _covers(wide: Rule, narrow: Rule) -> bool:
     """Whether a rule holds wherever another one does."""
     return wide.phase in (None, narrow.phase) and implies(narrow.when, wide.when)
 
 
-def once_exclusive(rules: RuleSet) -> list[Problem]:
-    """Return a problem for every priority of a user that does not say what becomes of the backends it leaves out.
-
-    Such a rule shut them out before there was ``only``. Now they follow what it lists.
-    """
-    text = "backends that it does not list follow by their rank now; with `only = true` they are shut out as before"
-    return [
-        (rule.file, rule.line, f"rule {rule.name!r}: {text} (`only = false` ends this warning)")
-        for rule in rules.rules
-        if rule.effect == "priority" and rule.only is None and rule.layer > PACKAGED
-    ]
-
-
 def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
-    """Return what ``rules check`` warns of.
-
-    That is: files that others wrote, doubtful conditions, unknown libraries, rules without any effect.
-    """
+    """Return what ``rules check`` warns of."""
     problems = list(rules.foreign)
     problems += [
         (rule.file, rule.line, f"rule {rule.name!r}: {text}") for rule in rules.rules for text in rule.warnings
@@ -273,5 +238,5 @@ def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     unknown = unknown_libraries(rules.rules, registry.specs)
     named = {(file, line) for file, line, _ in unknown}
     absent = [each for each in versions_not_here(rules.rules, registry.specs) if each[:2] not in named]
-    problems += [*unknown, *absent, *unreachable(rules), *beaten_by_denials(rules), *once_exclusive(rules)]
+    problems += [*unknown, *absent, *unreachable(rules), *beaten_by_denials(rules)]
     return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))

@@ -8,17 +8,14 @@ from pydantic import ValidationError
 
 from attn_select.backends.spec import BackendOptions, BackendSpec
 from attn_select.errors import RulesError, UnknownNameError, show
+from attn_select.rules.document import Problem, problem_text
 from attn_select.rules.layers import RuleSet
 
 
 def read_options(rules: RuleSet, specs: Mapping[str, BackendSpec]) -> dict[str, BackendOptions]:
-    """Return every registered backend's options, defaults where the rules set none.
-
-    Raises:
-        RulesError: an unknown key or a value that the model rejects; names file, line, key, value and what is accepted.
-    """
+    """Return every registered backend's options, defaults where the rules set none."""
     options: dict[str, BackendOptions] = {}
-    problems: list[tuple[str, int | None, str]] = []
+    problems: list[Problem] = []
     for name, spec in specs.items():
         table = rules.options.get(name)
         if table is None:  # the defaults, without building a validator for them
@@ -35,7 +32,7 @@ def read_options(rules: RuleSet, specs: Mapping[str, BackendSpec]) -> dict[str, 
             text = f": the plugin's options model raised {type(error).__name__}: {show(error)}"
             problems.append((*table.origin, f"backends.{name}{text}"))
     if problems:
-        lines = [f"{file}:{line}: {text}" if line else f"{file}: {text}" for file, line, text in problems]
+        lines = [*map(problem_text, problems)]
         hint = "`attn-select backends NAME` lists a backend's options"
         raise RulesError("\n  ".join(lines), problems=problems, hint=hint)
     return options

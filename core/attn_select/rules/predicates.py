@@ -11,31 +11,19 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attn_select.errors import UnknownNameError, nearest, show
 from attn_select.layer import dtypes
 
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
-
 Predicate = Callable[[Any], bool]
 Compiled = tuple[Predicate, frozenset[Any]]
 
-_NUMBERS = r"\s*\d+(?:\.\d+)*"
-_SIGNED = rf"\s*(?:[<>]=?{_NUMBERS}|[!=]={_NUMBERS}(?:\.\*)?)\s*"
-_PLAIN_RANGE = re.compile(rf"(?:{_SIGNED}|{_NUMBERS}(?:\.\*)?\s*)(?:,{_SIGNED})*", re.ASCII)
-"""Version ranges that are right whatever PEP 440 says of others: importing ``packaging`` takes 8 ms, so they are parsed
-when a version is first compared with them."""
 _CAPABILITIES = frozenset((major, minor) for major in range(5, 21) for minor in range(10))
 
 
 class ConditionError(ValueError):
-    """A condition that cannot be understood; the message names field, value and what is accepted.
-
-    Attributes:
-        problems: the key below ``when`` and the message of every such condition.
-    """
+    """A condition that cannot be understood; the message names field, value and what is accepted."""
 
     def __init__(self, message: str, problems: Sequence[tuple[tuple[str, ...], str]] = ()) -> None:
         super().__init__(message)
@@ -53,11 +41,7 @@ def booleans(field: str, values: Sequence[object]) -> Compiled:
 def numbers(
     field: str, values: Sequence[object], warnings: list[str], *, integers: bool, limits: tuple[float, float]
 ) -> Compiled:
-    """Compile numbers and comparisons: ``16``, ``"<=16"``, ``">=64,<=128"``.
-
-    ``limits`` are the least and the greatest value that the field can have; one of several written values that lies
-    outside is a warning.
-    """
+    """Compile numbers and comparisons: ``16``, ``"<=16"``, ``">=64,<=128"``."""
     alternatives: list[Predicate] = []
     points: set[float] = set(limits)
     for value in values:
@@ -160,34 +144,25 @@ def versions(field: str, values: Sequence[object]) -> Compiled:
 
 
 def _version(field: str, value: object) -> Predicate:
-    text = value.strip() if isinstance(value, str) else ""
-    if not _PLAIN_RANGE.fullmatch(text):
-        from packaging.specifiers import InvalidSpecifier
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # few rules ask for versions
+    from packaging.version import InvalidVersion, Version
 
-        try:
-            if not text:
-                raise InvalidSpecifier
-            _specifiers(text)
-        except InvalidSpecifier:
-            accepted = 'expected a version range such as "<0.7" or ">=12.8,<13"'
-            raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
+    text = value.strip() if isinstance(value, str) else ""
+    try:
+        if not text:
+            raise InvalidSpecifier
+        specifiers = SpecifierSet(text if text[0] in "<>=!~" else f"=={text}")
+    except InvalidSpecifier:
+        accepted = 'expected a version range such as "<0.7" or ">=12.8,<13"'
+        raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
 
     def matches(version: str) -> bool:
-        from packaging.version import InvalidVersion, Version
-
         try:
-            return _specifiers(text).contains(Version(version), prereleases=True)
+            return specifiers.contains(Version(version), prereleases=True)
         except InvalidVersion:  # built by hand; which counts as unknown
             return False
 
     return matches
-
-
-@functools.cache
-def _specifiers(text: str) -> SpecifierSet:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(text if text[0] in "<>=!~" else f"=={text}")
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {

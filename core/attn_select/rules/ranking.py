@@ -19,25 +19,15 @@ from attn_select.rules.rule import PACKAGED, Rule
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The order that the rules give one phase.
+    """The order that the rules give one phase."""
 
-    Attributes:
-        default: backend names, best first, before the users' own rules for it.
-        users: the users' rules that change this order, in the order they are applied.
-        priority: the rule that gives the order, None where no priority rule matched.
-        denied: backend name → the rule that denies it.
-        rules: the rules that made the order, as they were applied.
-        evidence: the last rule that keeps times out, or None.
-        behind: the unproved backends that stand behind all others in ``default``.
-    """
-
-    default: list[str]
-    users: list[Rule]
-    priority: Rule | None
-    denied: dict[str, Rule]
-    rules: list[Rule]
-    evidence: Rule | None
-    behind: tuple[str, ...] = ()
+    default: list[str]  # backend names, best first, before the users' own rules for it
+    users: list[Rule]  # the users' rules that change this order, in the order they are applied
+    priority: Rule | None  # the rule that gives the order, None where no priority rule matched
+    denied: dict[str, Rule]  # backend name → the rule that denies it
+    rules: list[Rule]  # the rules that made the order, as they were applied
+    evidence: Rule | None  # the last rule that keeps times out, or None
+    unverified: tuple[str, ...] = ()  # the unproved backends that stand behind all others in ``default``
 
     @property
     def order(self) -> list[str]:
@@ -58,23 +48,23 @@ class Ranking:
         return self.priority is not None and self.priority.layer > PACKAGED
 
     @property
-    def placed(self) -> dict[str, Rule]:
+    def pinned(self) -> dict[str, Rule]:
         """The backends that a user's rule placed, each with the last such rule."""
         if self.priority is not None and self.by_user:
             return dict.fromkeys(self.order, self.priority)
         return {name: rule for rule in self.users for name in rule.backends}
 
-    def with_behind(self, unverified: Collection[str]) -> Ranking:
+    def with_unverified_last(self, unverified: Collection[str]) -> Ranking:
         """Return the ranking with unproved backends behind all others, except where users' rules place them.
 
-        The packaged rules, the plugins' rules and the backends' ranks are defaults, and defaults prefer what was
+        The packaged rules and the backends' ranks are defaults, and defaults prefer what was
         proved. A user's priority stands as written. A user's prefer and avoid apply after the move.
         """
         if self.by_user:
             return self
         proved = [name for name in self.default if name not in unverified]
-        behind = tuple([name for name in self.default if name in unverified])
-        return replace(self, default=[*proved, *behind], behind=behind)
+        last = tuple([name for name in self.default if name in unverified])
+        return replace(self, default=[*proved, *last], unverified=last)
 
     def put_before(self, first: str, second: str) -> tuple[Literal["rule", "unverified", "rank"], Rule | None]:
         """Say what put one backend before another: the last step of the order that names either of the two."""
@@ -84,20 +74,14 @@ class Ranking:
             return next((rule for rule in reversed(rules) if {first, second} & {*rule.backends}), None)
 
         rule = last(self.users)
-        if rule is None and second in self.behind and first not in self.behind:
+        if rule is None and second in self.unverified and first not in self.unverified:
             return "unverified", None
         rule = rule or last(packaged) or last([] if self.priority is None else [self.priority])
         return ("rank", None) if rule is None else ("rule", rule)
 
 
 class Ranker:
-    """The rules that hold on one device with one set of libraries.
-
-    Args:
-        rules: all rules, first layer to last, top-down within one.
-        registered: every backend, in the order that counts where no rule says otherwise.
-        modules: the distributions that an import name in ``library.NAME`` stands for (``libraries.import_names``).
-    """
+    """The rules that hold on one device with one set of libraries."""
 
     def __init__(
         self,
@@ -128,15 +112,7 @@ class Ranker:
         registered: Sequence[str] | None = None,
         batches: Mapping[Phase, Sequence[object]] | None = None,
     ) -> dict[Phase, Ranking]:
-        """Return the ranking of every phase.
-
-        Args:
-            config: the layer.
-            phases: the phases that it has.
-            registered: the backends of the layer's kind, in their order; None: all.
-            batches: the batch shapes of each phase; None where no workload is given. Rules about batches hold where
-                they hold for every one.
-        """
+        """Return the ranking of every phase."""
         base = self._registered if registered is None else registered
         return {phase: self._rank(config, phase, base, None if batches is None else batches[phase]) for phase in phases}
 
@@ -160,8 +136,6 @@ class Ranker:
                 ranking.denied.update(dict.fromkeys(rule.backends, rule))
             elif rule.layer > PACKAGED:
                 ranking.users.append(rule)
-            elif rule.layer < PACKAGED and ranking.by_user:
-                continue  # a plugin's rules do not change the order that a user wrote
             else:
                 ranking = replace(ranking, default=_applied(rule, ranking.default))
             ranking.rules.append(rule)
@@ -251,10 +225,7 @@ def _holds_here(
 def unknown_versions(
     rules: Sequence[Rule], device: Device, environment: Environment, modules: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return a warning for every rule of a user that waits for a version of a library that nobody knows here.
-
-    Its conditions on the device hold; the packaged rules are left out.
-    """
+    """Return a warning for every rule of a user that waits for a version of a library that nobody knows here."""
     found = []
     for rule in rules if environment.assume_installed else ():
         places = [c for c in rule.when if c.scope in ("device", "environment") and not c.field.startswith(PREFIX)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,74 +15,47 @@ Effect = Literal["priority", "prefer", "avoid", "deny", "evidence"]
 EFFECTS: tuple[Effect, ...] = ("priority", "prefer", "avoid", "deny", "evidence")
 _KEYS = ("name", "phase", "when", *EFFECTS, "only", "because", "enabled")
 PACKAGED = 0
-"""The layer of the packaged rules; plugins' fragments are below it, users' files above."""
+"""The layer of the packaged rules; users' files are above it."""
 _LONGEST_NAME = 100
 _LONGEST_REASON = 1000
 
 
 class RuleError(ValueError):
-    """A rule that breaks the format.
-
-    Attributes:
-        problems: the key in the rule's table and a message for people, for every error found.
-        backends: the names that its effects list, which may be unknown besides.
-    """
+    """A rule that breaks the format."""
 
     def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]], backends: Sequence[str] = ()) -> None:
         super().__init__("; ".join(text for _, text in problems))
         self.problems, self.backends = tuple(problems), tuple(backends)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """One rule. Treat as immutable: rules are shared and cached.
+    """One rule."""
 
-    Attributes:
-        name: unique within a file; a later layer's rule of the same name replaces this one.
-        effect: ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out; None for a rule
-            that only switches another off.
-        backends: the names that the effect lists, in order; ``evidence`` lists none.
-        phase: the one phase it speaks of, or None for both.
-        when: all must match.
-        because: the author's reason, shown by explain, as one line.
-        file: path of the file as a user would write it; ``<packaged>`` rules carry their real path.
-        line: line of the rule's header, from 1.
-        layer: position of the file among the layers, later beats earlier: plugins' fragments, the packaged rules
-            (``PACKAGED``), users' files.
-        enabled: False removes the rule of this name from earlier layers.
-        warnings: problems that do not stop the rule from working.
-        plugin: the distribution of the plugin that ships the rule, or None.
-        only: whether a priority shuts out the backends that it does not list; None where the rule does not say.
-    """
-
-    name: str
+    name: str  # unique within a file; a later layer's rule of the same name replaces this one
+    # ``priority``, ``prefer``, ``avoid``, ``deny``, or ``evidence``, which keeps times out; None for a rule that only
+    # switches another off
     effect: Effect | None
-    backends: tuple[str, ...]
-    phase: Phase | None
+    backends: tuple[str, ...]  # the names that the effect lists, in order; ``evidence`` lists none
+    phase: Phase | None  # the one phase it speaks of, or None for both
     when: tuple[Condition, ...]
-    because: str | None
-    file: str
-    line: int
-    layer: int
-    enabled: bool = True
-    warnings: tuple[str, ...] = ()
-    plugin: str | None = None
+    because: str | None  # the author's reason, shown by explain, as one line
+    file: str  # path of the file as a user would write it; ``<packaged>`` rules carry their real path
+    line: int  # line of the rule's header, from 1
+    layer: int  # position of the file among the layers, from ``PACKAGED`` on; later beats earlier
+    enabled: bool = True  # False removes the rule of this name from earlier layers
+    warnings: tuple[str, ...] = ()  # problems that do not stop the rule from working
+    # whether a priority shuts out the backends that it does not list; None where the rule does not say
     only: bool | None = None
 
     @property
     def origin(self) -> str:
-        """``file:line``; for a plugin's fragment the plugin's distribution and the file's name without its folder."""
-        if self.plugin is not None:
-            return f"plugin {self.plugin} {os.path.basename(self.file)}:{self.line}"
+        """``file:line``."""
         return f"{self.file}:{self.line}"
 
 
 def parse_rule(table: Mapping[str, Any], *, file: str, line: int, layer: int) -> Rule:
-    """Check one table and compile it.
-
-    Raises:
-        RuleError: no name, unknown keys, wrong types, no or several effects, bad conditions: all of them.
-    """
+    """Check one table and compile it."""
     name = table.get("name")
     problems: list[tuple[tuple[str, ...], str]] = []
     if name is None:

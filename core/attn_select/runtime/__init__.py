@@ -26,7 +26,6 @@ from attn_select.runtime.attention import Attention
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -41,7 +40,7 @@ from attn_select.runtime.context_parallel.context_parallel import ContextParalle
 from attn_select.runtime.context_parallel.rank_group import ContextParallelGroup
 from attn_select.runtime.context_parallel.rank_mla_group import ContextParallelMLAGroup
 from attn_select.runtime.custom_op import forward_context
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.indexer import SparseIndexer
 from attn_select.runtime.kv_cache import CacheView, key_value_views, num_blocks_for
 from attn_select.runtime.layer_group import LayerGroup
@@ -55,6 +54,8 @@ from attn_select.runtime.metadata import (
 from attn_select.runtime.mla_attention import MLAAttention
 from attn_select.runtime.mla_group import MLAAttentionGroup, MLALayerGroup, MLAMetadata
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.step_metadata import AttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
 from attn_select.runtime.tree_group import DraftTreeGroup
 
@@ -90,7 +91,6 @@ __all__ = [
     "AttentionBackend",
     "AttentionGroup",
     "AttentionImpl",
-    "AttentionLayer",
     "AttentionMetadata",
     "AttentionMetadataBuilder",
     "BackendContext",
@@ -110,11 +110,13 @@ __all__ = [
     "MLALayerGroup",
     "MLAMetadata",
     "OutOfBlocksError",
+    "Outputs",
     "PoolError",
     "RankError",
     "ReqToTokenPool",
     "Scales",
     "SparseIndexer",
+    "Terms",
     "TokenToKVPool",
     "VarlenMetadata",
     "attention_group",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from numbers import Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +14,11 @@ from attn_select.runtime import checks
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
-from attn_select.runtime.group import AttentionMetadata
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.step_metadata import AttentionMetadata
+from attn_select.runtime.terms import GivenTerms, Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 OUTPUT_DTYPES = {"fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
@@ -34,19 +31,18 @@ class Attention(nn.Module):
 
     Args:
         group: the group of layers that it belongs to.
-        scale: factor on ``q . k``; None: ``head_size ** -0.5``.
-        alibi_slopes: ``(num_heads,)``; required with ``config.alibi``, refused without.
-        sinks: ``(num_heads,)`` logits; required with ``config.sinks``, refused without.
-        scales: scales of an FP8 cache or of FP8 queries; None: all are 1.
         kv_sharing_target: the layer whose cache this one reads (Gemma 3n and 4). It then writes nothing: its keys and
             values are None, and its cache is the target's.
         caller_writes: the caller writes the step's keys and values itself (``write``), so they may be None.
         layer_name: unique among the layers that exist; empty: a new name is made.
+        scale: factor on ``q . k``; None: ``head_size ** -0.5``.
+        alibi_slopes: ``(num_heads,)``; required with ``config.alibi``, refused without.
+        sinks: ``(num_heads,)`` logits; required with ``config.sinks``, refused without.
+        scales: scales of an FP8 cache or of FP8 queries; None: all are 1.
 
     Raises:
-        ConfigError: the group is of MLA layers; the scale is not a finite number above 0; slopes, sinks or scales are
-            missing, unwanted, not finite, no floating-point tensors or of the wrong shape; or the target's cache is not
-            one that this layer reads.
+        ConfigError: the group is of MLA layers; the target's cache is not one that this layer reads; or what
+            ``Terms.of`` raises it for.
     """
 
     layer_name: str
@@ -55,43 +51,36 @@ class Attention(nn.Module):
         self,
         group: LayerGroup,
         *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        scales: Scales | None = None,
         kv_sharing_target: Attention | None = None,
         caller_writes: bool = False,
         layer_name: str = "",
+        **terms: Unpack[GivenTerms],
     ) -> None:
         super().__init__()
         config = group.config
         if config.mla:
             raise ConfigError("the group's layers are MLA: make them with MLAAttention", fields=["kv_lora_rank"])
         self.group = group
-        self.scale = layer_scale(scale, config.head_size)
-        self.scales = layer_scales(group, scales)
+        self.terms = Terms.of(config, group.device, checked=group.checked, **terms)
         self.kv_sharing_target: str | None = None
         if kv_sharing_target is not None:
             _check_shared(self, kv_sharing_target)
             self.kv_sharing_target = kv_sharing_target.layer_name
-        slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
-        logits = per_head("sinks", sinks, config.sinks, group, None)
-        self._in_parts = group.layer_in_parts(Attention, scale=self.scale, sinks=logits, scales=self.scales)
+        self._in_parts = group.layer_in_parts(Attention, self.terms)
         elsewhere = caller_writes or kv_sharing_target is not None or config.attn_type == "encoder_decoder"
         self._may_write_nothing = config.has_cache and elsewhere
         self.impls: dict[Phase, AttentionImpl[Any]] = {}
-        for served in group.backends if self._in_parts is None else ():
-            impl = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=logits)
-            self.impls |= dict.fromkeys(served.context.plans, impl)
+        for own in group.distinct if self._in_parts is None else ():
+            self.impls |= dict.fromkeys(own.context.plans, own.impl(self.terms))
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
-        separate = [phase for phase, s in group.served.items() if not s.backend.forward_includes_kv_cache_update]
+        separate = [phase for phase, s in group.backends.items() if not s.backend.forward_includes_kv_cache_update]
         self._writer: Phase | None = separate[0] if separate and config.has_cache else None
         self._block_sizes = {
-            phase: served.context.block_size
-            for phase, served in group.served.items()
-            if served.context.block_size not in (None, group.kernel_block_size)
+            phase: own.context.block_size
+            for phase, own in group.backends.items()
+            if own.context.block_size not in (None, group.kernel_block_size)
         }
-        self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
+        self._silent = [s.spec.name for s in group.distinct if not all(p.returns_lse for p in s.context.plans.values())]
         self._dtype = PLAIN_DTYPES[config.dtype]
         self._quantizes = config.output_quantization != "none"
         self._output_dtype = OUTPUT_DTYPES.get(config.output_quantization, self._dtype)
@@ -156,14 +145,15 @@ class Attention(nn.Module):
         if attn_metadata is None:
             attn_metadata = current_metadata(self.group, self.layer_name)
         self._check(query, key, value, kv_cache, attn_metadata, output)
+        outputs = Outputs(output, output_lse, output_scale, output_block_scale)
         if self._quantizes or not (output_lse is output_scale is output_block_scale is None):
-            self._check_extras(attn_metadata, output_lse, output_scale, output_block_scale)
+            self._check_extras(attn_metadata, outputs)
         if self.group.checked:
             named = {"query": query, "key": key, "value": value, "output": output, "output_lse": output_lse}
             named |= {"output_scale": output_scale, "output_block_scale": output_block_scale}
-            self.group.check_contents(self.scales, named, kv_cache, attn_metadata.common)
+            self.group.check_contents(self.terms.scales, named, kv_cache, attn_metadata.common)
         if self._in_parts is not None:
-            self._in_parts.forward(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
+            self._in_parts.forward(query, key, value, kv_cache, attn_metadata, outputs)
             return output
         if key is not None and value is not None and self._writer is not None:
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)
@@ -171,35 +161,30 @@ class Attention(nn.Module):
         if len(parts) == 1:
             phase, metadata = parts[0].phase, parts[0].metadata
             cache = self._cache_for(phase, kv_cache) if self._block_sizes else kv_cache
-            written = (output, output_lse, output_scale, output_block_scale)
             try:
-                found = self.impls[phase].forward(self, query, key, value, cache, metadata, *written)
+                found = self.impls[phase].forward(query, key, value, cache, metadata, outputs)
             except Exception as error:
-                blame(self.group.served[phase].spec, "forward()", error)
+                blame(self.group.backends[phase].spec, "forward()", error)
                 raise
             if found is None:
-                returned_nothing(self.group.served[phase].spec, "forward()", WRITTEN)
+                returned_nothing(self.group.backends[phase].spec, "forward()", WRITTEN)
             return found
         for part in parts:
-            rows = slice(part.start, part.end)
+            rows = part.rows
             try:
                 found = self.impls[part.phase].forward(
-                    self,
                     query[rows],
                     None if key is None else key[rows],
                     None if value is None else value[rows],
                     self._cache_for(part.phase, kv_cache),
                     part.metadata,
-                    output[rows],
-                    None if output_lse is None else output_lse[rows],
-                    output_scale,
-                    None,
+                    outputs.rows(rows),
                 )
             except Exception as error:
-                blame(self.group.served[part.phase].spec, "forward()", error)
+                blame(self.group.backends[part.phase].spec, "forward()", error)
                 raise
             if found is None:
-                returned_nothing(self.group.served[part.phase].spec, "forward()", WRITTEN)
+                returned_nothing(self.group.backends[part.phase].spec, "forward()", WRITTEN)
         return output
 
     def write(self, key: Tensor, value: Tensor, kv_cache: Tensor | None, slot_mapping: Tensor | None) -> None:
@@ -209,9 +194,9 @@ class Attention(nn.Module):
             assert cache is not None
             assert slot_mapping is not None
             try:
-                self.impls[writer].do_kv_cache_update(self, key, value, cache, slot_mapping)
+                self.impls[writer].do_kv_cache_update(key, value, cache, slot_mapping)
             except Exception as error:
-                blame(self.group.served[writer].spec, "do_kv_cache_update()", error)
+                blame(self.group.backends[writer].spec, "do_kv_cache_update()", error)
                 raise
 
     def _cache_for(self, phase: Phase, kv_cache: Tensor | None) -> Tensor | None:
@@ -295,28 +280,22 @@ class Attention(nn.Module):
             assert kv_cache is not None
             self._cache_seen = kv_cache.shape, kv_cache.dtype  # engines bring the same one every time
 
-    def _check_extras(
-        self,
-        metadata: AttentionMetadata,
-        output_lse: Tensor | None,
-        output_scale: Tensor | None,
-        output_block_scale: Tensor | None,
-    ) -> None:
-        """Check the arguments that few calls have: the LSE and the scales of quantised outputs."""
+    def _check_extras(self, metadata: AttentionMetadata, outputs: Outputs) -> None:
+        """Check what few calls have: the LSE and the scales of quantised outputs."""
         quantization = self.group.config.output_quantization
-        if output_lse is not None:
+        if outputs.lse is not None:
             heads = self._output_shape[:1]
-            checks.check_rows("output_lse", output_lse, heads, torch.float32, metadata.num_actual_tokens)
+            checks.check_rows("output_lse", outputs.lse, heads, torch.float32, metadata.num_actual_tokens)
             if self._silent:
                 raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
         for name, tensor, kinds in (
-            ("output_scale", output_scale, ("fp8", "fp4")),
-            ("output_block_scale", output_block_scale, ("fp4",)),
+            ("output_scale", outputs.scale, ("fp8", "fp4")),
+            ("output_block_scale", outputs.block_scale, ("fp4",)),
         ):
             if (tensor is None) == (quantization in kinds):
                 seen = "missing" if tensor is None else "given"
                 raise BatchError(f"{name} {seen}, but output_quantization = {quantization!r}")
-        if output_block_scale is not None and len(metadata.parts) > 1:
+        if outputs.block_scale is not None and len(metadata.parts) > 1:
             raise BatchError(
                 "output_block_scale given, but two backends share the batch: its rows cannot be split between them"
             )
@@ -343,24 +322,12 @@ def _check_shared(layer: Attention, target: Attention) -> None:
     if target.group.kv_layout is None or target.kv_sharing_target is not None:
         text = f"{where}: that layer keeps no cache of its own (accepted: one that does)"
         raise ConfigError(text, fields=["kv_sharing_target"])
-    seen = [(*_OF_A_CACHE(s.group), s.scales.k.tolist(), s.scales.v.tolist()) for s in (layer, target)]
+    scales = [(each.terms.scales.k.tolist(), each.terms.scales.v.tolist()) for each in (layer, target)]
+    seen = [(*_OF_A_CACHE(each.group), *own) for each, own in zip((layer, target), scales, strict=True)]
     if seen[0] != seen[1]:
         names = "layout, block size, KV heads, head sizes, dtype, k and v scales"
         text = f"{where}: its cache has {names} {seen[1]}, and this layer reads {seen[0]} (accepted: the same)"
         raise ConfigError(text, fields=["kv_sharing_target"])
-
-
-def layer_scale(scale: float | None, size: int) -> float:
-    """Return the factor on ``q . k``, ``size ** -0.5`` where none is given.
-
-    Raises:
-        ConfigError: it is not a finite number above 0.
-    """
-    if scale is None:
-        return float(size**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not 0 < scale < math.inf:
-        raise ConfigError(f"scale = {show(scale)}: accepted are finite numbers above 0", fields=["scale"])
-    return float(scale)
 
 
 def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
@@ -374,56 +341,3 @@ def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
         f"layer {layer_name!r}: attn_metadata {what}",
         hint="build the step's metadata once per group, and give each layer what layer.group.build(common) returned",
     )
-
-
-def layer_scales(group: LayerGroup, scales: Scales | None) -> Scales:
-    """Return the layer's scales, 1 where none are given, and compare them with the config."""
-    heads = group.config.num_kv_heads if group.config.per_head_quant_scales else 0
-    if scales is None:
-        return Scales.make(group.device, num_kv_heads=heads)
-    for name, tensor, shapes in (
-        ("q_scale", scales.q, [()]),
-        ("k_scale", scales.k, [(heads,)] if heads else [()]),
-        ("v_scale", scales.v, [(heads,)] if heads else [()]),
-    ):
-        if tuple(tensor.shape) not in shapes or tensor.dtype != torch.float32 or tensor.device != group.device:
-            text = (
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: accepted is float32 {shapes[0]} "
-                f"on {group.device}"
-            )
-            raise ConfigError(text, fields=[name], hint="make them with Scales.make")
-    return scales
-
-
-def per_head(
-    name: str, tensor: Tensor | None, wanted: bool, group: LayerGroup, dtype: torch.dtype | None
-) -> Tensor | None:
-    """Return a ``(num_heads,)`` tensor on the group's device, after a comparison with the config.
-
-    Raises:
-        ConfigError: it is missing or unwanted, no floating-point tensor of that shape, or (on a CPU, or in checked
-            mode) holds NaN or an infinity. A sink of -inf is none, and accepted.
-    """
-    if wanted != (tensor is not None):
-        seen = "missing" if tensor is None else "given"
-        field = name.removesuffix("_slopes")
-        raise ConfigError(f"{name} {seen}, but the layers were selected with {field} = {wanted}", fields=[name])
-    if tensor is None:
-        return None
-    check_float(name, tensor)
-    if tuple(tensor.shape) != (group.config.num_heads,):
-        text = f"{name} of shape {tuple(tensor.shape)}: accepted is ({group.config.num_heads},), one per query head"
-        raise ConfigError(text, fields=[name])
-    if tensor.device.type == "cpu" or group.checked:  # else the host would wait for the device
-        least = -math.inf if name == "sinks" else -sys.float_info.max
-        wrong = [number for number in tensor.tolist() if not least <= number < math.inf]
-        if wrong:
-            raise ConfigError(f"{name} holds {wrong[0]}: accepted are finite numbers", fields=[name])
-    return tensor.to(group.device, dtype or tensor.dtype).contiguous()
-
-
-def check_float(name: str, tensor: object) -> None:
-    """Raise ConfigError where a layer is given something else than a tensor of floating-point numbers."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        what = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-        raise ConfigError(f"{name} is {what}: accepted is a floating-point tensor", fields=[name])

@@ -9,8 +9,8 @@ layer one impl; per step it calls ``builder.build`` once, and per layer ``impl.d
 - *Outputs* are written into the caller's tensor; rows behind ``num_actual_tokens`` are left alone.
 - *Block tables* speak of blocks of ``context.block_size`` tokens, a size of the plan's ``kernel_block_sizes``, and
   their width is a multiple of the plan's ``block_table_width_multiple``.
-- *Scales* come with the layer, as device tensors and host floats. A path whose plan has an FP8 ``query_dtype``
-  quantises the query itself, with ``layer.scales.q``.
+- *Terms* (``attn_select.runtime.terms``) are what a layer is beyond its inputs. Its scales are there as device tensors
+  and host floats: a path whose plan has an FP8 ``query_dtype`` quantises the query itself, with ``terms.scales.q``.
 - *No synchronisation*: ``build`` reads ``_cpu`` tensors, never a device tensor. A host buffer that is copied from
   asynchronously is not written again before the copy has finished. ``batch.to_device`` takes fresh pinned memory from
   torch, which waits for the copy before it reuses that memory.
@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from attn_select.layer.dtypes import BITS
 from attn_select.runtime import ops
 from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.terms import Outputs, Terms
 
 M = TypeVar("M")
 Progress = Callable[[str, int, int], None]
@@ -74,13 +74,6 @@ class BackendContext:
     def __deepcopy__(self, memo: object) -> BackendContext:
         """Return the context itself: it describes the group, which a copied layer stays in."""
         return self
-
-
-class AttentionLayer(Protocol):
-    """What an impl sees of the layer that calls it."""
-
-    layer_name: str
-    scales: Scales
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
@@ -166,28 +159,14 @@ class AttentionImpl(ABC, Generic[M]):
     """Runs one layer. Made once per layer.
 
     Args:
-        context: what the layer is.
-        scale: factor on ``q . k``.
-        alibi_slopes: float32 ``(num_heads,)`` on the device, with ``config.alibi``.
-        sinks: ``(num_heads,)`` logits on the device, with ``config.sinks``.
+        context: what the layers of its kind are.
+        terms: what this layer is beyond its inputs.
     """
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        self.context = context
-        self.scale = scale
-        self.alibi_slopes = alibi_slopes
-        self.sinks = sinks
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        self.context, self.terms = context, terms
 
-    def do_kv_cache_update(
-        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
+    def do_kv_cache_update(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write the step's keys and values into the cache, by default through ``ops.reshape_and_cache``.
 
         Args:
@@ -208,36 +187,28 @@ class AttentionImpl(ABC, Generic[M]):
             slot_mapping,
             self.context.kv_layout,
             self.context.config,
-            layer.scales,
+            self.terms.scales,
         )
 
     @abstractmethod
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: M,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
-        """Attend, write the result into ``output`` and return it. The cache already holds this step's tokens.
+        """Attend, write the result and return ``outputs.output``. The cache already holds this step's tokens.
 
         Args:
-            layer: gives the scales.
             query: ``(T', num_heads, head_size)`` in the compute dtype, T' at least ``num_actual_tokens``.
             key: ``(T', num_kv_heads, head_size)``; read only by layers without a cache. None where nothing is new.
             value: ``(T', num_kv_heads, value_head_size)``, likewise.
             kv_cache: one layer's cache in ``context.kv_layout``, blocks of ``context.block_size``; None without.
             attn_metadata: what the builder built.
-            output: ``(T', num_heads, value_head_size)`` in the compute dtype, or quantised where the config wants it.
-            output_lse: float32 ``(T', num_heads)``, filled where given; only for plans that return the LSE.
-            output_scale: float32 scale of a quantised output.
-            output_block_scale: where the kernel writes the scales of FP4 blocks.
+            outputs: what is written.
         """
 
 
@@ -255,21 +226,14 @@ class MLAAttentionImpl:
     """Whether ``forward_mqa`` also takes the query as a pair, ``(T, num_heads, kv_lora_rank)`` and ``(T, num_heads,
     qk_rope_head_dim)`` of any strides but in the last dimension, so that who has them apart need not join them."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
         for phase in context.plans:
             path = "forward_mqa" if phase == "decode" or context.config.sparse else "forward_mha"
             if getattr(type(self), path) is getattr(MLAAttentionImpl, path):
                 raise PluginError(f"{type(self).__name__} has no {path}, but its backend's spec serves {phase}")
-        self.context = context
-        self.scale = scale
-        self.alibi_slopes = alibi_slopes
-        self.sinks = sinks
+        self.context, self.terms = context, terms
 
-    def do_kv_cache_update(
-        self, layer: AttentionLayer, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
+    def do_kv_cache_update(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write the step's latents into the cache, by default through ``ops.concat_and_cache_mla``.
 
         Args:
@@ -289,45 +253,33 @@ class MLAAttentionImpl:
             slot_mapping,
             self.context.kv_layout,
             self.context.config,
-            layer.scales,
+            self.terms.scales,
         )
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: Any,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """Attend over latents with the absorbed query; write the latent output and return it.
 
-        A kernel that takes no tensor to write to may return its own instead, of ``output``'s shape and dtype. That
-        saves a copy, and callers go on with what is returned.
+        A kernel that takes no tensor to write to may return its own instead, of ``outputs.output``'s shape and dtype.
+        That saves a copy, and callers go on with what is returned.
 
         Args:
             query: ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)`` in the compute dtype; with ``takes_query_parts``
                 also a pair.
             kv_cache: one layer's cache.
             attn_metadata: what ``build`` built for these requests.
-            output: ``(T, num_heads, kv_lora_rank)`` in the compute dtype.
-            output_lse: float32 ``(T, num_heads)``, filled where given.
+            outputs: ``(T, num_heads, kv_lora_rank)`` in the compute dtype, and the LSE.
             topk_indices: int32 ``(T, sparse_top_k)``, with sparse MLA: physical slots, -1 behind or between them.
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward_mqa: its backend serves no decodes")
 
-    def forward_mha(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-    ) -> Tensor:
+    def forward_mha(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any, outputs: Outputs) -> Tensor:
         """Attend to decompressed keys and values; write the output and return it.
 
         Args:
@@ -335,8 +287,7 @@ class MLAAttentionImpl:
             key: ``(S, num_heads, qk_nope_head_dim + qk_rope_head_dim)``; a view, only the last dimension contiguous.
             value: ``(S, num_heads, v_head_dim)``; likewise.
             attn_metadata: what ``build_prefill`` built.
-            output: ``(T, num_heads, v_head_dim)``.
-            output_lse: float32 ``(T, num_heads)``, filled where given.
+            outputs: ``(T, num_heads, v_head_dim)``, and the LSE.
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward_mha: its backend serves no prefills")
 

@@ -76,8 +76,8 @@ class BlockTable:
         self._all_ids = self.host.view(-1).numpy()
         self._row_starts = np.arange(max_num_reqs) * max_num_blocks_per_req
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
-        self._held = array("i", bytes(4 * max_num_reqs))
-        self.num_blocks_per_row = torch.frombuffer(self._held, dtype=torch.int32)
+        self._row_blocks = array("i", bytes(4 * max_num_reqs))
+        self.num_blocks_per_row = torch.frombuffer(self._row_blocks, dtype=torch.int32)
         self._num_blocks = self.num_blocks_per_row.numpy()
         self._changed, self._committed = True, (0, 0)  # since the last copy; its rows and columns
         self._returned: Tensor | None = None  # by the last commit
@@ -96,7 +96,7 @@ class BlockTable:
                 The table is unchanged.
         """
         row = self._checked_row(row)
-        self._write(row, self._held[row], self._packed(row, self._held[row], block_ids))
+        self._write(row, self._row_blocks[row], self._packed(row, self._row_blocks[row], block_ids))
 
     def set_row(self, row: int, block_ids: Sequence[int]) -> None:
         """Give a row to a request: clear it, then append the request's blocks. Raises as ``append_row`` does."""
@@ -122,14 +122,14 @@ class BlockTable:
     def _write(self, row: int, start: int, ids: array[int]) -> None:
         first = row * self.host.shape[1] + start
         self._ids[first : first + len(ids)] = ids
-        self._held[row] = start + len(ids)
+        self._row_blocks[row] = start + len(ids)
         self._changed = True
 
     def clear_row(self, row: int) -> None:
         """Empty a row when its request has finished or was preempted. ``BlockPool.free`` gives the blocks back."""
         row = self._checked_row(row)
         self._changed = True
-        self.host[row, : self._held[row]] = 0
+        self.host[row, : self._row_blocks[row]] = 0
         for of_row in self._per_row():
             of_row[row] = 0
 
@@ -165,9 +165,9 @@ class BlockTable:
         if self._last_step is None:
             return
         first_positions = seq_lens - torch.tensor(new_lens, dtype=torch.int32)
-        last, held = self._last_step[: len(seq_lens)], self.num_blocks_per_row[: len(seq_lens)]
-        began, ended, held_then = last.unbind(1)
-        goes_on = (held > held_then) | (seq_lens != ended)
+        last, row_blocks = self._last_step[: len(seq_lens)], self.num_blocks_per_row[: len(seq_lens)]
+        began, ended, row_blocks_then = last.unbind(1)
+        goes_on = (row_blocks > row_blocks_then) | (seq_lens != ended)
         least = torch.minimum(began + goes_on.int(), ended)
         stale = (ended > 0) & ((first_positions < least) | (first_positions > ended))
         if bool(stale.any()):
@@ -178,7 +178,7 @@ class BlockTable:
                 "another request took the row over",
                 hint="when a request finishes or is preempted, call BlockTable.clear_row(row) and BlockPool.free",
             )
-        last.copy_(torch.stack((first_positions, seq_lens, held), dim=1))
+        last.copy_(torch.stack((first_positions, seq_lens, row_blocks), dim=1))
 
     def _per_row(self) -> tuple[Tensor, ...]:
         return (self.num_blocks_per_row,) if self._last_step is None else (self.num_blocks_per_row, self._last_step)
@@ -222,13 +222,13 @@ class BlockTable:
 
     def check_room(self, seq_lens: Integers) -> None:
         """Raise BatchError for the first of the first rows' requests that has more keys than its blocks hold."""
-        size, held = self.block_size, self._num_blocks[: len(seq_lens)]
-        missing = seq_lens > held * size
+        size, row_blocks = self.block_size, self._num_blocks[: len(seq_lens)]
+        missing = seq_lens > row_blocks * size
         if missing.any():
             request = int(missing.argmax())
             raise BatchError(
                 f"request {request}: seq_lens = {seq_lens[request]}, but its row of the block table holds "
-                f"{held[request]} blocks of {size} tokens"
+                f"{row_blocks[request]} blocks of {size} tokens"
             )
 
     def commit(self, num_reqs: int) -> Tensor:

@@ -127,9 +127,9 @@ class BatchChecks:
         checks.check_scales(scales)
         if self.cache.kv_layout is None or self.cache.kernel_block_size is None or self.block_size is None:
             return
-        held = self.cache.num_blocks(kv_cache)
+        cache_blocks = self.cache.num_blocks(kv_cache)
         assert kv_cache is not None
         checks.check_strides("kv_cache", kv_cache, self.device)
-        checks.check_blocks(common, self.config, kv_cache, self.cache.kv_layout, held, self.block_size)
+        checks.check_blocks(common, self.config, kv_cache, self.cache.kv_layout, cache_blocks, self.block_size)
         if (indices := tensors.get("topk_indices")) is not None:
-            checks.check_indices(indices, common, held * self.block_size, self.block_size)
+            checks.check_indices(indices, common, cache_blocks * self.block_size, self.block_size)

@@ -77,7 +77,7 @@ class BlockPool:
         Raises:
             PoolError: the request holds nothing: it was never allocated, or already freed.
         """
-        return tuple(self._held(request, "blocks"))
+        return tuple(self._blocks_of(request, "blocks"))
 
     def allocate(self, request: RequestId, num_tokens: int) -> tuple[int, ...]:
         """Give a request, new or known, room for ``num_tokens`` tokens in all. Returns the block ids added.
@@ -86,8 +86,8 @@ class BlockPool:
             ConfigError: ``num_tokens`` is no integer from 0.
             OutOfBlocksError: too few blocks are free; the request keeps what it had.
         """
-        held = self._blocks.get(request, [])
-        missing = -(-_tokens(num_tokens, request) // self.block_size) - len(held)
+        owned = self._blocks.get(request, [])
+        missing = -(-_tokens(num_tokens, request) // self.block_size) - len(owned)
         if missing > len(self._free):
             raise OutOfBlocksError(
                 f"request {request!r} needs {missing} more blocks for {num_tokens} tokens; "
@@ -98,7 +98,7 @@ class BlockPool:
         added = [self._free.pop() for _ in range(missing)]
         for block in added:
             self._references[block] = 1
-        self._blocks[request] = held + added
+        self._blocks[request] = owned + added
         return tuple(added)
 
     def share_prefix(self, source: RequestId, request: RequestId, num_tokens: int) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class BlockPool:
                 f"num_tokens = {num_tokens} to share must be a positive multiple of the block size {self.block_size}",
                 fields=["num_tokens"],
             )
-        shared = self._held(source, "share_prefix")[:count]
+        shared = self._blocks_of(source, "share_prefix")[:count]
         if len(shared) * self.block_size < num_tokens:
             capacity = len(shared) * self.block_size
             raise PoolError(
@@ -140,9 +140,9 @@ class BlockPool:
         Raises:
             PoolError: the request holds nothing (a double free).
         """
-        held = self._held(request, "free")
+        owned = self._blocks_of(request, "free")
         released = []
-        for block in held:
+        for block in owned:
             self._references[block] -= 1
             if self._references[block] == 0:
                 released.append(block)
@@ -166,7 +166,7 @@ class BlockPool:
         """Return the requests that hold blocks, in the order in which they came."""
         return tuple(self._blocks)
 
-    def _held(self, request: RequestId, call: str) -> list[int]:
+    def _blocks_of(self, request: RequestId, call: str) -> list[int]:
         try:
             return self._blocks[request]
         except KeyError:

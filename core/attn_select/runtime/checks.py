@@ -279,9 +279,11 @@ def check_cache(
     """
     if kv_cache is None:
         raise BatchError(f"kv_cache is None: attn_type = {config.attn_type!r} keeps one in layout {layout}")
-    num_blocks, held = check_cache_shape(kv_cache, layout, config)
-    if held != block_size:
-        text = f"kv_cache of shape {tuple(kv_cache.shape)} has {held} tokens per block: accepted are {block_size}"
+    num_blocks, block_tokens = check_cache_shape(kv_cache, layout, config)
+    if block_tokens != block_size:
+        text = (
+            f"kv_cache of shape {tuple(kv_cache.shape)} has {block_tokens} tokens per block: accepted are {block_size}"
+        )
         raise BatchError(text, hint="allocate it with group.allocate_kv_cache")
     wanted = cache_dtype(layout, config)
     if kv_cache.dtype != wanted or kv_cache.device != device:

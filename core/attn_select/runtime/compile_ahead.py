@@ -10,6 +10,7 @@ import torch
 
 from attn_select.decide.selection import Selection
 from attn_select.runtime import Attention, MLAAttention, MLALayerGroup, attention_group
+from attn_select.runtime.terms import PER_HEAD
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.warm_up import GroupSteps, WarmUp, compile_kernels
 
@@ -25,8 +26,11 @@ def stand_in(selection: Selection[Any], *arguments: Any, **options: Any) -> Atte
     config = selection.config
     group = attention_group(selection, *arguments, **options)
     ones = torch.ones(config.num_heads, dtype=torch.float32, device=group.device)
-    terms: dict[str, Any] = {"alibi_slopes": ones if config.alibi else None}
-    terms["sinks"] = ones.to(PLAIN_DTYPES[config.dtype]) if config.sinks else None  # as models keep them
+    terms: dict[str, Any] = {
+        name: ones.to(term.dtype or PLAIN_DTYPES[config.dtype])  # as models keep them
+        for name, term in PER_HEAD.items()
+        if getattr(config, term.field)
+    }
     if isinstance(group, MLALayerGroup):
         rows = config.num_heads * ((config.qk_nope_head_dim or 0) + (config.v_head_dim or 0))
         weight = torch.zeros(rows, config.kv_lora_rank or 0, dtype=PLAIN_DTYPES[config.dtype], device=group.device)

@@ -323,6 +323,6 @@ def check_level(group: LayerGroup | StateGroup, query_len: int = 1, mixed: bool 
     level = group.cudagraph_support
     if CUDA_GRAPH_LEVELS.index(level) < CUDA_GRAPH_LEVELS.index(needed):
         what = "mixed batches" if mixed else f"uniform batches of query length {query_len}"
-        names = " with ".join(dict.fromkeys(served.spec.name for served in group.served.values()))
+        names = " with ".join(dict.fromkeys(own.spec.name for own in group.backends.values()))
         text = f"CUDA graphs of {what} need level {needed}: {names} is at {level}"
         raise ConfigError(text, fields=["cuda_graph"], hint=f"select with cuda_graph = {needed!r}")

@@ -67,7 +67,7 @@ class GroupCache:
     def zero_blocks(self, kv_cache: Tensor, block_ids: Sequence[int] | Tensor) -> None:
         """Fill blocks of one layer's cache with zeros, as ``LayerGroup.zero_blocks`` documents it."""
         layout, _, ratio = self._blocks()
-        held = self.num_blocks(kv_cache)
+        in_cache = self.num_blocks(kv_cache)
         if isinstance(block_ids, Tensor):
             if block_ids.dtype not in _INTEGERS or block_ids.ndim != 1:
                 kind = f"{block_ids.dtype} {tuple(block_ids.shape)}"
@@ -77,8 +77,8 @@ class GroupCache:
             blocks = integers(block_ids)
             if blocks is None:
                 raise BatchError(f"block_ids = {show(block_ids)}: accepted is a sequence of integers")
-            if wrong := [block for block in blocks if not 0 <= block < held]:
-                raise BatchError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {held - 1}")
+            if wrong := [block for block in blocks if not 0 <= block < in_cache]:
+                raise BatchError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {in_cache - 1}")
             ids = to_device(torch.tensor(blocks, dtype=torch.int64), self.device)
         if ratio > 1:
             ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).flatten()

@@ -169,8 +169,8 @@ def indexed_rows(common: CommonAttentionMetadata) -> IndexedRows:
     request = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
     padding = request >= common.num_reqs
     request.clamp_max_(common.num_reqs - 1)
-    behind = bounds[1:].index_select(0, request) - 1 - token
-    num_keys = (common.seq_lens.index_select(0, request) - behind).clamp_min_(0).masked_fill_(padding, 0)
+    later = bounds[1:].index_select(0, request) - 1 - token
+    num_keys = (common.seq_lens.index_select(0, request) - later).clamp_min_(0).masked_fill_(padding, 0)
     seq_lens = common.seq_lens_cpu.tolist()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         seq_lens = [common.max_seq_len] * common.num_reqs

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attn_select.decide.text import byte_text
+from attn_select.decide.lines import byte_text
 from attn_select.errors import ConfigError
 from attn_select.layer import layouts
 from attn_select.layer.config import AttentionConfig
@@ -103,16 +103,16 @@ def in_blocks_of(block_size: int, kv_cache: Tensor, layout: str, config: Attenti
     Raises:
         ConfigError: the layout is not in ``layouts.SPLIT_IN_PLACE``, or its tokens do not fill blocks of that size.
     """
-    num_blocks, held = check_cache_shape(kv_cache, layout, config)
-    if held == block_size:
+    num_blocks, block_tokens = check_cache_shape(kv_cache, layout, config)
+    if block_tokens == block_size:
         return kv_cache
-    if layout not in layouts.SPLIT_IN_PLACE or num_blocks * held % block_size:
+    if layout not in layouts.SPLIT_IN_PLACE or num_blocks * block_tokens % block_size:
         text = (
-            f"block_size = {block_size}: a cache of {num_blocks} blocks of {held} tokens in {layout} cannot be viewed "
-            "in blocks of that size"
+            f"block_size = {block_size}: a cache of {num_blocks} blocks of {block_tokens} tokens in {layout} cannot be "
+            "viewed in blocks of that size"
         )
         raise ConfigError(text, fields=["block_size"])
-    return kv_cache.view(kv_cache_shape(layout, config, num_blocks * held // block_size, block_size))
+    return kv_cache.view(kv_cache_shape(layout, config, num_blocks * block_tokens // block_size, block_size))
 
 
 def key_value_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from attn_select.decide.lines import byte_text
 from attn_select.decide.selection import Selection
 from attn_select.layer.cache_format import CacheFormat
 from attn_select.layer.config import CudaGraphLevel, Phase
@@ -16,10 +18,10 @@ from attn_select.runtime.backend import Progress
 from attn_select.runtime.batch_checks import BatchChecks
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.group_cache import GroupCache
-from attn_select.runtime.loaded import LoadedBackends, workspace_line
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.loaded_backend import LoadedBackend
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.scales import Scales
-from attn_select.runtime.served import Served
+from attn_select.runtime.terms import Terms
 from attn_select.runtime.warm_up import WarmUp, warm_up
 
 
@@ -28,23 +30,23 @@ class LayerGroup(ABC):
 
     Args:
         selection: of the layers.
-        loaded: the backends that run the layers; where steps run in parts, the part that reads the cache.
-        capacity: bounds of a batch; None: the bounds that the backends were loaded for.
+        device: where the layers run.
+        backends: by phase (``load_backends``); where steps run in parts, those that read the cache.
+        capacity: bounds of a batch.
+        cuda_graphs: whether steps will be captured.
         block_size: tokens per block of the batches' tables; None: the cache has the same.
-        cache: the KV cache of the layers; None: the one that the loaded backends share.
+        cache: the KV cache of the layers; None: the one that the backends share.
         checked: whether batches and tensors are read back and checked; None: as ``ATTN_SELECT_CHECK`` says. A group
             that is a part of another one is not checked: the outer group checks what layers are given.
 
     Attributes:
         config: the layers.
-        device: where they run.
-        cuda_graphs: whether steps will be captured.
         kv_layout, block_size: of the cache; the block size is the allocator's. None without a cache.
         kernel_block_size: tokens per block in which the cache is laid out; divides ``block_size``. A kernel of smaller
             blocks gets a view (``kv_cache.in_blocks_of``).
-        served: the selection's backends per phase; the same object in both where one serves both.
-        unified: whether one backend serves every phase that the layers have.
-        backends: every backend once.
+        backends: by phase, the same object in both where one serves both.
+        distinct: every backend once.
+        unified: whether one backend serves every phase that the layers have: then batches are not split.
         cache: how the layers' caches are laid out.
         interleave: neighbouring positions that one rank keeps; 1 where ranks share no cache.
     """
@@ -54,21 +56,24 @@ class LayerGroup(ABC):
     def __init__(
         self,
         selection: Selection,
-        loaded: LoadedBackends,
+        device: torch.device,
+        backends: Mapping[Phase, LoadedBackend],
+        capacity: Capacity,
         *,
-        capacity: Capacity | None = None,
+        cuda_graphs: bool,
         block_size: int | None = None,
         cache: GroupCache | None = None,
         checked: bool | None = None,
     ) -> None:
-        self.selection, self.config, self.loaded = selection, selection.config, loaded
-        self.capacity, self.device, self.cuda_graphs = capacity or loaded.capacity, loaded.device, loaded.cuda_graphs
-        self.cache = cache or loaded.cache
+        self.selection, self.config, self.device = selection, selection.config, device
+        self.backends, self.capacity, self.cuda_graphs = backends, capacity, cuda_graphs
+        self.distinct = tuple({backend.spec.name: backend for backend in backends.values()}.values())
+        self.unified = len(self.distinct) == 1 and len(backends) == len(self.config.phases)
+        sizes = [own.context.block_size for own in self.distinct if own.context.block_size is not None]
+        layout, of_kernel = selection.kv_layout, max(sizes, default=None)
+        self.cache = cache or GroupCache(self.config, device, layout, selection.block_size, of_kernel)
         self.block_size = block_size or self.cache.block_size
         self.kv_layout, self.kernel_block_size = self.cache.kv_layout, self.cache.kernel_block_size
-        self.served: Mapping[Phase, Served] = loaded.served
-        self.unified = loaded.unified
-        self.backends = tuple(loaded.by_name.values())
         on = checks.checks_enabled() if checked is None else checked
         self.checks = BatchChecks(self.config, self.capacity, self.block_size, self.cache, on)
 
@@ -118,10 +123,22 @@ class LayerGroup(ABC):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """Build what a graph is captured with. All requests are of one phase unless one backend serves both."""
 
+    def backend_for(self, phase: Phase) -> LoadedBackend:
+        """Return the backend of a phase.
+
+        Raises:
+            BatchError: the backends of this phase were not loaded.
+        """
+        if phase not in self.backends:
+            text = f"the batch has requests in {phase}, but this group was made for {' and '.join(self.backends)} only"
+            raise BatchError(text, hint=f"make the group without phases, or with {phase} among them")
+        return self.backends[phase]
+
     @property
-    @abstractmethod
     def cudagraph_support(self) -> CudaGraphLevel:
-        """Which batches can be captured."""
+        """Which batches can be captured; mixed batches only where one backend serves both phases."""
+        level = (self.backends.get("decode") or self.distinct[0]).builder.cudagraph_support
+        return level if level != "ALWAYS" or self.unified else "UNIFORM_BATCH"
 
     @property
     @abstractmethod
@@ -131,16 +148,22 @@ class LayerGroup(ABC):
     @property
     def workspace_bytes(self) -> dict[str, int]:
         """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
-        return self.loaded.workspace_bytes
+        found: dict[str, int] = {}
+        for own in self.distinct:
+            by_kernel = {plan.kernel: plan.workspace_bytes for plan in own.context.plans.values()}
+            found[own.spec.name] = sum(by_kernel.values())
+        return found
 
-    def layer_in_parts(self, layer: type[Any], **options: Any) -> Any:
+    def layer_in_parts(self, layer: type[Any], terms: Terms) -> Any:
         """Return what computes a layer in parts (ranks, trees of drafts); None where the kernels alone do."""
         return None
 
     def explain(self) -> str:
         """Return as text which backends run the steps, and what memory they reserve."""
-        lines = [f"{phase:<10} {served.spec.name}\n" for phase, served in self.served.items()]
-        return "".join(lines) + workspace_line(self.workspace_bytes) + "\n"
+        lines = [f"{phase:<10} {own.spec.name}\n" for phase, own in self.backends.items()]
+        reserved = self.workspace_bytes
+        each = ", ".join(f"{name} {byte_text(size)}" for name, size in reserved.items())
+        return "".join(lines) + f"{'workspace':<10} {byte_text(sum(reserved.values()))} ({each})\n"
 
     def allocate_kv_cache(self, num_blocks: int) -> Tensor:
         """Return one layer's cache for ``num_blocks`` of the allocator's blocks, zeroed. Across ranks: a rank's share.
@@ -156,7 +179,7 @@ class LayerGroup(ABC):
 
         If not, call ``zero_blocks`` for every block that a request is given: its former owner may have left a NaN.
         """
-        return all(plan.nan_tail_safe for served in self.backends for plan in served.context.plans.values())
+        return all(plan.nan_tail_safe for own in self.distinct for plan in own.context.plans.values())
 
     def zero_blocks(self, kv_cache: Tensor, block_ids: Sequence[int] | Tensor) -> None:
         """Fill blocks of one layer's cache with zeros. Does not synchronise with the device.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_select.runtime import ops
+from attn_select.runtime.terms import Outputs
 
 
 class LayerInParts(ABC):
@@ -21,18 +22,16 @@ class LayerInParts(ABC):
         value: Tensor | None,
         kv_cache: Tensor,
         metadata: Any,
-        output: Tensor,
-        output_lse: Tensor | None,
-        output_scale: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """Compute the layer as ``Attention.forward`` documents it. Outputs are quantised after they are merged."""
-        if output_scale is None:
-            self.merged(query, key, value, kv_cache, metadata, output, output_lse)
+        if outputs.scale is None:
+            self.merged(query, key, value, kv_cache, metadata, outputs)
             return
-        tokens = metadata.num_actual_tokens
+        tokens, output = metadata.num_actual_tokens, outputs.output
         unscaled = output.new_empty(tokens, *output.shape[1:], dtype=query.dtype)
-        self.merged(query, key, value, kv_cache, metadata, unscaled, output_lse)
-        stored = ops.quantize_fp8(unscaled, output_scale, output.dtype)
+        self.merged(query, key, value, kv_cache, metadata, Outputs(unscaled, outputs.lse))
+        stored = ops.quantize_fp8(unscaled, outputs.scale, output.dtype)
         output[:tokens].view(torch.uint8).copy_(stored.view(torch.uint8))
 
     @abstractmethod
@@ -43,7 +42,6 @@ class LayerInParts(ABC):
         value: Tensor | None,
         kv_cache: Tensor,
         metadata: Any,
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """Compute the parts and write what they give together, in the query's dtype."""

@@ -7,7 +7,7 @@ prefills decompress keys and values (least arithmetic). ``attn_select.runtime.ml
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
-from attn_select.runtime.attention import WRITTEN, check_float, foreign_metadata, layer_scale, layer_scales, per_head
+from attn_select.runtime.attention import WRITTEN, foreign_metadata
 from attn_select.runtime.backend import MLAAttentionImpl
 from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.mla_context import Spans
-from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata, MLAPart
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata
+from attn_select.runtime.step_metadata import Part
+from attn_select.runtime.terms import GivenTerms, Outputs, Terms, check_float
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
@@ -44,8 +45,7 @@ class MLAAttention(nn.Module):
         layer_name: unique among the layers that exist; empty: a new name is made.
 
     Raises:
-        ConfigError: the group is not of MLA layers; the scale is not a finite number above 0; or a weight, slopes,
-            sinks or scales have the wrong shape, or are missing or unwanted.
+        ConfigError: the group is not of MLA layers; the weight has the wrong shape; or what ``Terms.of`` raises it for.
     """
 
     def __init__(
@@ -53,11 +53,8 @@ class MLAAttention(nn.Module):
         group: MLALayerGroup,
         kv_b_proj: Tensor,
         *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        scales: Scales | None = None,
         layer_name: str = "",
+        **terms: Unpack[GivenTerms],
     ) -> None:
         super().__init__()
         if not isinstance(group, MLALayerGroup):
@@ -67,8 +64,7 @@ class MLAAttention(nn.Module):
         self.rank = cast(int, config.kv_lora_rank)
         self.nope, self.rope = cast(int, config.qk_nope_head_dim), cast(int, config.qk_rope_head_dim)
         self.value_size, self.heads = cast(int, config.v_head_dim), config.num_heads
-        self.scale = layer_scale(scale, self.nope + self.rope)
-        self.scales = layer_scales(group, scales)
+        self.terms = Terms.of(config, group.device, checked=group.checked, **terms)
         dtype = PLAIN_DTYPES[config.dtype]
         self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "query": ((self.heads, self.nope + self.rope), dtype),
@@ -80,17 +76,14 @@ class MLAAttention(nn.Module):
         }
         self._layout = cast(str, group.kv_layout)
         self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
-        self._silent = [s.spec.name for s in group.backends if not all(p.returns_lse for p in s.context.plans.values())]
+        self._silent = [s.spec.name for s in group.distinct if not all(p.returns_lse for p in s.context.plans.values())]
         self._absorb(kv_b_proj)
-        slopes = per_head("alibi_slopes", alibi_slopes, config.alibi, group, torch.float32)
-        logits = per_head("sinks", sinks, config.sinks, group, None)
-        self._in_parts = group.layer_in_parts(MLAAttention, sinks=logits)
+        self._in_parts = group.layer_in_parts(MLAAttention, self.terms)
         self.impls: dict[Phase, MLAAttentionImpl] = {}
-        for served in group.backends:
+        for own in group.distinct:
             # What is merged across ranks counts its sinks there.
-            counted = logits if served.context.config.sinks else None
-            impl: MLAAttentionImpl = served.impl(scale=self.scale, alibi_slopes=slopes, sinks=counted)
-            self.impls |= dict.fromkeys(served.context.plans, impl)
+            impl: MLAAttentionImpl = own.impl(self.terms.under(own.context.config))
+            self.impls |= dict.fromkeys(own.context.plans, impl)
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
@@ -172,18 +165,18 @@ class MLAAttention(nn.Module):
         given = (query, kv_c_normed, k_pe, output, topk_indices, output_lse)
         self._check(metadata, kv_cache, dict(zip(self._accepted, given, strict=True)))
         kv_c, rope, cache = cast(tuple[Tensor, ...], (kv_c_normed, k_pe, kv_cache))
-        self._write(kv_c, rope, cache, metadata.slot_mapping)
+        self._write(kv_c, rope, cache, cast(Tensor, metadata.slot_mapping))
         if topk_indices is not None:
             topk_indices = self.group.own_slots(topk_indices[: metadata.num_actual_tokens])
         for part in metadata.parts:
             rows = part.rows
-            lse = None if output_lse is None else _rows(output_lse, rows)
+            outputs = Outputs(_rows(output, rows), None if output_lse is None else _rows(output_lse, rows))
             if part.phase == "decode" or self.group.config.sparse:
                 chosen = None if topk_indices is None else _rows(topk_indices, rows)
-                self._mqa(part, _rows(query, rows), cache, _rows(output, rows), lse, chosen)
+                self._mqa(part, _rows(query, rows), cache, outputs, chosen)
             else:
                 own = [_rows(tensor, rows) for tensor in (query, kv_c, rope)]
-                self._mha(part, own, cache, _rows(output, rows), lse)
+                self._mha(part, own, cache, outputs)
         return output
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,15 +203,15 @@ class MLAAttention(nn.Module):
         """Write the step's latents, by the backend that reads them or, if there is none, by the shared operation."""
         group, tokens = self.group, len(slot_mapping)
         for phase, impl in self.impls.items():
-            if group.served[phase].context.kv_layout is not None:
+            if group.backends[phase].context.kv_layout is not None:
                 try:
-                    impl.do_kv_cache_update(self, kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping)
+                    impl.do_kv_cache_update(kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping)
                 except Exception as error:
-                    blame(group.served[phase].spec, "do_kv_cache_update()", error)
+                    blame(group.backends[phase].spec, "do_kv_cache_update()", error)
                     raise
                 return
         new = (kv_c_normed[:tokens], k_pe[:tokens])
-        ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.scales)
+        ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.terms.scales)
 
     def _view(self, impl: MLAAttentionImpl, kv_cache: Tensor) -> Tensor:
         """Return the cache in the backend's blocks."""
@@ -227,10 +220,8 @@ class MLAAttention(nn.Module):
             return kv_cache
         return in_blocks_of(size, kv_cache, self._layout, self.group.config)
 
-    def _mqa(
-        self, part: MLAPart, query: Tensor, kv_cache: Tensor, output: Tensor, *lse_and_indices: Tensor | None
-    ) -> None:
-        impl, (lse, indices) = self.impls[part.phase], lse_and_indices
+    def _mqa(self, part: Part, query: Tensor, kv_cache: Tensor, outputs: Outputs, indices: Tensor | None) -> None:
+        impl = self.impls[part.phase]
         w_uk, w_uv = self._sides()
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         view, absorbed = self._view(impl, kv_cache), None
@@ -244,63 +235,57 @@ class MLAAttention(nn.Module):
         if self._in_parts is not None:
             self._in_parts.forward(
                 absorbed,
-                lambda gathered, latent, own: self._latent(part, gathered, view, latent, own, indices),
+                lambda gathered, latents: self._latent(part, gathered, view, latents, indices),
                 lambda latent, projected: _project(latent, w_uv, projected, part.spans),
-                output,
-                lse,
+                outputs,
             )
             return
         latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
         given: Any = (latent_query, rope) if absorbed is None else absorbed
-        latent = self._latent(part, given, view, latent, lse, indices)
-        _project(latent, w_uv, output, part.spans)
+        latent = self._latent(part, given, view, Outputs(latent, outputs.lse), indices)
+        _project(latent, w_uv, outputs.output, part.spans)
 
-    def _latent(
-        self, part: MLAPart, query: Any, view: Tensor, latent: Tensor, lse: Tensor | None, indices: Tensor | None
-    ) -> Tensor:
+    def _latent(self, part: Part, query: Any, view: Tensor, latents: Outputs, indices: Tensor | None) -> Tensor:
         """Return the latent output of a part, as its backend computes it."""
         try:
-            found = self.impls[part.phase].forward_mqa(self, query, view, part.metadata, latent, lse, indices)
+            found = self.impls[part.phase].forward_mqa(query, view, part.metadata, latents, indices)
         except Exception as error:
-            blame(self.group.served[part.phase].spec, "forward_mqa()", error)
+            blame(self.group.backends[part.phase].spec, "forward_mqa()", error)
             raise
         if found is None:
-            returned_nothing(self.group.served[part.phase].spec, "forward_mqa()", WRITTEN)
+            returned_nothing(self.group.backends[part.phase].spec, "forward_mqa()", WRITTEN)
         return found
 
-    def _mha(self, part: MLAPart, own: Sequence[Tensor], kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+    def _mha(self, part: Part, own: Sequence[Tensor], kv_cache: Tensor, outputs: Outputs) -> None:
         group, (query, kv_c, k_pe) = self.group, own
+        output, lse = outputs.output, outputs.lse
         if lse is None and part.chunks:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        self._dense(part, query, self._decompressed(kv_c, k_pe, part.spans), part.metadata, output, lse)
+        self._dense(part, query, self._decompressed(kv_c, k_pe, part.spans), part.metadata, Outputs(output, lse))
         for chunk in part.chunks:
             assert lse is not None
-            kv_c, k_pe = group.load_chunk(chunk, kv_cache, self.scales).split_with_sizes([self.rank, self.rope], dim=1)
+            kv_c, k_pe = group.load_chunk(chunk, kv_cache, self.terms.scales).split_with_sizes(
+                [self.rank, self.rope], dim=1
+            )
             merged, merged_lse = output[chunk.rows], lse[chunk.rows]
             some, some_lse = torch.empty_like(merged), torch.empty_like(merged_lse)
             keys_values = self._decompressed(kv_c, k_pe, chunk.spans)
-            self._dense(part, query[chunk.rows], keys_values, chunk.metadata, some, some_lse)
+            self._dense(part, query[chunk.rows], keys_values, chunk.metadata, Outputs(some, some_lse))
             del keys_values  # frees their memory for the next chunk
             ops.merge_attn_states(merged, some, some_lse, merged, merged_lse, merged_lse)
 
     def _dense(
-        self,
-        part: MLAPart,
-        query: Tensor,
-        keys_values: tuple[Tensor, Tensor],
-        metadata: Any,
-        output: Tensor,
-        lse: Tensor | None,
+        self, part: Part, query: Tensor, keys_values: tuple[Tensor, Tensor], metadata: Any, outputs: Outputs
     ) -> None:
         """Attend from a part's prefills to decompressed keys and values, as its backend does."""
         try:
             impl = self.impls[part.phase]
-            found = impl.forward_mha(self, query, *keys_values, metadata, output, lse)
+            found = impl.forward_mha(query, *keys_values, metadata, outputs)
         except Exception as error:
-            blame(self.group.served[part.phase].spec, "forward_mha()", error)
+            blame(self.group.backends[part.phase].spec, "forward_mha()", error)
             raise
         if found is None:
-            returned_nothing(self.group.served[part.phase].spec, "forward_mha()", WRITTEN)
+            returned_nothing(self.group.backends[part.phase].spec, "forward_mha()", WRITTEN)
 
     def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Return keys ``(S, H, P + Pr)`` and values ``(S, H, V)``."""
@@ -334,7 +319,7 @@ class MLAAttention(nn.Module):
         if self._silent and given["output_lse"] is not None:
             raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
         if group.checked:
-            group.check_contents(self.scales, given, kv_cache, metadata.common)
+            group.check_contents(self.terms.scales, given, kv_cache, metadata.common)
 
 
 def _aligned(tensor: Tensor) -> bool:

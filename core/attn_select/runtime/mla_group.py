@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
-from attn_select.layer.config import CudaGraphLevel, Phase
+from attn_select.layer.config import Phase
 from attn_select.runtime import ops
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.integers import size
+from attn_select.runtime.kernel_blocks import KernelTables
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.loaded import LoadedBackends
+from attn_select.runtime.loaded_backend import LoadedBackend, device_of, load_backends
 from attn_select.runtime.metadata import (
     BatchError,
     CommonAttentionMetadata,
@@ -32,9 +32,9 @@ from attn_select.runtime.metadata import (
     VarlenMetadata,
     split_decodes_and_prefills,
 )
-from attn_select.runtime.mla_context import ContextChunk, Spans, context_chunks, context_parts, shifted, spans_of
+from attn_select.runtime.mla_context import ContextChunk, context_chunks, context_parts, shifted, spans_of
 from attn_select.runtime.scales import Scales
-from attn_select.runtime.served import Served
+from attn_select.runtime.step_metadata import AttentionMetadata, Part
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
 
@@ -44,47 +44,15 @@ WORKSPACE_TOKENS = 8192
 
 
 @dataclass(slots=True)
-class MLAPart:
-    """The decodes or the prefills of a batch.
+class MLAMetadata(AttentionMetadata):
+    """One step's batch as MLA layers want it: decodes, then prefills, where there are any.
 
     Attributes:
-        phase: decodes or prefills.
-        backend: the name of the backend that computes them.
-        rows: their tokens in the batch.
-        spans: of these tokens.
-        metadata: what the builder's ``build`` built for ``forward_mqa``; in dense prefill what ``build_prefill`` built
-            for the step's own tokens.
-        chunks: in dense prefill the cached contexts, in parts that fit the workspace.
-    """
-
-    phase: Phase
-    backend: str
-    rows: slice
-    spans: Spans
-    metadata: Any
-    chunks: tuple[ContextChunk, ...] = ()
-
-
-@dataclass(slots=True)
-class MLAMetadata:
-    """One step's batch as MLA layers want it.
-
-    Attributes:
-        group: the group that built it; layers of another one refuse it.
-        common: the batch, tables in the allocator's blocks.
-        num_actual_tokens: tokens; what lies behind is padding.
-        num_decode_tokens: the first of them, which are decodes; with sparse MLA by one backend all.
-        slot_mapping: int64 slots of the step's latents.
-        parts: decodes, then prefills, where there are any.
+        num_decode_tokens: the first tokens, which are decodes; with sparse MLA by one backend all.
         indexed_rows: which keys each token may choose from; made by the first ``SparseIndexer`` that is called.
     """
 
-    group: MLALayerGroup
-    common: CommonAttentionMetadata
-    num_actual_tokens: int
-    num_decode_tokens: int
-    slot_mapping: Tensor
-    parts: tuple[MLAPart, ...]
+    num_decode_tokens: int = 0
     indexed_rows: IndexedRows | None = None
 
 
@@ -119,20 +87,20 @@ class MLALayerGroup(LayerGroup):
 
     def decode_threshold(self, latents_alone: bool) -> int | None:
         """Return up to how many tokens a query counts as a decode; ``latents_alone`` as in ``check_capture``."""
-        if "decode" not in self.served:  # prefill alone computes queries of any length
+        if "decode" not in self.backends:  # prefill alone computes queries of any length
             return None
-        decoders = [served.builder for served in self.backends if "decode" in served.context.plans]
+        decoders = [own.builder for own in self.distinct if "decode" in own.context.plans]
         thresholds = [builder.reorder_batch_threshold for builder in decoders]
         wanted = min((threshold for threshold in thresholds if threshold is not None), default=None)
         return self.config.max_decode_query_len if wanted is None and not latents_alone else wanted
 
-    def metadata_of(self, common: CommonAttentionMetadata, slots: Tensor, parts: Sequence[MLAPart]) -> MLAMetadata:
+    def metadata_of(self, common: CommonAttentionMetadata, slots: Tensor, parts: Sequence[Part]) -> MLAMetadata:
         """Return a step's metadata, given where its latents go."""
         decodes = sum(part.rows.stop for part in parts if part.phase == "decode")
-        return MLAMetadata(self, common, common.num_actual_tokens, decodes, slots, tuple(parts))
+        return MLAMetadata(self, common, common.num_actual_tokens, slots, tuple(parts), decodes)
 
 
-Cut = Callable[[Served, CommonAttentionMetadata, Tensor], tuple[ContextChunk, ...]]
+Cut = Callable[[LoadedBackend, CommonAttentionMetadata, Tensor], tuple[ContextChunk, ...]]
 """Cuts the cached contexts of prefills, given how long they are, into what the workspace holds."""
 
 
@@ -166,13 +134,13 @@ class MLAAttentionGroup(MLALayerGroup):
                 fields=["kv_lora_rank"],
             )
         workspace_tokens = size("workspace_tokens", workspace_tokens)
-        loaded = LoadedBackends(selection, device, capacity, cuda_graphs=cuda_graphs, phases=phases)
-        # Dense prefill reads no cache through a backend, so alone it leaves the block size open.
-        of_kernel = loaded.cache.kernel_block_size or loaded.cache.block_size
-        super().__init__(selection, loaded, cache=replace(loaded.cache, kernel_block_size=of_kernel), checked=checked)
+        here, bounds = device_of(selection, device), capacity or Capacity()
+        backends = load_backends(selection, here, bounds, cuda_graphs=cuda_graphs, phases=phases)
+        super().__init__(selection, here, backends, bounds, cuda_graphs=cuda_graphs, checked=checked)
+        self._tables = KernelTables(self.block_size, bounds.max_num_seqs, bounds.max_model_len)
         self.latents_alone = self.config.sparse and self.unified
         self.workspace = torch.empty(
-            workspace_tokens if "prefill" in self.served and not self.config.sparse else 0,
+            workspace_tokens if "prefill" in self.backends and not self.config.sparse else 0,
             self.config.head_size,
             dtype=PLAIN_DTYPES[self.config.dtype],
             device=self.device,
@@ -212,32 +180,26 @@ class MLAAttentionGroup(MLALayerGroup):
         """
         self.check_capture(common_attn_metadata, self.latents_alone)
         assert common_attn_metadata.slot_mapping is not None
-        served = self.loaded.server("decode")
-        common = self.loaded.tables.in_kernel_blocks(served.context, common_attn_metadata)
-        decode = served.build_for_capture(common)
+        backend = self.backend_for("decode")
+        common = self._tables.in_kernel_blocks(backend.context, common_attn_metadata)
         spans = spans_of(self.config, common.query_start_loc_cpu)
-        part = MLAPart("decode", served.spec.name, slice(0, common.num_actual_tokens), spans, decode)
+        part = Part("decode", slice(0, common.num_actual_tokens), backend.build_for_capture(common), spans)
         return self.metadata_of(common_attn_metadata, common_attn_metadata.slot_mapping, [part])
 
-    def latent_part(self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool) -> MLAPart:
+    def latent_part(self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool) -> Part:
         """Return requests that are computed on latents."""
-        served = self.loaded.server(phase)
-        metadata = served.build(0, self.loaded.tables.in_kernel_blocks(served.context, common), fast_build)
+        backend = self.backend_for(phase)
+        metadata = backend.build(0, self._tables.in_kernel_blocks(backend.context, common), fast_build)
         rows = slice(first_token, first_token + common.num_actual_tokens)
         spans = spans_of(self.config, common.query_start_loc_cpu)
-        return MLAPart(phase, served.spec.name, rows, spans, metadata)
-
-    @property
-    def cudagraph_support(self) -> CudaGraphLevel:
-        """Which batches can be captured; mixed batches only where one backend serves both phases."""
-        return self.loaded.cudagraph_support
+        return Part(phase, rows, metadata, spans)
 
     @property
     def reorder_batch_threshold(self) -> int | None:
         """As ``LayerGroup.reorder_batch_threshold``."""
         return self.decode_threshold(self.latents_alone)
 
-    def dense_prefill(self, common: CommonAttentionMetadata, first_token: int, cut: Cut) -> MLAPart:
+    def dense_prefill(self, common: CommonAttentionMetadata, first_token: int, cut: Cut) -> Part:
         """Return prefills, which are computed on decompressed keys and values.
 
         Args:
@@ -245,32 +207,33 @@ class MLAAttentionGroup(MLALayerGroup):
             first_token: of the step.
             cut: cuts their cached contexts.
         """
-        served = self.loaded.server("prefill")
+        backend = self.backend_for("prefill")
         context = common.num_computed_tokens_cpu
         new = VarlenMetadata.of_new_tokens(common, causal=common.causal and not self.config.non_causal)
         new.mm_prefix_ranges = shifted(common.mm_prefix_ranges, context)
-        return MLAPart(
+        return Part(
             "prefill",
-            served.spec.name,
             rows=slice(first_token, first_token + common.num_actual_tokens),
             spans=spans_of(self.config, common.query_start_loc_cpu),
-            metadata=served.build_prefill(new),
-            chunks=cut(served, common, context),
+            metadata=backend.build_prefill(new),
+            chunks=cut(backend, common, context),
         )
 
-    def _chunks(self, served: Served, common: CommonAttentionMetadata, context: Tensor) -> tuple[ContextChunk, ...]:
+    def _chunks(
+        self, backend: LoadedBackend, common: CommonAttentionMetadata, context: Tensor
+    ) -> tuple[ContextChunk, ...]:
         """Cut the cached contexts into what the workspace holds."""
         parts = context_parts(common, self.config, self.workspace_tokens)
         if not parts:
             return ()
-        check_mergeable(served, context)
+        check_mergeable(backend, context)
         table = common.block_table_tensor
         assert table is not None
         assert self.block_size is not None
         assert self.kernel_block_size is not None
         if self.block_size != self.kernel_block_size:
             table = kernel_block_table(table, self.block_size // self.kernel_block_size)
-        return context_chunks(parts, common, self.config, table, served.build_prefill)
+        return context_chunks(parts, common, self.config, table, backend.build_prefill)
 
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
@@ -283,11 +246,11 @@ class MLAAttentionGroup(MLALayerGroup):
         return topk_indices
 
 
-def check_mergeable(served: Served, context: Tensor) -> None:
+def check_mergeable(backend: LoadedBackend, context: Tensor) -> None:
     """Make sure that a backend returns what the parts of prefills with cached tokens are merged by."""
-    if not served.context.plans["prefill"].returns_lse:
+    if not backend.context.plans["prefill"].returns_lse:
         raise BatchError(
-            f"a prefill with {int(context.max())} cached tokens: {served.spec.name} returns no LSE to merge its "
+            f"a prefill with {int(context.max())} cached tokens: {backend.spec.name} returns no LSE to merge its "
             "parts by",
             hint="prefill whole prompts, or choose another backend for prefill",
         )

@@ -89,8 +89,8 @@ class ReqToTokenPool:
         if request not in self._rows:
             self._rows[request] = self._free_rows.pop()
         slots = to_device(torch.tensor(added, dtype=torch.int32), self.req_to_token.device)
-        held = len(self.slots.blocks(request))
-        self.req_to_token[self._rows[request], held - len(added) : held] = slots
+        owned = len(self.slots.blocks(request))
+        self.req_to_token[self._rows[request], owned - len(added) : owned] = slots
         return slots
 
     def free(self, request: RequestId) -> None:

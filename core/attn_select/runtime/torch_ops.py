@@ -327,12 +327,12 @@ def merge_rank_memory(
     memory.meet()
     (tokens, heads, width), ranks = output.shape, range(len(memory.buffers))
     split, own = (len(ranks), memory.rank) if sharded else (1, 0)
-    held, shape = (tokens, kv_heads, split, heads // kv_heads), (tokens, kv_heads, heads // kv_heads)
+    by_share, shape = (tokens, kv_heads, split, heads // kv_heads), (tokens, kv_heads, heads // kv_heads)
     merge_rank_states(
-        torch.stack([memory.partial(rank, tokens).view(*held, width)[:, :, own] for rank in ranks]),
-        torch.stack([memory.lse(rank, tokens).view(held)[:, :, own] for rank in ranks]),
+        torch.stack([memory.partial(rank, tokens).view(*by_share, width)[:, :, own] for rank in ranks]),
+        torch.stack([memory.lse(rank, tokens).view(by_share)[:, :, own] for rank in ranks]),
         -1,
-        None if sinks is None else sinks.view(held[1:])[:, own],
+        None if sinks is None else sinks.view(by_share[1:])[:, own],
         output.view(*shape, width),
         None if output_lse is None else output_lse.view(shape),
     )

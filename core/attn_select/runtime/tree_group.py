@@ -19,12 +19,13 @@ from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.dtypes import is_quantized
 from attn_select.runtime import ops
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.step_metadata import AttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
 
@@ -76,7 +77,10 @@ class DraftTreeGroup(LayerGroup):
         made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
         self.plain = AttentionGroup(part, device, capacity, **made)
         self.context = AttentionGroup(part, device, capacity, **made)
-        super().__init__(selection, self.plain.loaded)
+        plain = self.plain
+        super().__init__(
+            selection, plain.device, plain.backends, plain.capacity, cuda_graphs=cuda_graphs, cache=plain.cache
+        )
         self._captured = _Captured(self) if cuda_graphs else None
 
     def build(
@@ -85,7 +89,7 @@ class DraftTreeGroup(LayerGroup):
         """As ``AttentionGroup.build``. Where a tree is in the batch, ``common_prefix_len`` changes nothing."""
         common = common_attn_metadata
         self.check_batch(common)
-        if common.tree_mask is None or "decode" not in self.served:
+        if common.tree_mask is None or "decode" not in self.backends:
             plain = self.plain.build(replace(common, tree_mask=None), common_prefix_len, fast_build)
             return self._metadata_of(common, plain.parts, plain=plain)
         split = split_decodes_and_prefills(common, self.reorder_batch_threshold)
@@ -143,9 +147,9 @@ class DraftTreeGroup(LayerGroup):
         """As ``AttentionGroup.workspace_bytes``, of both groups."""
         return {name: 2 * size for name, size in self.plain.workspace_bytes.items()}
 
-    def layer_in_parts(self, layer: type[Any], **options: Any) -> DraftTreeAttention:
+    def layer_in_parts(self, layer: type[Any], terms: Terms) -> DraftTreeAttention:
         """Return what computes one layer of this group."""
-        return DraftTreeAttention(self, layer, **options)
+        return DraftTreeAttention(self, layer, terms)
 
 
 class _Kept:
@@ -194,16 +198,13 @@ class DraftTreeAttention(LayerInParts):
     Args:
         group: the layer's.
         layer: the class of plain layers.
-        scale, sinks, scales: the layer's.
+        terms: the layer's.
     """
 
-    def __init__(
-        self, group: DraftTreeGroup, layer: type[Any], *, scale: float, sinks: Tensor | None, scales: Scales
-    ) -> None:
-        self.group, self.scale, self.sinks, self.scales = group, scale, sinks, scales
+    def __init__(self, group: DraftTreeGroup, layer: type[Any], terms: Terms) -> None:
+        self.group, self.terms = group, terms
         self.plain, self.context = (
-            layer(part, scale=scale, sinks=sinks, scales=scales, caller_writes=True)
-            for part in (group.plain, group.context)
+            layer(part, caller_writes=True, **terms.given(part.config)) for part in (group.plain, group.context)
         )
 
     def merged(
@@ -213,23 +214,23 @@ class DraftTreeAttention(LayerInParts):
         value: Tensor | None,
         kv_cache: Tensor,
         metadata: DraftTreeMetadata,
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """As ``LayerInParts.merged``."""
         tokens = metadata.num_actual_tokens
         decodes = metadata.num_decode_tokens
         if not decodes:
             if metadata.plain is not None:
-                self.plain.forward(query, key, value, kv_cache, metadata.plain, output, output_lse)
+                self.plain.forward(query, key, value, kv_cache, metadata.plain, outputs.output, outputs.lse)
             return
         if key is not None and value is not None:
             self.plain.write(key, value, kv_cache, metadata.slot_mapping)
         first, rest = slice(0, decodes), slice(decodes, tokens)
         if metadata.plain is not None:
-            lse = None if output_lse is None else output_lse[rest]
-            self.plain.forward(query[rest], None, None, kv_cache, metadata.plain, output[rest], lse)
-        output, lse = output[first], None if output_lse is None else output_lse[first]
+            plain = outputs.rows(rest)
+            self.plain.forward(query[rest], None, None, kv_cache, metadata.plain, plain.output, plain.lse)
+        trees = outputs.rows(first)
+        output, lse = trees.output, trees.lse
         own, own_lse = self._own(query[first], kv_cache, metadata)
         own = own.to(output.dtype)
         if metadata.context is None:
@@ -243,30 +244,30 @@ class DraftTreeAttention(LayerInParts):
 
     def _own(self, query: Tensor, kv_cache: Tensor, metadata: DraftTreeMetadata) -> tuple[Tensor, Tensor]:
         """Attend to the step's own tokens; return output ``(T, H, Dv)`` and LSE ``(T, H)``, sinks counted if alone."""
-        config, own, visible = self.group.config, metadata.own, metadata.visible
+        config, terms, own, visible = self.group.config, self.terms, metadata.own, metadata.visible
         assert own is not None
         assert visible is not None
         assert metadata.slot_mapping is not None
-        plan = self.group.served["decode"].context.plans["decode"]
+        plan = self.group.backends["decode"].context.plans["decode"]
         query = query.float()
         if is_quantized(plan.query_dtype):
             dtype = FP8_DTYPES[plan.query_dtype]
-            query = ops.quantize_fp8(query, self.scales.q, dtype).float() * self.scales.q
+            query = ops.quantize_fp8(query, terms.scales.q, dtype).float() * terms.scales.q
         slots = metadata.slot_mapping[: len(query)].clamp_min(0)
         views = key_value_views(kv_cache, cast(str, self.group.kv_layout), config)
         keys, values = (
-            _read(view, slots, scale)[own] for view, scale in zip(views, (self.scales.k, self.scales.v), strict=True)
+            _read(view, slots, scale)[own] for view, scale in zip(views, (terms.scales.k, terms.scales.v), strict=True)
         )
         values = values.masked_fill(~visible[..., None, None], 0)  # padding has no slot, and 0 * NaN is NaN
         group = config.num_heads // config.num_kv_heads
         grouped = query.view(len(query), config.num_kv_heads, group, -1)
-        scores = torch.einsum("tkgd,tmkd->tkgm", grouped, keys).flatten(1, 2) * self.scale
-        if config.logits_soft_cap is not None:
-            scores = config.logits_soft_cap * torch.tanh(scores / config.logits_soft_cap)
+        scores = torch.einsum("tkgd,tmkd->tkgm", grouped, keys).flatten(1, 2) * terms.scale
+        if terms.logits_soft_cap is not None:
+            scores = terms.logits_soft_cap * torch.tanh(scores / terms.logits_soft_cap)
         scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(-1)
-        if self.sinks is not None and metadata.context is None:
-            lse = torch.logaddexp(lse, self.sinks.float())
+        if terms.sinks is not None and metadata.context is None:
+            lse = torch.logaddexp(lse, terms.sinks.float())
         weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
         weights = weights.view(len(query), config.num_kv_heads, group, -1)
         return torch.einsum("tkgm,tmkd->tkgd", weights, values).flatten(1, 2), lse

@@ -174,7 +174,7 @@ class GroupSteps:
         self.steps = steps_of(
             config,
             (capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len),
-            set(group.served),
+            set(group.backends),
             mixed=group.unified or config.mla,
             captured=group.cuda_graphs and group.cudagraph_support != "NEVER",
         )
@@ -200,7 +200,7 @@ def compile_kernels(every: Sequence[GroupSteps], tell: Progress) -> int:
     able: dict[Any, list[GroupSteps]] = {}
     for one in every:
         # Of several backends one could read indices that a kernel of another one, which did not run, was to write.
-        kinds = {served.backend.compiling for served in one.group.backends}
+        kinds = {own.backend.compiling for own in one.group.distinct}
         if len(kinds) == 1 and (compiling := kinds.pop()) is not None:
             able.setdefault(compiling, []).append(one)
     for compiling, together in able.items():

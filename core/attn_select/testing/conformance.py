@@ -419,6 +419,6 @@ def _check_kernel(phase: Phase, outcome: Outcome, answer: bool | None) -> None:
         AssertionError: they differ.
     """
     __tracebackhide__ = True
-    said = isinstance(outcome, BackendPlan)
-    text = f"{phase}: the gate {_WORDS[said]} what the kernel {_WORDS[not said]}: {outcome}"
-    assert answer is None or answer == said, text
+    accepted = isinstance(outcome, BackendPlan)
+    text = f"{phase}: the gate {_WORDS[accepted]} what the kernel {_WORDS[not accepted]}: {outcome}"
+    assert answer is None or answer == accepted, text

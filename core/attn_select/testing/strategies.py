@@ -49,7 +49,7 @@ def configs(
     """
     heads = draw(st.sampled_from(HEADS))
     sizes = st.sampled_from(SIZES)
-    asked: dict[str, Any] = {"num_heads": heads}
+    chosen: dict[str, Any] = {"num_heads": heads}
     some: dict[str, Any] = {
         **{feature.field: values_of(feature) for feature in FEATURES},
         "dtype": st.sampled_from(DTYPES),
@@ -58,20 +58,20 @@ def configs(
         "cuda_graph": st.sampled_from(CUDA_GRAPH_LEVELS),
     }
     if draw(st.booleans()) if mla is None else mla:
-        asked |= {name: draw(st.just(MLA_FIELDS[name]) | sizes) for name in MLA_DIMS}
+        chosen |= {name: draw(st.just(MLA_FIELDS[name]) | sizes) for name in MLA_DIMS}
         if draw(st.booleans()) if sparse is None else sparse:
-            asked["sparse_top_k"] = draw(sizes)
+            chosen["sparse_top_k"] = draw(sizes)
     else:
-        asked |= {"head_size": draw(sizes), "num_kv_heads": draw(st.sampled_from([1, heads, max(1, heads // 4)]))}
+        chosen |= {"head_size": draw(sizes), "num_kv_heads": draw(st.sampled_from([1, heads, max(1, heads // 4)]))}
         some |= {"v_head_size": sizes, "attn_type": st.sampled_from(ATTENTION_TYPES)}
     for name, given in fields.items():
         some.pop(name, None)
         if given is not None:
-            asked[name] = draw(given) if isinstance(given, st.SearchStrategy) else given
+            chosen[name] = draw(given) if isinstance(given, st.SearchStrategy) else given
     for name in draw(st.lists(st.sampled_from(sorted(some)), unique=True, max_size=most)):
-        asked[name] = draw(some[name])
+        chosen[name] = draw(some[name])
     try:
-        return AttentionConfig(**asked)
+        return AttentionConfig(**chosen)
     except ConfigError:  # two fields contradict each other
         reject()
 

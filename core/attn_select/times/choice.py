@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -32,99 +32,55 @@ Pair = dict[Phase, str]
 
 @dataclass(frozen=True, slots=True)
 class PhaseEvidence:
-    """What times did in one phase.
+    """What times did in one phase."""
 
-    Attributes:
-        share: share of the workload's steps that are of the phase, from 0 to 1.
-        by_times: whether times could order candidates: two or more are predicted, and nothing above them decides.
-        why: why times could not, in words; empty where they could.
-    """
-
-    share: float
-    by_times: bool
-    why: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; ``docs/json.md`` documents it."""
-        return {"share": self.share, "by_times": self.by_times, "why": self.why or None}
+    share: float  # share of the workload's steps that are of the phase, from 0 to 1
+    by_times: bool  # whether times could order candidates: two or more are predicted, and nothing above them decides
+    why: str | None = None  # why times could not, in words; None where they could
 
 
 @dataclass(frozen=True, slots=True)
 class EvidenceUsed:
-    """What a decision took from evidence.
+    """What a decision took from evidence."""
 
-    Attributes:
-        digest: of the survey's file.
-        gpu: that was surveyed.
-        source: ``packaged``, ``measured here``, a file's name, or ``of`` another GPU.
-        date: of the survey's last time.
-        workloads: how many the survey timed.
-        margin: 95 % of predicted ratios of two times lie within this factor of the measured ones, for kinds of layers
-            that were not surveyed.
-        phases: what times did, per phase.
-        time_us: mean time of one layer's step over the whole workload with the chosen backends, microseconds; None
-            where not all of it is predicted.
-        stale: the backends whose kernels here are others than the surveyed ones, in words which.
-    """
-
-    digest: str
-    gpu: str
-    source: str
-    date: str
-    workloads: int
+    digest: str  # of the survey's file
+    gpu: str  # that was surveyed
+    source: str  # ``packaged``, ``measured here``, a file's name, or ``of`` another GPU
+    date: str  # of the survey's last time
+    workloads: int  # how many the survey timed
+    # 95 % of predicted ratios of two times lie within this factor of the measured ones, for kinds of layers that were
+    # not surveyed
     margin: float
-    phases: Mapping[Phase, PhaseEvidence]
+    phases: Mapping[Phase, PhaseEvidence]  # what times did, per phase
+    # mean time of one layer's step over the whole workload with the chosen backends, microseconds; None where not all
+    # of it is predicted
     time_us: float | None
-    stale: Mapping[str, str]
+    stale: Mapping[str, str]  # the backends whose kernels here are others than the surveyed ones, in words which
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
-        return {
-            "digest": self.digest,
-            "gpu": self.gpu,
-            "source": self.source,
-            "date": self.date,
-            "workloads": self.workloads,
-            "margin": self.margin,
-            "phases": {phase: used.to_dict() for phase, used in self.phases.items()},
-            "time_us": self.time_us,
-            "stale": dict(self.stale),
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseOrder:
-    """The candidates of one phase that can run, in the order of the rules.
+    """The candidates of one phase that can run, in the order of the rules."""
 
-    Attributes:
-        names: the candidates, best first.
-        plans: how each of them, and each that no rule ranks, would run.
-        chosen: what the rules alone choose, or None.
-        placed: the candidates that keep their place whatever times say, each with the reason in words.
-        held: why times change nothing in this phase, in words; empty where they may.
-    """
-
-    names: Sequence[str]
-    plans: Mapping[str, BackendPlan]
-    chosen: str | None
-    placed: Mapping[str, str]
-    held: str
+    names: Sequence[str]  # the candidates, best first
+    plans: Mapping[str, BackendPlan]  # how each of them, and each that no rule ranks, would run
+    chosen: str | None  # what the rules alone choose, or None
+    pinned: Mapping[str, str]  # the candidates that keep their place whatever times say, each with the reason in words
+    why_fixed: str  # why times change nothing in this phase, in words; empty where they may
 
 
 @dataclass(frozen=True, slots=True)
 class ByTimes:
-    """A decision after times were asked.
+    """A decision after times were asked."""
 
-    Attributes:
-        order: the candidates of every phase that can run, best first.
-        chosen: the backend per phase.
-        used: what was taken from evidence.
-        shown: per phase and candidate, its time, and that time as a multiple of the chosen candidate's.
-    """
-
-    order: dict[Phase, list[str]]
+    order: dict[Phase, list[str]]  # the candidates of every phase that can run, best first
     chosen: dict[Phase, str | None]
     used: EvidenceUsed
+    # per phase and candidate, its time, and that time as a multiple of the chosen candidate's
     shown: dict[Phase, dict[str, tuple[Timing, float | None]]]
 
 
@@ -136,17 +92,7 @@ def order_by_times(
     fits: Callable[[Pair], bool],
     steps_alike: bool = False,
 ) -> ByTimes:
-    """Order candidates by predicted time, and choose the fastest that no user's rule forbids.
-
-    Args:
-        config: the layer.
-        workload: the batches to be fast at.
-        evidence: what is known about times on the device.
-        phases: the candidates of every phase, as the rules order them.
-        fits: whether backends share a KV layout and block size.
-        steps_alike: whether each step counts by how far it is from the fastest candidate's, and not by its time: so
-            that long steps do not rule a mix that nobody measured.
-    """
+    """Order candidates by predicted time, and choose the fastest that no user's rule forbids."""
     steps = _Steps(config, workload, evidence, phases, steps_alike)
     order: dict[Phase, list[str]] = {}
     used: dict[Phase, PhaseEvidence] = {}
@@ -154,19 +100,24 @@ def order_by_times(
     for phase, by_rules in phases.items():
         order[phase] = [*by_rules.names]
         costs = steps.costs[phase]
-        if not by_rules.held:
-            order[phase] = arranged(by_rules.names, costs, by_rules.placed)
+        if not by_rules.why_fixed:
+            order[phase] = arranged(by_rules.names, costs, by_rules.pinned)
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         why = _why_rules(phase, share, by_rules, costs)
-        if not why and by_rules.chosen is not None:
-            pools[phase] = movable(order[phase], costs, by_rules.placed)
+        if why is None and by_rules.chosen is not None:
+            pools[phase] = movable(order[phase], costs, by_rules.pinned)
             if len(pools[phase]) < 2:
                 del pools[phase]
                 why = f"{by_rules.chosen} alone was surveyed on such layers"
-        elif not share and by_rules.chosen is not None and not by_rules.held and by_rules.chosen not in by_rules.placed:
+        elif (
+            not share
+            and by_rules.chosen is not None
+            and not by_rules.why_fixed
+            and by_rules.chosen not in by_rules.pinned
+        ):
             # No step of the workload is of this phase: it takes the first backend that shares the other one's cache.
             pools[phase] = [*by_rules.names]
-        used[phase] = PhaseEvidence(share, not why, why)
+        used[phase] = PhaseEvidence(share, why is None, why)
     chosen = {phase: by_rules.chosen for phase, by_rules in phases.items()}
     final: dict[Phase, str | None] = {**chosen}
     if any(each.by_times for each in used.values()):
@@ -186,42 +137,34 @@ def order_by_times(
     return ByTimes(order, final, evidence_used, {phase: steps.shown(phase, final[phase]) for phase in phases})
 
 
-def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[str, float]) -> str:
-    """Say why the rules alone decide a phase; empty where times may."""
+def _why_rules(phase: Phase, share: float, by_rules: PhaseOrder, costs: Mapping[str, float]) -> str | None:
+    """Say why the rules alone decide a phase; None where times may."""
     if not share:
         return f"the workload has no {phase}"
     if by_rules.chosen is None:
         return f"no backend was found for {phase}"
-    if by_rules.held:
-        return by_rules.held
-    if by_rules.chosen in by_rules.placed:
-        return by_rules.placed[by_rules.chosen]
+    if by_rules.why_fixed:
+        return by_rules.why_fixed
+    if by_rules.chosen in by_rules.pinned:
+        return by_rules.pinned[by_rules.chosen]
     if by_rules.chosen not in costs:
         return f"{by_rules.chosen} was not surveyed on such layers"
-    return ""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of a workload with its predicted times, in us, by backend.
-
-    Attributes:
-        weight: of the workload.
-        phase: that the step counts in; a mixed one is a prefill.
-        whole: times of the whole step.
-        parts: times of the prefills and of the decodes of a mixed step, each alone; else empty.
-        together: whether one backend runs both phases of a mixed step at once; those of MLA run one behind the other.
-        unit: that costs are in, us.
-        nearest: the measured workloads that are most like it.
-    """
+    """One step of a workload with its predicted times, in us, by backend."""
 
     weight: float
-    phase: Phase
-    whole: Mapping[str, float]
+    phase: Phase  # that the step counts in; a mixed one is a prefill
+    whole: Mapping[str, float]  # times of the whole step
+    # times of the prefills and of the decodes of a mixed step, each alone; else empty
     parts: Mapping[Phase, Mapping[str, float]]
+    # whether one backend runs both phases of a mixed step at once; those of MLA run one behind the other
     together: bool
-    unit: float
-    nearest: Sequence[Near]
+    unit: float  # that costs are in, us
+    nearest: Sequence[Near]  # the measured workloads that are most like it
 
     def time_us(self, pair: Mapping[Phase, str | None]) -> float | None:
         """Return the time of the step by the backends of its phases; None where it is not predicted."""
@@ -315,11 +258,11 @@ class _Steps:
             timing = Timing(
                 time_us=math.fsum(times) / share,
                 share=share,
-                stale=self._evidence.stale.get(name, ""),
+                stale=self._evidence.stale.get(name),
                 host_us=self._plans[phase][name].host_us_per_shape if phase == "prefill" else 0.0,
             )
-            behind = costs[name] / costs[winner] if winner in costs else None
-            found[name] = _beside(timing, name, winner, steps), behind
+            relative_time = costs[name] / costs[winner] if winner in costs else None
+            found[name] = _beside(timing, name, winner, steps), relative_time
         return found
 
 
@@ -340,22 +283,16 @@ def _beside(timing: Timing, name: str, winner: str | None, steps: Sequence[_Step
     )
 
 
-def arranged(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str] = ()) -> list[str]:
-    """Return candidates by cost, those that have one and that no user's rule places; all others keep their places.
-
-    Args:
-        order: the candidates that can run, best first.
-        costs: by candidate.
-        placed: candidates that keep their place.
-    """
-    moved = movable(order, costs, placed)
+def arranged(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str] = ()) -> list[str]:
+    """Return candidates by cost, those that have one and that no user's rule places; all others keep their places."""
+    moved = movable(order, costs, pinned)
     by_cost = iter(sorted(moved, key=costs.__getitem__))
     return [next(by_cost) if name in moved else name for name in order]
 
 
-def movable(order: Sequence[str], costs: Mapping[str, float], placed: Collection[str]) -> list[str]:
+def movable(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str]) -> list[str]:
     """Return the candidates that times may order."""
-    return [name for name in order if name in costs and name not in placed]
+    return [name for name in order if name in costs and name not in pinned]
 
 
 def fastest(
@@ -364,15 +301,7 @@ def fastest(
     cost: Callable[[Mapping[Phase, str]], tuple[int, float]],
     fits: Callable[[Pair], bool],
 ) -> Pair:
-    """Return the backends of all phases that together cost least; of equal ones those that stand first.
-
-    Args:
-        chosen: what the rules chose.
-        pools: per phase in which times decide, or that the workload lacks, the candidates, best first. The other phases
-            keep what the rules chose.
-        cost: of the whole workload by a pair.
-        fits: whether backends share a KV layout and block size.
-    """
+    """Return the backends of all phases that together cost least; of equal ones those that stand first."""
     names = {phase: pools.get(phase) or [name] for phase, name in chosen.items() if name is not None}
     pairs = [dict(zip(names, each, strict=True)) for each in product(*names.values())]
     return min([pair for pair in pairs if fits(pair)], key=cost, default={})

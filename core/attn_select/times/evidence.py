@@ -24,19 +24,12 @@ KNOWN_STALE = PACKAGED_FOLDER / "known_stale.toml"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about times on one device.
+    """What is known about times on one device."""
 
-    Attributes:
-        survey: of the device, or of one that differs from it in its memory alone.
-        stale: by backend whose kernels here are others than the surveyed ones, in words which.
-        without: of these, the backends whose own code has changed: their times say nothing.
-        host_time: whether a step takes at least the host time of an eager call.
-    """
-
-    survey: Survey
-    stale: Mapping[str, str]
-    without: frozenset[str]
-    host_time: bool = False
+    survey: Survey  # of the device, or of one that differs from it in its memory alone
+    stale: Mapping[str, str]  # by backend whose kernels here are others than the surveyed ones, in words which
+    without: frozenset[str]  # of these, the backends whose own code has changed: their times say nothing
+    host_time: bool = False  # whether a step takes at least the host time of an eager call
 
     def predict(self, config: LayerConfig, batch: BatchShape) -> dict[str, float]:
         """Return the time of one layer's step in us, by backend; a stale one counts ``STALE`` times as long."""
@@ -65,18 +58,7 @@ def load_evidence(
     path: Path | None = None,
     host_time: bool = False,
 ) -> Evidence | None:
-    """Return what is known about times on a device; None where nothing is.
-
-    Args:
-        device: the device.
-        environment: the libraries that are here.
-        specs: every registered backend.
-        path: a survey's file in place of the user's and the packaged one.
-        host_time: as ``Evidence`` has it.
-
-    Raises:
-        MeasurementError: a file cannot be read, or ``path`` is of another GPU.
-    """
+    """Return what is known about times on a device; None where nothing is."""
     survey = load_survey(device) if path is None else survey_for(device, path, path.name)
     if survey is None:
         return None

@@ -26,47 +26,31 @@ _MOST_FILL = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a GPU reached when it was surveyed.
+    """What a GPU reached when it was surveyed."""
 
-    Attributes:
-        bytes_per_us: of a large copy, read and written.
-        flops_per_us: of a large matrix product in bfloat16.
-        sm_count: multiprocessors.
-    """
-
-    bytes_per_us: float
-    flops_per_us: float
+    bytes_per_us: float  # of a large copy, read and written
+    flops_per_us: float  # of a large matrix product in bfloat16
     sm_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
-    """One layer's step in numbers.
+    """One layer's step in numbers."""
 
-    Attributes:
-        floor_us: a launch, and for each phase the longer of its bytes and its products at the GPU's rates.
-        values: by name. Sizes and numbers are logarithms to base 2, so that doubling any of them is one step.
-    """
-
-    floor_us: float
+    floor_us: float  # a launch, and for each phase the longer of its bytes and its products at the GPU's rates
+    # by name. Sizes and numbers are logarithms to base 2, so that doubling any of them is one step
     values: dict[str, float]
 
 
 @dataclass(slots=True)
 class _PhaseWork:
-    """The requests of one phase.
+    """The requests of one phase."""
 
-    Attributes:
-        bytes_us, flops_us: of moving all bytes, and of all products, at the GPU's rates.
-        tiles: thread blocks without a split of the keys.
-        longest: keys of the longest request.
-        busiest_us: the same of the keys that the busiest multiprocessor reads, as if it had its share of the rates.
-    """
-
-    bytes_us: float = 0.0
+    bytes_us: float = 0.0  # of moving all bytes, and of all products, at the GPU's rates
     flops_us: float = 0.0
-    tiles: int = 0
-    longest: int = 0
+    tiles: int = 0  # thread blocks without a split of the keys
+    longest: int = 0  # keys of the longest request
+    # the same of the keys that the busiest multiprocessor reads, as if it had its share of the rates
     busiest_us: float = 0.0
 
     @property
@@ -181,12 +165,7 @@ def _prefill_parts(config: AttentionConfig, group: RequestGroup) -> list[tuple[i
 
 
 def _dealt_out(parts: Sequence[tuple[int, int]], slots: int) -> float:
-    """Return the greatest sum where each part goes to the slot with the least, the longest parts first.
-
-    Args:
-        parts: sizes, each with how many there are of it.
-        slots: how many sums there are.
-    """
+    """Return the greatest sum where each part goes to the slot with the least, the longest parts first."""
     loads = [(0, slots)]  # sums with how many slots have each, the least first
     for size, left in sorted(parts, reverse=True):
         while left:

@@ -40,15 +40,7 @@ Fingerprint = Mapping[str, str]
 
 
 def fingerprint(spec: BackendSpec, environment: Environment, provider: str | None = None) -> dict[str, str]:
-    """Return the fingerprint of a backend's kernels as they are here.
-
-    Left out is a distribution whose version is not known here: what rests on it cannot be judged.
-
-    Args:
-        spec: the backend.
-        environment: says which libraries are installed, or assumed to be.
-        provider: ``BackendPlan.provider``, where the kernel comes from one of several distributions.
-    """
+    """Return the fingerprint of a backend's kernels as they are here."""
     libraries = [library.distribution for group in spec.libraries for library in group]
     found: dict[str, str] = {}
     if all(name in COMPILERS for name in libraries):
@@ -100,9 +92,6 @@ def sources_hash(module: str) -> str:
 
     Comments, docstrings and empty lines do not count, and neither do the plugin's facts. Data files that a module names
     and that lie beside it count. 16 hexadecimal digits; the same under every release of Python.
-
-    Raises:
-        ModuleNotFoundError: the plugin's package has no such module.
     """
     package = module.partition(".")[0]
     files = _modules(package)
@@ -134,10 +123,7 @@ def _digest(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """Return Python code (or TOML) without comments, docstrings, empty lines and blanks at the ends of lines.
-
-    A docstring is any string in triple quotes that has its lines to itself.
-    """
+    """Return Python code (or TOML) without comments, docstrings, empty lines and blanks at the ends of lines."""
     kept = _TOKEN.sub(_kept, text)
     return "\n".join([line.rstrip() for line in kept.splitlines() if line.strip()])
 
@@ -149,19 +135,15 @@ def _kept(token: re.Match[str]) -> str:
         return ""
     if text[:3] in ('"""', "'''"):
         before = whole[whole.rfind("\n", 0, token.start()) + 1 : token.start()]
-        behind = whole[token.end() : whole.find("\n", token.end()) % (len(whole) + 1)]
-        if before.strip() in ("", "r") and (not behind.strip() or behind.lstrip()[0] == "#"):
+        after = whole[token.end() : whole.find("\n", token.end()) % (len(whole) + 1)]
+        if before.strip() in ("", "r") and (not after.strip() or after.lstrip()[0] == "#"):
             return ""
     return text
 
 
 @functools.cache
 def _modules(package: str) -> dict[str, Path]:
-    """Return the files of a top-level package's modules; it is found without running more of it than its ``__init__``.
-
-    Raises:
-        ModuleNotFoundError: there is no such package.
-    """
+    """Return the files of a package's modules; it is found without running more of it than its ``__init__``."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package}", name=package)

@@ -15,8 +15,8 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import repeat
 from operator import mul
@@ -53,112 +53,66 @@ def family_of(config: LayerConfig) -> Family | None:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A measured workload beside the one that is asked about.
+    """A measured workload beside the one that is asked about."""
 
-    Attributes:
-        likeness: from 0 to 1, where 1 is the same features.
-        times_us: of one layer's step, by backend.
-        first_call_s: seconds of the first call with a cold disk cache, by backend; without what is not known.
-        workspace_bytes: device memory that a call takes beside its arguments, by backend.
-        host_us: host time of one layer's eager call, by backend.
-    """
-
-    likeness: float
+    likeness: float  # from 0 to 1, where 1 is the same features
     times_us: Mapping[str, float]
+    # seconds of the first call with a cold disk cache, by backend; without what is not known
     first_call_s: Mapping[str, float]
-    workspace_bytes: Mapping[str, float]
-    host_us: Mapping[str, float]
+    workspace_bytes: Mapping[str, float]  # device memory that a call takes beside its arguments, by backend
+    host_us: Mapping[str, float]  # host time of one layer's eager call, by backend
 
 
 @dataclass(frozen=True)
 class Surveyed:
-    """What a survey has of one backend.
+    """What a survey has of one backend."""
 
-    Attributes:
-        fingerprint: of its kernels (``attn_select.times.fingerprint``).
-        date: of its last time, ISO 8601.
-        times: how many workloads it was timed on.
-    """
-
-    fingerprint: Mapping[str, str]
-    date: str
-    times: int
+    fingerprint: Mapping[str, str]  # of its kernels (``attn_select.times.fingerprint``)
+    date: str  # of its last time, ISO 8601
+    times: int  # how many workloads it was timed on
 
 
-@dataclass(frozen=True)
 class _Family:
     """The measured workloads of a family, and the weights of its backends."""
 
-    features: Sequence[str]
-    scales: Sequence[float]
-    places: Sequence[Sequence[float]]
-    amplitude: float
-    levels: Mapping[str, float]
-    weights: Mapping[str, Sequence[float]]
-    data: Mapping[str, Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> _Family:
-        features, backends = data["features"], data["backends"]
-        scales = [each["scale"] for each in features.values()]
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        features = data["features"]
+        self.backends: Mapping[str, Any] = data["backends"]
+        self.amplitude: float = data["amplitude"]
+        self.levels = {name: each["level"] for name, each in self.backends.items()}
+        self.weights = {name: each["weights"] for name, each in self.backends.items()}
+        self.scales = {name: each["scale"] for name, each in features.items()}
         columns = [[each["scale"] * value for value in each["values"]] for each in features.values()]
-        return cls(
-            [*features],
-            scales,
-            [*zip(*columns, strict=True)],
-            data["amplitude"],
-            {name: each["level"] for name, each in backends.items()},
-            {name: each["weights"] for name, each in backends.items()},
-            data,
-        )
+        self.places = [*zip(*columns, strict=True)]
 
     def likeness(self, features: StepFeatures) -> list[float]:
         """Return how like each measured workload is to this one, from 0 to 1."""
-        here = tuple(map(mul, [features.values[name] for name in self.features], self.scales))
+        here = [features.values[name] * scale for name, scale in self.scales.items()]
         return [math.exp(-distance) for distance in map(math.dist, self.places, repeat(here))]
 
     def measured(self, index: int, likeness: float) -> Near:
         """Return a measured workload."""
-        backends = self.data["backends"]
         known = {
-            key: {name: value for name, each in backends.items() if (value := each[key][index]) is not None}
+            key: {name: value for name, each in self.backends.items() if (value := each[key][index]) is not None}
             for key in ("times_us", "first_call_s", "workspace_bytes", "host_us")
         }
         return Near(likeness, **known)
 
 
 class Survey:
-    """One GPU's survey.
-
-    Args:
-        data: what its file holds.
-        source: where it comes from, in words.
-
-    Attributes:
-        data: what the file holds.
-        gpu: the GPU's full name, as its driver has it.
-        date: of its last time, ISO 8601.
-        workloads: how many were timed.
-        margin: 95 % of predicted ratios of two backends' times lie within this factor of the measured ones, for kinds
-            of layers that were not surveyed.
-        backends: what was timed of each backend.
-        digest: of the file.
-
-    Raises:
-        KeyError, TypeError: ``data`` is not a survey's.
-    """
+    """One GPU's survey."""
 
     def __init__(self, data: Mapping[str, Any], source: str, digest: str = "") -> None:
         self.source, self.digest = source, digest
         self.data = data
-        self.gpu: str = data["gpu"]
-        self.date: str = data["date"]
+        self.gpu: str = data["gpu"]  # its full name, as the driver has it
+        self.date: str = data["date"]  # of its last time, ISO 8601
         self.workloads: int = data["workloads"]
+        # 95 % of predicted ratios of two backends' times lie within it, for kinds of layers that were not surveyed.
         self.margin: float = data["margin"]
         self.backends = {name: Surveyed(**each) for name, each in data["backends"].items()}
         self.rates = Rates(**data["rates"])
-        self._families = {name: _Family.of(each) for name, each in data["families"].items()}
-        self._last: tuple[LayerConfig, BatchShape, Sequence[float], StepFeatures] | None = None
+        self._families = {name: _Family(each) for name, each in data["families"].items()}
 
     def scaled(self, measured: Device, other: Device) -> Survey:
         """Return this survey for a GPU that differs from the measured one in its memory alone."""
@@ -168,7 +122,6 @@ class Survey:
         found.rates = replace(
             self.rates, bytes_per_us=self.rates.bytes_per_us * other.bandwidth_gbps / measured.bandwidth_gbps
         )
-        found._last = None
         return found
 
     def predict(self, config: LayerConfig, batch: BatchShape) -> dict[str, float]:
@@ -180,40 +133,34 @@ class Survey:
         family = self._families.get(family_of(config) or "")
         if family is None:
             return {}
-        near, features = self._likeness(family, config, batch)
-        nearest, found = nlargest(NEAREST, range(len(near)), near.__getitem__), {}
-        for name in family.weights:
-            times = family.data["backends"][name]["times_us"]
+        features, likeness, nearest = self._place(family, config, batch)
+        found = {}
+        for name, weights in family.weights.items():
+            times = family.backends[name]["times_us"]
             if any(times[index] is not None for index in nearest):
-                deviation = family.levels[name] + family.amplitude * sum(map(mul, near, family.weights[name]))
+                deviation = family.levels[name] + family.amplitude * sum(map(mul, likeness, weights))
                 found[name] = features.floor_us * math.exp(deviation)
         return found
 
-    def nearest(self, config: LayerConfig, batch: BatchShape, count: int = NEAREST) -> list[Near]:
+    def nearest(self, config: LayerConfig, batch: BatchShape) -> list[Near]:
         """Return the measured workloads that are most like this one, the nearest first."""
         family = self._families.get(family_of(config) or "")
         if family is None:
             return []
-        near, _ = self._likeness(family, config, batch)
-        return [family.measured(index, near[index]) for index in nlargest(count, range(len(near)), near.__getitem__)]
+        _, likeness, nearest = self._place(family, config, batch)
+        return [family.measured(index, likeness[index]) for index in nearest]
 
-    def _likeness(
-        self, family: _Family, config: LayerConfig, batch: BatchShape
-    ) -> tuple[Sequence[float], StepFeatures]:
-        last = self._last  # who asks for a step's times asks for the nearest workloads next
-        if last is None or last[0] is not config or last[1] is not batch:
-            assert isinstance(config, AttentionConfig)
-            features = step_features(config, batch, self.rates)
-            self._last = last = config, batch, family.likeness(features), features
-        return last[2], last[3]
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # who asks for a step's times asks for the nearest workloads next
+    def _place(self, family: _Family, config: Any, batch: BatchShape) -> tuple[StepFeatures, list[float], list[int]]:
+        """Return a step's features, its likeness to each measured workload, and the nearest of them."""
+        features = step_features(config, batch, self.rates)
+        likeness = family.likeness(features)
+        return features, likeness, nlargest(NEAREST, range(len(likeness)), likeness.__getitem__)
 
 
 def load_survey(device: Device) -> Survey | None:
     """Return the survey of a device: the user's own, else the packaged one, else that of a GPU that differs from it in
     its memory alone; None where there is none.
-
-    Raises:
-        MeasurementError: the file cannot be read.
     """
     own = user_path(device)
     return survey_for(device, own, "measured here") if own is not None and own.exists() else packaged_survey(device)
@@ -232,11 +179,7 @@ def packaged_survey(device: Device) -> Survey | None:
 
 
 def survey_for(device: Device, path: Path, source: str) -> Survey:
-    """Return the survey of a file for a device: of that device, or of one that differs from it in its memory alone.
-
-    Raises:
-        MeasurementError: the file cannot be read, or is of another GPU.
-    """
+    """Return the survey of a file for a device: of that device, or of one that differs from it in its memory alone."""
     survey = read_survey_file(path, source)
     measured = find_gpu(survey.gpu)
     if survey.gpu == device.full_name or (measured is not None and measured.name == device.name):
@@ -259,11 +202,7 @@ def _differs_in_memory_alone(measured: Device, other: Device) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def read_survey_file(path: Path, source: str) -> Survey:
-    """Return the survey that a file holds. Cached.
-
-    Raises:
-        MeasurementError: the file cannot be read, or is not one.
-    """
+    """Return the survey that a file holds. Cached."""
     import hashlib
 
     try:

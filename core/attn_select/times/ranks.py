@@ -32,36 +32,24 @@ LONGEST = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """Decodes of one batch.
-
-    Attributes:
-        batch: as in vLLM's benchmarks.
-        alone_us: attention of one rank's heads over the whole context, at the device's peak rates.
-        ranks_us: attention of all ranks' heads over one rank's share, likewise.
-        collectives_us: gathering query heads and merging results, up to ``MOST_SHARING`` ranks on one host.
-        pays_from: tokens of context, of as many requests, from which the collectives take less than is spared; None:
-            never, since the heads of all ranks keep each busy.
-    """
+    """Decodes of one batch."""
 
     batch: BatchShape
-    alone_us: float
-    ranks_us: float
-    collectives_us: float
+    alone_us: float  # attention of one rank's heads over the whole context, at the device's peak rates
+    ranks_us: float  # attention of all ranks' heads over one rank's share, likewise
+    collectives_us: float  # gathering query heads and merging results, up to ``MOST_SHARING`` ranks on one host
+    # tokens of context, of as many requests, from which the collectives take less than is spared; None: never, since
+    # the heads of all ranks keep each busy
     pays_from: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """One kind of layers whose cache lies on several ranks.
-
-    Attributes:
-        ranks: their number.
-        bytes_per_token: of one layer on each rank, of a token of context.
-        steps: decodes of the workload, or of one request; empty where the device's rates are unknown.
-    """
+    """One kind of layers whose cache lies on several ranks."""
 
     ranks: int
-    bytes_per_token: float
+    bytes_per_token: float  # of one layer on each rank, of a token of context
+    # decodes of the workload, or of one request; empty where the device's rates are unknown
     steps: tuple[RankStep, ...]
 
 
@@ -84,14 +72,7 @@ def collectives_us(config: AttentionConfig, tokens: int) -> float:
 def rank_costs(
     config: AttentionConfig, device: Device, bytes_per_token: int | None, workload: Workload | None
 ) -> RankCosts | None:
-    """Return what the ranks of a layer cost and save; None for layers of one rank, or without a cache.
-
-    Args:
-        config: the layer.
-        device: each rank's.
-        bytes_per_token: of one layer's cache, without ranks; None without a cache.
-        workload: whose decodes are costed; None: one request of 131,072 tokens.
-    """
+    """Return what the ranks of a layer cost and save; None for layers of one rank, or without a cache."""
     ranks = config.decode_context_parallel_size
     if ranks == 1 or bytes_per_token is None:
         return None

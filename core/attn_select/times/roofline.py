@@ -27,24 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one layer's step reads, writes and multiplies.
+    """What one layer's step reads, writes and multiplies."""
 
-    Attributes:
-        kv_bytes: keys and values (MLA: latents) that attention reads, or states.
-        query_bytes: queries read and outputs written.
-        cache_write_bytes: new keys and values, read and written into the cache, or states written; 0 for layers without
-            a cache.
-        projection_bytes: what MLA's products with ``W_UK`` and ``W_UV`` read and write beyond that; else 0.
-        attention_flops: scores and weighted sums over visible keys, or the recurrence.
-        projection_flops: MLA's products with ``W_UK`` and ``W_UV``; else 0.
-    """
-
-    kv_bytes: float = 0
-    query_bytes: float = 0
+    kv_bytes: float = 0  # keys and values (MLA: latents) that attention reads, or states
+    query_bytes: float = 0  # queries read and outputs written
+    # new keys and values, read and written into the cache, or states written; 0 for layers without a cache
     cache_write_bytes: float = 0
-    projection_bytes: float = 0
-    attention_flops: float = 0
-    projection_flops: float = 0
+    projection_bytes: float = 0  # what MLA's products with ``W_UK`` and ``W_UV`` read and write beyond that; else 0
+    attention_flops: float = 0  # scores and weighted sums over visible keys, or the recurrence
+    projection_flops: float = 0  # MLA's products with ``W_UK`` and ``W_UV``; else 0
 
     @property
     def bytes(self) -> float:
@@ -95,68 +86,6 @@ def keys_read(config: AttentionConfig, query_len: int, seq_len: int) -> int:
     return seq_len
 
 
-@dataclass(frozen=True, slots=True)
-class WorkRates:
-    """What a request of one layer costs: bytes and FLOPs per key that it reads, per new token, per visible pair.
-
-    The fields of ``StepWork`` that they add up to have the same names. A step reads MLA's weights on top, once.
-    """
-
-    kv_bytes_per_key: float
-    query_bytes_per_token: float
-    cache_write_bytes_per_token: float
-    attention_flops_per_pair: float
-    projection_bytes_per_key: float = 0
-    projection_bytes_per_token: float = 0
-    projection_flops_per_key: float = 0
-    projection_flops_per_token: float = 0
-
-
-def work_rates(config: AttentionConfig, decode: bool) -> WorkRates:
-    """Return the rates of a layer's decodes, or of its prefills. They differ with MLA alone.
-
-    A context-parallel rank reads its share of the keys, but with the heads of all ranks: the products stay as many.
-    """
-    width = dtypes.BITS[config.dtype] / 8
-    ranks = config.decode_context_parallel_size
-    if config.mla:
-        return _mla_rates(config, width, ranks, absorb=decode or config.sparse)
-    both = config.head_size + config.value_head_size
-    cached = config.num_kv_heads * both * dtypes.BITS[config.cache_dtype] / 8
-    if config.cache_dtype == "nvfp4":
-        cached += config.num_kv_heads * both / 16  # one FP8 scale per 16 elements
-    return WorkRates(
-        kv_bytes_per_key=cached / ranks,
-        query_bytes_per_token=config.num_heads * both * width,
-        cache_write_bytes_per_token=config.num_kv_heads * both * width + cached if config.has_cache else 0,
-        attention_flops_per_pair=2 * config.num_heads * both,
-    )
-
-
-def _mla_rates(config: AttentionConfig, width: float, ranks: int, absorb: bool) -> WorkRates:
-    rank, nope, rope, value = _mla_dims(config)
-    heads = config.num_heads
-    token = bytes_per_token(FP8_DS_MLA if config.cache_dtype == "fp8_ds_mla" else MLA, config)
-    write = (rank + rope) * width + token
-    if absorb:
-        return WorkRates(
-            kv_bytes_per_key=token / ranks,
-            query_bytes_per_token=heads * (2 * rank + rope) * width,
-            cache_write_bytes_per_token=write,
-            attention_flops_per_pair=2 * heads * (2 * rank + rope),
-            projection_bytes_per_token=heads * (nope + value + 2 * rank) * width,
-            projection_flops_per_token=2 * heads * rank * (nope + value),
-        )
-    return WorkRates(
-        kv_bytes_per_key=heads * (nope + rope + value) * width,
-        query_bytes_per_token=heads * (nope + rope + value) * width,
-        cache_write_bytes_per_token=write,
-        attention_flops_per_pair=2 * heads * (nope + rope + value),
-        projection_bytes_per_key=(rank + heads * (nope + value)) * width,
-        projection_flops_per_key=2 * heads * rank * (nope + value),
-    )
-
-
 def is_decode(config: LayerConfig, query_len: int) -> bool:
     """Whether a request of ``query_len`` new tokens is a decode; speculative decoding has several."""
     return config.has_cache and query_len <= config.max_decode_query_len
@@ -167,15 +96,41 @@ def request_work(config: LayerConfig, query_len: int, seq_len: int) -> StepWork:
     if isinstance(config, StateConfig):
         states = request_states(config, query_len, seq_len)
         return StepWork(states.read_bytes, states.token_bytes, states.written_bytes, attention_flops=states.flops)
-    rates = work_rates(config, is_decode(config, query_len))
-    keys = keys_read(config, query_len, seq_len)
+    keys, pairs = keys_read(config, query_len, seq_len), visible_keys(config, query_len, seq_len)
+    width = dtypes.BITS[config.dtype] / 8
+    # A context-parallel rank reads its share of the keys, but with the heads of all ranks: the products stay as many.
+    ranks = config.decode_context_parallel_size
+    heads = config.num_heads
+    if not config.mla:
+        both = config.head_size + config.value_head_size
+        cached = config.num_kv_heads * both * dtypes.BITS[config.cache_dtype] / 8
+        if config.cache_dtype == "nvfp4":
+            cached += config.num_kv_heads * both / 16  # one FP8 scale per 16 elements
+        return StepWork(
+            kv_bytes=keys * (cached / ranks),
+            query_bytes=query_len * (heads * both * width),
+            cache_write_bytes=query_len * (config.num_kv_heads * both * width + cached) if config.has_cache else 0,
+            attention_flops=pairs * (2 * heads * both),
+        )
+    rank, nope, rope, value = _mla_dims(config)
+    token = bytes_per_token(FP8_DS_MLA if config.cache_dtype == "fp8_ds_mla" else MLA, config)
+    write = query_len * ((rank + rope) * width + token)
+    if is_decode(config, query_len) or config.sparse:  # both products are absorbed into the query and the output
+        return StepWork(
+            kv_bytes=keys * (token / ranks),
+            query_bytes=query_len * (heads * (2 * rank + rope) * width),
+            cache_write_bytes=write,
+            projection_bytes=query_len * (heads * (nope + value + 2 * rank) * width),
+            attention_flops=pairs * (2 * heads * (2 * rank + rope)),
+            projection_flops=query_len * (2 * heads * rank * (nope + value)),
+        )
     return StepWork(
-        kv_bytes=keys * rates.kv_bytes_per_key,
-        query_bytes=query_len * rates.query_bytes_per_token,
-        cache_write_bytes=query_len * rates.cache_write_bytes_per_token,
-        projection_bytes=keys * rates.projection_bytes_per_key + query_len * rates.projection_bytes_per_token,
-        attention_flops=visible_keys(config, query_len, seq_len) * rates.attention_flops_per_pair,
-        projection_flops=keys * rates.projection_flops_per_key + query_len * rates.projection_flops_per_token,
+        kv_bytes=keys * (heads * (nope + rope + value) * width),
+        query_bytes=query_len * (heads * (nope + rope + value) * width),
+        cache_write_bytes=write,
+        projection_bytes=keys * ((rank + heads * (nope + value)) * width),
+        attention_flops=pairs * (2 * heads * (nope + rope + value)),
+        projection_flops=keys * (2 * heads * rank * (nope + value)),
     )
 
 
@@ -196,12 +151,7 @@ def _mla_dims(config: AttentionConfig) -> tuple[int, int, int, int]:
 def step_work(
     config: LayerConfig, batch: BatchShape, *, cache_write: bool = True, projections: bool = True
 ) -> StepWork:
-    """Return the work of one layer's step over ``batch``.
-
-    Args:
-        cache_write: count the write of new keys and values into the cache. That of states is always counted.
-        projections: count MLA's products with ``W_UK`` and ``W_UV``. A kernel timed by itself does not do them.
-    """
+    """Return the work of one layer's step over ``batch``."""
     parts = [(group.count, request_work(config, group.query_len, group.seq_len)) for group in batch.groups]
     total = {each.name: sum(count * getattr(work, each.name) for count, work in parts) for each in fields(StepWork)}
     if isinstance(config, StateConfig):

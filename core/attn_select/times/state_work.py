@@ -16,18 +16,12 @@ from attn_select.layer.state import StateConfig
 
 @dataclass(frozen=True, slots=True)
 class RequestStates:
-    """What one request moves and multiplies in a step.
+    """What one request moves and multiplies in a step."""
 
-    Attributes:
-        read_bytes, written_bytes: of states, the windows of the convolution included.
-        token_bytes: queries, keys, values and gates read, and outputs written.
-        flops: of the recurrence.
-    """
-
-    read_bytes: float
+    read_bytes: float  # of states, the windows of the convolution included
     written_bytes: float
-    token_bytes: float
-    flops: float
+    token_bytes: float  # queries, keys, values and gates read, and outputs written
+    flops: float  # of the recurrence
 
 
 def request_states(config: StateConfig, query_len: int, seq_len: int) -> RequestStates:

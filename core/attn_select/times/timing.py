@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """A predicted time with what it rests on.
+    """A predicted time with what it rests on."""
 
-    Attributes:
-        time_us: mean time of one layer's step over the workload's shapes of the phase, microseconds.
-        share: share of the workload's steps that are of the phase, from 0 to 1.
-        near: its mean time as a multiple of the chosen backend's in the nearest measured workloads; None where it was
-            not timed there beside it.
-        near_count: in how many measured workloads.
-        first_call_s: most seconds of a first call in the nearest measured workloads; None where that is not known.
-        workspace_bytes: most device memory that a call takes beside its arguments in the nearest measured workloads.
-        stale: which kernels it is of, where these are others than those that are here; else empty.
-        host_us: of ``time_us``, the host time that each new shape takes (``BackendPlan.host_us_per_shape``).
-    """
-
-    time_us: float
-    share: float
+    time_us: float  # mean time of one layer's step over the workload's shapes of the phase, microseconds
+    share: float  # share of the workload's steps that are of the phase, from 0 to 1
+    # its mean time as a multiple of the chosen backend's in the nearest measured workloads; None where it was not timed
+    # there beside it
     near: float | None = None
-    near_count: int = 0
+    near_count: int = 0  # in how many measured workloads
+    # most seconds of a first call in the nearest measured workloads; None where that is not known
     first_call_s: float | None = None
+    # most device memory that a call takes beside its arguments in the nearest measured workloads
     workspace_bytes: float | None = None
-    stale: str = ""
-    host_us: float = 0.0
+    host_us: float = 0.0  # of ``time_us``, the host time that each new shape takes (``BackendPlan.host_us_per_shape``)
+    stale: str | None = None  # which kernels it is of, where these are others than those that are here
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; ``docs/json.md`` documents it."""
-        return {
-            "time_us": self.time_us,
-            "near": self.near,
-            "near_count": self.near_count,
-            "first_call_s": self.first_call_s,
-            "workspace_bytes": self.workspace_bytes,
-            "host_us": self.host_us,
-            "stale": self.stale or None,
-        }
+        data = asdict(self)
+        del data["share"]
+        return data

@@ -12,9 +12,10 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_platform
 
 from attn_select import __version__, select_model
+from attn_select.decide.lines import plain
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import environment_for, rules_in_an_engine
-from attn_select.decide.text import layer_lines, plain, warning_lines
+from attn_select.decide.text import layer_lines, warning_lines
 from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.engines.observed import workload_in_an_engine
 from attn_select.errors import AttnSelectError, ConfigError, ModelError

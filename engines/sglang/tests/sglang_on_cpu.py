@@ -129,7 +129,7 @@ def plan_for_a_gpu() -> None:
 
 
 def _selected_for_a_gpu(config: Any, device: Any, rules: Any, backend: str) -> Any:
-    from attn_select.rules.plugins import load_plugins
+    from attn_select.backends.registry import load_plugins
     from attn_select.testing import selection_of
 
     return selection_of(load_plugins().specs[backend], config, "a100")

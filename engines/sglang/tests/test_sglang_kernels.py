@@ -22,7 +22,7 @@ import triton_interpreter  # noqa: F401
 from torch import Tensor
 
 from attn_select import AttentionConfig, ConfigError, Selection
-from attn_select.rules.plugins import load_plugins
+from attn_select.backends.registry import load_plugins
 from attn_select.runtime import BatchError
 from attn_select.testing import selection_of
 

@@ -230,11 +230,11 @@ def _made(kernels: Kernels, runs: Runs) -> Step:
     else:
         first_blocks: dict[tuple[int, int], int] = {}
         key_rows, key_slots, used = [], [], 0
-        for (sequence, first), held in holders(runs).items():
+        for (sequence, first), positions in holders(runs).items():
             first_blocks[sequence, first] = used
-            key_rows.append(torch.arange(held) + (sequence * runs.keys + first))
-            key_slots.append(torch.arange(held) + used * size)
-            used += -(-held // size)
+            key_rows.append(torch.arange(positions) + (sequence * runs.keys + first))
+            key_slots.append(torch.arange(positions) + used * size)
+            used += -(-positions // size)
         keys, slots = torch.cat(key_rows).to(device), torch.cat(key_slots).to(device)
         width = -(-max(seq_lens) // size)
         begins = torch.tensor([first_blocks[run.sequence, run.first_key] for run in runs.runs], dtype=torch.int32)

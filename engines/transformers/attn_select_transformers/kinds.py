@@ -77,11 +77,11 @@ class Kernels:
 
     def reserve(self, requests: int, tokens: int, longest: int) -> None:
         """Make room for a batch; metadata and layers of a smaller group are dropped."""
-        held = self.group.capacity
+        bounds = self.group.capacity
         wanted = {"max_num_seqs": requests, "max_num_batched_tokens": tokens, "max_model_len": longest}
-        if all(getattr(held, name) >= least for name, least in wanted.items()):
+        if all(getattr(bounds, name) >= least for name, least in wanted.items()):
             return
-        sizes = {name: max(getattr(held, name), 1 << (least - 1).bit_length()) for name, least in wanted.items()}
+        sizes = {name: max(getattr(bounds, name), 1 << (least - 1).bit_length()) for name, least in wanted.items()}
         self.group = self._made(Capacity(**sizes))
         self.state.clear()
         self._layers.clear()
@@ -134,7 +134,7 @@ def kind_of(
     Raises:
         NoBackendError: no backend serves such layers; names every candidate with its reasons.
     """
-    asked = (
+    features = (
         query.shape[1],
         key.shape[1],
         query.shape[3],
@@ -146,11 +146,11 @@ def kind_of(
         options.get("softcap"),
         options.get("s_aux") is not None,
     )
-    kind = _KINDS.get(asked)
+    kind = _KINDS.get(features)
     if kind is None:
         with _MAKING:  # one thread decides; the others get its kind
-            kind = _KINDS.get(asked) or _made(*asked)
-            _KINDS[asked] = kind
+            kind = _KINDS.get(features) or _made(*features)
+            _KINDS[features] = kind
     return kind
 
 

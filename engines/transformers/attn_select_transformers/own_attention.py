@@ -26,8 +26,8 @@ def leave_to_transformers() -> None:
 
     @functools.wraps(original)
     def chosen(model: Any, requested_attention: str | None, *arguments: Any, **options: Any) -> Any:
-        asked = None if requested_attention == DENSE else requested_attention
-        return original(model, asked, *arguments, **options)
+        requested = None if requested_attention == DENSE else requested_attention
+        return original(model, requested, *arguments, **options)
 
     PreTrainedModel.get_correct_attn_implementation = chosen
 

@@ -135,9 +135,9 @@ def _runs(lens: Lens, window: int | None, rows: int, keys: int) -> Runs:
     if (found := lens.built.get(window)) is None:
         runs, row, first = [], 0, 0
         for queries, past in zip(lens.queries, lens.past, strict=True):
-            held = queries + (past if window is None else min(past, window - 1))
-            runs.append(Run(0, row, row + queries, first, first + held, full=False))
-            row, first = row + queries, first + held
+            num_keys = queries + (past if window is None else min(past, window - 1))
+            runs.append(Run(0, row, row + queries, first, first + num_keys, full=False))
+            row, first = row + queries, first + num_keys
         widest = max(run.last_key - run.first_key for run in runs)
         found = lens.built[window] = Runs(tuple(runs), window, widest, 1, rows, keys, bidirectional=False)
     assert isinstance(found, Runs)
@@ -200,25 +200,25 @@ def common_of(
     lens_cpu = torch.tensor(seq_lens, dtype=torch.int32)
     both = torch.cat((bounds, lens_cpu))
     on_device = both if device.type == "cpu" else both.pin_memory().to(device, non_blocking=True)
-    starts, held = on_device[: requests + 1], on_device[requests + 1 :]
+    starts, num_keys = on_device[: requests + 1], on_device[requests + 1 :]
     width = -(-longest // size)
     if options.get("block_table") is not None:
         pages = options["block_table"][layer.index][:requests].clamp(min=0)
         split = layer.page // size
         table = (pages[:, : -(-longest // layer.page), None] * split + torch.arange(split, device=device)).flatten(1)
-        last = held.long() - 1
+        last = num_keys.long() - 1
         slots = table.gather(1, (last // size)[:, None])[:, 0].long() * size + last % size
     else:
         slots = options["write_index"][layer.index]
         read = options["read_index"][layer.index]
         if not len(read):  # nothing was cached before: the keys are the step's own
             read = slots
-        firsts = (held.cumsum(0) - held)[:, None] + torch.arange(width, device=device) * size
+        firsts = (num_keys.cumsum(0) - num_keys)[:, None] + torch.arange(width, device=device) * size
         table = read[firsts.clamp(max=len(read) - 1)] // size
     return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=bounds,
-        seq_lens=held,
+        seq_lens=num_keys,
         seq_lens_cpu=lens_cpu,
         num_reqs=requests,
         num_actual_tokens=int(bounds[-1]),

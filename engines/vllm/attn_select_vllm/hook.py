@@ -13,13 +13,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn_select import select
+from attn_select.backends.registry import load_plugins
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.engines.observed import workload_in_an_engine
 from attn_select.errors import AttnSelectError, ConfigError, ModelError, RuntimeMissingError
 from attn_select.machine.detection import detect_device
-from attn_select.rules.plugins import load_plugins
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
 from attn_select_vllm.kernels.limits import limits, speculation_limits
@@ -73,20 +73,21 @@ def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., st
     return get_attn_backend_cls
 
 
-def _explicit(selected: Any, asked: Any, by_vllm: Callable[[], str]) -> str:
+def _explicit(selected: Any, attn_config: Any, by_vllm: Callable[[], str]) -> str:
     """Return the backend that was asked for by name. Platforms that have one backend alone would not look at ours.
 
     Raises:
         ConfigError: it is one of attn-select's, and the adapter does not serve such layers.
     """
     name = selected.name
-    _say(log_block.explicit_text(name, kind_of(asked)))
+    _say(log_block.explicit_text(name, kind_of(attn_config)))
     if not name.startswith(OWN_PREFIX):
         return by_vllm()
     config, backend = get_current_vllm_config(), name.removeprefix(OWN_PREFIX)
-    if refused := limits(asked, config) or speculation_limits(config, backend):
+    if refused := limits(attn_config, config) or speculation_limits(config, backend):
         raise ConfigError(
-            f"--attention-backend {name}: attn-select's kernels do not run these {kind_of(asked)} layers in vLLM: "
+            f"--attention-backend {name}: attn-select's kernels do not run these {kind_of(attn_config)} layers in "
+            "vLLM: "
             f"{'; '.join(refused)}",
             fields=["attention_backend"],
             hint="leave --attention-backend out, and attn-select chooses among vLLM's own backends",
@@ -94,13 +95,13 @@ def _explicit(selected: Any, asked: Any, by_vllm: Callable[[], str]) -> str:
     return str(selected.get_path())
 
 
-def _chosen(platform: Any, asked: Any, num_heads: int | None, adapter: Adapter) -> str | None:
+def _chosen(platform: Any, attn_config: Any, num_heads: int | None, adapter: Adapter) -> str | None:
     """Return the class path of the backend that attn-select chooses; None where vLLM is to choose.
 
     Raises:
         AttnSelectError: rules or a workload cannot be read.
     """
-    kind = kind_of(asked)
+    kind = kind_of(attn_config)
     vllm_config = get_current_vllm_config()
     if not current_platform.is_cpu():
         capability = platform.get_device_capability() if current_platform.is_cuda() else None
@@ -108,32 +109,32 @@ def _chosen(platform: Any, asked: Any, num_heads: int | None, adapter: Adapter) 
         if not adapter.sees(detect_device(), None if capability is None else tuple(capability), name):
             return None
     try:
-        config = layer_config(asked, vllm_config, num_heads)
+        config = layer_config(attn_config, vllm_config, num_heads)
     except (ConfigError, ModelError) as error:
         _say(log_block.abstained_text(error.message, kind))
         return None
     device = "cpu" if current_platform.is_cpu() else None
     selection = select(config, device, rules_in_an_engine(), workload=workload_in_an_engine())
-    choice = judge(selection, platform, asked, vllm_config)
+    choice = judge(selection, platform, attn_config, vllm_config)
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:
         _say(log_block.prefill_text(*choose_prefill(selection, platform, vllm_config)))
     return None if choice.engine is None else str(AttentionBackendEnum[choice.engine.name].get_path())
 
 
-def judge(selection: Selection, platform: Any, asked: Any, vllm_config: Any) -> Choice:
+def judge(selection: Selection, platform: Any, attn_config: Any, vllm_config: Any) -> Choice:
     """Return the first backend of a selection's order that vLLM accepts on this platform."""
     capability = platform.get_device_capability()
 
     def refusals(backend: str, engine: EngineBackend) -> Refusals:
-        if engine.own and (found := limits(asked, vllm_config)):
+        if engine.own and (found := limits(attn_config, vllm_config)):
             return found
         if engine.name not in AttentionBackendEnum.__members__:
             return [UNKNOWN]
         try:
             made = AttentionBackendEnum[engine.name].get_class()
             if not engine.own:
-                return list(made.validate_configuration(device_capability=capability, **asked._asdict()))
+                return list(made.validate_configuration(device_capability=capability, **attn_config._asdict()))
             load_plugins().specs[backend].get_class()
             return speculation_limits(vllm_config, backend)
         except (ImportError, OSError, RuntimeMissingError) as error:

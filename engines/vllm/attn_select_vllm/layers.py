@@ -18,20 +18,20 @@ DECODERS = ("decoder", "encoder_decoder")
 """Types of layers whose decodes vLLM captures."""
 
 
-def kind_of(asked: Any) -> str:
+def kind_of(attn_config: Any) -> str:
     """Return the layer kind that a selector's question is about, as ``attn-select explain`` names it."""
-    if asked.use_mla:
-        return "sparse_mla" if asked.use_sparse else "mla"
-    if asked.attn_type != "decoder":
-        return "cross_attention" if asked.attn_type == "encoder_decoder" else _attn_type(asked)
-    return "sliding_attention" if asked.has_sliding_window else "full_attention"
+    if attn_config.use_mla:
+        return "sparse_mla" if attn_config.use_sparse else "mla"
+    if attn_config.attn_type != "decoder":
+        return "cross_attention" if attn_config.attn_type == "encoder_decoder" else _attn_type(attn_config)
+    return "sliding_attention" if attn_config.has_sliding_window else "full_attention"
 
 
-def layer_config(asked: Any, vllm_config: Any, num_heads: int | None) -> AttentionConfig:
+def layer_config(attn_config: Any, vllm_config: Any, num_heads: int | None) -> AttentionConfig:
     """Return what the layers that a selector asks about want.
 
     Args:
-        asked: vLLM's ``AttentionSelectorConfig``.
+        attn_config: vLLM's ``AttentionSelectorConfig``.
         vllm_config: vLLM's ``VllmConfig``.
         num_heads: query heads per rank where the selector is told them (MLA); None: the model's.
 
@@ -39,55 +39,59 @@ def layer_config(asked: Any, vllm_config: Any, num_heads: int | None) -> Attenti
         ConfigError: the layers want what attn-select knows nothing of, such as a KV-cache dtype of vLLM's own.
         ModelError: the model's config does not describe such layers.
     """
-    model, parallel = _model_of(asked, vllm_config), vllm_config.parallel_config
+    model, parallel = _model_of(attn_config, vllm_config), vllm_config.parallel_config
     fields: dict[str, Any] = {
         "num_heads": num_heads or model.get_num_attention_heads(parallel),
-        "block_size": asked.block_size,
-        "kv_cache_dtype": asked.kv_cache_dtype or "auto",
-        "sinks": asked.has_sink,
-        "mm_prefix": asked.use_mm_prefix,
-        "non_causal": asked.use_non_causal,
-        "per_head_quant_scales": asked.use_per_head_quant_scales,
-        "attn_type": _attn_type(asked),
+        "block_size": attn_config.block_size,
+        "kv_cache_dtype": attn_config.kv_cache_dtype or "auto",
+        "sinks": attn_config.has_sink,
+        "mm_prefix": attn_config.use_mm_prefix,
+        "non_causal": attn_config.use_non_causal,
+        "per_head_quant_scales": attn_config.use_per_head_quant_scales,
+        "attn_type": _attn_type(attn_config),
     }
-    read = _as_read(asked, model.hf_text_config)
-    if asked.use_mla:
+    read = _as_read(attn_config, model.hf_text_config)
+    if attn_config.use_mla:
         fields |= {name: getattr(read, name) for name in (*MLA_DIMS, "sparse_top_k")}
     else:
-        fields |= {"num_kv_heads": model.get_num_kv_heads(parallel), "head_size": asked.head_size}
+        fields |= {"num_kv_heads": model.get_num_kv_heads(parallel), "head_size": attn_config.head_size}
         fields |= {"logits_soft_cap": read.logits_soft_cap, "alibi": read.alibi}
-        if asked.has_sliding_window:
+        if attn_config.has_sliding_window:
             fields["sliding_window"] = read.sliding_window or vllm_config.cache_config.sliding_window
-    return config_of(vllm_config, asked.dtype, asked.use_batch_invariant, **fields)
+    return config_of(vllm_config, attn_config.dtype, attn_config.use_batch_invariant, **fields)
 
 
-def _model_of(asked: Any, vllm_config: Any) -> Any:
+def _model_of(attn_config: Any, vllm_config: Any) -> Any:
     """Return the ``ModelConfig`` of the layers: the drafter's where only its heads are as wide.
 
     A head of EAGLE is made under the engine's config, and nothing in the question says whose layers they are.
     """
     model, drafter = vllm_config.model_config, getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if drafter is not None and asked.head_size == drafter.get_head_size() != model.get_head_size():
+    if drafter is not None and attn_config.head_size == drafter.get_head_size() != model.get_head_size():
         return drafter
     return model
 
 
-def _attn_type(asked: Any) -> str:
-    return str(getattr(asked.attn_type, "value", asked.attn_type))
+def _attn_type(attn_config: Any) -> str:
+    return str(getattr(attn_config.attn_type, "value", attn_config.attn_type))
 
 
-def _as_read(asked: Any, text: Any) -> AttentionConfig:
+def _as_read(attn_config: Any, text: Any) -> AttentionConfig:
     """Return the layers as attn-select reads them in the model's config: of the kind that is asked about, if there are.
 
     Raises:
         ModelError: the config does not describe attention layers.
     """
     kinds = configs_from_model(text).attention_configs
-    same = [config for config in kinds if config.attn_type == _attn_type(asked) and config.mla == asked.use_mla]
+    same = [
+        config for config in kinds if config.attn_type == _attn_type(attn_config) and config.mla == attn_config.use_mla
+    ]
     if not same:
         seen = ", ".join(dict.fromkeys(f"{'MLA ' if c.mla else ''}{c.attn_type}" for c in kinds))
-        raise ModelError(f"vLLM has {kind_of(asked)} layers, and the model's config describes {seen} layers alone")
-    windowed = [config for config in same if (config.sliding_window is not None) == asked.has_sliding_window]
+        raise ModelError(
+            f"vLLM has {kind_of(attn_config)} layers, and the model's config describes {seen} layers alone"
+        )
+    windowed = [config for config in same if (config.sliding_window is not None) == attn_config.has_sliding_window]
     return (windowed or same)[0]
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from attn_select import __version__
-from attn_select.decide.text import layer_lines, plain, warning_lines
+from attn_select.decide.lines import plain
+from attn_select.decide.text import layer_lines, warning_lines
 from attn_select_vllm.choice import Choice, Refusals, served_phases
 from attn_select_vllm.names import OWN_PREFIX, PAIRS
 

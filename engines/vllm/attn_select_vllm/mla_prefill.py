@@ -23,14 +23,14 @@ def choose_prefill(selection: Selection, platform: Any, vllm_config: Any) -> tup
     config, refused = selection.config, dict[str, Refusals]()
     dims = {name: getattr(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     dtype = vllm_config.model_config.dtype
-    asked = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=MLADimensions(**dims))
+    selector_config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=MLADimensions(**dims))
     for name in prefill_order(selection):
         if name not in MLAPrefillBackendEnum.__members__:
             refused[name] = [UNKNOWN]
             continue
         try:
             backend = MLAPrefillBackendEnum[name].get_class()
-            reasons = list(backend.validate_configuration(platform.get_device_capability(), asked))
+            reasons = list(backend.validate_configuration(platform.get_device_capability(), selector_config))
         except (ImportError, OSError) as error:
             reasons = [f"{type(error).__name__}: {error}"]
         if not reasons:

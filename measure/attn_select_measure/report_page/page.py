@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from attn_select import __version__
 from attn_select.decide.config_text import config_text
-from attn_select.decide.text import NAN_TAIL_WARNING, byte_text, us_text
+from attn_select.decide.lines import byte_text, us_text
+from attn_select.decide.text import NAN_TAIL_WARNING
 from attn_select.layer.layer_config import layer_of
 from attn_select_measure.charts import COLOURS, SIGNS
 from attn_select_measure.report_page.predicted import Chart, ChartGroup
@@ -28,40 +29,25 @@ _CUT = "\x00"
 
 @dataclass(slots=True)
 class Cell:
-    """One model's layers of one kind on one GPU.
+    """One model's layers of one kind on one GPU."""
 
-    Attributes:
-        model: the model, or what names the layer.
-        kind: the layer kind and how many layers are of it.
-        gpu: the column.
-        names: the chosen backends, prefill's first; ``none`` for a phase without one.
-        key: which of ``Page.explanations`` opens.
-    """
-
-    model: str
-    kind: str
+    model: str  # the model, or what names the layer
+    kind: str  # the layer kind and how many layers are of it
     gpu: str
-    names: list[str]
-    key: str
+    names: list[str]  # the chosen backends, prefill's first; ``none`` for a phase without one
+    key: str  # which of ``Page.explanations`` opens
 
 
 @dataclass(slots=True)
 class Page:
-    """Everything that a report shows.
-
-    Attributes:
-        cells: of the matrix.
-        explanations: what each key of a cell opens: a document of ``attn-select explain --json``.
-        timed: charts of predicted times.
-        notes: why there are no charts of some layers or GPUs, sentences.
-        looks: index of each backend's colour and sign.
-    """
+    """Everything that a report shows."""
 
     cells: Sequence[Cell]
+    # what each key of a cell opens: a document of ``attn-select explain --json``
     explanations: Mapping[str, Mapping[str, Any]]
-    timed: Sequence[ChartGroup]
-    notes: Sequence[str]
-    looks: Mapping[str, int]
+    timed: Sequence[ChartGroup]  # charts of predicted times
+    notes: Sequence[str]  # why there are no charts of some layers or GPUs, sentences
+    looks: Mapping[str, int]  # index of each backend's colour and sign
 
     def html(self) -> str:
         """Return the page as text."""
@@ -123,7 +109,7 @@ def _templates() -> Environment:
         us=us_text,
         in_bytes=byte_text,
         nan_tail_warning=NAN_TAIL_WARNING,
-        asked=lambda layer: config_text(layer_of(layer["config"])),
+        config_line=lambda layer: config_text(layer_of(layer["config"])),
         ranked=_ranked,
         origin=_origin,
     )
@@ -135,7 +121,7 @@ def _ranked(layer: Mapping[str, Any], phase: str) -> list[Mapping[str, Any]]:
 
 
 def _origin(rule: Mapping[str, Any]) -> str:
-    return f"{rule['plugin'] or rule['file']}:{rule['line']}"
+    return f"{rule['file']}:{rule['line']}"
 
 
 def _text(name: str) -> str:

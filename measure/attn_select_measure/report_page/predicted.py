@@ -23,23 +23,15 @@ from attn_select_measure.timed_fields import timed_fields
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a chart is over.
-
-    Attributes:
-        phase: of its batches.
-        title: above it.
-        x_name: beside its x axis.
-        xs: what x is: how many requests there are where ``requests`` is None, else how many tokens each has.
-        requests: how many there are; None: x.
-        length: tokens of each; None: x.
-    """
+    """What a chart is over."""
 
     phase: Phase
     title: str
-    x_name: str
+    x_name: str  # beside its x axis
+    # what x is: how many requests there are where ``requests`` is None, else how many tokens each has
     xs: Sequence[int]
-    requests: int | None
-    length: int | None
+    requests: int | None  # how many there are; None: x
+    length: int | None  # tokens of each; None: x
 
     def batch(self, x: int, config: LayerConfig) -> BatchShape:
         """Return the batch of one x."""
@@ -92,13 +84,7 @@ class Layer:
 
 
 def chart_groups(layers: Sequence[Layer], looks: Mapping[str, int], done: Callable[[], None]) -> list[ChartGroup]:
-    """Return the charts of each layer and GPU, none where nothing is known; layers whose times are alike share a group.
-
-    Args:
-        layers: what the charts are of.
-        looks: colours and signs of backends.
-        done: called once for each layer.
-    """
+    """Return the charts of each layer and GPU; layers whose times are alike share a group."""
     alike: dict[Any, list[Layer]] = {}
     for layer in layers:
         alike.setdefault(layer.key, []).append(layer)

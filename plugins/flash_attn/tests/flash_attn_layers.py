@@ -68,12 +68,12 @@ def reference(group: Any, common: Any, cache: Any, layer: Any, **options: Any) -
     config = group.config
     query = torch.randn(common.num_actual_tokens, config.num_heads, config.head_size).bfloat16()
     table, bounds = common.block_table_tensor, common.query_start_loc
-    given = (query, cache, group.kv_layout, table, bounds, common.seq_lens, config, layer.scale)
+    given = (query, cache, group.kv_layout, table, bounds, common.seq_lens, config, layer.terms.scale)
     return paged_reference(*given, **options)
 
 
 def always_cascade(group: Any) -> None:
-    group.backends[0].builder.least_cascade_bytes = 0
+    group.distinct[0].builder.least_cascade_bytes = 0
 
 
 def on_gpu(**fields: Any) -> Any:

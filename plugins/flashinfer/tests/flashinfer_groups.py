@@ -59,7 +59,7 @@ def _group(fields: dict[str, Any], gpu: str | None, layout: Any, options: dict[s
 
 
 def builder_of(group: AttentionGroup) -> Any:
-    return group.backends[0].builder
+    return group.distinct[0].builder
 
 
 def drawn_query(group: AttentionGroup, tokens: int) -> torch.Tensor:
@@ -85,10 +85,10 @@ def run(
 def reference(group: Any, common: Any, cache: Any, layer: Any, sinks: Any = None) -> tuple[Any, Any]:
     """Return output and LSE of the queries that ``run`` draws, in float64."""
     config = group.config.model_copy(update={"non_causal": group.config.non_causal or not common.causal})
-    scales = {"k_scale": layer.scales.k, "v_scale": layer.scales.v} if cache.element_size() == 1 else {}
+    scales = {"k_scale": layer.terms.scales.k, "v_scale": layer.terms.scales.v} if cache.element_size() == 1 else {}
     return paged_reference(
         drawn_query(group, common.num_actual_tokens), cache, group.kv_layout, common.block_table_tensor,
-        common.query_start_loc, common.seq_lens, config, layer.scale, sinks=sinks, **scales,
+        common.query_start_loc, common.seq_lens, config, layer.terms.scale, sinks=sinks, **scales,
     )  # fmt: skip
 
 

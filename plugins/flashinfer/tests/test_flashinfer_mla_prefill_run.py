@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import flashinfer_emulated as fi
@@ -54,8 +57,8 @@ def prefiller(kernel: str, emulate: Emulate, *, entries: dict[str, Any] | None =
     gpu, capability, options = KERNELS[kernel]
     world = emulate(capability, **(entries or {}))
     group = layers.group_for(gpu, layers.mla_config(num_heads=HEADS, **fields), phases=["prefill"], **options)
-    served, sinks = group.served["prefill"], torch.randn(HEADS) if fields.get("sinks") else None
-    return world, served.builder, served.backend.impl_cls(served.context, scale=QK**-0.5, sinks=sinks)
+    served, sinks = group.backends["prefill"], torch.randn(HEADS) if fields.get("sinks") else None
+    return world, served.builder, impl_of(served, scale=QK**-0.5, sinks=sinks)
 
 
 def check(builder: Any, impl: Any, batch: VarlenMetadata, *, contiguous: bool = True) -> None:
@@ -67,13 +70,13 @@ def check(builder: Any, impl: Any, batch: VarlenMetadata, *, contiguous: bool = 
     output, lse = torch.full((tokens + 2, HEADS, V), torch.nan).bfloat16(), torch.full((tokens + 2, HEADS), torch.nan)
     if not contiguous:
         output, lse = torch.cat([output, output], dim=2)[..., :V], torch.cat([lse, lse], dim=1)[:, :HEADS]
-    impl.forward_mha(None, query, key, value, builder.build_prefill(batch), output, lse)
+    impl.forward_mha(query, key, value, builder.build_prefill(batch), Outputs(output, lse))
     assert output[tokens:].isnan().all()
     assert lse[tokens:].isnan().all()
     for request in range(len(batch.query_start_loc) - 1):
         rows, keys = (slice(*each[request : request + 2]) for each in (batch.query_start_loc, batch.key_start_loc))
-        options = {"sinks": impl.sinks if batch.counts_sinks else None, "causal": batch.causal}
-        wanted, its_lse = attention_reference(query[rows], key[keys], value[keys], scale=impl.scale, **options)
+        options = {"sinks": impl.terms.sinks if batch.counts_sinks else None, "causal": batch.causal}
+        wanted, its_lse = attention_reference(query[rows], key[keys], value[keys], scale=impl.terms.scale, **options)
         torch.testing.assert_close(output[rows].double(), wanted, atol=2e-2, rtol=0)
         torch.testing.assert_close(lse[rows].double(), its_lse, atol=2e-3, rtol=0)
 
@@ -131,6 +134,6 @@ def test_nothing_to_do(emulate: Emulate) -> None:
     world, builder, impl = prefiller("fa3", emulate)
     metadata = builder.build_prefill(varlen([0], [0], True))
     output = torch.full((2, HEADS, V), torch.nan)
-    assert impl.forward_mha(None, output, output, output, metadata, output) is output
+    assert impl.forward_mha(output, output, output, metadata, Outputs(output)) is output
     assert output.isnan().all()
     assert not world.named(f"{WRAPPER}.run")

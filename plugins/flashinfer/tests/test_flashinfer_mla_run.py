@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import flashinfer_emulated as fi
@@ -101,7 +104,7 @@ def test_a_block_table_is_read_where_it_lies_before_07(emulate: Emulate, release
         layers.run(group, drawn, metadata=group.build(common_of(drawn)))
         read = world.named(RUN if release == "0.6.14" else PLAN)[-1]["kv_indices"]
         assert (read.data_ptr() == part.data_ptr()) == (release == "0.6.14")
-    served = group.served["decode"]
+    served = group.backends["decode"]
     huge = torch.empty_strided((3, 1), (1 << 25, 1), dtype=torch.int32, device="meta")
     with pytest.raises(BatchError, match="3 rows of 33554432 pages of 64 tokens: the kernels count tokens in 32 bits"):
         served.builder.build(0, layers.common_of(problem, block_table_tensor=huge))
@@ -111,12 +114,12 @@ def test_query_and_cache_are_views(emulate: Emulate, release: str) -> None:
     world = emulate()
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     problem = layers.problem_for(group, [(1, 9), (1, 65)])
-    served = group.served["decode"]
-    impl = served.backend.impl_cls(served.context, scale=0.1)
+    served = group.backends["decode"]
+    impl = impl_of(served, scale=0.1)
     query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
     metadata = served.builder.build(0, layers.common_of(problem))
     for cache in (problem.step.kv_cache, problem.step.kv_cache.clone()):
-        impl.forward_mqa(None, query, cache, metadata, output)
+        impl.forward_mqa(query, cache, metadata, Outputs(output))
         (call,) = world.named(RUN)[-1:]
         assert call["q_nope"].data_ptr() == query.data_ptr()
         assert call["q_pe"].data_ptr() == query[..., RANK:].data_ptr()
@@ -130,8 +133,8 @@ def test_query_and_cache_are_views(emulate: Emulate, release: str) -> None:
         torch.randn(3, 4, 2 * ROPE).bfloat16()[..., ROPE:],
     )
     wanted, cache = torch.empty_like(output), torch.randn_like(problem.step.kv_cache)
-    impl.forward_mqa(None, torch.cat((latent, rope), -1)[:2], cache, metadata, wanted)
-    impl.forward_mqa(None, (latent, rope), cache, metadata, output)  # padded, as in a graph
+    impl.forward_mqa(torch.cat((latent, rope), -1)[:2], cache, metadata, Outputs(wanted))
+    impl.forward_mqa((latent, rope), cache, metadata, Outputs(output))  # padded, as in a graph
     assert torch.equal(output, wanted)
     assert world.named(RUN)[-1]["q_nope"].data_ptr() == latent.data_ptr()
 
@@ -249,7 +252,7 @@ def test_several_steps_may_be_built_before_the_first_one_runs(kernel: str, emula
 def test_a_step_is_refused_whose_buffers_a_later_graph_step_has_overwritten(emulate: Emulate) -> None:
     emulate()
     group = layers.group_for("h100", layers.mla_config(), cuda_graphs=True, phases=["decode"])
-    builder = group.served["decode"].builder
+    builder = group.backends["decode"].builder
     eager, two, other = (layers.problem_for(group, lens) for lens in ([(1, 9)], [(1, 70), (1, 5)], [(1, 3), (1, 4)]))
     builder.build_for_cudagraph_capture(layers.common_of(two))
     early, late = group.build(layers.common_of(eager)), group.build(layers.common_of(two))
@@ -297,8 +300,8 @@ def test_a_graph_replays_with_other_lengths_and_pages(
     world = emulate()
     config = layers.mla_config(num_heads=heads, num_speculative_tokens=query_len - 1)
     group = layers.group_for("h100", config, cuda_graphs=True, phases=["decode"])
-    served = group.served["decode"]
-    impl = served.backend.impl_cls(served.context, scale=0.1)
+    served = group.backends["decode"]
+    impl = impl_of(served, scale=0.1)
     problems = [
         layers.problem_for(group, [(query_len, length) for length in lengths], seed)
         for seed, lengths in enumerate(([9, 9, 9], [70, 5, 0], [200, 64, 65], [6, 330, 129]))
@@ -314,9 +317,9 @@ def test_a_graph_replays_with_other_lengths_and_pages(
 
     for _ in range(2):  # the first learns the layer's scale, as a runner's warm-up does
         metadata = served.builder.build_for_cudagraph_capture(common(problems[0]))
-        impl.forward_mqa(None, query, cache, metadata, output, lse)
+        impl.forward_mqa(query, cache, metadata, Outputs(output, lse))
     with fi.capturing() as graph:
-        impl.forward_mqa(None, query, cache, metadata, output, lse)
+        impl.forward_mqa(query, cache, metadata, Outputs(output, lse))
     assert len(graph.nodes) == 1
     for place, problem in enumerate(problems[1:]):
         cache[: len(problem.step.kv_cache)] = problem.step.kv_cache.nan_to_num()
@@ -339,8 +342,8 @@ def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest
     emulate()
     monkeypatch.setattr(plans, "new_event", lambda device: fi.Event())
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
-    served = group.served["decode"]
-    impl = served.backend.impl_cls(served.context, scale=192**-0.5)
+    served = group.backends["decode"]
+    impl = impl_of(served, scale=192**-0.5)
     problems = [layers.problem_for(group, [(1, 20 * step + r) for r in range(1, 4)], step) for step in range(4)]
     query, caches = torch.randn(3, 4, 576).bfloat16(), [each.step.kv_cache.nan_to_num() for each in problems]
 
@@ -349,7 +352,7 @@ def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest
         for problem in problems:
             made.append(torch.zeros(3, 4, RANK).bfloat16())
             metadata = served.builder.build(0, layers.common_of(problem))
-            impl.forward_mqa(None, query, caches[len(made) - 1], metadata, made[-1])
+            impl.forward_mqa(query, caches[len(made) - 1], metadata, Outputs(made[-1]))
         return made
 
     waited = outputs()
@@ -393,7 +396,7 @@ def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: in
             given = {"query": part.query, "key": part.step.key, "value": part.step.value}
             output = runner(given, {group: layers.common_of(part)})
             wanted, _ = part.reference(size, kv_cache=held)
-            plans = {"decode": group.served["decode"].context.plans["decode"]}
+            plans = {"decode": group.backends["decode"].context.plans["decode"]}
             assert relative_error(output.cpu(), wanted.cpu()).norm <= error_bound(group.config, plans).norm
 
 

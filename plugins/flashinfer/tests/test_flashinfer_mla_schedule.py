@@ -84,7 +84,7 @@ def test_requests_of_one_length(count: int, length: int, clusters: int, pieces: 
 
 def lists_of(group: Any, problem: Any) -> Lists | None:
     """Return the lists that a batch's wrapper gets in the place of those that it planned, if any."""
-    made = group.served["decode"].builder.build(0, layers.common_of(problem)).wrapper.made
+    made = group.backends["decode"].builder.build(0, layers.common_of(problem)).wrapper.made
     return None if made._plan_info == made._own else Lists(made._int_workspace_buffer, tuple(made._plan_info))
 
 
@@ -141,7 +141,7 @@ def test_releases_from_07_keep_flashinfers_schedule(emulate: Emulate) -> None:
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     problem = layers.problem_for(group, [(1, 200), (1, 3)])
     layers.run(group, problem)
-    wrapper = group.served["decode"].builder.build(0, layers.common_of(problem)).wrapper.made
+    wrapper = group.backends["decode"].builder.build(0, layers.common_of(problem)).wrapper.made
     assert not hasattr(wrapper, "_plan_info")
 
 
@@ -157,4 +157,4 @@ def test_a_plan_of_another_form_is_refused(emulate: Emulate, monkeypatch: pytest
 
     monkeypatch.setattr(BatchMLAPagedAttentionWrapper, "plan", changed)
     with pytest.raises(KernelMismatchError, match=r"a plan of BatchMLAPagedAttentionWrapper .* with 18 numbers"):
-        group.served["decode"].builder.build(0, layers.common_of(problem))
+        group.backends["decode"].builder.build(0, layers.common_of(problem))

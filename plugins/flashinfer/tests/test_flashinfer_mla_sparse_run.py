@@ -129,7 +129,7 @@ def test_more_tokens_than_a_call_takes(emulate: Emulate, monkeypatch: pytest.Mon
 
 def test_statistics_bound_a_call(emulate: Emulate) -> None:
     world, group = group_on("b200", emulate, num_heads=128)
-    (served,) = group.backends
+    (served,) = group.distinct
     served.builder._workspace = torch.zeros((33 << 20) + 10 * 8 * 128 * 256, dtype=torch.uint8)
     layers.run(group, layers.problem_for(group, [(12, 30)]))
     assert [len(call["query"]) for call in world.named(ENTRY)] == [10, 2]
@@ -181,7 +181,7 @@ def test_schedules_of_graphs_stay_where_they_are(emulate: Emulate) -> None:
     group = layers.group_for(
         "h100", layers.mla_config(sparse_top_k=64), cuda_graphs=True, capacity=Capacity(8, 64, 512)
     )
-    (served,) = group.backends
+    (served,) = group.distinct
     schedules = []
     for lengths in ([9, 70], [200, 3]):
         problem = layers.problem_for(group, [(1, length) for length in lengths])

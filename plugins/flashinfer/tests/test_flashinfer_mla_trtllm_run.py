@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import flashinfer_emulated as fi
@@ -16,7 +19,7 @@ import torch
 from flashinfer_emulated import trtllm_mla
 
 from attn_select.reference.oracle import attention_reference
-from attn_select.runtime import BatchError, Capacity, Scales
+from attn_select.runtime import BatchError, Capacity
 
 Emulate = Callable[..., Any]
 ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
@@ -46,7 +49,7 @@ def test_one_token_each(emulate: Emulate) -> None:
     assert (call["backend"], call["max_seq_len"], call["bmm2_scale"]) == ("trtllm-gen", 200, 1.0)
     assert call["bmm1_scale"] == 192**-0.5
     assert (call["qk_nope_head_dim"], call["kv_lora_rank"], call["qk_rope_head_dim"]) == (128, 512, 64)
-    assert call["workspace_buffer"].numel() == group.served["decode"].context.plans["decode"].workspace_bytes
+    assert call["workspace_buffer"].numel() == group.backends["decode"].context.plans["decode"].workspace_bytes
     assert not call["return_lse"]
     assert call["lse"] is None
     assert not world.syncs
@@ -141,20 +144,18 @@ def test_scales_on_the_device(emulate: Emulate) -> None:
 def test_scales_follow_the_layer(emulate: Emulate) -> None:
     world, group = on_b200(emulate, num_heads=8, kv_cache_dtype="fp8")
     problem = layers.problem_for(group, [(1, 70)])
-    layer = layers.layer_of(group, problem)
     for factor in (1.0, 2.0):
         step = problem.step
         q, k = float(step.q_scale) * factor, float(step.k_scale)
-        layer.scales = Scales.make("cpu", q=q, k=k)
-        scaled = dataclasses.replace(problem, step=dataclasses.replace(step, q_scale=layer.scales.q))
-        layers.run(group, scaled, layer)
+        scaled = dataclasses.replace(problem, step=dataclasses.replace(step, q_scale=torch.tensor(q)))
+        layers.run(group, scaled)
         assert world.named(ENTRY)[-1]["bmm1_scale"] == pytest.approx(q * k * step.scale)
 
 
 def test_statistics_that_do_not_fit_are_taken_in_parts(emulate: Emulate) -> None:
     capacity = Capacity(64, 512, 128)
     world, group = on_b200(emulate, num_heads=128, num_speculative_tokens=1, capacity=capacity)
-    served = group.served["decode"]
+    served = group.backends["decode"]
     served.builder._decode.workspace = torch.zeros(33 * MIB + 5 * 8 * 128 * 256 + 7, dtype=torch.uint8)
     problem = layers.problem_for(group, [(2, 3)] * 12)
     ran = layers.run(group, problem)
@@ -178,8 +179,8 @@ def test_more_requests_than_counters_are_taken_in_parts(emulate: Emulate, monkey
 def test_a_graph_replays_with_other_lengths_and_tables(query_len: int, causal: bool, emulate: Emulate) -> None:
     fields = {"num_heads": 8, "num_speculative_tokens": query_len - 1, "non_causal": not causal}
     _, group = on_b200(emulate, cuda_graphs=True, **fields)
-    served = group.served["decode"]
-    impl = served.backend.impl_cls(served.context, scale=0.1)
+    served = group.backends["decode"]
+    impl = impl_of(served, scale=0.1)
     cache, query = torch.randn(64, 64, 576).bfloat16(), torch.randn(2 * query_len, 8, 576).bfloat16()
     output, table, lens = torch.empty(2 * query_len, 8, 512).bfloat16(), torch.zeros(2, 8).int(), torch.zeros(2).int()
 
@@ -191,7 +192,7 @@ def test_a_graph_replays_with_other_lengths_and_tables(query_len: int, causal: b
 
     metadata = served.builder.build_for_cudagraph_capture(common([query_len] * 2, torch.zeros(2, 8)))
     with fi.capturing() as graph:
-        impl.forward_mqa(None, query, cache, metadata, output)
+        impl.forward_mqa(query, cache, metadata, Outputs(output))
     for seed, lengths in enumerate(([70, 5], [129, 0], [300, 64])):
         blocks = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[:16].view(2, 8)
         served.builder.build(0, common(lengths, blocks))

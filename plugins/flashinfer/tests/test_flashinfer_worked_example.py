@@ -91,7 +91,7 @@ def check_output(group: Any, common: Any) -> None:
         plan = group.selection.plans[phase]
         expected, _ = paged_reference(
             query, cache, group.kv_layout, common.block_table_tensor, common.query_start_loc, common.seq_lens,
-            group.config, layer.scale, k_scale=SCALES["k"], v_scale=SCALES["v"],
+            group.config, layer.terms.scale, k_scale=SCALES["k"], v_scale=SCALES["v"],
             query_dtype=plan.query_dtype if plan.query_dtype == "fp8_e4m3" else None, q_scale=SCALES["q"],
         )  # fmt: skip
         error = float((output[rows].double() - expected[rows]).norm() / expected[rows].norm())

@@ -6,7 +6,6 @@ The bounds are those of the conformance suite (``attn_select.reference.compariso
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch_layers import check_close, check_words, context_of
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FLASH_ATTN_NHD
 from attn_select.reference.running import common_of
-from attn_select.runtime import Scales
+from attn_select.runtime import Outputs, Terms
 from attn_select.testing import Problem, error_bound, random_problem, same_bits
 from attn_select_torch.facts.flex_attention import FLEX_ATTENTION, TILE
 from attn_select_torch.runtime.flex import FlexImpl
@@ -51,8 +50,7 @@ class Rig:
             cuda_graphs=cuda_graphs,
         )
         self.builder = FlexBuilder(self.context)
-        self.impl = FlexImpl(self.context, scale=config.head_size**-0.5)
-        self.layer = SimpleNamespace(layer_name="one", scales=Scales.make(where))
+        self.impl = FlexImpl(self.context, Terms.of(config, where))
 
     def run(self, problem: Problem, cache: Any, metadata: FlexMetadata) -> tuple[torch.Tensor, torch.Tensor | None]:
         query = problem.query
@@ -60,7 +58,7 @@ class Rig:
         output = query.new_full(shape, torch.nan)
         lse = torch.full(shape[:2], torch.nan, device=query.device) if query.is_cuda else None
         keys = (None, None) if cache is not None else (problem.key, problem.value)
-        self.impl.forward(self.layer, query, *keys, cache, metadata, output, lse)
+        self.impl.forward(query, *keys, cache, metadata, Outputs(output, lse))
         assert output[-1].isnan().all(), "rows behind the step's tokens were written"
         return output[:-1], None if lse is None else lse[:-1]
 
@@ -269,7 +267,7 @@ def test_graph_replays_other_lengths_and_tables() -> None:
     lse = torch.zeros(output.shape[:2], device="cuda")
 
     def step(metadata: FlexMetadata) -> None:
-        rig.impl.forward(rig.layer, query, None, None, cache, metadata, output, lse)
+        rig.impl.forward(query, None, None, cache, metadata, Outputs(output, lse))
 
     for _ in range(2):
         step(rig.builder.build_for_cudagraph_capture(common_of(first)))

@@ -20,7 +20,9 @@ from attn_select.runtime import (
     CommonAttentionMetadata,
     MLAAttention,
     MLAAttentionGroup,
+    Outputs,
     Scales,
+    Terms,
     VarlenMetadata,
     prepare_batch,
 )
@@ -164,7 +166,7 @@ def test_values_wider_than_keys(device: str) -> None:
 def test_rows_without_keys_in_prefill(causal: bool, counts_sinks: bool | None, device: str) -> None:
     """Output 0, LSE -inf; with sinks, where they are counted, the sink. Three requests: no key, no row, four rows."""
     config = AttentionConfig(**SMALL, sinks=counts_sinks is not None, dtype="float32")
-    served = make_group(config, device).served["prefill"]
+    served = make_group(config, device).backends["prefill"]
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(*shape, generator=draw) for shape in ((7, 4, 24), (5, 4, 24), (5, 4, 24)))
     sinks = None if counts_sinks is None else torch.randn(4, generator=draw)
@@ -180,10 +182,10 @@ def test_rows_without_keys_in_prefill(causal: bool, counts_sinks: bool | None, d
         query_offsets_cpu=torch.tensor([0, 2, -1], dtype=torch.int32),  # the last request's first row sees none
         counts_sinks=bool(counts_sinks),
     )
-    impl = TorchMLAImpl(served.context, scale=0.2, sinks=None if sinks is None else sinks.to(device))
+    impl = served.impl(Terms.of(config, served.context.device, scale=0.2, sinks=sinks))
     tensors = [tensor.to(device) for tensor in (query, key, value)]
     output, lse = torch.full((7, 4, 24), torch.nan, device=device), torch.full((7, 4), torch.nan, device=device)
-    impl.forward_mha(None, *tensors, served.builder.build_prefill(varlen), output, lse)
+    impl.forward_mha(*tensors, served.builder.build_prefill(varlen), Outputs(output, lse))
     assert (output[:3] == 0).all()
     expected = sinks.expand(3, 4) if sinks is not None and counts_sinks else torch.full((3, 4), -torch.inf)
     assert torch.equal(lse[:3].cpu(), expected)

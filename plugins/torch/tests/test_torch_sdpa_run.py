@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch_layers import check_close, context_of
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.reference.running import common_of
-from attn_select.runtime import Scales
+from attn_select.runtime import Outputs, Scales, Terms
 from attn_select.testing import Problem, error_bound, random_problem, same_bits
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 from attn_select_torch.runtime import cudnn_prompts, varlen
@@ -55,10 +54,11 @@ class Rig:
         self.builder = SDPABuilder(self.context)
         if limits is not None:
             self.builder.limits = limits
-        self.impl = SDPAImpl(self.context, scale=problem.scale, alibi_slopes=problem.alibi_slopes, sinks=problem.sinks)
         heads = config.num_kv_heads if config.per_head_quant_scales else 0
         k, v = (1.0 if scale is None else scale for scale in (problem.k_scale, problem.v_scale))
-        self.layer = SimpleNamespace(layer_name="one", scales=Scales.make(device, k=k, v=v, num_kv_heads=heads))
+        given = {"scale": problem.scale, "alibi_slopes": problem.alibi_slopes, "sinks": problem.sinks}
+        scales = Scales.make(device, k=k, v=v, num_kv_heads=heads)
+        self.impl = SDPAImpl(self.context, Terms.of(config, device, scales=scales, **given))  # type: ignore[arg-type]
         self.cache = problem.written_cache() if config.has_cache else None
 
     def run(self, metadata: SDPAMetadata, *, reference: Rig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,9 +68,9 @@ class Rig:
         output = query.new_full((tokens + 1, query.shape[1], self.context.config.value_head_size), torch.nan)
         lse = torch.full(output.shape[:2], torch.nan, device=query.device)
         keys = (None, None) if self.cache is not None else (self.problem.key, self.problem.value)
-        self.impl.forward(self.layer, query, *keys, self.cache, metadata, output, lse)
+        self.impl.forward(query, *keys, self.cache, metadata, Outputs(output, lse))
         alone = torch.full_like(output, torch.nan)
-        self.impl.forward(self.layer, query, *keys, self.cache, metadata, alone)
+        self.impl.forward(query, *keys, self.cache, metadata, Outputs(alone))
         assert output[tokens:].isnan().all(), "rows behind the step's tokens were written"
         (reference or self).check(alone[:tokens])
         return output[:tokens], lse[:tokens]
@@ -220,9 +220,8 @@ def test_layers_share_a_step_and_not_results() -> None:
     metadata = first.builder.build(0, common_of(problem))
     kept = first.run(metadata)
     copies = [tensor.clone() for tensor in kept]
-    second.impl.forward(
-        second.layer, second.problem.query, None, None, first.cache, metadata, torch.empty_like(kept[0])
-    )
+    outputs = Outputs(torch.empty_like(kept[0]))
+    second.impl.forward(second.problem.query, None, None, first.cache, metadata, outputs)
     assert all(same_bits(*pair) for pair in zip(kept, copies, strict=True))
 
 
@@ -291,6 +290,10 @@ def test_few_keys_are_one_group_whatever_their_padding() -> None:
         assert len(Rig(problem, Limits(64, 10**6, few)).check_all().pieces) == pieces
 
 
+def scaled(scale: float) -> Terms:
+    return Terms.of(AttentionConfig(**SMALL), torch.device("cpu"), scale=scale)
+
+
 def emulated_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -320,7 +323,7 @@ def emulated_varlen(
         left, right = (size if size >= 0 else 10**6 for size in window_size)
         seen = (distance <= left) & (-distance <= right)
         batched = [tensor.transpose(0, 1)[None] for tensor in (query[rows], key[part], value[part])]
-        found, found_lse = attend(*batched, scale=scale or 1.0, visible=seen)  # type: ignore[misc]
+        found, found_lse = attend(*batched, scaled(scale or 1.0), visible=seen)  # type: ignore[misc]
         out[rows] = found[0].transpose(0, 1)
         lse[:, rows] = found_lse[0].masked_fill(found_lse[0].isneginf(), torch.inf)
     return out, lse
@@ -371,7 +374,7 @@ def emulated_cudnn(
     assert key.shape == value.shape
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-    out, lse = attend(query, key, value, scale=scale, visible=seen)
+    out, lse = attend(query, key, value, scaled(scale), visible=seen)
     return out, lse.unsqueeze(-1) if compute_log_sumexp else None, None, None, 0, 0, None, None, None
 
 

@@ -15,6 +15,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from attn_select_triton.limits import MEASURED_CAPABILITY
 
 Way = Literal["pages", "gathered", "split", "warps", "gathered_warps"]
@@ -139,6 +141,14 @@ class Cost:
     fixed: float = 0.0
     merge: float = 0.0
 
+    def shared(self, pairs: float, items: Any, last: Any) -> Any:
+        """Return the time of the warp-specialised kernel's programs in ns, without the merge: numbers or arrays.
+
+        Args:
+            pairs, items, last: as ``schedule.Shares`` has them.
+        """
+        return np.maximum(2 * self.tile * (pairs + items * self.border), last * self.alone)
+
 
 @cache
 def way_cost(name: str) -> Cost:
@@ -245,6 +255,21 @@ def decode_splits() -> DecodeSplits:
     """Return how decodes are split."""
     given = _tuning()["decode"]
     return DecodeSplits(**{**given, "uneven_parts": tuple(given["uneven_parts"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """``[joined]`` of ``tuning.toml``."""
+
+    programs: int
+    keys: int
+    alone: int
+
+
+@cache
+def joined() -> Joined:
+    """Return which steps with prefills are one launch of the decode kernel."""
+    return Joined(**_tuning()["joined"])
 
 
 @cache

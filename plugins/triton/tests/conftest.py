@@ -40,3 +40,11 @@ def terms_of() -> Callable[[Any], Any]:
         )
 
     return make
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps so small have a launch for their decodes and others for their prefills, as larger ones do."""
+    from attn_select_triton.runtime import schedule
+
+    monkeypatch.setattr(schedule, "few_keys", lambda *_: False)

@@ -40,26 +40,32 @@ class OnGPU(BackendConformance):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("apart")
 class TestSeed0(OnGPU):
     seed = 0
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("apart")
 class TestSeed1(OnGPU):
     seed = 1
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("apart")
 class TestSeed2(OnGPU):
     seed = 2
 
 
 @pytest.mark.gpu
 class TestSeed3(OnGPU):
+    """Most steps so small are one launch."""
+
     seed = 3
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("apart")
 class TestGathering(OnGPU):
     """As the others, but steps so small gather their pages, split keys and run by the Gluon kernel, whole and split."""
 

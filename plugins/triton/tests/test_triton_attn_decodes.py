@@ -19,7 +19,7 @@ from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select_triton.runtime import schedule
 from attn_select_triton.tuning import Gpu, Tile
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
 
 
 AT_8: dict[str, Any] = {

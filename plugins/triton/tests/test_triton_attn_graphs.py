@@ -20,7 +20,7 @@ from attn_select.testing import Problem, lse_error, relative_error, same_bits
 from attn_select_triton.runtime import schedule
 from attn_select_triton.tuning import Gpu
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
 
 
 @pytest.mark.parametrize("query_len", [1, 3, None])

@@ -18,7 +18,7 @@ from attn_select.testing import lse_error
 from attn_select_triton.runtime import schedule, triton_attn_metadata
 from attn_select_triton.tuning import Gpu, way_cost
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
 
 
 H100 = Gpu((9, 0), 132)

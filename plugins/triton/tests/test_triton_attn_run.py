@@ -19,7 +19,7 @@ from attn_select.runtime.batch import prepare_batch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
 from attn_select_triton.runtime import schedule
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
 
 
 @pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND])

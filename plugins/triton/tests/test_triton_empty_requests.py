@@ -64,7 +64,7 @@ def test_every_step_is_built(layer: str, gpu: str, lens: tuple[list[int], list[i
     common = batch_of(group, queries, keys)
     assert group.build(common).num_actual_tokens == sum(queries)
     if max(queries) <= threshold:  # a group asks for no step without tokens, but engines ask builders themselves
-        group.served["decode"].builder.build(0, common)
+        group.backends["decode"].builder.build(0, common)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from attn_select.runtime import Outputs
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
@@ -19,7 +21,6 @@ from triton_mla_layers import (  # noqa: E402
     expected,
     group_of,
     layer_config,
-    layer_of,
     parts_of,
     queries,
 )
@@ -114,10 +115,9 @@ def test_replays_follow_lengths_and_tables(heads: int, query_len: int, cache_dty
     def step(inputs: Any, metadata: Any) -> Any:
         output = inputs["query"].new_empty(*inputs["query"].shape[:2], 512)
         for part in metadata[group].parts:
-            impl.forward_mqa(layer_of_graph, inputs["query"], cache, part.metadata, output)
+            impl.forward_mqa(inputs["query"], cache, part.metadata, Outputs(output))
         return output
 
-    layer_of_graph = layer_of()
     runner = CudaGraphRunner(step, [group], {"query": queries(group, 4 * query_len)}, [1, 2, 4], query_len=query_len)
     runner.capture()
     for common, made, latents in batches:

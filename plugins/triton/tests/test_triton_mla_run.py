@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Outputs
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
@@ -22,7 +25,6 @@ from triton_mla_layers import (  # noqa: E402
     expected,
     group_of,
     layer_config,
-    layer_of,
     parts_of,
     queries,
 )
@@ -48,7 +50,7 @@ def several_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128])
 def test_decode_takes_the_allocators_blocks_as_they_are(block_size: int) -> None:
     group = group_of(layer_config(block_size=block_size))
-    assert group.kernel_block_size == group.served["decode"].context.block_size == block_size
+    assert group.kernel_block_size == group.backends["decode"].context.block_size == block_size
     lengths = [1, 15, 16, 63, 64, 65, 128, 130]
     common, cache, latents = batch(group, [1] * 8, lengths)
     query = queries(group, 8)
@@ -110,7 +112,7 @@ def test_a_query_in_two_parts(cache_dtype: str) -> None:
     rope[:5, :, 40:] = query[..., rank:]
     output, lse = query.new_full((6, 3, rank), torch.nan), torch.full((6, 3), torch.nan, device=DEVICE)
     assert impl.takes_query_parts
-    impl.forward_mqa(layer_of(), (latent, rope[..., 40:]), cache, builder.build(0, common), output, lse)
+    impl.forward_mqa((latent, rope[..., 40:]), cache, builder.build(0, common), Outputs(output, lse))
     assert torch.equal(output[:5].cpu(), wanted)
     assert torch.equal(lse[:5].cpu(), wanted_lse)
     assert output[5].isnan().all()
@@ -129,7 +131,7 @@ def test_log_sum_exp_of_any_strides() -> None:
     common, cache, latents = batch(group, [1, 1], [70, 5])
     query, (builder, impl) = queries(group, 2), parts_of(group)
     output, by_head = query.new_empty(2, 3, 32), torch.full((3, 4), torch.nan, device=DEVICE)
-    impl.forward_mqa(layer_of(), query, cache, builder.build(0, common), output, by_head.t())
+    impl.forward_mqa(query, cache, builder.build(0, common), Outputs(output, by_head.t()))
     close((output.cpu(), by_head.t().cpu()), expected(group, common, query, latents))
     assert by_head[:, 2:].isnan().all()
 
@@ -153,7 +155,7 @@ def test_keys_are_split_within_what_was_reserved() -> None:
     group = group_of(layer_config(num_heads=16), Capacity(64, 64, 1 << 17))
     builder, _ = parts_of(group)
     room = builder.build(0, batch(group, [1], [5])[0]).arguments["workspace"]
-    assert room.numel() * 4 == group.served["decode"].context.plans["decode"].workspace_bytes
+    assert room.numel() * 4 == group.backends["decode"].context.plans["decode"].workspace_bytes
     for requests, longest in ((1, 64), (1, 65), (1, 1 << 17), (3, 5000), (64, 1 << 17)):
         common = batch(group, [1] * requests, [1] * requests)[0]
         common.max_seq_len, common.seq_lens_cpu = longest, torch.full_like(common.seq_lens_cpu, longest)
@@ -269,7 +271,7 @@ def test_captured_pieces_are_those_of_the_replay() -> None:
         replayed = captured.arguments | {"seq_lens": common.seq_lens, "block_table": common.block_table_tensor}
         query = queries(group, 2)
         output, lse = query.new_full((2, 16, 32), torch.nan), torch.full((2, 16), torch.nan, device=DEVICE)
-        impl.forward_mqa(layer_of(), query, cache, triton_mla.MLACall(2, replayed), output, lse)
+        impl.forward_mqa(query, cache, triton_mla.MLACall(2, replayed), Outputs(output, lse))
         close((output.cpu(), lse.cpu()), expected(group, common, query, latents))
 
 
@@ -389,8 +391,8 @@ def test_prefill(
 ) -> None:
     size, value_size = sizes
     group = group_of(layer_config(qk_nope_head_dim=size - 16, v_head_dim=value_size))
-    served = group.served["prefill"]
-    impl = served.backend.impl_cls(served.context, scale=0.125)
+    served = group.backends["prefill"]
+    impl = impl_of(served, scale=0.125)
     draw, dtype = torch.Generator().manual_seed(0), getattr(torch, DTYPE)
     tokens, keys = sum(query_lens), sum(key_lens)
     query = torch.randn(tokens + 2, 3, size, generator=draw).to(dtype).to(DEVICE)
@@ -401,7 +403,7 @@ def test_prefill(
     lse = torch.full((tokens + 2, 3) if contiguous else (3, tokens + 2), torch.nan, device=DEVICE)
     lse = lse if contiguous else lse.t()
     metadata = served.builder.build_prefill(varlen(query_lens, key_lens, causal))
-    impl.forward_mha(layer_of(), query, key, value, metadata, output, lse)
+    impl.forward_mha(query, key, value, metadata, Outputs(output, lse))
     assert output[tokens:].isnan().all()
     assert lse[tokens:].isnan().all()
     parts, q, k = [], 0, 0

@@ -80,7 +80,7 @@ def test_keys_are_split_where_tokens_leave_multiprocessors_over(monkeypatch: pyt
 
     def splits(group: Any, tokens: int) -> int:
         common = common_of(problem_for(group, [(1, 300)] * tokens))
-        return int(group.served["decode"].builder.build(0, common).num_splits)
+        return int(group.backends["decode"].builder.build(0, common).num_splits)
 
     wide = {"sparse_top_k": 1024}
     assert [splits(group_of(**wide), tokens) for tokens in (1, 8)] == [16, 3]
@@ -103,7 +103,7 @@ def test_padding_may_stand_between_slots(device: torch.device) -> None:
     [
         ({}, "h100", True),
         ({"num_heads": 32}, "h100", True),
-        ({"num_heads": 33}, "h100", False),
+        ({"num_heads": 128}, "h100", True),
         ({"kv_cache_dtype": "fp8_e4m3"}, "h100", False),
         ({"qk_rope_head_dim": 0}, "h100", False),
         ({"kv_lora_rank": 256}, "h100", True),

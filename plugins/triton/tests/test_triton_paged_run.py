@@ -70,7 +70,7 @@ def check(group: Any, common: Any, cache: torch.Tensor, *, new: bool = True) -> 
     layer.forward(query, key, value, cache, metadata, output)
     wanted, _ = paged_reference(
         made[0][:tokens], cache, LAYOUT, common.block_table_tensor, common.query_start_loc, common.seq_lens, config,
-        layer.scale,
+        layer.terms.scale,
     )  # fmt: skip
     assert relative_error(output[:tokens], wanted).row < 4e-3
     assert output[tokens:].isnan().all()
@@ -202,7 +202,7 @@ def test_what_prefills_read(
     monkeypatch.setattr(paged_runtime, "COPY_ROWS", 50)
     group = group_of(config_of(**fields), Capacity(8, 512, 512), device)
     rows = torch.full((2, 256, 2, 32), torch.nan, dtype=torch.float16, device=group.device)
-    group.backends[0].builder.gathered = tuple(rows)
+    group.distinct[0].builder.gathered = tuple(rows)
     check(group, *step_of(group, query_lens, seq_lens), new=new)
     assert seen == read
 
@@ -215,7 +215,7 @@ def test_what_is_reserved_for_copies() -> None:
     plan = plan_of(config_of(), "h100", gather_workspace_mib=3)
     assert (plan.kernel, plan.workspace_bytes) == (PrefillKernel(gather_bytes=3 << 20), 3 << 20)
     for fields, longest, rows in (({}, 500, 8 * 512), ({"num_kv_heads": 4, "head_size": 256}, 2**20, 768)):
-        context = group_of(config_of(**fields), Capacity(8, 512, longest)).backends[0].context
+        context = group_of(config_of(**fields), Capacity(8, 512, longest)).distinct[0].context
         reserved = paged_runtime.room_for_copies(context, plan.workspace_bytes)
         assert reserved is not None
         assert reserved[0].shape == (rows, context.config.num_kv_heads, context.config.head_size)
@@ -232,7 +232,7 @@ def plan_of(config: AttentionConfig, gpu: str, **options: Any) -> Any:
 
 def reserved(config: AttentionConfig, capacity: Capacity) -> int:
     """Return for how many partial results the builder has room."""
-    partials = group_of(config, capacity).backends[0].builder.partials
+    partials = group_of(config, capacity).distinct[0].builder.partials
     if partials is None:
         return 0
     rows = len(partials.maxima)
@@ -346,6 +346,6 @@ def test_a_graph_keeps_its_version_and_takes_other_lengths(max_model_len: int, n
         output = runner({"query": rows}, {group: common})
         wanted, _ = paged_reference(
             rows, cache, LAYOUT, common.block_table_tensor, common.query_start_loc, common.seq_lens, group.config,
-            layer.scale,
+            layer.terms.scale,
         )  # fmt: skip
         assert relative_error(output, wanted).row < 4e-3

@@ -20,8 +20,10 @@ MIXED = ((1, 40), (1, 1), (0, 9), (1, 0), (30, 70), (17, 17), (2, 50))
 UNEVEN = ((1, 700), (1, 20), (1, 1), (1, 33))
 
 
-def slow(fields: dict[str, Any]) -> Any:
-    return pytest.param(fields, marks=pytest.mark.slow(guard="the test's other cases; the kernels' tests of all terms"))
+def slow(fields: dict[str, Any], *more: Any) -> Any:
+    return pytest.param(
+        fields, *more, marks=pytest.mark.slow(guard="the test's other cases; the kernels' tests of all terms")
+    )
 
 
 def layer_config(**fields: Any) -> AttentionConfig:
@@ -98,7 +100,7 @@ def compare(group: AttentionGroup, problem: Problem, output: torch.Tensor, lse: 
 
 
 def builder_of(group: Any) -> Any:
-    return group.backends[0].builder
+    return group.distinct[0].builder
 
 
 def many_sms(group: Any, count: int = 100) -> Any:

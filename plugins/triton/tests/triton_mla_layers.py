@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from attn_select import AttentionConfig, select
 from attn_select.reference.oracle_quant import quantize_query
-from attn_select.runtime import BlockTable, Capacity, Scales, attention_group, prepare_batch
+from attn_select.reference.running import impl_of
+from attn_select.runtime import BlockTable, Capacity, Outputs, Scales, attention_group, prepare_batch
 from attn_select.testing import attention_reference, lse_error, relative_error, selection_of
 from attn_select_triton.facts.triton_mla import TRITON_MLA
 from attn_select_triton.kernels.pieces import list_pieces
@@ -39,10 +39,10 @@ def group_of(config: AttentionConfig, capacity: Capacity | None = None, **option
     return attention_group(selection_of(TRITON_MLA, config, WITHOUT_GLUON), "cpu", capacity, **options)
 
 
-def parts_of(group: Any) -> tuple[Any, Any]:
+def parts_of(group: Any, k_scale: float = 1.0) -> tuple[Any, Any]:
     """Return builder and impl of decode."""
-    served = group.served["decode"]
-    return served.builder, served.backend.impl_cls(served.context, scale=0.125)
+    served = group.backends["decode"]
+    return served.builder, impl_of(served, scale=0.125, scales=Scales.make(DEVICE, k=k_scale))
 
 
 def batch(
@@ -69,11 +69,6 @@ def batch(
     return prepare_batch(query_lens, seq_lens, table, new_lens=new_lens), cache.to(group.device), latents
 
 
-def layer_of(scale: float = 1.0) -> Any:
-    """Return what an impl sees of its layer."""
-    return SimpleNamespace(layer_name="layer", scales=Scales.make(DEVICE, k=scale))
-
-
 def queries(group: Any, tokens: int, seed: int = 1) -> Any:
     draw = torch.Generator().manual_seed(seed)
     config = group.config
@@ -83,18 +78,18 @@ def queries(group: Any, tokens: int, seed: int = 1) -> Any:
 
 def decode(group: Any, common: Any, cache: Any, query: Any, scale: float = 1.0, padding: int = 0) -> tuple[Any, Any]:
     """Return output and LSE of ``forward_mqa`` on poisoned memory; ``padding`` rows lie behind the batch's."""
-    builder, impl = parts_of(group)
+    builder, impl = parts_of(group, scale)
     rows = len(query) + padding
     output = torch.full((rows, query.shape[1], group.config.kv_lora_rank), torch.nan, dtype=query.dtype, device=DEVICE)
     lse = torch.full((rows, query.shape[1]), torch.nan, device=DEVICE)
     query = torch.cat([query, torch.full_like(query[:1], torch.nan).expand(padding, -1, -1)]) if padding else query
-    impl.forward_mqa(layer_of(scale), query, cache, builder.build(0, common), output, lse)
+    impl.forward_mqa(query, cache, builder.build(0, common), Outputs(output, lse))
     return output.cpu(), lse.cpu()
 
 
 def expected(group: Any, common: Any, query: Any, latents: Any, *, causal: bool = True, scale: float = 1.0) -> Any:
     rank, found = group.config.kv_lora_rank, []
-    query, seen_as = query.cpu(), group.served["decode"].context.plans["decode"].query_dtype
+    query, seen_as = query.cpu(), group.backends["decode"].context.plans["decode"].query_dtype
     if seen_as in FP8:
         query = quantize_query(query, seen_as)
     for latent, (first, last) in zip(latents, itertools.pairwise(common.query_start_loc_cpu.tolist()), strict=True):

@@ -286,7 +286,7 @@ def layer_kinds(
         overrides=given,
         unserved=bool(reading.unserved),
     )
-    notes += cache.said([config for _, _, config in rows if isinstance(config, AttentionConfig)])
+    notes += cache.notes_for([config for _, _, config in rows if isinstance(config, AttentionConfig)])
     if "mm_prefix" not in given and any(
         isinstance(config, AttentionConfig) and config.mm_prefix for _, _, config in rows
     ):

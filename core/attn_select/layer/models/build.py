@@ -50,11 +50,6 @@ def build(
     says of its KV cache, ``unserved`` whether there are layers beside these. Overrides are ``AttentionConfig``
     fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
     them are totals, which tensor parallelism then divides.
-
-    Raises:
-        ConfigError: flags contradict each other or the model, or the heads do not divide.
-        ModelError: the model lacks something that no flag gives.
-        UnknownNameError: no such field.
     """
     known = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields))
     for field in overrides:

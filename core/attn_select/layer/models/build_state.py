@@ -17,13 +17,7 @@ _OF_A_MODEL = ("state_dtype", "chunk_size", "num_speculative_tokens", "cuda_grap
 def state_config(
     layer: StateLayer, where: str | None, ranks: int, dtype: Any, overrides: Mapping[str, Any]
 ) -> tuple[StateConfig, set[str]]:
-    """Return what one rank of a state layer asks for, and the names of the flags that were used.
-
-    ``where`` names the model; None where flags alone describe the layer.
-
-    Raises:
-        ConfigError: flags contradict each other, or the heads do not divide.
-    """
+    """Return what one rank of a state layer asks for, and the names of the flags that were used."""
     accepted = _OF_A_MODEL if where is not None else tuple(StateConfig.model_fields)
     used = {field for field in overrides if field in accepted}
     read = {field: value for field, value in layer._asdict().items() if value is not None}

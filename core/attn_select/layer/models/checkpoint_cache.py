@@ -18,23 +18,15 @@ _KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 class CheckpointCache(NamedTuple):
-    """What a checkpoint says of its KV cache.
+    """What a checkpoint says of its KV cache."""
 
-    Attributes:
-        dtype: as ``AttentionConfig.kv_cache_dtype``; ``auto`` where it says nothing that vLLM stores.
-        field: where it says it, for messages; empty where it says nothing.
-        per_head: whether every KV head has a scale of its own.
-        of_mla: whether it holds for MLA layers too: vLLM reads llm-compressor's scheme for keys and values per head.
-        refused: why vLLM does not load the checkpoint; empty where it does.
-        note: what should be said about it; empty where there is nothing to say.
-    """
-
-    dtype: str = "auto"
-    field: str = ""
-    per_head: bool = False
+    dtype: str = "auto"  # as ``AttentionConfig.kv_cache_dtype``; ``auto`` where it says nothing that vLLM stores
+    field: str = ""  # where it says it, for messages; empty where it says nothing
+    per_head: bool = False  # whether every KV head has a scale of its own
+    # whether it holds for MLA layers too: vLLM reads llm-compressor's scheme for keys and values per head
     of_mla: bool = True
-    refused: str = ""
-    note: str = ""
+    refused: str = ""  # why vLLM does not load the checkpoint; empty where it does
+    note: str = ""  # what should be said about it; empty where there is nothing to say
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``AttentionConfig`` that it sets for a layer, given as the fields so far."""
@@ -44,16 +36,12 @@ class CheckpointCache(NamedTuple):
         return {"kv_cache_dtype": self.dtype, **({"per_head_quant_scales": True} if self.per_head else {})}
 
     def check(self, where: str) -> None:
-        """Raise where the layers would be stored in what nobody stores.
-
-        Raises:
-            ModelError: vLLM refuses the checkpoint; its code is ``kv-cache-scheme``.
-        """
+        """Raise where vLLM loads no KV cache that is stored so."""
         if self.refused:
             hint = "--kv-cache-dtype bfloat16 (or fp8) asks what would serve it with another cache"
             raise ModelError(f"{where}: {self.field}: {self.refused}", hint=hint, code="kv-cache-scheme")
 
-    def said(self, configs: list[AttentionConfig]) -> list[str]:
+    def notes_for(self, configs: list[AttentionConfig]) -> list[str]:
         """Return what should be said of the layers that were made with it."""
         stored = dict.fromkeys(config.kv_cache_dtype for config in configs if config.has_cache)
         notes = [self.note] if self.note else []

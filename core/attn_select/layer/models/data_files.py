@@ -13,42 +13,29 @@ UNIFORM = ("uniform",)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Family(NamedTuple):  # a dataclass takes a millisecond to make
-    """What is known of one ``model_type`` beside its config.json.
+class Family(NamedTuple):
+    """What is known of one ``model_type`` beside its config.json."""
 
-    Attributes:
-        model_type: the name in ``config.json``, of the text part where there are several.
-        known: whether it is in the data file; others are read by the field names most models share.
-        source: where ``defaults`` comes from.
-        defaults: values of the config class, by field name; a field that is not here is None.
-        layers: how layers differ where the file has no list of layer types: a rule's name and its arguments.
-        names: other names of fields, instead of the usual ones; a dot leads into an object.
-        reader: ``decoder``, ``encoder_only`` or ``encoder_decoder``.
-        variant: the function of ``attn_select.layer.models.variants`` that gives kinds of layers their own sizes.
-        alibi: ALiBi without a field that says so.
-        sinks: a learned sink logit in every layer, unless a field says otherwise.
-        position_bias: a bias per head and distance in the scores of every layer.
-        state: the recurrence of its layers that keep a state.
-        spellings: what it means by a kind of layers, where that is another one.
-        drafts: the kind of its layers that only drafts run, where it is not that of the last layer with attention.
-        note: what the layer configs cannot say, for the warnings.
-    """
-
-    model_type: str
-    known: bool = False
+    model_type: str  # the name in ``config.json``, of the text part where there are several
+    known: bool = False  # whether it is in the data file; others are read by the field names most models share
     source: str = ""
+    # values of the config class, by field name; a field that is not here is None
     defaults: Mapping[str, Any] = _NOTHING
+    # how layers differ where the file has no list of layer types: a rule's name and its arguments
     layers: tuple[Any, ...] = UNIFORM
+    # other names of fields, instead of the usual ones; a dot leads into an object
     names: Mapping[str, list[str]] = _NOTHING
-    reader: str = "decoder"
+    reader: str = "decoder"  # ``decoder``, ``encoder_only`` or ``encoder_decoder``
+    # the function of ``attn_select.layer.models.variants`` that gives kinds of layers their own sizes
     variant: str | None = None
-    alibi: bool = False
-    sinks: bool = False
-    position_bias: bool = False
-    state: str | None = None
-    spellings: Mapping[str, str] = _NOTHING
+    alibi: bool = False  # ALiBi without a field that says so
+    sinks: bool = False  # a learned sink logit in every layer, unless a field says otherwise
+    position_bias: bool = False  # a bias per head and distance in the scores of every layer
+    state: str | None = None  # the recurrence of its layers that keep a state
+    spellings: Mapping[str, str] = _NOTHING  # a kind of layers as its configs write it → the kind that is meant
+    # the kind of the layers that only drafts run; None: that of the last layer with attention
     drafts: str | None = None
-    note: str | None = None
+    note: str | None = None  # what the layer configs cannot say, for the warnings
 
 
 def load(file: str) -> dict[str, Any]:

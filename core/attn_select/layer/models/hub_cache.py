@@ -40,11 +40,7 @@ def _may_be_cached(name: str) -> bool:
 
 
 def find_repository(name: str) -> str | None:
-    """Return the cached ``config.json`` of the repository ``org/name`` (or ``name`` alone), or None.
-
-    Raises:
-        ModelError: as ``config_in``.
-    """
+    """Return the cached ``config.json`` of the repository ``org/name`` (or ``name`` alone), or None."""
     if not _may_be_cached(name):
         return None
     folder = os.path.join(cache_folder(), PREFIX + name.replace("/", "--"))
@@ -52,11 +48,7 @@ def find_repository(name: str) -> str | None:
 
 
 def config_in(folder: str) -> str:
-    """Return the ``config.json`` in a repository's cache folder: of ``main``, else of the only snapshot.
-
-    Raises:
-        ModelError: it holds none, or ``main`` is not there and several other revisions are.
-    """
+    """Return the ``config.json`` in a repository's cache folder: of ``main``, else of the only snapshot."""
     where = shorten(folder, 200)
     snapshots = os.path.join(folder, "snapshots")
     try:

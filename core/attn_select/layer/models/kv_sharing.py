@@ -10,29 +10,19 @@ from attn_select.layer.models.fields import Fields
 
 
 class CacheOwners(NamedTuple):
-    """Which layers of one kind own what they cache.
+    """Which layers of one kind own what they cache."""
 
-    Attributes:
-        caches: how many have a KV cache (or a state) of their own.
-        indexers: how many have an indexer with a cache of its own; 0 where the kind is not sparse.
-        kv_sources: layer → the layer whose KV cache it reads, by their places in the model; it writes nothing.
-    """
-
-    caches: int
-    indexers: int
+    caches: int  # how many have a KV cache (or a state) of their own
+    indexers: int  # how many have an indexer with a cache of its own; 0 where the kind is not sparse
+    # layer → the layer whose KV cache it reads, by their places in the model; it writes nothing
     kv_sources: Mapping[int, int]
 
 
 class Sharing(NamedTuple):
-    """What a model's layers share, by their places.
+    """What a model's layers share, by their places."""
 
-    Attributes:
-        kv_sources: as in ``CacheOwners``.
-        without_indexer: sparse layers that attend to the tokens which an earlier layer's indexer chose.
-    """
-
-    kv_sources: Mapping[int, int]
-    without_indexer: frozenset[int]
+    kv_sources: Mapping[int, int]  # as in ``CacheOwners``
+    without_indexer: frozenset[int]  # sparse layers that attend to the tokens which an earlier layer's indexer chose
 
     def owners(self, layers: Sequence[int], sparse: bool) -> CacheOwners:
         """Return what the layers at these places own."""
@@ -45,11 +35,7 @@ NOTHING_SHARED = Sharing({}, frozenset())
 
 
 def sharing(fields: Fields, kinds: Sequence[str]) -> Sharing:
-    """Return what layers of these kinds, in order, share.
-
-    Raises:
-        ModelError: a field has a wrong value, or a layer would read a cache that no earlier layer owns.
-    """
+    """Return what layers of these kinds, in order, share."""
     return Sharing(_kv_sources(fields, kinds), _without_indexer(fields, len(kinds)))
 
 

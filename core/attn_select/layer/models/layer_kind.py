@@ -10,7 +10,7 @@ from attn_select.layer.models.kv_sharing import NOTHING_SHARED, Sharing
 MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-class Layer(NamedTuple):  # a dataclass takes a millisecond to make
+class Layer(NamedTuple):
     """Head counts are the model's totals. Fields have the names, units and defaults of ``AttentionConfig``.
 
     None for a count or size means that the config does not say it. ``sliding_window`` counts the query's own token; of
@@ -36,10 +36,7 @@ class Layer(NamedTuple):  # a dataclass takes a millisecond to make
 
 
 class StateLayer(NamedTuple):
-    """Layers that keep a state. Fields have the names and units of ``StateConfig``, counts are totals.
-
-    None: its default, or what flags say.
-    """
+    """Layers that keep a state. Fields have the names and units of ``StateConfig``, counts are totals."""
 
     recurrence: str | None = None
     num_heads: int | None = None
@@ -73,16 +70,10 @@ class Sparse(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The distinct layers of a model with their places in it, in order of appearance.
+    """The distinct layers of a model with their places in it, in order of appearance."""
 
-    Attributes:
-        layers: what layers ask for, and which ones do.
-        notes: what should be said about them.
-        sharing: which of them cache nothing of their own.
-        unserved: layers of kinds that no backend here has a kernel for, and which ones are.
-    """
-
-    layers: list[tuple[Layer | StateLayer, Sequence[int]]]
-    notes: list[str]
-    sharing: Sharing = NOTHING_SHARED
+    layers: list[tuple[Layer | StateLayer, Sequence[int]]]  # what layers ask for, and which ones do
+    notes: list[str]  # what should be said about them
+    sharing: Sharing = NOTHING_SHARED  # which of them cache nothing of their own
+    # layers of kinds that no backend here has a kernel for, and which ones are
     unserved: Sequence[tuple[Sparse, Sequence[int]]] = ()

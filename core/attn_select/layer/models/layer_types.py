@@ -44,11 +44,7 @@ NO_MODEL = f"add it, or {NO_MODEL_FITS}"
 
 
 def layer_types(fields: Fields) -> list[str]:
-    """Return the kind of every layer, in order.
-
-    Raises:
-        ModelError: the number of layers is missing, a list has the wrong length, or an entry is not a known kind.
-    """
+    """Return the kind of every layer, in order."""
     for name in ("layer_types", "layers_block_type"):
         if (listed := fields.list_of(str, name, "layer types")) is not None:
             kinds = _checked(fields, name, listed)

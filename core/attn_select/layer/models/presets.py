@@ -11,19 +11,13 @@ from attn_select.layer.models.data_files import load
 
 @dataclass(slots=True)
 class Preset:
-    """One preset.
-
-    Attributes:
-        name: its own.
-        names: others that lead to it: repositories of the Hugging Face Hub whose attention is the same, short forms.
-        description: its attention.
-        source: where its values were looked up.
-    """
+    """One preset."""
 
     name: str
+    # others that lead to it: repositories of the Hugging Face Hub whose attention is the same, short forms
     names: tuple[str, ...]
     description: str
-    source: str
+    source: str  # where its values were looked up
 
 
 @functools.cache
@@ -43,10 +37,7 @@ def _folded(name: str) -> str:
 
 
 def find_preset(name: str) -> dict[str, Any] | None:
-    """Return the row that ``name`` means in any case, with spaces or underscores for hyphens, or None.
-
-    It may be one of the row's ``names``, such as the repository ``meta-llama/Llama-3.1-8B``.
-    """
+    """Return the row that ``name`` means in any case, with spaces or underscores for hyphens, or None."""
     return _by_every_name().get(_folded(name))
 
 

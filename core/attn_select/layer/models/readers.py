@@ -19,18 +19,9 @@ from attn_select.layer.models.unserved import KINDS, sparse_kind
 
 
 def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
-    """Return the layers that ``fields`` describe.
-
-    Args:
-        fields: the config of a text model.
-        mm_prefix: as in ``AttentionConfig``.
-        drafts: whether the layers that only drafts run are counted: those for multi-token prediction.
-
-    Raises:
-        ModelError: a field has a wrong value, contradicts another, or there is no attention in it.
-    """
+    """Return the layers that ``fields`` describe."""
     if not fields.family.known:
-        _refuse_what_is_not_known(fields)
+        _refuse_fields_of_layers(fields)
     apart = fields.family.reader == "encoder_decoder"
     reading = _encoder_decoder(fields) if apart else _stack(fields, mm_prefix, drafts)
     if fields.family.note:
@@ -40,27 +31,15 @@ def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
 
 _OF_LAYERS = (
     *("attn_type_list", "hybrid_layer_pattern", "hybrid_override_pattern", "linear_attn_config", "block_configs"),
-    *(
-        "sparse_attention_config",
-        "compress_ratios",
-        "kv_source_layer_ids",
-        "indexer_n_heads",
-        "full_attention_interval",
-    ),
-    *(
-        "attn_layer_period",
-        "attn_layer_indices",
-        "full_attn_idxs",
-        "attention_types",
-        "mamba_d_state",
-        "ssm_state_size",
-    ),
+    *("sparse_attention_config", "compress_ratios", "kv_source_layer_ids", "indexer_n_heads"),
+    *("full_attention_interval", "attn_layer_period", "attn_layer_indices", "full_attn_idxs", "attention_types"),
+    *("mamba_d_state", "ssm_state_size"),
 )
-"""Fields that say which layers attend, or to what, and that are read of their own model types."""
+"""Fields that say which layers attend, or to what. They are read of known model types alone."""
 
 
-def _refuse_what_is_not_known(fields: Fields) -> None:
-    """Raise where a model type that nobody knows has a field that a Llama-like decoder has not."""
+def _refuse_fields_of_layers(fields: Fields) -> None:
+    """Raise where a config of an unknown model type says which layers attend, or to what."""
     for name in _OF_LAYERS:
         if (value := fields.raw.get(name)) is not None:
             text = (
@@ -89,7 +68,8 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
     heads = variants.per_layer(fields, "num_attention_heads_per_layer", len(kinds))
     kv_heads = variants.per_layer(fields, "num_key_value_heads_per_layer", len(kinds))
     rows: dict[tuple[str, int | None, int | None], list[int]] = {}
-    for place, kind in enumerate([*kinds, *(for_drafts if drafts else ())]):
+    counted = [*kinds, *(for_drafts if drafts else ())]
+    for place, kind in enumerate(counted):
         rows.setdefault((kind, _at(heads, place), _at(kv_heads, place)), []).append(place)
     left_out: Counter[str] = Counter()
     unserved: list[tuple[Sparse, Sequence[int]]] = []
@@ -128,12 +108,12 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
             reading.notes.append(
                 f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
             )
-    _say_what_is_left_out(fields, reading, left_out, place + 1)
+    _say_what_is_left_out(fields, reading, left_out, len(counted))
     reading.notes.extend(_what_layers_do_otherwise(fields, top_k))
     if for_drafts:
         what = "layers that only drafts run, with caches of their own"
-        counted = "counted" if drafts else "left out (--speculative-tokens N counts them)"
-        reading.notes.append(f"{fields.name_of(types.DRAFT_LAYERS)} = {len(for_drafts)}: {what}, {counted}")
+        so = "counted" if drafts else "left out (--speculative-tokens N counts them)"
+        reading.notes.append(f"{fields.name_of(types.DRAFT_LAYERS)} = {len(for_drafts)}: {what}, {so}")
     return reading
 
 
@@ -160,7 +140,7 @@ def _say_what_is_left_out(fields: Fields, reading: Reading, left_out: Counter[st
     lacking = left_out - without
     named = ", ".join(f"{count} {_what_it_is(kind)}" for kind, count in left_out.items())
     if reading.unserved:
-        counts = Counter({sparse.kind: 0 for sparse, _ in reading.unserved})
+        counts: Counter[str] = Counter()
         for sparse, places in reading.unserved:
             counts[sparse.kind] += len(places)
         named = ", ".join(f"{count} {kind}" for kind, count in counts.items())

@@ -16,14 +16,7 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 def find_path(name: str) -> str | None:
-    """Return the file that ``name`` means, or None where only a preset can be meant.
-
-    A path is what contains a separator, ends in ``.json`` or is a folder with a ``config.json``. Where nothing is
-    there, ``org/name`` is looked up in the local cache of the Hugging Face Hub, then among the presets' names.
-
-    Raises:
-        ModelError: it is a path, and nothing is there.
-    """
+    """Return the file that ``name`` means, or None where only a preset can be meant."""
     try:
         mode = os.stat(name).st_mode
     except (OSError, ValueError) as error:  # ValueError: a null byte or a lone surrogate in the name
@@ -95,9 +88,6 @@ def read_config(path: str) -> dict[str, Any]:
 
     ModelOpt 0.29 and before wrote the latter; it counts where the config has none (vLLM 0.33.0
     transformers_utils/config.py, ``get_config``).
-
-    Raises:
-        ModelError: as ``read_json``.
     """
     found = read_json(path)
     beside = os.path.join(os.path.dirname(path), "hf_quant_config.json")
@@ -111,9 +101,6 @@ def read_json(path: str) -> dict[str, Any]:
 
     Nothing in it is executed. NaN and Infinity, which published files contain, pass; they are refused where a number
     is wanted.
-
-    Raises:
-        ModelError: it cannot be read, is larger than ``MAX_BYTES``, or is no JSON object in UTF-8, or repeats a key.
     """
     where = shorten(path, 200)
     data = _read(path, where)

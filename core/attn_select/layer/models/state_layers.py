@@ -23,11 +23,7 @@ NO_RECURRENCE = {
 
 
 def state_layer(fields: Fields) -> StateLayer | str:
-    """Return what the state layers of a model ask for, or why no ``StateConfig`` describes them.
-
-    Raises:
-        ModelError: a field has a wrong value, or is missing.
-    """
+    """Return what the state layers of a model ask for, or why no ``StateConfig`` describes them."""
     if (what := NO_RECURRENCE.get(fields.family.model_type)) is not None:
         return what
     read = _READERS.get(fields.family.state or "")

@@ -42,11 +42,7 @@ def first_architecture(config: Mapping[str, Any]) -> str:
 
 
 def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
-    """Return the fields of the text part of a config, and what should be said about the choice.
-
-    Raises:
-        ModelError: there is none, or it is of a kind that attention configs cannot describe.
-    """
+    """Return the fields of the text part of a config, and what should be said about the choice."""
     config, wrapper = raw, model_type_of(raw, where)
     kind = wrapper
     for _ in range(3):  # Qwen2.5-Omni: thinker_config, and text_config inside it

@@ -20,41 +20,26 @@ from attn_select.layer.models.shares import divides
 
 @dataclass(slots=True)
 class UnservedLayers:
-    """Layers of a kind of attention that no backend here has a kernel for, per tensor-parallel rank.
-
-    Attributes:
-        kind: its name.
-        layers: their places in the model, from 0.
-        owners: which of them own what they cache.
-        attends_to: what a query attends to, in words.
-        num_heads, num_kv_heads, head_size: as in ``AttentionConfig``.
-        tokens: the most tokens of the context that a query attends to, its window and its own block aside.
-        block_size: tokens that are chosen, or kept as one key, together.
-        window: tokens that a query sees in any case, itself included.
-        indexer_heads, indexer_head_size: of the indexer that chooses for each query.
-        dtype, cache_dtype: what they compute in, and how keys and values are stored.
-        bytes_per_token: of keys and values per token of context and layer; None where nothing grows with the context.
-        indexer_bytes_per_token: of the indexer's keys per token of context and layer, in the compute dtype.
-        source: where what is known of the kind was read.
-    """
+    """Layers of a kind of attention that no backend here has a kernel for, per tensor-parallel rank."""
 
     kind: str
-    layers: tuple[int, ...]
-    owners: CacheOwners
-    attends_to: str
-    num_heads: int | None
+    layers: tuple[int, ...]  # their places in the model, from 0
+    owners: CacheOwners  # which of them own what they cache
+    attends_to: str  # what a query attends to, in words
+    num_heads: int | None  # as in ``AttentionConfig``
     num_kv_heads: int | None
     head_size: int | None
-    tokens: int | None
-    block_size: int | None
-    window: int | None
-    indexer_heads: int | None
+    tokens: int | None  # the most tokens of the context that a query attends to, its window and its own block aside
+    block_size: int | None  # tokens that are chosen, or kept as one key, together
+    window: int | None  # tokens that a query sees in any case, itself included
+    indexer_heads: int | None  # of the indexer that chooses for each query
     indexer_head_size: int | None
-    dtype: str
+    dtype: str  # what they compute in, and how keys and values are stored
     cache_dtype: str
+    # of keys and values per token of context and layer; None where nothing grows with the context
     bytes_per_token: float | None
-    indexer_bytes_per_token: float
-    source: str
+    indexer_bytes_per_token: float  # of the indexer's keys per token of context and layer, in the compute dtype
+    source: str  # where what is known of the kind was read
 
     @property
     def count(self) -> int:
@@ -79,11 +64,7 @@ class UnservedLayers:
 def unserved_layers(
     sparse: Sparse, layers: Sequence[int], owners: CacheOwners, ranks: int, dtype: str, cache_dtype: str
 ) -> UnservedLayers:
-    """Return what one rank of ``ranks`` has of layers of a kind.
-
-    Raises:
-        ConfigError: the ranks cannot share the heads.
-    """
+    """Return what one rank of ``ranks`` has of layers of a kind."""
     heads, kv_heads = sparse.num_heads, sparse.num_kv_heads
     if heads is not None and not divides(ranks, heads, kv_heads):
         text = f"tensor_parallel_size = {ranks} does not divide the {heads} heads of its {sparse.kind} layers"
@@ -114,11 +95,7 @@ def unserved_layers(
 
 
 def sparse_kind(fields: Fields, kind: str, base: Layer) -> Sparse:
-    """Return what the config says of layers of an unserved kind; ``base`` is what all layers have in common.
-
-    Raises:
-        ModelError: a field has a wrong value.
-    """
+    """Return what the config says of layers of an unserved kind; ``base`` is what all layers have in common."""
     sparse = _READERS.get(kind, _other)(fields, kind)
     kv_heads = sparse.num_kv_heads or base.num_kv_heads
     return sparse._replace(num_heads=base.num_heads, num_kv_heads=kv_heads, head_size=base.head_size)
@@ -127,11 +104,11 @@ def sparse_kind(fields: Fields, kind: str, base: Layer) -> Sparse:
 WORDS: Mapping[str, str] = {
     "compressed_sparse_attention": "keys of 4 tokens each, which an indexer chooses, beside a window",
     "heavily_compressed_attention": "keys of 128 tokens each, beside a window",
-    "minimax_m3_sparse": "blocks of keys, which an indexer chooses for each query",
     "reference_sliding_attention": "a window, and all tokens of images and of the prompt",
     "indexed_attention": "the tokens that an indexer chooses, with keys and values per head",
 }
-"""What kinds attend to of which no more is known here (transformers 5.24.0, the modules of models that have them)."""
+"""Kinds of which nothing more is known than what a query attends to (transformers 5.24.0, the modules of models that
+have them)."""
 
 
 def _other(fields: Fields, kind: str) -> Sparse:

@@ -35,11 +35,12 @@ from attn_select.runtime.context_parallel.parts import (
     share_memory,
 )
 from attn_select.runtime.context_parallel.shares import Shares
-from attn_select.runtime.group import AttentionGroup, AttentionMetadata
+from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.step_metadata import AttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 
 
 @dataclass(slots=True)
@@ -114,17 +115,25 @@ class ContextParallelGroup(LayerGroup):
         # Queries see all of the context: what drafts see of each other is the own part's.
         shared = part_of(selection, ranks.gathered_heads(config.num_heads), draft_tree=False)
         self.shared = AttentionGroup(shared, device, local_capacity(bounds, size * ranks.size, size), **made)
-        super().__init__(selection, self.shared.loaded, capacity=bounds, block_size=size * ranks.size)
+        super().__init__(
+            selection,
+            self.shared.device,
+            self.shared.backends,
+            bounds,
+            cuda_graphs=cuda_graphs,
+            block_size=size * ranks.size,
+            cache=self.shared.cache,
+        )
         self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self._local = LocalBatches(self.shares, bounds, self.device, keeps=cuda_graphs)
         self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
         self._always_own = config.batch_invariant
         # A captured step always has both parts, and a backend that writes the cache while it attends must do so.
-        writes = any(served.backend.forward_includes_kv_cache_update for served in self.backends)
+        writes = any(own.backend.forward_includes_kv_cache_update for own in self.distinct)
         self._shared_always = cuda_graphs or writes
         self.own: AttentionGroup | None = None
-        decodes_alone = "prefill" not in self.served and not config.num_speculative_tokens
+        decodes_alone = "prefill" not in self.backends and not config.num_speculative_tokens
         if config.attn_type == "encoder_decoder" or (decodes_alone and not self._always_own):
             return
         self._own_batches = OwnBatches(size, bounds, self.device, keeps=cuda_graphs)
@@ -220,9 +229,9 @@ class ContextParallelGroup(LayerGroup):
             found["scratch"] = self.scratch.nbytes
         return found
 
-    def layer_in_parts(self, layer: type[Any], **options: Any) -> AttentionAcrossRanks:
+    def layer_in_parts(self, layer: type[Any], terms: Terms) -> AttentionAcrossRanks:
         """Return what computes one layer of this group; every rank calls it for the same layer."""
-        return AttentionAcrossRanks(self, layer, **options)
+        return AttentionAcrossRanks(self, layer, terms)
 
 
 class AttentionAcrossRanks(LayerInParts):
@@ -231,19 +240,16 @@ class AttentionAcrossRanks(LayerInParts):
     Args:
         group: the layer's.
         layer: the class of plain layers.
-        sinks: ``(num_heads,)`` of this rank's heads, or None.
-        scale, scales: the layer's.
+        terms: the layer's; sinks are those of this rank's heads, and are counted where results are merged.
     """
 
-    def __init__(
-        self, group: ContextParallelGroup, layer: type[Any], *, scale: float, sinks: Tensor | None, scales: Scales
-    ) -> None:
+    def __init__(self, group: ContextParallelGroup, layer: type[Any], terms: Terms) -> None:
         self.group = group
-        self.shared = layer(group.shared, scale=scale, scales=scales)
-        self.own = None if group.own is None else layer(group.own, scale=scale, scales=scales)
+        self.shared = layer(group.shared, **terms.given(group.shared.config))
+        self.own = None if group.own is None else layer(group.own, **terms.given(group.own.config))
         self.sinks = self.gathered_sinks = None
-        if sinks is not None:
-            self.sinks = sinks.float()
+        if terms.sinks is not None:
+            self.sinks = terms.sinks.float()
             self.gathered_sinks = group.merger.gather_heads(self.sinks.view(1, -1, 1)).flatten()
         config = group.config
         self._heads = group.shared.config.num_heads
@@ -256,16 +262,15 @@ class AttentionAcrossRanks(LayerInParts):
         value: Tensor | None,
         kv_cache: Tensor,
         metadata: ContextParallelMetadata,
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """As ``LayerInParts.merged``."""
         tokens = metadata.num_actual_tokens
-        query, output = query[:tokens], output[:tokens]
-        lse = None if output_lse is None else output_lse[:tokens]
+        query, outputs = query[:tokens], outputs.first(tokens)
+        output, lse = outputs.output, outputs.lse
         if metadata.own is None:
             assert metadata.shared is not None
-            self._shared(query, key, value, kv_cache, metadata.shared, output, lse)
+            self._shared(query, key, value, kv_cache, metadata.shared, outputs)
             return
         assert self.own is not None
         if key is None:
@@ -287,7 +292,7 @@ class AttentionAcrossRanks(LayerInParts):
             ops.merge_rank_states(own.unsqueeze(0), own_lse.unsqueeze(0), -1, self.sinks, output, lse)
             return
         merged_lse = torch.empty_like(own_lse)
-        self._shared(query, key, value, kv_cache, metadata.shared, output, merged_lse)
+        self._shared(query, key, value, kv_cache, metadata.shared, Outputs(output, merged_lse))
         ops.merge_attn_states(output, output, merged_lse, own, own_lse, lse)
 
     def _shared(
@@ -297,8 +302,7 @@ class AttentionAcrossRanks(LayerInParts):
         value: Tensor | None,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """Attend to the cache on all ranks."""
         group = self.group
@@ -306,4 +310,4 @@ class AttentionAcrossRanks(LayerInParts):
         partial, partial_lse = group.merger.partials(query, self._heads, self._width)
         self.shared.forward(gathered, key, value, kv_cache, metadata, partial, partial_lse)
         way = group.context_parallel.merge_way
-        group.merger.merge(way, partial, partial_lse, output, output_lse, self.gathered_sinks)
+        group.merger.merge(way, partial, partial_lse, outputs.output, outputs.lse, self.gathered_sinks)

@@ -33,6 +33,7 @@ from attn_select.runtime.context_parallel.parts import (
 )
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.kv_cache import kernel_block_table
+from attn_select.runtime.loaded_backend import LoadedBackend
 from attn_select.runtime.metadata import CommonAttentionMetadata, Split, prefix_sums, split_decodes_and_prefills
 from attn_select.runtime.mla_context import ContextChunk, context_chunks, context_parts
 from attn_select.runtime.mla_group import (
@@ -40,11 +41,11 @@ from attn_select.runtime.mla_group import (
     MLAAttentionGroup,
     MLALayerGroup,
     MLAMetadata,
-    MLAPart,
     check_mergeable,
 )
 from attn_select.runtime.scales import Scales
-from attn_select.runtime.served import Served
+from attn_select.runtime.step_metadata import Part
+from attn_select.runtime.terms import Outputs, Terms
 
 
 @dataclass(slots=True)
@@ -156,10 +157,15 @@ class ContextParallelMLAGroup(MLALayerGroup):
                 checked=False,
             )
         parts = [self.dense, *([] if self.latent is None else [self.latent])]
-        block_size = size * ranks.size
-        super().__init__(selection, self.dense.loaded, capacity=bounds, block_size=block_size, cache=parts[-1].cache)
-        self.served = {phase: served for part in parts for phase, served in part.served.items()}
-        self.backends = tuple(served for part in parts for served in part.backends)
+        super().__init__(
+            selection,
+            self.dense.device,
+            {phase: backend for part in parts for phase, backend in part.backends.items()},
+            bounds,
+            cuda_graphs=cuda_graphs,
+            block_size=size * ranks.size,
+            cache=parts[-1].cache,
+        )
         self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self.merger = Merger(ranks.collectives, 1, ranks.sharded)
@@ -180,7 +186,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
         if (threshold := self.reorder_batch_threshold) is not None:
             split = split_decodes_and_prefills(common, threshold)
-        parts: list[MLAPart] = []
+        parts: list[Part] = []
         if split.num_decode_tokens:
             latent = self._decoder()
             decodes = self._by_query(common.requests(0, split.num_decodes))
@@ -206,7 +212,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
 
     def _decoder(self) -> MLAAttentionGroup:
         if self.latent is None:
-            self.dense.loaded.server("decode")  # raises
+            self.backend_for("decode")  # raises
             raise AssertionError
         return self.latent
 
@@ -242,25 +248,27 @@ class ContextParallelMLAGroup(MLALayerGroup):
         every = common.seq_lens_cpu[request]
         if self.config.non_causal or not common.causal:
             return every
-        behind = common.query_start_loc_cpu[1:][request] - torch.arange(len(request)) - 1
-        visible = (every - behind).clamp_min(0)
+        later = common.query_start_loc_cpu[1:][request] - torch.arange(len(request)) - 1
+        visible = (every - later).clamp_min(0)
         for row, ranges in enumerate(common.mm_prefix_ranges or ()):
             for first, last in ranges:
                 inside = (request == row) & (visible > first) & (visible <= last)
                 visible = torch.where(inside, every.clamp_max(last + 1), visible)
         return visible
 
-    def _chunks(self, served: Served, common: CommonAttentionMetadata, context: Tensor) -> tuple[ContextChunk, ...]:
+    def _chunks(
+        self, backend: LoadedBackend, common: CommonAttentionMetadata, context: Tensor
+    ) -> tuple[ContextChunk, ...]:
         parts = context_parts(common, self.config, self.dense.workspace_tokens)
         if not parts:
             return ()
-        check_mergeable(served, context)
+        check_mergeable(backend, context)
         table, size = common.block_table_tensor, self.shares.block_size
         assert table is not None
         assert self.kernel_block_size is not None
         if size != self.kernel_block_size:
             table = kernel_block_table(table, size // self.kernel_block_size)
-        chunks = context_chunks(parts, common, self.config, table, served.build_prefill)
+        chunks = context_chunks(parts, common, self.config, table, backend.build_prefill)
         return tuple(self._of_ranks(chunk, *part) for chunk, part in zip(chunks, parts, strict=True))
 
     def _of_ranks(self, chunk: ContextChunk, starts: Tensor, lengths: Tensor) -> RankChunk:
@@ -330,9 +338,9 @@ class ContextParallelMLAGroup(MLALayerGroup):
         """As ``LayerGroup.reorder_batch_threshold``."""
         return self.decode_threshold(self.config.sparse)
 
-    def layer_in_parts(self, layer: type[Any], **options: Any) -> LatentsAcrossRanks:
+    def layer_in_parts(self, layer: type[Any], terms: Terms) -> LatentsAcrossRanks:
         """Return what decodes one layer of this group; every rank calls it for the same layer."""
-        return LatentsAcrossRanks(self, **options)
+        return LatentsAcrossRanks(self, terms)
 
 
 class LatentsAcrossRanks:
@@ -340,11 +348,11 @@ class LatentsAcrossRanks:
 
     Args:
         group: the layer's.
-        sinks: ``(num_heads,)`` of this rank's heads, or None.
+        terms: the layer's; sinks are those of this rank's heads.
     """
 
-    def __init__(self, group: ContextParallelMLAGroup, *, sinks: Tensor | None) -> None:
-        self.group = group
+    def __init__(self, group: ContextParallelMLAGroup, terms: Terms) -> None:
+        self.group, sinks = group, terms.sinks
         self.sinks = None if sinks is None else group.merger.gather_heads(sinks.float().view(1, -1, 1)).flatten()
         assert group.config.kv_lora_rank is not None
         self._rank = group.config.kv_lora_rank
@@ -353,28 +361,27 @@ class LatentsAcrossRanks:
     def forward(
         self,
         query: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend: Callable[[Tensor, Outputs], Tensor],
         project: Callable[[Tensor, Tensor], None],
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """Decode over all ranks' latents.
 
         Args:
             query: ``(T, num_heads, R + Pr)``, absorbed, of this rank's heads.
-            attend: ``(query, latent, lse) -> latent``: runs the kernel on this rank's share.
+            attend: ``(query, latents) -> latent``: runs the kernel on this rank's share.
             project: ``(latent, output)``: multiplies with ``W_UV``.
-            output: ``(T, num_heads, V)``, written.
-            output_lse: float32 ``(T, num_heads)``, written where given.
+            outputs: ``(T, num_heads, V)``, and the LSE.
         """
         group, merger, way = self.group, self.group.merger, self.group.context_parallel.merge_way
         query = merger.gather_queries(query)
         partial, lse = merger.partials(query, self._heads, group.merged_width)
         if group.merged_width < self._rank:
-            project(attend(query, query.new_empty(len(query), self._heads, self._rank), lse), partial)
-            merger.merge(way, partial, lse, output, output_lse, self.sinks)
+            latents = Outputs(query.new_empty(len(query), self._heads, self._rank), lse)
+            project(attend(query, latents), partial)
+            merger.merge(way, partial, lse, outputs.output, outputs.lse, self.sinks)
             return
-        partial = attend(query, partial, lse)
-        merged = output.new_empty(*output.shape[:2], self._rank)
-        merger.merge(way, partial, lse, merged, output_lse, self.sinks)
-        project(merged, output)
+        partial = attend(query, Outputs(partial, lse))
+        merged = outputs.output.new_empty(*outputs.output.shape[:2], self._rank)
+        merger.merge(way, partial, lse, merged, outputs.lse, self.sinks)
+        project(merged, outputs.output)

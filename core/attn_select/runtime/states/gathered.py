@@ -95,10 +95,10 @@ class GatheredStateImpl(StateImpl):
             assert key is not None
             assert value is not None
             assert log_decay is not None
-            found, behind = self.one_token(query, key, value, log_decay, strength, state[running])
-            state[running] = behind
+            found, new_state = self.one_token(query, key, value, log_decay, strength, state[running])
+            state[running] = new_state
             output[at] = found.to(output.dtype)
             if part.token_slots is not None:
                 slots = part.token_slots[running, i]
-                states[slots[slots >= 0]] = behind[slots >= 0].to(states.dtype)
+                states[slots[slots >= 0]] = new_state[slots >= 0].to(states.dtype)
         states[part.write_slots] = state.to(states.dtype)

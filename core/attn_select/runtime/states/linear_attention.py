@@ -81,21 +81,21 @@ class LinearAttention(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         made: dict[type[object], StateImpl] = {}
         self.impls: dict[Phase, StateImpl] = {}
-        for phase, served in group.served.items():
-            if served.backend not in made:
+        for phase, own in group.backends.items():
+            if own.backend not in made:
                 try:
-                    made[served.backend] = served.backend.impl_cls(served.context)
+                    made[own.backend] = own.backend.impl_cls(own.context)
                 except Exception as error:
-                    blame(served.spec, "its impl", error)
+                    blame(own.spec, "its impl", error)
                     raise
-            self.impls[phase] = made[served.backend]
+            self.impls[phase] = made[own.backend]
         keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
         self._widths = {"query": keys, "key": keys, "value": values}
         self._order = config.rule.channels
         self._dtype = PLAIN_DTYPES[config.dtype]
         self._row, self._output_row = (config.width,), (config.num_v_heads, config.v_head_size)
         self._least = {
-            phase: (each, group.served[phase].spec.name)
+            phase: (each, group.backends[phase].spec.name)
             for phase, impl in self.impls.items()
             if (each := impl.least_log_decay.get(phase)) is not None
         }
@@ -162,7 +162,7 @@ class LinearAttention(nn.Module):
             try:
                 self.impls[phase].forward(phase, *rows, cache.state, part, output[own])
             except Exception as error:
-                blame(self.group.served[phase].spec, "forward()", error)
+                blame(self.group.backends[phase].spec, "forward()", error)
                 raise
         if (skip := weights["skip"]) is not None:
             output[:tokens] += (skip[:, None] * value).to(output.dtype)
@@ -198,7 +198,7 @@ class LinearAttention(nn.Module):
             self._cache_seen = ref(cache.state), _none if cache.conv is None else ref(cache.conv)
         for phase, _ in metadata.parts:
             if gates.raw is None and phase in self.impls[phase].raw_gates:
-                name = self.group.served[phase].spec.name
+                name = self.group.backends[phase].spec.name
                 raise BatchError(
                     f"gates are numbers, and {name} activates them itself in {phase}: accepted are raw gates",
                     hint="give the layer Gates(raw=RawGates(A_log=…, a=…, dt_bias=…, b=…))",

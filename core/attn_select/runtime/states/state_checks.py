@@ -83,8 +83,8 @@ class StateChecks:
         check_slots(self.config, common, slots, self.num_slots)
         planned = slots.planned
         if planned is not None:
-            if (held := planned.pool.num_slots) > self.num_slots:
-                text = f"the slots are of a pool of {held}: the group's layers have {self.num_slots} slots"
+            if (pool_slots := planned.pool.num_slots) > self.num_slots:
+                text = f"the slots are of a pool of {pool_slots}: the group's layers have {self.num_slots} slots"
                 raise BatchError(text, hint="StatePool(group.num_slots)")
             what = "has {} tokens in the batch, and {} by the pool's step"
             _check_same(what, [*planned.num_tokens.values()], common.query_lens_cpu)
@@ -197,9 +197,9 @@ class StateChecks:
         book = self._books.get(_key(cache), {})
         for request, (slot, stamp) in enumerate(zip(slots.read, slots.planned.read_stamps, strict=True)):
             if slot != FROM_ZERO and stamp and book.get(slot, 0) != stamp:
-                held = "another step's" if slot in book else "none that a layer wrote"
+                owner = "another step's" if slot in book else "none that a layer wrote"
                 raise BatchError(
-                    f"request {request} reads slot {slot}, whose state in this cache is {held}: accepted is the state "
+                    f"request {request} reads slot {slot}, whose state in this cache is {owner}: accepted is the state "
                     "that its last step wrote there",
                     hint="run each step once per layer, on the layer's own cache; pool.commit after states were "
                     "copied into a step's slots",

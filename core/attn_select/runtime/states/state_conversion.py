@@ -47,5 +47,5 @@ def _check(states: StateCache, source: StateFormat) -> None:
         accepted = None if wanted is None else (wanted, PLAIN_DTYPES[dtype])
         if seen != accepted:
             told = "none" if seen is None else f"{seen[1]} (num_slots, {', '.join(map(str, seen[0]))})"
-            said = "None" if accepted is None else f"{accepted[1]} (num_slots, {', '.join(map(str, accepted[0]))})"
-            raise ConfigError(f"states.{name} is {told}: the source stores {said}", fields=["states"])
+            shown = "None" if accepted is None else f"{accepted[1]} (num_slots, {', '.join(map(str, accepted[0]))})"
+            raise ConfigError(f"states.{name} is {told}: the source stores {shown}", fields=["states"])

@@ -14,7 +14,7 @@ from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.state import StateConfig
 from attn_select.runtime.backend_faults import load_backend
 from attn_select.runtime.checks import checks_enabled
-from attn_select.runtime.loaded import device_of
+from attn_select.runtime.loaded_backend import device_of
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata, build_states
@@ -24,7 +24,7 @@ from attn_select.runtime.states.state_pool import StateSlots
 
 
 @dataclass(frozen=True, slots=True)
-class ServedStates:
+class LoadedStates:
     """A backend that runs one or more phases of a group, and what it was made for."""
 
     spec: BackendSpec
@@ -44,7 +44,7 @@ class StateGroup:
 
     Attributes:
         selection, config, device, cuda_graphs: as given.
-        served: what runs each phase.
+        backends: what runs each phase.
         checks: compares steps and calls with the group.
 
     Raises:
@@ -72,14 +72,14 @@ class StateGroup:
         self.device, self.cuda_graphs = device_of(selection, device), cuda_graphs
         self._layout = selection.kv_layout
         specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
-        self.served: dict[Phase, ServedStates] = {}
+        self.backends: dict[Phase, LoadedStates] = {}
         for name, plans in selection.plans_by_backend(phases).items():
-            made = self._serve(specs[name], plans)
-            self.served.update(dict.fromkeys(plans, made))
+            made = self._load(specs[name], plans)
+            self.backends.update(dict.fromkeys(plans, made))
         on = checks_enabled() if checked is None else checked
         self.checks = StateChecks(self.config, self._layout, self.device, on, self.extra_slots)
 
-    def _serve(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan]) -> ServedStates:
+    def _load(self, spec: BackendSpec, plans: Mapping[Phase, BackendPlan]) -> LoadedStates:
         backend: type[StateBackend] = load_backend(spec, StateBackend, impl_cls=(StateImpl,))
         context = StateContext(
             config=self.config,
@@ -88,7 +88,7 @@ class StateGroup:
             options=self.selection.options[spec.name],
             state_layout=self._layout,
         )
-        return ServedStates(spec, backend, context)
+        return LoadedStates(spec, backend, context)
 
     @property
     def checked(self) -> bool:
@@ -103,14 +103,14 @@ class StateGroup:
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
         """Which batches can be captured: decodes at most."""
-        served = self.served.get("decode")
-        level = "NEVER" if served is None else served.context.plans["decode"].cuda_graph
+        backend = self.backends.get("decode")
+        level = "NEVER" if backend is None else backend.context.plans["decode"].cuda_graph
         return "UNIFORM_BATCH" if level == "ALWAYS" else level
 
     @property
     def reads_zeros(self) -> bool:
         """Whether a backend reads a slot of zeros for requests that start from zero."""
-        return any(served.backend.reads_zeros for served in self.served.values())
+        return any(own.backend.reads_zeros for own in self.backends.values())
 
     @property
     def extra_slots(self) -> int:
@@ -174,7 +174,7 @@ class StateGroup:
         with self.checks.step(common, slots, seen=True):
             made = build_states(self, self.config, common, slots, self.device)
             for phase, part in made.parts:
-                if phase not in self.served:
-                    text = f"{part.num_reqs} requests are in {phase}: the group serves {' and '.join(self.served)}"
+                if phase not in self.backends:
+                    text = f"{part.num_reqs} requests are in {phase}: the group serves {' and '.join(self.backends)}"
                     raise BatchError(text, hint="StateGroup(selection, phases=…)")
         return made

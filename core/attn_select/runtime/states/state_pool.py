@@ -68,7 +68,7 @@ class PlannedStep:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Owned:
     """The slots of one request: which it holds, which one is its state, and its last step.
 
     Attributes:
@@ -125,7 +125,7 @@ class StatePool:
         self._free = list(range(num_slots - 1, -1, -1))
         self._references = [0] * num_slots
         self._stamps = [0] * num_slots
-        self._requests: dict[RequestId, _Held] = {}
+        self._requests: dict[RequestId, _Owned] = {}
 
     @property
     def num_free_slots(self) -> int:
@@ -140,7 +140,7 @@ class StatePool:
         """
         if request in self._requests:
             raise PoolError(f"request {request!r} is in the pool already", request, hint="free it first")
-        self._requests[request] = _Held()
+        self._requests[request] = _Owned()
 
     def fork(self, source: RequestId, target: RequestId) -> None:
         """Add ``target`` with the present state of ``source``. Both hold it until each has written one of its own.
@@ -148,11 +148,11 @@ class StatePool:
         Raises:
             PoolError: there is no ``source``, a step of it is planned, or there is a ``target`` already.
         """
-        held = self._settled(source)
+        owned = self._settled(source)
         self.add(target)
-        if held.state != FROM_ZERO:
-            self._references[held.state] += 1
-            self._requests[target] = _Held([held.state], held.state, held.seen)
+        if owned.state != FROM_ZERO:
+            self._references[owned.state] += 1
+            self._requests[target] = _Owned([owned.state], owned.state, owned.seen)
 
     def free(self, request: RequestId) -> None:
         """Give back a request's slots, those of a planned step too: that step can no longer be built.
@@ -160,10 +160,10 @@ class StatePool:
         Raises:
             PoolError: the pool has no such request.
         """
-        held = self._of(request)
-        if held.next is not None:
-            self._release(held.next.taken)
-        self._release(held.slots)
+        owned = self._of(request)
+        if owned.next is not None:
+            self._release(owned.next.taken)
+        self._release(owned.slots)
         del self._requests[request]
 
     def step(self, num_tokens: Mapping[Any, int]) -> StateSlots:
@@ -188,15 +188,15 @@ class StatePool:
             raise PoolError(text, None)
         refused: list[PlannedStep] = []
         for request, tokens in num_tokens.items():
-            held = self._of(request)
+            owned = self._of(request)
             if type(tokens) is not int or tokens < 1:
                 text = f"request {request!r} gets {show(tokens)} tokens: accepted are integers from 1"
                 raise PoolError(text, request)
-            if held.next is not None:
-                if not held.next.step.refused:
+            if owned.next is not None:
+                if not owned.next.step.refused:
                     raise _unsettled(request)
-                refused.append(held.next.step)
-            elif held.last is not None and held.last.refused:
+                refused.append(owned.next.step)
+            elif owned.last is not None and owned.last.refused:
                 raise PoolError(
                     f"request {request!r}: a group refused its last step, which another group built",
                     request,
@@ -207,16 +207,16 @@ class StatePool:
         # Which slots a request holds alone is settled before any changes: one that two requests of the step share is
         # read by both, and so written by neither.
         references, free = self._references, self._free
-        wanted: list[tuple[_Held, int, list[int]]] = []
+        wanted: list[tuple[_Owned, int, list[int]]] = []
         missing = 0
         for request, tokens in num_tokens.items():
-            held = self._requests[request]
-            states = tokens if self._drafts and held.state != FROM_ZERO and tokens <= 1 + self._drafts else 1
-            own = [slot for slot in held.slots if references[slot] == 1 and slot != held.state]
-            if held.state != FROM_ZERO and references[held.state] == 1:
-                own.append(held.state)  # the last that is written over
+            owned = self._requests[request]
+            states = tokens if self._drafts and owned.state != FROM_ZERO and tokens <= 1 + self._drafts else 1
+            own = [slot for slot in owned.slots if references[slot] == 1 and slot != owned.state]
+            if owned.state != FROM_ZERO and references[owned.state] == 1:
+                own.append(owned.state)  # the last that is written over
             missing += max(0, states - len(own))
-            wanted.append((held, states, own))
+            wanted.append((owned, states, own))
         spare = len(free) - missing
         if spare < 0:
             raise OutOfSlotsError(
@@ -227,19 +227,19 @@ class StatePool:
             )
         planned = PlannedStep(self, dict(num_tokens))
         slots = StateSlots([], [], planned)
-        for held, states, own in wanted:
-            if spare and 0 < len(own) <= states and own[-1] == held.state:
+        for owned, states, own in wanted:
+            if spare and 0 < len(own) <= states and own[-1] == owned.state:
                 own.pop()
                 spare -= 1
             taken = [free.pop() for _ in range(states - len(own))]
             for slot in taken:
                 references[slot] = 1
             writes = own[:states] + taken
-            held.next = _Next(planned, writes, own[states:], taken)
-            slots.read.append(held.state)
+            owned.next = _Next(planned, writes, own[states:], taken)
+            slots.read.append(owned.state)
             slots.write.append(writes)
-            planned.before.append(held.seen)
-            planned.read_stamps.append(0 if held.state == FROM_ZERO else self._stamps[held.state])
+            planned.before.append(owned.seen)
+            planned.read_stamps.append(0 if owned.state == FROM_ZERO else self._stamps[owned.state])
         return slots
 
     def commit(self, slots: StateSlots, *, stamped: bool = False) -> None:
@@ -257,28 +257,28 @@ class StatePool:
                 of one was built.
         """
         step = self._step_of(slots)
-        held_by = [(request, self._of(request)) for request in step.num_tokens]
-        for request, held in held_by:
-            if held.last is not step and (held.next is None or held.next.step is not step):
+        by_request = [(request, self._of(request)) for request in step.num_tokens]
+        for request, owned in by_request:
+            if owned.last is not step and (owned.next is None or owned.next.step is not step):
                 raise PoolError(
                     f"the slots are of a step of request {request!r} that was taken back, or that a later one followed",
                     request,
                     hint="give group.build what the last pool.step returned",
                 )
-        fresh = [pair for pair in held_by if pair[1].last is not step]
-        for request, held in fresh:
-            following = held.next
+        fresh = [pair for pair in by_request if pair[1].last is not step]
+        for request, owned in fresh:
+            following = owned.next
             assert following is not None
             holds = following.writes + following.keeps
-            if held.slots != holds:
-                self._release([slot for slot in held.slots if slot not in holds])
-            held.slots, held.written, held.state = holds, following.writes, following.writes[-1]
-            held.seen += step.num_tokens[request]
-            held.last, held.accepted, held.next = step, False, None
+            if owned.slots != holds:
+                self._release([slot for slot in owned.slots if slot not in holds])
+            owned.slots, owned.written, owned.state = holds, following.writes, following.writes[-1]
+            owned.seen += step.num_tokens[request]
+            owned.last, owned.accepted, owned.next = step, False, None
         if fresh or not stamped:
             step.stamp = next(_STAMPS) if stamped else 0
-            for _, held in held_by:
-                for slot in held.written:
+            for _, owned in by_request:
+                for slot in owned.written:
                     self._stamps[slot] = step.stamp
 
     def take_back(self, slots: StateSlots) -> None:
@@ -298,19 +298,19 @@ class StatePool:
             PoolError: the last step did not write a state behind that token, its tokens were accepted already, or
                 a step is planned.
         """
-        held = self._settled(request)
-        if type(num_tokens) is not int or not 1 <= num_tokens <= len(held.written):
-            wrote = len(held.written)
+        owned = self._settled(request)
+        if type(num_tokens) is not int or not 1 <= num_tokens <= len(owned.written):
+            wrote = len(owned.written)
             text = f"request {request!r}: {show(num_tokens)} tokens accepted, of a step that wrote {wrote} states"
             raise PoolError(f"{text} (accepted: from 1 to {wrote})" if wrote else text, request)
-        assert held.last is not None
-        if held.accepted:
+        assert owned.last is not None
+        if owned.accepted:
             raise PoolError(f"request {request!r}: tokens of its last step were accepted already", request)
-        if (tokens := held.last.num_tokens[request]) > len(held.written):
+        if (tokens := owned.last.num_tokens[request]) > len(owned.written):
             text = f"request {request!r}: its last step was no decode, and all of its {tokens} tokens stay"
             raise PoolError(text, request)
-        held.state, held.accepted = held.written[num_tokens - 1], True
-        held.seen += num_tokens - tokens
+        owned.state, owned.accepted = owned.written[num_tokens - 1], True
+        owned.seen += num_tokens - tokens
 
     def written_of(self, request: RequestId) -> int:
         """Return how many states the request's last step wrote, of which ``accept`` takes one; 0 before the first step.
@@ -328,18 +328,18 @@ class StatePool:
         """
         return tuple(self._of(request).slots)
 
-    def _of(self, request: RequestId) -> _Held:
-        held = self._requests.get(request)
-        if held is None:
+    def _of(self, request: RequestId) -> _Owned:
+        owned = self._requests.get(request)
+        if owned is None:
             raise PoolError(f"request {request!r} is not in the pool", request, hint="add it first")
-        return held
+        return owned
 
-    def _settled(self, request: RequestId) -> _Held:
+    def _settled(self, request: RequestId) -> _Owned:
         """Return what a request holds, no step of which is planned."""
-        held = self._of(request)
-        if held.next is not None:
+        owned = self._of(request)
+        if owned.next is not None:
             raise _unsettled(request)
-        return held
+        return owned
 
     def _step_of(self, slots: StateSlots) -> PlannedStep:
         if not isinstance(slots, StateSlots) or slots.planned is None or slots.planned.pool is not self:
@@ -348,12 +348,12 @@ class StatePool:
 
     def _drop(self, step: PlannedStep) -> bool:
         """Give back what a planned step took; return whether any of its requests had it still before them."""
-        waiting = [held for request in step.num_tokens if (held := self._requests.get(request)) is not None]
-        waiting = [held for held in waiting if held.next is not None and held.next.step is step]
-        for held in waiting:
-            assert held.next is not None
-            self._release(held.next.taken)
-            held.next = None
+        waiting = [owned for request in step.num_tokens if (owned := self._requests.get(request)) is not None]
+        waiting = [owned for owned in waiting if owned.next is not None and owned.next.step is step]
+        for owned in waiting:
+            assert owned.next is not None
+            self._release(owned.next.taken)
+            owned.next = None
         return bool(waiting)
 
     def _release(self, slots: Sequence[int]) -> None:

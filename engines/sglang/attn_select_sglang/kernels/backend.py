@@ -99,7 +99,7 @@ class OwnAttnBackend(AttentionBackend):
     def _bind(self, layers: Sequence[Any], model_runner: Any) -> None:
         """Make what runs each of SGLang's ``RadixAttention`` layers."""
 
-    def _group_of(self, model_runner: Any, *, in_window_pool: bool = False, **asked: Any) -> LayerGroup:
+    def _group_of(self, model_runner: Any, *, in_window_pool: bool = False, **layer_fields: Any) -> LayerGroup:
         """Return the group of layers that ask for this, beside what is the same for all layers of the model."""
         config = AttentionConfig(
             dtype=model_runner.dtype,
@@ -108,7 +108,7 @@ class OwnAttnBackend(AttentionBackend):
             cuda_graph=_wanted_graphs(model_runner),
             num_speculative_tokens=self._drafts,
             draft_tree=self._drafts > 0,
-            **asked,
+            **layer_fields,
         )
         key = config, in_window_pool
         if key not in self._groups:

@@ -45,7 +45,7 @@ def common_of(
         lens = [drafts] * requests
     else:
         lens = [1] * requests if mode.is_decode() else [int(length) for length in forward_batch.extend_seq_lens_cpu]
-    before = forward_batch.seq_lens[:requests]  # counts the step's own tokens, but for TARGET_VERIFY
+    before = forward_batch.seq_lens[:requests]  # counts the step's own tokens, except for TARGET_VERIFY
     seq_lens_cpu = forward_batch.seq_lens_cpu[:requests].to(torch.int32) + drafts
     bounds_cpu = prefix_sums(torch.tensor(lens, dtype=torch.int32))
     longest, tokens = int(seq_lens_cpu.max()), int(bounds_cpu[-1])

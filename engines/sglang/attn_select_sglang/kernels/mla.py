@@ -18,7 +18,7 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 from torch import Tensor
 
 from attn_select.layer.layouts import MLA
-from attn_select.runtime import BatchError, CommonAttentionMetadata, LayerGroup, Scales, VarlenMetadata
+from attn_select.runtime import BatchError, CommonAttentionMetadata, LayerGroup, Outputs, Terms, VarlenMetadata
 from attn_select.runtime.metadata import prefix_sums
 from attn_select_sglang.kernels.backend import Built, OwnAttnBackend
 from attn_select_sglang.kernels.batch import common_of
@@ -51,11 +51,9 @@ class Prompts:
 
 @dataclass(slots=True)
 class Layer:
-    """One layer: its name and scales, which attn-select's kernels ask for, and the kernels of both phases."""
+    """One layer: its group, and the kernels of both phases."""
 
     group: LayerGroup
-    layer_name: str
-    scales: Scales
     prefill: Any
     decode: Any
 
@@ -79,13 +77,9 @@ class OwnMLABackend(OwnAttnBackend):
                 v_head_dim=heads.v_head_dim,
                 logits_soft_cap=latent.logit_cap or None,
             )
-            impls = {
-                phase: served.backend.impl_cls(served.context, scale=latent.scaling)
-                for phase, served in group.served.items()
-            }
-            scales = Scales.make(group.device)
+            terms = Terms.of(group.config, group.device, scale=latent.scaling)
             self._layers[latent.layer_id] = Layer(
-                group, f"layer {latent.layer_id}", scales, impls["prefill"], impls["decode"]
+                group, group.backends["prefill"].impl(terms), group.backends["decode"].impl(terms)
             )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -127,7 +121,7 @@ class OwnMLABackend(OwnAttnBackend):
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, layer.qk_head_dim)
         output = query.new_empty(*query.shape[:2], layer.v_head_dim)
         (part,) = step.metadata.parts
-        found: Tensor = own.decode.forward_mqa(own, query, cache, part.metadata, output)
+        found: Tensor = own.decode.forward_mqa(query, cache, part.metadata, Outputs(output))
         return found.flatten(1)
 
     def forward_extend(
@@ -165,7 +159,7 @@ class OwnMLABackend(OwnAttnBackend):
         output = query.new_empty(*query.shape[:2], layer.v_head_dim)
         built = self._chunk(own.group, step, forward_batch) if forward_batch.attn_attend_prefix_cache else step.built
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if forward_batch.mha_return_lse else None
-        output = own.prefill.forward_mha(own, query, k, v, built, output, lse)
+        output = own.prefill.forward_mha(query, k, v, built, Outputs(output, lse))
         return output.flatten(1) if lse is None else (output, lse)
 
     def _chunk(self, group: LayerGroup, step: Prompts, forward_batch: Any) -> Any:
@@ -187,4 +181,4 @@ class OwnMLABackend(OwnAttnBackend):
 
 
 def _builder(group: LayerGroup) -> Any:
-    return group.served["prefill"].builder
+    return group.backends["prefill"].builder

@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from attn_select.runtime import Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of, of_drafts
 from attn_select_vllm.kernels.binding import Builders, Layer, Part, graph_support, layers_of, on_device
@@ -143,8 +144,7 @@ class OwnImpl(AttentionImpl[Metadata]):
         own = self.attn_select
         if not own.impls or not own.config.has_cache:
             return  # a run before the cache was laid out, or an encoder
-        own.scales_of(layer)
-        own.impls["decode"].do_kv_cache_update(own, key, value, self._cache(kv_cache), slot_mapping)
+        own.impls["decode"].do_kv_cache_update(key, value, self._cache(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -164,12 +164,11 @@ class OwnImpl(AttentionImpl[Metadata]):
         own = self.attn_select
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
-        own.scales_of(layer)
         cache = self._cache(kv_cache) if own.config.has_cache else None
         for phase, rows, metadata in attn_metadata.parts[own.kind]:
             tensors = (query, key, value, output)
             q, k, v, written = tensors if rows is None else [tensor[rows] for tensor in tensors]
-            own.impls[phase].forward(own, q, k, v, cache, metadata, written)
+            own.impls[phase].forward(q, k, v, cache, metadata, Outputs(written))
         return output
 
 

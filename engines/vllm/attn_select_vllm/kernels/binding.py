@@ -27,6 +27,7 @@ from attn_select.runtime import (
     BackendContext,
     Capacity,
     Scales,
+    Terms,
     split_decodes_and_prefills,
 )
 from attn_select.runtime import CommonAttentionMetadata as Common
@@ -73,7 +74,7 @@ class Layer:
         backends: attn-select's name of the one that serves each phase here.
         layout: of the cache.
         config: the layer, its block size open.
-        options: further arguments of the backends' impls.
+        terms: of the layer, scales aside (``attn_select.runtime.Terms``).
 
     Attributes:
         level: the CUDA-graph level of the plans that captured steps need: of a pair, the decodes' alone.
@@ -84,14 +85,13 @@ class Layer:
         NoBackendError: a backend cannot run the layer.
     """
 
-    def __init__(self, backends: Mapping[Phase, str], layout: str, config: AttentionConfig, **options: Any) -> None:
-        self.backends, self.layout, self.config, self.options = dict(backends), layout, config, options
+    def __init__(self, backends: Mapping[Phase, str], layout: str, config: AttentionConfig, **terms: Any) -> None:
+        self.backends, self.layout, self.config, self.terms = dict(backends), layout, config, terms
         plans = selected(backends, config).plans
         captured: Sequence[Phase] = ["decode"] if self.is_pair else [*backends]
         self.level: CudaGraphLevel = min((plans[p].cuda_graph for p in captured), key=CUDA_GRAPH_LEVELS.index)
         self.impls: dict[Phase, Any] = {}
         self.kind = 0
-        self.layer_name = ""
         self._scales: Scales | None = None
 
     @property
@@ -200,10 +200,10 @@ class Builders:
             return [("decode", None, common)]
         if not split.num_decodes:
             return [("prefill", None, common)]
-        behind, last = split.num_decode_tokens, common.num_actual_tokens
+        first, last = split.num_decode_tokens, common.num_actual_tokens
         return [
-            ("decode", slice(0, behind), common.requests(0, split.num_decodes)),
-            ("prefill", slice(behind, last), common.requests(split.num_decodes, common.num_reqs)),
+            ("decode", slice(0, first), common.requests(0, split.num_decodes)),
+            ("prefill", slice(first, last), common.requests(split.num_decodes, common.num_reqs)),
         ]
 
 
@@ -263,10 +263,11 @@ def _impls(layer: Layer, selection: Selection, builders: Mapping[Phase, Any]) ->
     found: dict[Phase, Any] = {}
     builder = next(iter(builders.values()))
     if isinstance(builder, RankBuilder):
-        return dict.fromkeys(builders, RankImpl(builder, layer.scales, **layer.options))
+        return dict.fromkeys(builders, RankImpl(builder, scales=layer.scales, **layer.terms))
     for plans in selection.plans_by_backend(tuple(layer.backends)).values():
         context = builders[next(iter(plans))].context
-        found.update(dict.fromkeys(plans, _class_of(selection, plans).impl_cls(context, **layer.options)))
+        terms = Terms.of(context.config, context.device, scales=layer.scales, **layer.terms)
+        found.update(dict.fromkeys(plans, _class_of(selection, plans).impl_cls(context, terms)))
     return found
 
 

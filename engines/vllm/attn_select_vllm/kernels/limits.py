@@ -7,7 +7,7 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
-from attn_select.rules.plugins import load_plugins
+from attn_select.backends.registry import load_plugins
 from attn_select_vllm.names import kernels_of
 
 GUESSED = ("ngram", "suffix")
@@ -33,40 +33,41 @@ def attention_types() -> tuple[str, ...]:
     return ("decoder", "encoder_only", "encoder_decoder") if standard_caches() else ("decoder",)
 
 
-def limits(asked: Any, vllm_config: Any) -> list[str]:
+def limits(attn_config: Any, vllm_config: Any) -> list[str]:
     """Return why attn-select's kernels do not run the layers that a selector asks about; empty if they do.
 
     Args:
-        asked: vLLM's ``AttentionSelectorConfig``.
+        attn_config: vLLM's ``AttentionSelectorConfig``.
         vllm_config: vLLM's ``VllmConfig``.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    clamped = asked.use_mm_prefix and _clamps(model)
+    clamped = attn_config.use_mm_prefix and _clamps(model)
     sharing = parallel.decode_context_parallel_size > 1
     halved = getattr(parallel, "use_ubatching", False)  # each half would have a group of its own
-    plain = asked.attn_type == "decoder" and vllm_config.speculative_config is None and not halved
+    plain = attn_config.attn_type == "decoder" and vllm_config.speculative_config is None and not halved
     found = {
-        f"the adapter serves {', '.join(attention_types())} layers alone": asked.attn_type not in attention_types(),
-        "the adapter passes no image ranges in this release": asked.use_mm_prefix and not standard_caches(),
+        f"the adapter serves {', '.join(attention_types())} layers alone": attn_config.attn_type
+        not in attention_types(),
+        "the adapter passes no image ranges in this release": attn_config.use_mm_prefix and not standard_caches(),
         "the windows of this model end its images too, and the kernels' windows do not": clamped,
         # A model of text diffusion says per request whether a step is causal (diffusion_gemma.py of vLLM's models).
-        "the adapter passes no non-causal batches": asked.use_non_causal or getattr(model, "is_diffusion", False),
-        "the adapter passes no scales per head with MLA": asked.use_per_head_quant_scales and asked.use_mla,
-        "the adapter serves no KV connector in this release": asked.use_kv_connector and not standard_caches(),
-        "the adapter serves no prefill context parallelism": asked.use_pcp,
+        "the adapter passes no non-causal batches": attn_config.use_non_causal or getattr(model, "is_diffusion", False),
+        "the adapter passes no scales per head with MLA": attn_config.use_per_head_quant_scales and attn_config.use_mla,
+        "the adapter serves no KV connector in this release": attn_config.use_kv_connector and not standard_caches(),
+        "the adapter serves no prefill context parallelism": attn_config.use_pcp,
         "the adapter serves no decode context parallelism in this release": sharing and not standard_caches(),
         "the adapter serves decode context parallelism with MLA, or of decoders without drafts and halved batches": (
-            sharing and not asked.use_mla and not plain
+            sharing and not attn_config.use_mla and not plain
         ),
-        "the adapter passes no windows beside references": getattr(asked, "use_rswa", False),
+        "the adapter passes no windows beside references": getattr(attn_config, "use_rswa", False),
         # Drafts are trimmed on the device, so that the host's query lengths are others than the device's.
-        "the adapter plans from query lengths on the host": getattr(asked, "use_adaptive_verification", False),
+        "the adapter plans from query lengths on the host": getattr(attn_config, "use_adaptive_verification", False),
         "the adapter reads scales once, and calculate_kv_scales changes them": getattr(
             vllm_config.cache_config, "calculate_kv_scales", False
         ),
     }
-    flags = [name for name in asked._fields if name.startswith(("use_", "has_")) and name not in JUDGED]
-    found |= {f"the adapter does not know {name}": getattr(asked, name) for name in flags}
+    flags = [name for name in attn_config._fields if name.startswith(("use_", "has_")) and name not in JUDGED]
+    found |= {f"the adapter does not know {name}": getattr(attn_config, name) for name in flags}
     return [reason for reason, holds in found.items() if holds]
 
 

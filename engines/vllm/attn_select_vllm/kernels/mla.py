@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attn_select.layer.layouts import MLA
-from attn_select.runtime import CommonAttentionMetadata
+from attn_select.runtime import CommonAttentionMetadata, Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of, of_drafts
 from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
@@ -136,13 +136,12 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
         query = joined(*q) if isinstance(q, tuple) and not impl.takes_query_parts else q
         if kv_c_and_k_pe_cache.dtype != self.storage_dtype:
             kv_c_and_k_pe_cache = kv_c_and_k_pe_cache.view(self.storage_dtype)
-        own.scales_of(layer)
         output = latent.new_empty(*latent.shape[:-1], self.kv_lora_rank)
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = latent.new_empty(latent.shape[:-1], dtype=torch.float32)
         (part,) = attn_metadata.attn_select[own.kind]
-        return impl.forward_mqa(own, query, kv_c_and_k_pe_cache, part.metadata, output, lse), lse
+        return impl.forward_mqa(query, kv_c_and_k_pe_cache, part.metadata, Outputs(output, lse)), lse
 
 
 def joined(latent: Tensor, rope: Tensor) -> Tensor:

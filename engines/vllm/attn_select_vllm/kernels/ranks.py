@@ -17,7 +17,7 @@ from vllm.distributed import get_dcp_group
 
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import Phase
-from attn_select.runtime import Attention, Capacity, CommonAttentionMetadata, ContextParallel, Scales, attention_group
+from attn_select.runtime import Attention, Capacity, CommonAttentionMetadata, ContextParallel, Outputs, attention_group
 
 
 class RankBuilder:
@@ -73,19 +73,18 @@ class RankImpl:
 
     Args:
         builder: of the layer.
-        scales: the layer's.
-        options: further arguments of ``Attention``.
+        terms: the layer's, as ``Attention`` takes them.
     """
 
-    def __init__(self, builder: RankBuilder, scales: Scales, **options: Any) -> None:
-        self._attention = Attention(builder.group, scales=scales, **options)
-        backends: Mapping[Phase, Any] = builder.group.shared.served
+    def __init__(self, builder: RankBuilder, **terms: Any) -> None:
+        self._attention = Attention(builder.group, **terms)
+        backends: Mapping[Phase, Any] = builder.group.shared.backends
         served = backends.get("decode") or backends["prefill"]
-        self.do_kv_cache_update = served.backend.impl_cls(served.context, scale=1.0).do_kv_cache_update
+        self.do_kv_cache_update = served.impl(self._attention.terms.under(served.context.config)).do_kv_cache_update
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any, output: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any, outputs: Outputs
     ) -> None:
         """Attend to what all ranks keep, as ``AttentionImpl.forward`` documents it."""
         tokens = slice(0, metadata.num_actual_tokens)
-        self._attention(query[tokens], key[tokens], value[tokens], cache, metadata, output[tokens])
+        self._attention(query[tokens], key[tokens], value[tokens], cache, metadata, outputs.output[tokens])

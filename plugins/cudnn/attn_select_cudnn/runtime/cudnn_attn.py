@@ -14,12 +14,12 @@ from torch.nn.functional import pad
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
 )
 from attn_select.runtime.kv_cache import CacheView, key_value_unchecked
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_cudnn.runtime import graphs
 from attn_select_cudnn.runtime.graphs import Graph, Shape
@@ -218,32 +218,21 @@ def _cached(views: tuple[Tensor, Tensor]) -> Cached:
 class CudnnImpl(AttentionImpl[list[Part]]):
     """Runs one layer."""
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config, layout = context.config, context.kv_layout or ""
         self._graphs = graphs_of(context.device)
-        self._dtype, self._heads, self._window = PLAIN_DTYPES[config.dtype], config.num_heads, config.sliding_window
+        self._dtype, self._heads = PLAIN_DTYPES[config.dtype], config.num_heads
         self._views = CacheView(lambda kv_cache: _cached(key_value_unchecked(kv_cache, layout, config)))
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: list[Part],
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         """As ``AttentionImpl.forward``."""
         assert kv_cache is not None
@@ -251,11 +240,11 @@ class CudnnImpl(AttentionImpl[list[Part]]):
         self._graphs.on_this_stream()
         for part in attn_metadata:
             rows = slice(part.start, part.end)
-            lse = None if output_lse is None else output_lse[rows]
-            self._run(part, query[rows].contiguous(), cached, output[rows], lse)
-        return output
+            self._run(part, query[rows].contiguous(), cached, outputs.rows(rows))
+        return outputs.output
 
-    def _run(self, part: Part, query: Tensor, cached: Cached, output: Tensor, output_lse: Tensor | None) -> None:
+    def _run(self, part: Part, query: Tensor, cached: Cached, outputs: Outputs) -> None:
+        output, output_lse = outputs.output, outputs.lse
         out = output if output.is_contiguous() else torch.empty_like(query)
         lse = output_lse
         if output_lse is not None and not output_lse.is_contiguous():
@@ -269,7 +258,7 @@ class CudnnImpl(AttentionImpl[list[Part]]):
         }
         if lse is not None:
             tensors[graphs.LSE] = lse
-        key = (lse is None, self.scale, cached.shape)
+        key = (lse is None, self.terms.scale, cached.shape)
         graph = part.graphs.get(key)
         if graph is None:
             graph = part.graphs[key] = self._graph(part, cached, lse is not None)
@@ -300,8 +289,8 @@ class CudnnImpl(AttentionImpl[list[Part]]):
                 key_strides=key_strides,
                 value_strides=value_strides,
                 dtype=self._dtype,
-                scale=self.scale,
-                window=self._window,
+                scale=self.terms.scale,
+                window=self.terms.sliding_window,
                 lse=lse,
             )
         )

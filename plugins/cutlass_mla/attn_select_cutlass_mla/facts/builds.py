@@ -45,7 +45,7 @@ class CutlassMLAKernel:
         return "cutlass-mla" if self.num_kv_splits < 1 else f"cutlass-mla-{self.num_kv_splits}-splits"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CutlassMLABuild(KernelBuild):
     """CUTLASS MLA decode as one distribution builds it.
 

@@ -136,7 +136,7 @@ def plan(
 def objections(
     build: CutlassMLABuild, config: AttentionConfig, capability: tuple[int, int], splits_fixed_by: str | None
 ) -> list[Objection]:
-    """Return what speaks against one build; ``splits_fixed_by`` names what fixes the number of KV splits, if anything.
+    """Return the reasons against one build; ``splits_fixed_by`` names what fixes the number of KV splits, if anything.
 
     They have no remedy of their own: vLLM's build removes all that depend on the build.
     """

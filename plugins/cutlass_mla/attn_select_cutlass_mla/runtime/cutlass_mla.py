@@ -13,13 +13,13 @@ from torch import Tensor
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_cutlass_mla.facts.builds import CutlassMLAKernel
 from attn_select_cutlass_mla.facts.cutlass_mla import HEADS
@@ -86,24 +86,20 @@ class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
 class CutlassMLAImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         self._adapter = _adapter(context)
         self._fp8 = context.config.cache_dtype == "fp8_e4m3"
         self._written = torch.bfloat16 if self._fp8 else PLAIN_DTYPES[context.config.dtype]
-        self._factor = self._adapter.query_factor(scale)
+        self._factor = self._adapter.query_factor(terms.scale)
         self._no_lse = torch.empty(0, device=context.device)
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: CutlassMLAMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (pages, 128, 576)`` is bfloat16, float16 or e4m3.
@@ -111,14 +107,15 @@ class CutlassMLAImpl(MLAAttentionImpl):
         Raises:
             BatchError: the cache is not contiguous.
         """
-        metadata, heads, scale = attn_metadata, query.shape[1], self.scale
+        metadata, heads, scale, scales = attn_metadata, query.shape[1], self.terms.scale, self.terms.scales
+        output, output_lse = outputs.output, outputs.lse
         if not metadata.num_reqs:
             return output
         if not kv_cache.is_contiguous():
             raise BatchError(f"kv_cache has strides {kv_cache.stride()}: accepted is a contiguous cache")
         if self._fp8:
-            query = ops.quantize_fp8(query, layer.scales.q, kv_cache.dtype)
-            scale *= layer.scales.q_float * layer.scales.k_float
+            query = ops.quantize_fp8(query, scales.q, kv_cache.dtype)
+            scale *= scales.q_float * scales.k_float
         query = self._padded(query, heads)
         direct = heads == HEADS and output.dtype is self._written and output.is_contiguous()
         out = output if direct else query.new_empty((metadata.num_reqs, HEADS, RANK), dtype=self._written)
@@ -128,8 +125,8 @@ class CutlassMLAImpl(MLAAttentionImpl):
         found = self._adapter.decode(query, kv_cache, metadata, scale, out, lse)
         if found is not output:
             output.copy_(found[:, :heads])
-        if self._fp8 and layer.scales.k_float != 1.0:
-            output.mul_(layer.scales.k_float)
+        if self._fp8 and scales.k_float != 1.0:
+            output.mul_(scales.k_float)
         if output_lse is not None:
             output_lse.copy_(lse[:, :heads])
         if metadata.empty is not None:

@@ -30,7 +30,7 @@ class Workspace:
         self._adapter, self._fixed = adapter, context.cuda_graphs
         on_gpu = device.type == "cuda"
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else B200_SMS
-        self._asked: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[int, int], int] = {}
         width = -(-context.max_model_len // PAGE)
         most = max(self._bytes(requests, width) for requests in range(1, context.max_num_seqs + 1))
         self._buffer = torch.empty(max(least, most), dtype=torch.uint8, device=device)
@@ -53,8 +53,8 @@ class Workspace:
         return self._buffer
 
     def _bytes(self, requests: int, width: int) -> int:
-        found = self._asked.get((requests, width))
+        found = self._known.get((requests, width))
         if found is None:
             found = self._adapter.workspace_bytes(PAGE * width, requests, self._sms)
-            self._asked[requests, width] = found
+            self._known[requests, width] = found
         return found

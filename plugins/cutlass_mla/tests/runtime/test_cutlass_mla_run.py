@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import cutlass_mla_emulated as emulated
@@ -80,7 +82,7 @@ def test_output_is_written_in_place_where_nothing_is_padded(emulate: Emulate) ->
             metadata = group.build(common_of(problem)).parts[0].metadata
             query = problem.step.query.to(torch.bfloat16)
             cache = problem.step.written_cache().view(-1, 128, 576)
-            layer.impls["decode"].forward_mqa(layer, query, cache, metadata, output)
+            layer.impls["decode"].forward_mqa(query, cache, metadata, Outputs(output))
             assert (calls[-1]["out"].data_ptr() == output.data_ptr()) == (num_heads == 128)
 
 
@@ -127,11 +129,11 @@ def test_a_batch_without_tokens(emulate: Emulate) -> None:
     problem = decodes(group, [9])
     none = torch.zeros(2, dtype=torch.int32)
     changes = {"query_start_loc": none, "query_start_loc_cpu": none, "num_actual_tokens": 0, "max_query_len": 0}
-    metadata = group.served["decode"].builder.build(0, common_of(problem, **changes))
+    metadata = group.backends["decode"].builder.build(0, common_of(problem, **changes))
     layer = layer_of(group, problem)
     query, output = (torch.empty(0, 4, width, dtype=torch.bfloat16) for width in (576, 512))
     assert problem.step.kv_cache is not None
-    layer.impls["decode"].forward_mqa(layer, query, problem.step.kv_cache, metadata, output)
+    layer.impls["decode"].forward_mqa(query, problem.step.kv_cache, metadata, Outputs(output))
     assert calls == []
 
 
@@ -291,5 +293,5 @@ def test_selected_by_name_for_decode(emulate: Emulate) -> None:
     assert selection.selected["decode"] == "CUTLASS_MLA"
     assert selection.block_size == 128
     group = attention_group(EmulatedSelection.of(selection), "cpu", CAPACITY, phases=["decode"])
-    assert group.served["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
+    assert group.backends["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
     check(group, DECODES)

@@ -101,7 +101,7 @@ def kernel_of(config: StateConfig, phase: Phase) -> FlaKernel:
 def plan(
     config: StateConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan; plain capabilities say everything that speaks against it."""
+    """Return the plan; plain capabilities say all reasons against it."""
     kernel = kernel_of(config, phase)
     return BackendPlan(
         kernel=kernel,

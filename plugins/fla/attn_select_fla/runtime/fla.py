@@ -37,8 +37,8 @@ class FlaImpl(GatheredStateImpl):
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of one token of each request, and the states behind it."""
         tokens = [None if x is None else x.unsqueeze(1) for x in (query, key, value, log_decay, strength)]
-        found, behind = self._operations["decode"](**self._arguments(*tokens), initial_state=state)
-        return found.squeeze(1), behind
+        found, new_state = self._operations["decode"](**self._arguments(*tokens), initial_state=state)
+        return found.squeeze(1), new_state
 
     def varlen(
         self,
@@ -53,10 +53,10 @@ class FlaImpl(GatheredStateImpl):
         """Return the outputs of all tokens, and the states behind each request's last one."""
         log_decay = log_decay.clamp(min=LEAST_LOG_DECAY.value)
         tokens = [None if x is None else x.unsqueeze(0) for x in (query, key, value, log_decay, strength)]
-        found, behind = self._operations["prefill"](
+        found, new_state = self._operations["prefill"](
             **self._arguments(*tokens), initial_state=state, cu_seqlens=part.query_start_loc.long()
         )
-        return found.squeeze(0), behind
+        return found.squeeze(0), new_state
 
     def _arguments(self, query: Any, key: Any, value: Any, log_decay: Any, strength: Any) -> dict[str, Any]:
         """Return the arguments that all operations take alike."""

@@ -81,7 +81,7 @@ class GatherKernel(FlashAttnKernel):
         return f"fa{self.version}-gather"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlashAttnBuild(KernelBuild):
     """FA2, FA3 or FA4 as one distribution builds it.
 

@@ -139,7 +139,7 @@ _SPLIT_BYTES = (
 def objections(
     build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None, hybrid: bool = False
 ) -> list[Objection]:
-    """Return what speaks against one build for a layer on a device of that compute capability; empty: it runs."""
+    """Return the reasons against one build for a layer on a device of that compute capability; empty: it runs."""
     found: list[Objection] = []
     if build.version == 4:
         found += _of_fa4(build, config, capability)

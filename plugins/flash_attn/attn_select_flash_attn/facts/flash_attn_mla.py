@@ -114,7 +114,7 @@ _SPLIT_BYTES = (
 
 
 def decode_objections(config: AttentionConfig) -> list[Objection]:
-    """Return what speaks against every FA3 build in decode (hopper/flash_api.cpp 0251105, q_v)."""
+    """Return the reasons against every FA3 build in decode (hopper/flash_api.cpp 0251105, q_v)."""
     rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
     found: list[Objection] = []
     if rope > 64 or rope % 8:
@@ -127,7 +127,7 @@ def decode_objections(config: AttentionConfig) -> list[Objection]:
 def prefill_objections(
     build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None
 ) -> list[Objection]:
-    """Return what speaks against a build in prefill, where V is padded to the width of K if the kernel wants it."""
+    """Return the reasons against a build in prefill, where V is padded to the width of K if the kernel wants it."""
     qk, v = _prefill_sizes(config)
     found: list[Objection] = []
     accepts = "multiples of 8 up to 256" if qk > 256 or qk % 8 else None
@@ -184,12 +184,12 @@ def _loads_whole_pages(config: AttentionConfig) -> bool:
 
 
 def _decode_plan(build: FlashAttnBuild, config: AttentionConfig, because: str) -> BackendPlan:
-    said = notes_on_build(build, HOPPER)
+    own_notes = notes_on_build(build, HOPPER)
     if config.cuda_graph != "NEVER":
-        said = (*said, _SPLIT_BYTES)
+        own_notes = (*own_notes, _SPLIT_BYTES)
     whole = _loads_whole_pages(config)
     if whole:
-        said = (*said, _GATHERED_BLOCKS)
+        own_notes = (*own_notes, _GATHERED_BLOCKS)
     return BackendPlan(
         kernel=kernel_of(build, True),
         path="FA3 with q_v",
@@ -200,7 +200,7 @@ def _decode_plan(build: FlashAttnBuild, config: AttentionConfig, because: str) -
         kernel_block_sizes=_PAGES,
         cuda_graph="UNIFORM_BATCH",
         provider=build.provider,
-        notes=said,
+        notes=own_notes,
         nan_tail_safe=not whole,
     )
 
@@ -209,11 +209,11 @@ def _prefill_plan(
     build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None, because: str
 ) -> BackendPlan:
     qk, v = _prefill_sizes(config)
-    said, padding = notes_on_build(build, capability), 0
+    own_notes, padding = notes_on_build(build, capability), 0
     fa3 = build.version == 3 and capability == HOPPER
     if v != qk and not (fa3 and _fa3_takes(qk, v)) and not (build.version == 4 and _fa4_takes(qk, v)):
         padding = qk - v
-        said = (*said, f"V is padded from {v} to {qk} columns, as wide as QK")
+        own_notes = (*own_notes, f"V is padded from {v} to {qk} columns, as wide as QK")
     unproven = config.batch_invariant and not proves_invariance(build, capability)
     return BackendPlan(
         kernel=kernel_of(build, False, padding, splits_keys=build.version != 4 or capability != HOPPER),
@@ -225,7 +225,7 @@ def _prefill_plan(
         kernel_block_sizes=(),
         cuda_graph="UNIFORM_BATCH",
         provider=build.provider,
-        notes=said,
+        notes=own_notes,
         unverified=(INVARIANCE_UNPROVEN,) if unproven else (),
     )
 

@@ -112,7 +112,7 @@ def plan(
 def _gathering(
     config: AttentionConfig, device: Device, environment: Environment, pins: tuple[Pin[FlashAttnBuild], ...]
 ) -> BackendPlan | list[Reason]:
-    """Return the plan of FA4, or what speaks against it."""
+    """Return the plan of FA4, or the reasons against it."""
     capability = device.compute_capability
     chosen = choose(
         _FA4_IN_VLLM, environment, lambda build: _gather_objections(config), pins=pins, capability=capability
@@ -138,7 +138,7 @@ def _gathering(
 
 
 def _gather_objections(config: AttentionConfig) -> list[Objection]:
-    """Return what speaks against FA4 (vLLM 0.33.0 vllm_flash_attn/cute/interface.py, ``gather_kv_indices``)."""
+    """Return the reasons against FA4 (vLLM 0.33.0 vllm_flash_attn/cute/interface.py, ``gather_kv_indices``)."""
     rank, rope, heads = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0, config.num_heads
     top_k = config.sparse_top_k or 0
     found: list[Objection] = []

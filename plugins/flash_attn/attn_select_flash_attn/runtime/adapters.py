@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select.runtime.metadata import prefix_sums
+from attn_select.runtime.terms import Terms
 from attn_select_flash_attn.facts.builds import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
@@ -132,6 +133,11 @@ class Adapter(ABC):
         """Name of the argument that asks for the LSE."""
         return "return_softmax_lse"
 
+    @property
+    def sinks_dtype(self) -> torch.dtype:
+        """What the function takes sinks in."""
+        return torch.float32 if self.build.version == 4 else torch.bfloat16
+
     def __init__(self, build: FlashAttnBuild, *, paged: bool) -> None:
         self.build, self.paged = build, paged
         installed = InstalledBuild(build)
@@ -149,15 +155,13 @@ class Adapter(ABC):
     def _passes(self) -> tuple[str, ...]:
         """Return the names of all arguments that may be passed by name."""
 
-    def layer_arguments(
-        self, scale: float, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
-    ) -> Arguments:
-        """Return the arguments that are fixed per layer; ``sinks`` is ``(num_heads,)``, bfloat16 for FA3."""
-        arguments: Arguments = {"softmax_scale": scale, "softcap": softcap}
-        if alibi_slopes is not None:
-            arguments["alibi_slopes"] = alibi_slopes
-        if sinks is not None:
-            arguments[self.sinks_argument] = sinks
+    def layer_arguments(self, terms: Terms) -> Arguments:
+        """Return the arguments that are fixed per layer, descales aside."""
+        arguments: Arguments = {"softmax_scale": terms.scale, "softcap": terms.logits_soft_cap or 0.0}
+        if terms.alibi_slopes is not None:
+            arguments["alibi_slopes"] = terms.alibi_slopes
+        if terms.sinks is not None:
+            arguments[self.sinks_argument] = terms.sinks.to(self.sinks_dtype)
         return arguments
 
     @abstractmethod
@@ -254,10 +258,8 @@ class VllmAdapter(Adapter):
         masks = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "s_aux")
         return (*names, *masks, *_DESCALES, "scheduler_metadata", "num_splits", "out", self.lse_argument, "fa_version")
 
-    def layer_arguments(
-        self, scale: float, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None
-    ) -> Arguments:
-        return {**super().layer_arguments(scale, softcap, alibi_slopes, sinks), "fa_version": self.build.version}
+    def layer_arguments(self, terms: Terms) -> Arguments:
+        return {**super().layer_arguments(terms), "fa_version": self.build.version}
 
     def step_arguments(
         self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None

@@ -12,14 +12,13 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
 )
 from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.kv_cache import CacheView, key_value_unchecked
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Arguments, Shape, Step, adapter_for
@@ -158,15 +157,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
 class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     """Runs one layer."""
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config, layout = context.config, context.kv_layout or ""
         self._adapter = adapter_for(_kernel(context))
         self._run, self._function = self._adapter.run, self._adapter.function
@@ -174,106 +166,91 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         # With FP8 the kernel writes bfloat16 whatever the layer computes in.
         self._direct = self._adapter.build.out.value and not (self._fp8 and config.dtype != "bfloat16")
         self._plain = self._direct and not self._fp8
-        softcap = config.logits_soft_cap or 0.0
-        kept = torch.float32 if self._adapter.build.version == 4 else torch.bfloat16
-        rounded = None if sinks is None else sinks.to(kept)
-        self._layer = self._adapter.layer_arguments(scale, softcap, alibi_slopes, rounded)
-        self._layer_without_sinks = self._adapter.layer_arguments(scale, softcap, alibi_slopes)
-        self._sinks = None if rounded is None else rounded.float()
+        self._layer = self._adapter.layer_arguments(terms)
+        self._layer_without_sinks = self._adapter.layer_arguments(terms.without_sinks())
+        # As the kernel rounds them.
+        self._sinks = None if terms.sinks is None else terms.sinks.to(self._adapter.sinks_dtype).float()
         self._views = CacheView(lambda kv_cache: key_value_unchecked(kv_cache, layout, config))
-        self._descales: tuple[Scales | None, dict[int, Arguments]] = (None, {})
+        self._descales: dict[int, Arguments] = {}
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: FlashAttnMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         metadata, tokens = attn_metadata, attn_metadata.num_actual_tokens
         if not tokens:
-            return output
+            return outputs.output
         if query.shape[0] != tokens:
             query = query[:tokens]
-        part = output if output.shape[0] == tokens else output[:tokens]
+        part = outputs.first(tokens)
+        output = part.output
         if kv_cache is None:
             assert key is not None
             assert value is not None
             key, value = key[:tokens], value[:tokens]
         else:
             key, value = self._views(kv_cache)
-        if self._plain and output_lse is None and metadata.prefix is None and metadata.keyless is None:
-            self._function(query, key, value, out=part, **self._layer, **metadata.arguments)
-            return output
+        if self._plain and part.lse is None and metadata.prefix is None and metadata.keyless is None:
+            self._function(query, key, value, out=output, **self._layer, **metadata.arguments)
+            return outputs.output
         extra = _NOTHING
         if self._fp8:
-            query = ops.quantize_fp8(query, layer.scales.q, E4M3)
-            extra = self._descaled(layer.scales, metadata.num_reqs)
+            query = ops.quantize_fp8(query, self.terms.scales.q, E4M3)
+            extra = self._descaled(metadata.num_reqs)
         if metadata.prefix is not None:
-            self._cascade(layer.scales, query, key, value, metadata, part, output_lse)
-            return output
+            self._cascade(query, key, value, metadata, part)
+            return outputs.output
         arguments, keyless = metadata.arguments, metadata.keyless
-        if output_lse is not None and metadata.for_lse is not None:
+        if part.lse is not None and metadata.for_lse is not None:
             arguments, keyless = metadata.for_lse
-        own, wanted = part if self._direct else None, output_lse is not None
+        own, wanted = output if self._direct else None, part.lse is not None
         out, lse = self._run(query, key, value, own, wanted, self._layer, arguments, extra)
         if not self._direct:
-            part.copy_(out)
+            output.copy_(out)
         if keyless is not None:
-            part.masked_fill_(keyless.view(-1, 1, 1), 0.0)
-        if output_lse is not None and lse is not None:
+            output.masked_fill_(keyless.view(-1, 1, 1), 0.0)
+        if part.lse is not None and lse is not None:
             found = self._by_token(lse, metadata)
-            output_lse[:tokens] = found if keyless is None else found.masked_fill(keyless.unsqueeze(1), -torch.inf)
-        return output
+            part.lse.copy_(found if keyless is None else found.masked_fill(keyless.unsqueeze(1), -torch.inf))
+        return outputs.output
 
     def _cascade(
-        self,
-        scales: Scales,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: FlashAttnMetadata,
-        output: Tensor,
-        output_lse: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, metadata: FlashAttnMetadata, outputs: Outputs
     ) -> None:
         """Attend to the shared prefix with all queries as one request, to each request's rest, and merge."""
-        of_prefix = self._descaled(scales, 1) if self._fp8 else _NOTHING
-        of_rest = self._descaled(scales, metadata.num_reqs) if self._fp8 else _NOTHING
+        of_prefix = self._descaled(1) if self._fp8 else _NOTHING
+        of_rest = self._descaled(metadata.num_reqs) if self._fp8 else _NOTHING
         assert metadata.prefix is not None
         tensors = (query, key, value)
         prefix, prefix_lse = self._run(*tensors, None, True, self._layer_without_sinks, metadata.prefix, of_prefix)
-        own = output if self._direct else None
+        own = outputs.output if self._direct else None
         rest, rest_lse = self._run(*tensors, own, True, self._layer, metadata.arguments, of_rest)
         assert prefix_lse is not None
         assert rest_lse is not None
-        lse = None if output_lse is None else output_lse[: len(output)]
-        ops.merge_attn_states(output, prefix, prefix_lse.T, rest, self._by_token(rest_lse, metadata), lse)
+        found = self._by_token(rest_lse, metadata)
+        ops.merge_attn_states(outputs.output, prefix, prefix_lse.T, rest, found, outputs.lse)
 
     def _by_token(self, lse: Tensor, metadata: FlashAttnMetadata) -> Tensor:
         """Return the kernel's LSE in the runtime's convention, ``(T, num_heads)``."""
         found = by_token(lse, self._adapter.build.version, self._sinks)
-        if metadata.position_bias and self.alibi_slopes is not None:
+        if metadata.position_bias and self.terms.alibi_slopes is not None:
             positions = row_positions(metadata.query_start_loc, metadata.seq_lens, len(found))
-            found = found - positions.unsqueeze(1) * self.alibi_slopes
+            found = found - positions.unsqueeze(1) * self.terms.alibi_slopes
         return found
 
-    def _descaled(self, scales: Scales, num_reqs: int) -> Arguments:
+    def _descaled(self, num_reqs: int) -> Arguments:
         """Return the scales as the kernel reads them, views of ``(num_reqs, num_kv_heads)``."""
-        if scales is not self._descales[0]:
-            self._descales = (scales, {})
-        known = self._descales[1]
-        if num_reqs not in known:
-            shape = (num_reqs, self.context.config.num_kv_heads)
+        if num_reqs not in self._descales:
+            shape, scales = (num_reqs, self.context.config.num_kv_heads), self.terms.scales
             named = {"q_descale": scales.q, "k_descale": scales.k, "v_descale": scales.v}
             # Where the shape is (1, 1), a stride of 1 is what FA4 wants.
-            known[num_reqs] = {name: scale.reshape(1, -1).expand(shape) for name, scale in named.items()}
-        return known[num_reqs]
+            self._descales[num_reqs] = {name: scale.reshape(1, -1).expand(shape) for name, scale in named.items()}
+        return self._descales[num_reqs]
 
 
 class FlashAttnBackend(AttentionBackend):

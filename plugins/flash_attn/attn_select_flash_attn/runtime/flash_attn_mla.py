@@ -16,13 +16,13 @@ from torch.nn.functional import pad
 from attn_select.layer.config import Phase
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
@@ -122,10 +122,8 @@ class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
 class FlashAttnMLAImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config = context.config
         parts = LatentParts(config)
         self._query_parts = parts.of_query
@@ -136,73 +134,69 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         known = self._decode is not None and self._decode.build.version == 3
         self.takes_query_parts = known and bool(config.qk_rope_head_dim)
         self._prefill = _adapter(context, "prefill")
-        self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(scale)
-        self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(scale)
+        self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(terms)
+        self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(terms)
         self._value_size = cast(int, config.v_head_dim)
         prefill = _kernel(context, "prefill")
         self._padding = 0 if prefill is None else prefill.value_padding
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         attn_metadata: MLACall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``."""
         assert self._decode is not None
         tokens = attn_metadata.num_tokens
         if not tokens:
-            return output
+            return outputs.output
         latent_query, rope_query = query if isinstance(query, tuple) else self._query_parts(query)
         if rope_query.shape[0] != tokens:
             latent_query, rope_query = latent_query[:tokens], rope_query[:tokens]
-        part = output if output.shape[0] == tokens else output[:tokens]
+        part = outputs.first(tokens)
         latent, rope = self._parts(kv_cache)
         direct = self._decode.build.out.value
         extra = {self._latent_query: latent_query}
-        if direct and output_lse is None:
+        if direct and part.lse is None:
             arguments = attn_metadata.arguments
-            self._decode.function(rope_query, rope, latent, out=part, **self._decode_layer, **arguments, **extra)
-            return output
+            self._decode.function(rope_query, rope, latent, out=part.output, **self._decode_layer, **arguments, **extra)
+            return outputs.output
         out, lse = self._decode.run(
             rope_query,
             rope,
             latent,
-            part if direct else None,
-            output_lse is not None,
+            part.output if direct else None,
+            part.lse is not None,
             self._decode_layer,
             attn_metadata.arguments,
             extra,
         )
         if not direct:
-            part.copy_(out)
-        if output_lse is not None and lse is not None:
-            output_lse[:tokens] = by_token(lse, 3)
-        return output
+            part.output.copy_(out)
+        if part.lse is not None and lse is not None:
+            part.lse.copy_(by_token(lse, 3))
+        return outputs.output
 
     def forward_mha(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attn_metadata: MLACall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mha``."""
         assert self._prefill is not None
         tokens = attn_metadata.num_tokens
-        part, part_lse = output[:tokens], None if output_lse is None else output_lse[:tokens]
+        part = outputs.first(tokens)
         if not tokens or not key.shape[0]:
-            part.zero_()
-            if part_lse is not None:
-                part_lse.fill_(-torch.inf)
-            return output
+            part.output.zero_()
+            if part.lse is not None:
+                part.lse.fill_(-torch.inf)
+            return outputs.output
         if self._padding:
             value = pad(value, (0, self._padding))
         direct = self._prefill.build.out.value and not self._padding
@@ -210,17 +204,17 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
             query[:tokens],
             key,
             value,
-            part if direct else None,
-            part_lse is not None,
+            part.output if direct else None,
+            part.lse is not None,
             self._prefill_layer,
             attn_metadata.arguments,
             _NOTHING,
         )
         if not direct:
-            part.copy_(out[..., : self._value_size])
-        if part_lse is not None and lse is not None:
-            part_lse.copy_(by_token(lse, self._prefill.build.version))
-        return output
+            part.output.copy_(out[..., : self._value_size])
+        if part.lse is not None and lse is not None:
+            part.lse.copy_(by_token(lse, self._prefill.build.version))
+        return outputs.output
 
 
 class FlashAttnMLABackend(AttentionBackend):

@@ -16,13 +16,13 @@ from torch import Tensor
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, GatherAdapter, Step, adapter_for
 from attn_select_flash_attn.runtime.latent import LatentParts
@@ -79,34 +79,31 @@ class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
 class FlashAttnMLASparseImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         parts = LatentParts(context.config)
         self._query_parts = parts.of_query
         # (slots, page of one token, one head, width)
         self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.view(-1, 1, 1, kv_cache.shape[2])))
         self._adapter = _adapter(context)
-        self._layer = self._adapter.layer_arguments(scale)
+        self._layer = self._adapter.layer_arguments(terms)
         self._most = context.max_num_batched_tokens
         self._rows: dict[int, Tensor] = {}  # by the rows of a cache: that number for each token; CUDA graphs read them
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: SparseStep,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``."""
         assert topk_indices is not None
         tokens = attn_metadata.num_tokens
         if not tokens:
-            return output
+            return outputs.output
+        part = outputs.first(tokens)
         (pages, counts), adapter = ops.slots_in_front(topk_indices[:tokens]), self._adapter
         latent_query, rope_query = self._query_parts(query[:tokens])
         latent, rope = self._parts(kv_cache)
@@ -114,11 +111,11 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
             gathered = self._gather(rope, pages, counts, attn_metadata) | {adapter.latent_query: latent_query}
             # The flat cache: (rows, one head, width).
             keys, values = rope.squeeze(1), latent.squeeze(1)
-            found, lse = adapter.run(rope_query, keys, values, None, output_lse is not None, self._layer, gathered, {})
-            output[:tokens].copy_(found)
-            if output_lse is not None and lse is not None:
-                output_lse[:tokens] = lse  # (T, H) with a latent query
-            return output
+            found, lse = adapter.run(rope_query, keys, values, None, part.lse is not None, self._layer, gathered, {})
+            part.output.copy_(found)
+            if part.lse is not None and lse is not None:
+                part.lse.copy_(lse)  # (T, H) with a latent query
+            return outputs.output
         step = Step(
             query_start_loc=attn_metadata.query_start_loc,
             num_tokens=tokens,
@@ -130,22 +127,22 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
             seq_lens=counts,
             block_table=pages,
         )
-        part, direct = output[:tokens], adapter.build.out.value
+        direct = adapter.build.out.value
         out, lse = adapter.run(
             rope_query,
             rope,
             latent,
-            part if direct else None,
-            output_lse is not None,
+            part.output if direct else None,
+            part.lse is not None,
             self._layer,
             adapter.step_arguments(step),
             {adapter.latent_query: latent_query},
         )
         if not direct:
-            part.copy_(out)
-        if output_lse is not None and lse is not None:
-            output_lse[:tokens] = by_token(lse, 3)
-        return output
+            part.output.copy_(out)
+        if part.lse is not None and lse is not None:
+            part.lse.copy_(by_token(lse, 3))
+        return outputs.output
 
     def _gather(self, rope: Tensor, slots: Tensor, counts: Tensor, step: SparseStep) -> dict[str, Any]:
         """Return FA4's arguments of a step: the rows of each token, -1 behind the last, and how many there are."""

@@ -25,7 +25,7 @@ LSE = 2e-3
 def test_cascade_must_save_more_than_it_costs(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate("vllm")
     group = layers.made("vllm", num_heads=32, num_kv_heads=8, head_size=128, group_capacity=Capacity(64, 512, 8192))
-    builder = group.backends[0].builder
+    builder = group.distinct[0].builder
     lens = torch.full((64,), 8192, dtype=torch.int32)
 
     def worthwhile(requests: int, prefix: int) -> bool:
@@ -35,7 +35,7 @@ def test_cascade_must_save_more_than_it_costs(emulate: Emulate, monkeypatch: pyt
     slow = [worthwhile(*case) for case in ((64, 8192), (64, 4096), (64, 1024), (8, 8192), (7, 8192))]
     assert slow == [True, True, False, False, False]
     monkeypatch.setattr(ops, "implementation", lambda *_: (None, "acme.ops:merge"))
-    builder = layers.made("vllm", num_heads=32, num_kv_heads=8, head_size=128).backends[0].builder
+    builder = layers.made("vllm", num_heads=32, num_kv_heads=8, head_size=128).distinct[0].builder
     fast = [worthwhile(*case) for case in ((64, 8192), (64, 1024), (64, 256), (8, 8192), (8, 2048), (7, 8192))]
     assert fast == [True, True, False, True, False, False]
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Outputs, Terms
+
 pytest.importorskip("torch")
 
 import flash_attn_layers as layers
@@ -26,20 +29,14 @@ RANK, ROPE, QK, V = 512, 64, 192, 128
 LSE = 2e-3
 
 
-class Layer:
-    """What an impl sees of its layer."""
-
-    layer_name, scales = "layer", None
-
-
 def decoder(provider: str, **options: Any) -> tuple[Any, Any, Any]:
     """Return group, builder and impl of decode."""
     names = ("batch_invariant", "block_size", "qk_rope_head_dim")
     fields = {name: options.pop(name) for name in names if name in options}
     selection = selection_of(FLASH_ATTN_MLA, mla_layer(num_heads=4, **fields), options={"provider": provider})
     group = layers.group_of(selection, **options)
-    served = group.served["decode"]
-    return group, served.builder, served.backend.impl_cls(served.context, scale=QK**-0.5)
+    served = group.backends["decode"]
+    return group, served.builder, impl_of(served, scale=QK**-0.5)
 
 
 def prefiller(provider: str, gpu: str, **fields: Any) -> tuple[Any, Any]:
@@ -60,7 +57,7 @@ def prefiller(provider: str, gpu: str, **fields: Any) -> tuple[Any, Any]:
         max_model_len=1024,
     )
     backend = spec.get_class()
-    return backend.builder_cls(context), backend.impl_cls(context, scale=QK**-0.5)  # type: ignore[call-arg]
+    return backend.builder_cls(context), backend.impl_cls(context, Terms.of(config, context.device, scale=QK**-0.5))
 
 
 @pytest.mark.parametrize("provider", DECODE)
@@ -71,7 +68,7 @@ def test_decode_reads_latent_and_rope_part_as_views(provider: str, block_size: i
     common, cache = random_batch(group, [1, 3, 1], [70, 5, 1])
     query = torch.randn(8, 4, RANK + ROPE).bfloat16()
     output, lse = torch.full((8, 4, RANK), torch.nan).bfloat16(), torch.full((8, 4), torch.nan)
-    impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output, lse)
+    impl.forward_mqa(query, cache, builder.build(0, common), Outputs(output, lse))
     assert output[5:].isnan().all()
     assert lse[5:].isnan().all()
     call = calls[-1]
@@ -99,7 +96,7 @@ def test_decode_takes_the_query_in_two_parts(provider: str, emulate: Emulate) ->
     rope = torch.randn(8, 4, 2 * ROPE).bfloat16()[..., ROPE:]
     outputs = torch.full((2, 8, 4, RANK), torch.nan).bfloat16()
     for query, output in zip(((latent, rope), torch.cat((latent, rope), -1)), outputs, strict=True):
-        impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output)
+        impl.forward_mqa(query, cache, builder.build(0, common), Outputs(output))
     assert torch.equal(outputs[0, :5], outputs[1, :5])
     assert outputs[0, 5:].isnan().all()
     call = next(call for call in calls if call["function"] != "get_scheduler_metadata")
@@ -117,7 +114,7 @@ def test_decodes_schedule_is_that_of_rope_and_latent(emulate: Emulate) -> None:
     for seq_lens in ([70, 5], [9, 200]):
         common, cache = random_batch(group, [1, 1], seq_lens)
         query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
-        impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output)
+        impl.forward_mqa(query, cache, builder.build(0, common), Outputs(output))
     scheduled = [call for call in calls if call["function"] == "get_scheduler_metadata"]
     assert [(c["num_heads_kv"], c["headdim"], c["headdim_v"]) for c in scheduled] == [(1, ROPE, RANK)] * 2
     attended = [call for call in calls if call["function"] != "get_scheduler_metadata"]
@@ -131,7 +128,7 @@ def test_batch_invariant_decode_does_not_split(emulate: Emulate) -> None:
     group, builder, impl = decoder("vllm", batch_invariant=True)
     common, cache = random_batch(group, [1], [70])
     query, output = torch.randn(1, 4, RANK + ROPE).bfloat16(), torch.empty(1, 4, RANK).bfloat16()
-    impl.forward_mqa(Layer(), query, cache, builder.build(0, common), output)
+    impl.forward_mqa(query, cache, builder.build(0, common), Outputs(output))
     (call,) = calls
     assert call["num_splits"] == 1
     assert call["max_seqlen_q"] == group.capacity.max_num_batched_tokens
@@ -170,7 +167,7 @@ def test_prefill(
     value = torch.randn(num_keys, 4, 256).bfloat16()[..., V:]
     output, lse = torch.full((tokens, 4, V), torch.nan).bfloat16(), torch.full((tokens, 4), torch.nan)
     impl.forward_mha(
-        Layer(), query, key, value, builder.build_prefill(varlen(query_lens, key_lens, causal)), output, lse
+        query, key, value, builder.build_prefill(varlen(query_lens, key_lens, causal)), Outputs(output, lse)
     )
     first = first_key = 0
     for rows, keys in zip(query_lens, key_lens, strict=True):
@@ -192,7 +189,7 @@ def test_batch_invariant_prefill_has_fixed_bounds(provider: str, emulate: Emulat
         tokens = sum(lens)
         query, key, value = (torch.randn(tokens, 4, size).bfloat16() for size in (QK, QK, V))
         output = torch.empty_like(value)
-        impl.forward_mha(Layer(), query, key, value, builder.build_prefill(varlen(lens, lens, True)), output)
+        impl.forward_mha(query, key, value, builder.build_prefill(varlen(lens, lens, True)), Outputs(output))
     assert [(c["max_seqlen_q"], c["max_seqlen_k"], c["num_splits"]) for c in calls] == [(512, 1024, 1)] * 2
 
 
@@ -200,8 +197,8 @@ def test_prefill_and_decode_may_come_from_different_builds(emulate: Emulate) -> 
     calls = emulate("vllm")
     selection = selection_of(FLASH_ATTN_MLA, mla_layer(num_heads=4), options={"provider": "vllm", "prefill_version": 2})
     group = layers.group_of(selection)
-    (served,) = group.backends
-    impl = served.backend.impl_cls(served.context, scale=1.0)
+    (served,) = group.distinct
+    impl = impl_of(served, scale=1.0)
     assert impl._decode.build.label == "FA3 of vllm"
     assert impl._prefill.build.label == "FA2 of vllm"
     assert impl._padding == QK - V

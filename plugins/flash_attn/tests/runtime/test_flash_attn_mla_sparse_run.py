@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from attn_select.reference.running import impl_of
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import flash_attn_layers as layers
@@ -77,7 +80,7 @@ def test_where_keys_are_split(fields: dict[str, Any], tokens: int, splits: int, 
     emulate("vllm")
     group = made("vllm", tokens=tokens, **fields)
     common, _ = random_batch(group, [tokens], [tokens])
-    assert group.served["prefill"].builder.build(0, common).num_splits == splits
+    assert group.backends["prefill"].builder.build(0, common).num_splits == splits
 
 
 def test_rows_are_those_of_the_cache_that_is_given(emulate: Emulate) -> None:
@@ -85,13 +88,13 @@ def test_rows_are_those_of_the_cache_that_is_given(emulate: Emulate) -> None:
     calls = emulate("vllm with FA4")
     selection = selection_of(FLASH_ATTN_MLA_SPARSE, mla_layer(num_heads=8, sparse_top_k=128), "b200")
     group = layers.group_of(selection, capacity=Capacity(8, 64, 1024))
-    served, (common, _) = group.served["decode"], random_batch(group, [1, 1], [9, 9])
-    impl, query = served.backend.impl_cls(served.context, scale=1.0), torch.randn(2, 8, 576).bfloat16()
+    served, (common, _) = group.backends["decode"], random_batch(group, [1, 1], [9, 9])
+    impl, query = impl_of(served, scale=1.0), torch.randn(2, 8, 576).bfloat16()
     for blocks in (1, 4):
         cache = torch.randn(blocks, 64, 576).bfloat16()
         slots = torch.full((2, 128), -1, dtype=torch.int32)
         slots[:, 0] = blocks * 64 - 1
         output = torch.empty(2, 8, 512).bfloat16()
-        impl.forward_mqa(None, query, cache, served.builder.build(0, common), output, None, slots)
+        impl.forward_mqa(query, cache, served.builder.build(0, common), Outputs(output), slots)
         assert calls[-1]["seqused_k"].tolist() == [blocks * 64] * 2
         torch.testing.assert_close(output, cache[-1, -1, :512].expand_as(output))

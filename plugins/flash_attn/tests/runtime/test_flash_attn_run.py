@@ -211,9 +211,9 @@ def test_fp8_brings_descales_and_converts(provider: str, dtype: str, emulate: Em
     assert passed["q_descale"].unique().tolist() == pytest.approx([0.02])
     writes_own = passed.get("out") is None
     assert writes_own == (dtype == "float16" or provider in ("flash-attn-3", "sgl-kernel"))
-    assert layer.impls["decode"]._descaled(scales, 3) is layer.impls["decode"]._descaled(scales, 3)
-    other = Scales.make("cpu", k=4.0, num_kv_heads=2)
-    assert layer.impls["decode"]._descaled(other, 3)["k_descale"].unique().tolist() == [4.0]
+    other = Attention(group, caller_writes=True, scales=Scales.make("cpu", k=4.0, num_kv_heads=2))
+    layers.run(group, common, cache, other)
+    assert layers.calls_of(calls)[-1]["k_descale"].unique().tolist() == [4.0]
 
 
 def test_a_step_that_is_not_causal_sees_a_window_to_both_sides(emulate: Emulate) -> None:
@@ -241,7 +241,7 @@ def test_encoders_attend_to_their_own_tokens(provider: str, gpu: str, emulate: E
     assert call["window_size"] == (5, 5)
     for rows in (slice(0, 9), slice(9, 13)):
         tensors = query[rows], key[rows], value[rows]
-        wanted, _ = attention_reference(*tensors, scale=layer.scale, causal=False, sliding_window=6)
+        wanted, _ = attention_reference(*tensors, scale=layer.terms.scale, causal=False, sliding_window=6)
         torch.testing.assert_close(output[rows].double(), wanted, atol=2e-2, rtol=0)
 
 

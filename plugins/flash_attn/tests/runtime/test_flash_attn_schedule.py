@@ -82,7 +82,7 @@ def test_splits_of_a_mixed_step(
 ) -> None:
     calls = emulate(provider)
     group = layers.made(provider, block_size=16, group_capacity=Capacity(4, 64, 16384))
-    for served in group.backends:
+    for served in group.distinct:
         monkeypatch.setattr(served.builder, "_sms", 132)
     common, cache = random_batch(group, [1, 30], [longest, 31])
     Attention(group, caller_writes=True)(torch.randn(31, 4, 64).bfloat16(), None, None, cache, group.build(common))
@@ -139,7 +139,7 @@ def test_providers_without_a_scheduler_need_none(provider: str, emulate: Emulate
 def test_a_captured_schedule_stays_in_place_and_its_rest_is_zero(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider, group_cuda_graphs=True, group_capacity=Capacity(10, 64, 512))
-    builder = group.served["decode"].builder
+    builder = group.backends["decode"].builder
     buffer = builder._scheduler._buffer
     assert buffer.shape == (1 + 12 * 4,)
     seen = []
@@ -170,7 +170,7 @@ def test_what_a_graph_captures_does_not_depend_on_the_lengths(emulate: Emulate) 
 def test_captured_splits_are_bounded_in_number_and_memory(emulate: Emulate) -> None:
     calls = emulate("vllm")
     group = layers.made("vllm", num_heads=32, group_cuda_graphs=True, group_capacity=Capacity(8, 8192, 512))
-    scheduler = group.served["decode"].builder._scheduler
+    scheduler = group.backends["decode"].builder._scheduler
     per_split = 32 * (64 + 1) * 4
     splits = {}
     for tokens in (1, 64, 2048, 8192):
@@ -187,7 +187,7 @@ def test_captured_splits_are_bounded_in_number_and_memory(emulate: Emulate) -> N
 def test_fa3_splits_keys_for_up_to_992_requests(requests: int, splits: int, emulate: Emulate) -> None:
     """FA3's scheduler handles 992 requests in one block of threads (hopper/flash_prepare_scheduler.cu)."""
     emulate("vllm")
-    scheduler = layers.made("vllm", group_capacity=Capacity(1024, 1024, 64)).served["decode"].builder._scheduler
+    scheduler = layers.made("vllm", group_capacity=Capacity(1024, 1024, 64)).backends["decode"].builder._scheduler
     table, lens = torch.zeros(requests, 4, dtype=torch.int32), torch.full((requests,), 20, dtype=torch.int32)
     bounds = torch.arange(requests + 1, dtype=torch.int32)
     step = Step(bounds, requests, 1, 20, True, (-1, -1), 0, lens, table)

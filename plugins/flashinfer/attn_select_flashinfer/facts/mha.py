@@ -162,8 +162,8 @@ def plan(
     if turing and (reasons := against_turing(config, environment)):
         return reasons
     name = kernel_for(capability, phase)
-    asked = (options.use_trtllm, options.prefill_kernel, options.decode_kernel)
-    case = Case(config, phase, capability, name, *asked, environment)
+    options_set = (options.use_trtllm, options.prefill_kernel, options.decode_kernel)
+    case = Case(config, phase, capability, name, *options_set, environment)
     use_trtllm, because, refusals = decide(case)
     if refusals:
         return refusals

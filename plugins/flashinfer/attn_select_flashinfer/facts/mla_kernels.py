@@ -105,7 +105,7 @@ class DecodeFacts:
         workspace_bytes: scratch, as vLLM and FlashInfer recommend it.
         workspace_note: what the scratch is.
         nan_tail_safe: whether NaN behind a sequence's end in its last page leaves the result alone.
-        against: what speaks against a config beside dims and pages.
+        against: the reasons against a config beside dims and pages.
         releases: of flashinfer-python whose entry this plugin can call, a range as in PEP 440.
     """
 

@@ -3,7 +3,7 @@
 ``plan`` copies three or four lists to the device, looks its module up and checks what is the same in every step, before
 it has a compiled function make the schedule (flashinfer/decode.py and prefill.py 0.6.14 to 0.7.2.post1). A wrapper is
 planned by ``plan`` twice, and the second time the arguments of the compiled function are kept. Later steps call it with
-the same arguments but for the batch's lists, and put what the kernel reads where ``plan`` puts it.
+the same arguments except for the batch's lists, and put what the kernel reads where ``plan`` puts it.
 
 Pages are then rows of the block table, read where they lie, each taken as wide as the table. No page is copied, and
 those behind a request's last key are not looked at:
@@ -51,12 +51,12 @@ class CompiledPlan:
     Attributes:
         function: makes a schedule and starts its copy to the device.
         before: the workspace for partial results and the schedule's memory on the device.
-        behind: heads, page size, window and what else stands behind the numbers of tokens and requests.
+        later: heads, page size, window and what else stands behind the numbers of tokens and requests.
     """
 
     function: Callable[..., Any]
     before: tuple[Tensor, ...]
-    behind: tuple[Any, ...]
+    later: tuple[Any, ...]
 
     def __call__(self, pinned: Tensor, queries: Tensor, pages: Tensor, seq_lens: Tensor, tokens: int) -> Any:
         """Make a schedule.
@@ -71,7 +71,7 @@ class CompiledPlan:
         Returns:
             What ``run`` reads as the wrapper's ``_plan_info``.
         """
-        return self.function(*self.before, pinned, queries, pages, seq_lens, tokens, seq_lens.shape[0], *self.behind)
+        return self.function(*self.before, pinned, queries, pages, seq_lens, tokens, seq_lens.shape[0], *self.later)
 
 
 class Recorder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,16 +20,16 @@ from torch import Tensor
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
 )
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, prefix_sums, split_decodes_and_prefills
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.facts.mha import FlashInferOptions, native_scratch
 from attn_select_flashinfer.facts.mha_kernels import NativeKernel, TrtllmKernel
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.mha_calls import LayerTerms, Part, TRTLLMDecode, TRTLLMPrefill
+from attn_select_flashinfer.runtime.mha_calls import LayerArguments, Part, TRTLLMDecode, TRTLLMPrefill
 from attn_select_flashinfer.runtime.mha_native import NativeBuilder
 from attn_select_flashinfer.runtime.native_wrappers import PhaseKernel, hnd_or_nhd
 
@@ -315,69 +315,32 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
     """Runs one layer. Layers of a kind may have scales of their own: no plan holds one."""
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
-        self._sinks = None if sinks is None else sinks.float().contiguous()
-        self._quantized = context.config.cache_dtype.startswith("fp8")
-        self._plain = context.config.output_quantization == "none"
-        self._terms: LayerTerms | None = None
-        self._output_scale: tuple[Tensor, float] | None = None
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
+        self._arguments = LayerArguments(terms, quantized=context.config.cache_dtype.startswith("fp8"))
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: FlashInferMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         """As ``AttentionImpl.forward``."""
         assert kv_cache is not None
-        terms = self._terms
-        if terms is None or terms.scales is not layer.scales or not self._plain:
-            terms = self._new_terms(layer, output_scale, output_block_scale)
+        arguments = self._arguments
         for part in attn_metadata.parts:
             start, end = part.start, part.end
-            whole = start == 0 and end == query.shape[0] == output.shape[0]
-            rows = output if whole else output[start:end]
-            lse = output_lse if output_lse is None or whole else output_lse[start:end]
+            rows = outputs.rows(slice(start, end)) if start else outputs.first(end)
+            whole = start == 0 and end == query.shape[0]
             # The kernels read no strides of what they write.
-            into, lse_into = _packed(rows), None if lse is None else _packed(lse)
-            part.attend(terms, query if whole else query[start:end], kv_cache, into, lse_into)
+            into = _packed(rows)
+            part.attend(arguments, query if whole else query[start:end], kv_cache, into)
             if into is not rows:
-                rows.copy_(into)
-            if lse is not None and lse_into is not None and lse_into is not lse:
-                lse.copy_(lse_into)
-        return output
-
-    def _new_terms(self, layer: AttentionLayer, output_scale: Tensor | None, block_scale: Tensor | None) -> LayerTerms:
-        self._terms = LayerTerms(
-            self.scale,
-            layer.scales,
-            quantized=self._quantized,
-            sinks=self._sinks,
-            output_scale=None if output_scale is None else self._on_host(output_scale),
-            block_scale=block_scale,
-        )
-        return self._terms
-
-    def _on_host(self, output_scale: Tensor) -> float:
-        """Return a quantised output's scale, which kernels take as a number; read back once, in a warm-up step."""
-        if self._output_scale is None or self._output_scale[0] is not output_scale:
-            self._output_scale = output_scale, float(output_scale)
-        return self._output_scale[1]
+                _copy(into, rows)
+        return outputs.output
 
 
 class FlashInferBackend(AttentionBackend):
@@ -392,8 +355,23 @@ class FlashInferBackend(AttentionBackend):
         library.flashinfer()
 
 
-def _packed(written: Tensor) -> Tensor:
-    """Return the tensor itself, or contiguous memory of its shape."""
+def _packed(outputs: Outputs) -> Outputs:
+    """Return the outputs themselves, or contiguous memory where theirs is not."""
+    output, lse = outputs.output, outputs.lse
+    if output.is_contiguous() and (lse is None or lse.is_contiguous()):
+        return outputs
+    return replace(outputs, output=_memory(output), lse=None if lse is None else _memory(lse))
+
+
+def _memory(written: Tensor) -> Tensor:
     if written.is_contiguous():
         return written
     return torch.empty_like(written, memory_format=torch.contiguous_format)
+
+
+def _copy(made: Outputs, outputs: Outputs) -> None:
+    """Bring what was written into other memory to where it belongs."""
+    if made.output is not outputs.output:
+        outputs.output.copy_(made.output)
+    if outputs.lse is not None and made.lse is not None and made.lse is not outputs.lse:
+        outputs.lse.copy_(made.lse)

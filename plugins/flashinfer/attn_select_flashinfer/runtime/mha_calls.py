@@ -1,6 +1,6 @@
 """How ``FLASHINFER`` calls its kernels: the parts of a step, each run by one kernel, and what a layer passes to each.
 
-A part holds what its step fixes. What a layer fixes (softmax scale, FP8 scales, sinks, output scale) is ``LayerTerms``.
+A part holds what its step fixes. What a layer fixes is ``LayerArguments``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from attn_select.runtime import ops
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.native_wrappers import PageLists, PhaseKernel
 from attn_select_flashinfer.runtime.plans import Plan
-from attn_select_flashinfer.runtime.scores import blank_rows, natural_lse, power_for
+from attn_select_flashinfer.runtime.scores import blank_rows, float_sinks, natural_lse, power_for
 
 E4M3 = FP8_DTYPES["fp8_e4m3"]
 
@@ -38,35 +38,33 @@ class Native(NamedTuple):
     query_scale: Tensor | float | None
 
 
-class LayerTerms:
-    """A layer's terms while its scales are the same. Kernels take them in different forms; each form is made once.
+class LayerArguments:
+    """A layer's terms as the kernels take them, in different forms; each form is made once.
 
     Args:
-        scale: factor on ``q . k``.
-        scales: of query and cache; their host floats are passed, for a device tensor would have to be read back.
+        terms: the layer's. Of its scales the host's floats are passed, for a device tensor would have to be read back.
         quantized: whether the cache is FP8: otherwise the scales are not read.
-        sinks: float32 ``(num_heads,)`` or None.
-        output_scale: of a quantised output, on the host: an FP8 number times it is the output; with FP4 it is
-            ``o_sf_scale``, which the block scales are multiplied by.
-        block_scale: where FP4 block scales go.
     """
 
-    __slots__ = ("_bmm", "_made", "_scale", "block_scale", "output_scale", "quantized", "scales", "sinks")
+    __slots__ = ("_bmm", "_made", "_output_scale", "_scale", "quantized", "scales", "sinks")
 
-    def __init__(
-        self,
-        scale: float,
-        scales: Scales,
-        *,
-        quantized: bool,
-        sinks: Tensor | None,
-        output_scale: float | None = None,
-        block_scale: Tensor | None = None,
-    ) -> None:
-        self._scale, self.scales, self.quantized, self.sinks = scale, scales, quantized, sinks
-        self.output_scale, self.block_scale = output_scale, block_scale
+    def __init__(self, terms: Terms, *, quantized: bool) -> None:
+        self._scale, self.scales, self.quantized = terms.scale, terms.scales, quantized
+        self.sinks = float_sinks(terms).sinks
         self._made: dict[tuple[bool, bool, bool], Native] = {}
-        self._bmm: dict[bool, tuple[float, float]] = {}
+        self._bmm: dict[tuple[bool, float | None], tuple[float, float]] = {}
+        self._output_scale: tuple[Tensor, float] | None = None
+
+    def output_scale(self, outputs: Outputs) -> float | None:
+        """Return the scale of a quantised output, which kernels take as a number; read back once, in a warm-up step.
+
+        An FP8 number times it is the output; with FP4 it is ``o_sf_scale``, which the block scales are multiplied by.
+        """
+        if outputs.scale is None:
+            return None
+        if self._output_scale is None or self._output_scale[0] is not outputs.scale:
+            self._output_scale = outputs.scale, float(outputs.scale)
+        return self._output_scale[1]
 
     def native(self, kernel: PhaseKernel) -> Native:
         """Return what a native kernel gets.
@@ -105,30 +103,31 @@ class LayerTerms:
             return Native((self.sinks, scale), keywords, divisor)
         return Native((), {**keywords, "q_scale": scale}, divisor)
 
-    def trtllm(self, fp8_query: bool) -> tuple[float, float]:
+    def trtllm(self, fp8_query: bool, outputs: Outputs) -> tuple[float, float]:
         """Return ``bmm1_scale`` and ``bmm2_scale``.
 
         The second is XQA's one scale for K and V, which the first is divided by (xqa_batch_decode_with_kv_cache in
         flashinfer/decode.py 0.6.14), so an FP8 output's scale goes there too, and with 16 bits it must be 1.
         """
-        if fp8_query not in self._bmm:
-            self._bmm[fp8_query] = self._trtllm(fp8_query)
-        return self._bmm[fp8_query]
+        key = fp8_query, None if outputs.block_scale is not None else self.output_scale(outputs)
+        if key not in self._bmm:
+            self._bmm[key] = self._trtllm(*key)
+        return self._bmm[key]
 
-    def _trtllm(self, fp8_query: bool) -> tuple[float, float]:
+    def _trtllm(self, fp8_query: bool, output_scale: float | None) -> tuple[float, float]:
         bmm1, bmm2 = self._scale, 1.0
         if self.quantized:
             bmm1, bmm2 = bmm1 * self.scales.k_float, self.scales.v_float
         if fp8_query:
             bmm1 *= self.scales.q_float
-        if self.output_scale is not None and self.block_scale is None:
-            bmm2 /= self.output_scale
-        return bmm1, bmm2
+        return bmm1, bmm2 if output_scale is None else bmm2 / output_scale
 
-    def fp4_output(self, output: Tensor, start: int) -> Any:
-        """Return FlashInfer's view of FP4 output rows ``(T, num_heads, head_size / 2)`` and all rows' block scales."""
-        tokens, heads, packed = output.shape
-        return library.flashinfer().FP4Tensor(output, self.block_scale, start, (tokens, heads, 2 * packed))
+
+def fp4_output(outputs: Outputs, start: int) -> Any:
+    """Return FlashInfer's view of FP4 output rows ``(T, num_heads, head_size / 2)`` and all rows' block scales."""
+    tokens, heads, packed = outputs.output.shape
+    shape = (tokens, heads, 2 * packed)
+    return library.flashinfer().FP4Tensor(outputs.output, outputs.block_scale, start, shape)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,14 +145,13 @@ class Part(ABC):
     end: int
 
     @abstractmethod
-    def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         """Attend.
 
         Args:
             query: ``(end - start, num_heads, head_size)`` in the compute dtype.
             kv_cache: ``(num_blocks, 2, …)``.
-            output: contiguous ``(end - start, num_heads, head_size)``, written.
-            lse: contiguous float32 ``(end - start, num_heads)``, written in the runtime's convention where given.
+            outputs: contiguous, of these tokens.
         """
 
 
@@ -171,22 +169,22 @@ class NativePart(Part):
     kernel: PhaseKernel
     lists: PageLists | None
 
-    def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        self.run(terms, query, kv_cache, output, lse)
-        if lse is not None:
-            natural_lse(lse, terms.sinks)
+    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
+        self.run(layer, query, kv_cache, outputs)
+        if outputs.lse is not None:
+            natural_lse(outputs.lse, layer.sinks)
 
-    def run(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+    def run(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         """Attend; the LSE in base 2."""
         kernel = self.kernel
-        arguments, scales, divisor = terms.native(kernel)
+        arguments, scales, divisor = layer.native(kernel)
         if divisor is not None:
             query = ops.quantize_fp8(query, divisor, kernel.query_dtype) if kernel.fp8_query else query / divisor
         run = self.plan.ready().run
-        if lse is None:
-            run(query, kv_cache, *arguments, out=output, **scales)
+        if outputs.lse is None:
+            run(query, kv_cache, *arguments, out=outputs.output, **scales)
         else:
-            run(query, kv_cache, *arguments, out=output, lse=lse, return_lse=True, **scales)
+            run(query, kv_cache, *arguments, out=outputs.output, lse=outputs.lse, return_lse=True, **scales)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,14 +210,14 @@ class FIDecode(NativePart):
 
     seq_lens: Tensor
 
-    def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         if self.kernel.backend != "cute-dsl":
-            NativePart.attend(self, terms, query, kv_cache, output, lse)
+            NativePart.attend(self, layer, query, kv_cache, outputs)
             return
-        output.zero_()  # the kernel's clusters add to it (reduction "atomic")
-        NativePart.attend(self, terms, query, kv_cache, output, lse)
+        outputs.output.zero_()  # the kernel's clusters add to it (reduction "atomic")
+        NativePart.attend(self, layer, query, kv_cache, outputs)
         # FlashInfer does not say what the kernel writes for a request without keys.
-        blank_rows(output, lse, self.seq_lens == 0, terms.sinks)
+        blank_rows(outputs, self.seq_lens == 0, layer.sinks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -233,14 +231,15 @@ class FICascade(Part):
     prefix: FIPrefill
     rest: FIPrefill
 
-    def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
+    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
+        output, lse = outputs.output, outputs.lse
         if lse is None:
             lse = output.new_empty(output.shape[:2], dtype=torch.float32)
         of_prefix, prefix_lse = torch.empty_like(output), torch.empty_like(lse)
-        self.rest.run(terms, query, kv_cache, output, lse)
-        self.prefix.run(terms, query, kv_cache, of_prefix, prefix_lse)
+        self.rest.run(layer, query, kv_cache, Outputs(output, lse))
+        self.prefix.run(layer, query, kv_cache, Outputs(of_prefix, prefix_lse))
         library.flashinfer().merge_state_in_place(output, lse, of_prefix, prefix_lse)
-        natural_lse(lse, terms.sinks)
+        natural_lse(lse, layer.sinks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -274,21 +273,20 @@ class TRTLLMPart(Part):
             "kv_layout": self.kv_layout,
         }
 
-    def _call(
-        self, function: Any, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None
-    ) -> None:
-        bmm1, bmm2 = terms.trtllm(self.fp8_query)
+    def _call(self, function: Any, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
+        bmm1, bmm2 = layer.trtllm(self.fp8_query, outputs)
+        output, lse = outputs.output, outputs.lse
         more: dict[str, Any] = self.step
         if lse is not None:
             more = {**more, "lse": lse, "return_lse": True}
-        if terms.block_scale is not None:
-            more = {**more, "out_dtype": "nvfp4", "o_sf_scale": terms.output_scale}
-            output = terms.fp4_output(output, self.start)
+        if outputs.block_scale is not None:
+            more = {**more, "out_dtype": "nvfp4", "o_sf_scale": layer.output_scale(outputs)}
+            output = fp4_output(outputs, self.start)
         # The kernel takes no strides of the query.
-        query = ops.quantize_fp8(query, terms.scales.q, E4M3) if self.fp8_query else query.contiguous()
-        function(query, kv_cache, bmm1_scale=bmm1, bmm2_scale=bmm2, sinks=terms.sinks, out=output, **more)
+        query = ops.quantize_fp8(query, layer.scales.q, E4M3) if self.fp8_query else query.contiguous()
+        function(query, kv_cache, bmm1_scale=bmm1, bmm2_scale=bmm2, sinks=layer.sinks, out=output, **more)
         if lse is not None:
-            natural_lse(lse, terms.sinks)
+            natural_lse(lse, layer.sinks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -314,8 +312,8 @@ class TRTLLMPrefill(TRTLLMPart):
             "cum_seq_lens_kv": self.cum_seq_lens_kv,
         }
 
-    def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        self._call(library.flashinfer().trtllm_batch_context_with_kv_cache, terms, query, kv_cache, output, lse)
+    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
+        self._call(library.flashinfer().trtllm_batch_context_with_kv_cache, layer, query, kv_cache, outputs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -344,8 +342,9 @@ class TRTLLMDecode(TRTLLMPart):
             "backend": self.backend,
         }
 
-    def attend(self, terms: LayerTerms, query: Tensor, kv_cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        self._call(library.flashinfer().trtllm_batch_decode_with_kv_cache, terms, query, kv_cache, output, lse)
+    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
+        self._call(library.flashinfer().trtllm_batch_decode_with_kv_cache, layer, query, kv_cache, outputs)
         if self.keyless is not None:  # XQA writes NaN there with an FP8 cache
+            output = outputs.output
             blanked = output.view(torch.uint8) if output.dtype in FP8_DTYPES.values() else output
             blanked.masked_fill_(self.keyless.view(-1, 1, 1), 0)

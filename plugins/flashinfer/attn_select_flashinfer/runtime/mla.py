@@ -9,18 +9,19 @@ from torch import Tensor
 
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashinfer.facts.mla_kernels import MLAKernel, RaggedKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mla_native import NativeDecode, NativeLayer
 from attn_select_flashinfer.runtime.mla_ragged import DirectRagged, PlannedRagged, RaggedCall
 from attn_select_flashinfer.runtime.mla_trtllm import TrtllmCall, TrtllmDecode, TrtllmLayer
 from attn_select_flashinfer.runtime.plans import ScaledPlan, SharedScale
+from attn_select_flashinfer.runtime.scores import float_sinks
 
 NATIVE = ("fa2", "fa3")
 
@@ -28,17 +29,11 @@ NATIVE = ("fa2", "fa3")
 Query = Tensor | tuple[Tensor, Tensor]
 
 
-def first_rows(tokens: int, query: Query, output: Tensor, lse: Tensor | None) -> tuple[Any, Tensor, Tensor | None]:
-    """Return the first ``tokens`` rows of each; padding lies behind them, and without any nothing is cut."""
-    if output.shape[0] != tokens:
-        output = output[:tokens]
+def first_rows(tokens: int, query: Query) -> Query:
+    """Return the first rows of a query; padding lies behind them, and without any nothing is cut."""
     if isinstance(query, tuple):
-        query = query[0][:tokens], query[1][:tokens]
-    elif query.shape[0] != tokens:
-        query = query[:tokens]
-    if lse is not None and lse.shape[0] != tokens:
-        lse = lse[:tokens]
-    return query, output, lse
+        return query[0][:tokens], query[1][:tokens]
+    return query if query.shape[0] == tokens else query[:tokens]
 
 
 class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
@@ -86,59 +81,52 @@ class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
 class FlashInferMLAImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, float_sinks(terms))
         self._layer: NativeLayer | TrtllmLayer | None = None
         if "decode" in context.plans:
             kernel = context.plans["decode"].kernel
             assert isinstance(kernel, MLAKernel)
             self.takes_query_parts = native = kernel.name in NATIVE
-            self._layer = NativeLayer(context, scale) if native else TrtllmLayer(context, kernel, scale, sinks)
-        self._sinks = None if sinks is None else sinks.float().contiguous()
+            self._layer = NativeLayer(context, terms) if native else TrtllmLayer(context, kernel, terms)
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Query,
         kv_cache: Tensor,
         attn_metadata: ScaledPlan | TrtllmCall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (blocks, size, R + Pr)``."""
         tokens, run = attn_metadata.num_tokens, self._layer
         assert run is not None
-        if not tokens:
-            return output
-        query, own, lse = first_rows(tokens, query, output, output_lse)
-        run.run(layer, query, kv_cache, attn_metadata, own, lse)  # type: ignore[arg-type]
-        return output
+        if tokens:
+            own: Any = attn_metadata
+            run.run(first_rows(tokens, query), kv_cache, own, outputs.first(tokens))  # type: ignore[arg-type]
+        return outputs.output
 
     def forward_mha(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attn_metadata: RaggedCall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mha``."""
         tokens = attn_metadata.num_tokens
         if not tokens:
-            return output
-        query, own, lse = first_rows(tokens, query, output, output_lse)
+            return outputs.output
+        own = outputs.first(tokens)
         if attn_metadata.how is not None:
-            attn_metadata.runner.run(attn_metadata.how, self.scale, self._sinks, (query, key, value), (own, lse))
-            return output
-        own.zero_()
-        if lse is not None:
-            lse.fill_(-torch.inf)
-        return output
+            tensors = (query[:tokens], key, value)
+            attn_metadata.runner.run(attn_metadata.how, self.terms, tensors, own)
+            return outputs.output
+        own.output.zero_()
+        if own.lse is not None:
+            own.lse.fill_(-torch.inf)
+        return outputs.output
 
 
 class FlashInferMLABackend(AttentionBackend):

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from attn_select.errors import ConfigError
 from attn_select.runtime import ops
-from attn_select.runtime.backend import AttentionLayer, BackendContext
+from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import staging, to_device
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.facts.mla_kernels import TILE
@@ -231,8 +232,8 @@ class NativeDecode:
         pages[:-1] = lists.pages[request]
         pages[-1] = lists.pages[-1]
         # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
-        behind = lists.queries[1:][request] - 1 - queries[:-1]
-        torch.sub(lists.keys[request], behind, out=keys).clamp_min_(0)
+        later = lists.queries[1:][request] - 1 - queries[:-1]
+        torch.sub(lists.keys[request], later, out=keys).clamp_min_(0)
         return Lists(queries, pages, keys)
 
 
@@ -253,34 +254,33 @@ class ReadyCall(Protocol):
 class NativeLayer:
     """Runs the decodes of one layer."""
 
-    def __init__(self, context: BackendContext, scale: float) -> None:
-        config = context.config
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        config, self._terms = context.config, terms
         self._sizes = [cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)]
         self._parts = CacheView(lambda kv_cache: kv_cache.split_with_sizes(self._sizes, dim=-1))
         # FP8 latents are multiplied by their scale before the product (mla_hopper.cuh v0.6.14), so the scale of the
         # scores does not contain it.
-        self._fp8, self._power = config.cache_dtype == "fp8_e4m3", power_for(scale)
-        self._scale = scale * self._power
+        self._fp8, self._power = config.cache_dtype == "fp8_e4m3", power_for(terms.scale)
+        self._scale = terms.scale * self._power
         self._declared = library.flashinfer().MLAPlanMetadata is not None
 
     def run(
         self,
-        layer: AttentionLayer,
         query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         call: ReadyCall,
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
-        """Attend; ``query (T, H, R + Pr)``, or its two parts, and ``output (T, H, R)`` have the call's tokens."""
+        """Attend; ``query (T, H, R + Pr)``, or its two parts, and ``outputs (T, H, R)`` have the call's tokens."""
         run = call.ready_for(self._scale).run
         parts = query if isinstance(query, tuple) else query.split_with_sizes(self._sizes, dim=-1)
         if self._power != 1.0:
             parts = tuple(part / self._power for part in parts)
         latents = self._parts(kv_cache)
-        options: dict[str, Any] = {"out": output}
+        output_lse = outputs.lse
+        options: dict[str, Any] = {"out": outputs.output}
         if self._fp8:
-            options["ckv_scale"] = options["kpe_scale"] = layer.scales.k_float
+            options["ckv_scale"] = options["kpe_scale"] = self._terms.scales.k_float
         lse = None if output_lse is None else output_lse.contiguous()
         if lse is not None or self._declared:
             options |= {"lse": lse, "return_lse": True, "return_lse_base_on_e": True}

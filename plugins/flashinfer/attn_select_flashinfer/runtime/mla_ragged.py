@@ -24,14 +24,12 @@ from torch import Tensor
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import VarlenMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.plans import PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
 from attn_select_flashinfer.runtime.scores import LN2, blank_rows, power_for
-
-Results = tuple[Tensor, Tensor | None]
-"""Output ``(T, H, V)`` and float32 LSE ``(T, H)``, to be written."""
 
 
 @dataclass(slots=True)
@@ -107,12 +105,10 @@ class PlannedRagged:
         tiles = context.max_num_batched_tokens // 64 + context.max_num_seqs
         return min(INT_WORKSPACE, MIB // 4 + 40 * tiles * context.config.num_heads)
 
-    def run(
-        self, call: PlannedPrefill, scale: float, sinks: Tensor | None, tensors: tuple[Tensor, ...], into: Results
-    ) -> None:
+    def run(self, call: PlannedPrefill, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs) -> None:
         """Attend: ``(query, key, value)`` of the call's tokens and keys."""
-        power, (output, lse) = power_for(scale), into
-        wrapper, (query, *rest) = call.call.ready_for(scale * power), tensors
+        power, output, lse = power_for(terms.scale), outputs.output, outputs.lse
+        wrapper, (query, *rest) = call.call.ready_for(terms.scale * power), tensors
         if power != 1.0:
             query = query / power
         out = output.contiguous()
@@ -123,7 +119,7 @@ class PlannedRagged:
         if lse is not None and base2 is not None:
             torch.mul(base2, LN2, out=lse)
         if call.blank is not None:
-            blank_rows(output, lse, call.blank)
+            blank_rows(outputs, call.blank)
 
 
 @dataclass(slots=True)
@@ -200,41 +196,34 @@ class DirectRagged:
         rows, keys = (slice(int(each[0]), int(each[-1])) for each in (own, theirs))
         return Run(rows, keys, on_device, host, longest)
 
-    def run(
-        self, call: DirectPrefill, scale: float, sinks: Tensor | None, tensors: tuple[Tensor, ...], into: Results
-    ) -> None:
-        """Attend: ``(query, key, value)`` of the call's tokens and keys; ``sinks`` float32 ``(H,)``."""
+    def run(self, call: DirectPrefill, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs) -> None:
+        """Attend: ``(query, key, value)`` of the call's tokens and keys; sinks are float32."""
         query, key, value = tensors
-        output, lse = into
         if call.gaps:
-            output.zero_()
-            if lse is not None:
-                lse.fill_(-torch.inf)
+            outputs.output.zero_()
+            if outputs.lse is not None:
+                outputs.lse.fill_(-torch.inf)
         for run in call.runs:
             own = (query[run.rows], key[run.keys], value[run.keys])
-            part, part_lse = output[run.rows], None if lse is None else lse[run.rows]
+            written = outputs.rows(run.rows)
+            part, part_lse = written.output, written.lse
             out = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
             base2 = None if part_lse is None else part_lse.contiguous()
             if self._cutlass:
                 self._entry(
                     *own, *run.lists[:2], max_qo_len=run.longest[0], out=out, lse=base2,
-                    causal=call.causal, sm_scale=scale, return_lse=base2 is not None,
+                    causal=call.causal, sm_scale=terms.scale, return_lse=base2 is not None,
                 )  # fmt: skip
             else:
-                self._trtllm(call, run, scale, sinks if call.counts_sinks else None, own, (out, base2))
+                counted = terms if call.counts_sinks else terms.without_sinks()
+                self._trtllm(call, run, counted, own, Outputs(out, base2))
             if out is not part:
                 part.copy_(out)
             if part_lse is not None and base2 is not None:
                 torch.mul(base2, LN2, out=part_lse)
 
     def _trtllm(
-        self,
-        call: DirectPrefill,
-        run: Run,
-        scale: float,
-        sinks: Tensor | None,
-        tensors: tuple[Tensor, ...],
-        into: Results,
+        self, call: DirectPrefill, run: Run, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs
     ) -> None:
         lens = {}
         if self._takes_lens:
@@ -248,7 +237,7 @@ class DirectRagged:
             seq_lens=run.lists[2],
             max_q_len=run.longest[0],
             max_kv_len=run.longest[1],
-            bmm1_scale=scale,
+            bmm1_scale=terms.scale,
             bmm2_scale=1.0,
             o_sf_scale=1.0,
             batch_size=len(run.lists[2]),
@@ -257,10 +246,10 @@ class DirectRagged:
             cum_seq_lens_kv=run.lists[1],
             enable_pdl=None,
             is_causal=call.causal,
-            return_lse=into[1] is not None,
-            attention_sinks=sinks,
-            out=into[0],
-            lse=into[1],
+            return_lse=outputs.lse is not None,
+            attention_sinks=terms.sinks,
+            out=outputs.output,
+            lse=outputs.lse,
             **lens,
         )
 

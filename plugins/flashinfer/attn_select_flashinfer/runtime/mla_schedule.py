@@ -264,13 +264,13 @@ def write_lists(
     # The CTAs share the rows of the requests that were cut, each in as many parts as there are CTAs for it.
     part = -(-rows // (ctas * clusters // len(cut)))
     row = np.arange(0, rows, part)
-    behind = of[cut].cumsum() * rows
-    before = behind - of[cut] * rows
+    row_ends = of[cut].cumsum() * rows
+    before = row_ends - of[cut] * rows
     merges = len(cut) * len(row)
     output = (begins[cut] * rows)[:, None]
     lists[MERGE_START, :merges] = (output + row).ravel()
     lists[MERGE_END, :merges] = (output + np.minimum(row + part, rows)).ravel()
     lists[MERGE_PARTIAL_START, :merges] = (before[:, None] + row).ravel()
-    lists[MERGE_PARTIAL_END, :merges] = np.repeat(behind, len(row))
+    lists[MERGE_PARTIAL_END, :merges] = np.repeat(row_ends, len(row))
     lists[MERGE_STRIDE, :merges] = rows
     return count

@@ -18,13 +18,13 @@ from torch.nn import functional
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashinfer.facts.mla_kernels import MLAKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mla_native import NativeLayer
@@ -88,19 +88,17 @@ class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata
 class FlashInferMLASparseImpl(MLAAttentionImpl):
     """Runs one layer, both phases by one kernel."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config, kernel = context.config, kernel_of(context)
         self._native: NativeLayer | None = None
         if kernel.name == "fa3":
-            self._native = NativeLayer(context, scale)
+            self._native = NativeLayer(context, terms)
             self._pages = CacheView(lambda kv_cache: kv_cache.view(-1, 1, kv_cache.shape[2]))
             return
         self._entry = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla
         self._on_12 = kernel.name == "sparse"
-        self._heads = Heads(config, kernel, scale, sinks)
+        self._heads = Heads(config, kernel, terms)
         self._fixed: dict[str, Any] = {
             "qk_nope_head_dim": config.qk_nope_head_dim,
             "kv_lora_rank": config.kv_lora_rank,
@@ -113,46 +111,34 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: SparseMetadata | SparseCall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (blocks, size, R + Pr)`` or ``(blocks, 64, 656)`` bytes."""
         assert topk_indices is not None
         tokens = attn_metadata.num_tokens
         if not tokens:
-            return output
+            return outputs.output
         if isinstance(attn_metadata, SparseCall):
             assert self._native is not None
             slots, counts = in_front(topk_indices[:tokens])
             attn_metadata.choose(slots, counts)
-            own, lse = output[:tokens], None if output_lse is None else output_lse[:tokens]
-            self._native.run(layer, query[:tokens], self._pages(kv_cache), attn_metadata, own, lse)
-            blank_rows(own, lse, counts == 0)
-            return output
+            own = outputs.first(tokens)
+            self._native.run(query[:tokens], self._pages(kv_cache), attn_metadata, own)
+            blank_rows(own, counts == 0)
+            return outputs.output
         workspace = attn_metadata.workspace
-        step = requests_at_once(workspace, self._heads.padded, 1, output_lse is not None)
+        step = requests_at_once(workspace, self._heads.padded, 1, outputs.lse is not None)
         for first in range(0, tokens, step):
             rows = slice(first, min(first + step, tokens))
-            lse = None if output_lse is None else output_lse[rows]
-            self._run(layer, query[rows], kv_cache, workspace, output[rows], lse, topk_indices[rows])
-        return output
+            self._run(query[rows], kv_cache, workspace, outputs.rows(rows), topk_indices[rows])
+        return outputs.output
 
-    def _run(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        kv_cache: Tensor,
-        workspace: Tensor,
-        output: Tensor,
-        output_lse: Tensor | None,
-        indices: Tensor,
-    ) -> None:
-        work = self._heads.begin(layer, query, output, output_lse)
+    def _run(self, query: Tensor, kv_cache: Tensor, workspace: Tensor, outputs: Outputs, indices: Tensor) -> None:
+        work = self._heads.begin(query, outputs)
         if self._on_12:
             slots, lens = indices.clamp_min(-1), None  # any other negative number would be an address
             empty = (slots < 0).all(dim=1)
@@ -178,7 +164,7 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
             **self._fixed,
             **wanted,
         )
-        self._heads.finish(work, output, output_lse, empty)
+        self._heads.finish(work, outputs, empty)
 
 
 def padded_width(slots: int) -> int:

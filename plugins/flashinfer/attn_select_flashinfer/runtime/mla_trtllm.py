@@ -20,15 +20,15 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.environment import version_matches
 from attn_select.runtime import ops
-from attn_select.runtime.backend import AttentionLayer, BackendContext
+from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashinfer.facts.libraries import MIB, MLA_CORE, padded_heads
 from attn_select_flashinfer.facts.mla import FlashInferMLAOptions
 from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.scores import LN2, blank_rows
+from attn_select_flashinfer.runtime.scores import LN2, blank_rows, float_sinks
 
 RAGGED = Fact(
     ">=0.6.18",
@@ -88,8 +88,7 @@ class Heads:
     Args:
         config: the layer.
         kernel: says the query's dtype and the padded heads.
-        scale: factor on ``q . k``.
-        sinks: ``(H,)``.
+        terms: of the layer.
         cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
             (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output).
         device_scales: FP8 scales are read from the device at each call.
@@ -103,8 +102,7 @@ class Heads:
         self,
         config: AttentionConfig,
         kernel: MLAKernel,
-        scale: float,
-        sinks: Tensor | None,
+        terms: Terms,
         *,
         cache_scales: bool = False,
         device_scales: bool = False,
@@ -115,20 +113,22 @@ class Heads:
             cast(int, config.kv_lora_rank),
         )
         self._fp8 = kernel.fp8_query
-        self._scale, self._cache_scales, self._device_scales = float(scale), cache_scales, device_scales
+        self._terms, self._device_scales = terms, device_scales
+        scales = terms.scales
+        of_scores = scales.q_float if cache_scales else scales.q_float * scales.k_float
+        self._factors = (of_scores * terms.scale, scales.k_float) if self._fp8 else (terms.scale, 1.0)
         self._lse_factor = 1.0 if kernel.name == "cute-dsl" else LN2
-        self._known: tuple[Scales, tuple[float, float]] | None = None
-        self._own_sinks = None if sinks is None else sinks.float()
+        self._own_sinks = float_sinks(terms).sinks
         self.sinks: Tensor | None = None
         if self._own_sinks is not None:
             self.sinks = self._own_sinks.new_zeros(self.padded)
             self.sinks[: self._heads] = self._own_sinks
 
-    def begin(self, layer: AttentionLayer, query: Tensor, output: Tensor, output_lse: Tensor | None) -> Work:
-        """Return what the kernel gets for ``query (T, H, R + Pr)``, ``output (T, H, R)`` and ``output_lse (T, H)``."""
-        tokens = query.shape[0]
+    def begin(self, query: Tensor, outputs: Outputs) -> Work:
+        """Return what the kernel gets for ``query (T, H, R + Pr)`` and ``outputs (T, H, R)``."""
+        tokens, output, output_lse = query.shape[0], outputs.output, outputs.lse
         if self._fp8:
-            query = ops.quantize_fp8(query, layer.scales.q, E4M3)
+            query = ops.quantize_fp8(query, self._terms.scales.q, E4M3)
         if self.padded != self._heads:
             # The padding heads may hold anything: rows of the kernels' products do not mix.
             own, query = query, query.new_empty(tokens, self.padded, query.shape[2])
@@ -139,29 +139,24 @@ class Heads:
             out = torch.empty(tokens, self.padded, self._rank, dtype=torch.bfloat16, device=output.device)
         if output_lse is not None and not (whole and output_lse.is_contiguous()):
             lse = output_lse.new_empty(tokens, self.padded)
-        return Work(query.contiguous(), out, lse, *self._scales(layer))
+        return Work(query.contiguous(), out, lse, *self._scales())
 
-    def finish(self, work: Work, output: Tensor, output_lse: Tensor | None, blank: Tensor | None) -> None:
+    def finish(self, work: Work, outputs: Outputs, blank: Tensor | None) -> None:
         """Bring results to the layer's tensors; ``blank``: bool ``(T,)``, queries without keys."""
-        if work.out is not output:
-            output.copy_(work.out[:, : self._heads])
-        if output_lse is not None:
+        if work.out is not outputs.output:
+            outputs.output.copy_(work.out[:, : self._heads])
+        if outputs.lse is not None:
             assert work.lse is not None
-            torch.mul(work.lse[:, : self._heads], self._lse_factor, out=output_lse)
+            torch.mul(work.lse[:, : self._heads], self._lse_factor, out=outputs.lse)
         if blank is not None:
-            blank_rows(output, output_lse, blank, self._own_sinks)
+            blank_rows(outputs, blank, self._own_sinks)
 
-    def _scales(self, layer: AttentionLayer) -> tuple[Scale, Scale]:
-        if not self._fp8:
-            return self._scale, 1.0
-        scales = layer.scales
-        if self._device_scales:
-            k = scales.k.reshape(1)
-            return scales.q.reshape(1) * k * self._scale, k
-        if self._known is None or self._known[0] is not scales:
-            both = scales.q_float if self._cache_scales else scales.q_float * scales.k_float
-            self._known = scales, (both * self._scale, scales.k_float)
-        return self._known[1]
+    def _scales(self) -> tuple[Scale, Scale]:
+        if not (self._fp8 and self._device_scales):
+            return self._factors
+        scales = self._terms.scales
+        k = scales.k.reshape(1)
+        return scales.q.reshape(1) * k * self._terms.scale, k
 
 
 @dataclass(slots=True)
@@ -311,13 +306,13 @@ class TrtllmDecode:
 class TrtllmLayer:
     """Runs the decodes of one layer."""
 
-    def __init__(self, context: BackendContext, kernel: MLAKernel, scale: float, sinks: Tensor | None) -> None:
+    def __init__(self, context: BackendContext, kernel: MLAKernel, terms: Terms) -> None:
         config = context.config
         self._entry, self._xqa = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla, kernel.name == "xqa"
         options = context.options
         own = options if isinstance(options, FlashInferMLAOptions) else FlashInferMLAOptions()
         device_scales = own.device_scales and not self._xqa
-        self._heads = Heads(config, kernel, scale, sinks, cache_scales=self._xqa, device_scales=device_scales)
+        self._heads = Heads(config, kernel, terms, cache_scales=self._xqa, device_scales=device_scales)
         self._rank = cast(int, config.kv_lora_rank)
         self._fixed: dict[str, Any] = {
             "qk_nope_head_dim": config.qk_nope_head_dim,
@@ -329,24 +324,16 @@ class TrtllmLayer:
             self._fixed["skip_softmax_threshold_scale_factor"] = own.skip_softmax_threshold
         if kernel.name == "cute-dsl":
             self._fixed["cute_dsl_impl"] = kernel.implementation
-        if sinks is not None:
+        if terms.sinks is not None:
             self._fixed["sinks"] = self._heads.sinks
 
-    def run(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        kv_cache: Tensor,
-        call: TrtllmCall,
-        output: Tensor,
-        output_lse: Tensor | None,
-    ) -> None:
-        """Attend; ``query (T, H, R + Pr)`` and ``output (T, H, R)`` have exactly the call's tokens."""
-        if call.bounds is not None and output_lse is not None:
+    def run(self, query: Tensor, kv_cache: Tensor, call: TrtllmCall, outputs: Outputs) -> None:
+        """Attend; ``query (T, H, R + Pr)`` and ``outputs (T, H, R)`` have exactly the call's tokens."""
+        if call.bounds is not None and outputs.lse is not None:
             call = call.rows()
         call.check()
         heads = self._heads
-        work = heads.begin(layer, query, output, output_lse)
+        work = heads.begin(query, outputs)
         fixed: dict[str, Any] = {
             **self._fixed,
             "kv_cache": kv_cache,
@@ -360,7 +347,7 @@ class TrtllmLayer:
             self._entry(query=work.query, block_tables=call.block_table, seq_lens=call.seq_lens, out=work.out, **fixed)
         else:
             self._run_uniform(call, work.query, work.out, work.lse, fixed)
-        heads.finish(work, output, output_lse, call.blank)
+        heads.finish(work, outputs, call.blank)
 
     def _run_uniform(
         self, call: TrtllmCall, query: Tensor, out: Tensor, lse: Tensor | None, fixed: dict[str, Any]

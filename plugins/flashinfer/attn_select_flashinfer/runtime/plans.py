@@ -245,7 +245,7 @@ class ScaledPlan(Plan):
 
     Args:
         num_tokens: queries.
-        arguments: of the plan, but for the scale.
+        arguments: of the plan, except for the scale.
         shared: the builder's scale.
         balanced: the schedule that runs in the place of FlashInfer's, if any.
     """

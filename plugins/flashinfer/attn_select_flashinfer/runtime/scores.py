@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from attn_select.runtime.terms import Outputs, Terms
 
 LN2 = math.log(2.0)
 """FlashInfer's LSE is base 2."""
@@ -25,6 +28,11 @@ def power_for(scale: float) -> float:
     return 2.0 ** max(0, math.ceil(math.log2(LEAST_SCALE / scale))) if scale < LEAST_SCALE else 1.0
 
 
+def float_sinks(terms: Terms) -> Terms:
+    """Return the terms with sinks as FlashInfer takes them, float32 and contiguous."""
+    return terms if terms.sinks is None else replace(terms, sinks=terms.sinks.float().contiguous())
+
+
 def natural_lse(lse: Tensor, sinks: Tensor | None) -> None:
     """Convert FlashInfer's LSE, ``(T, num_heads)`` in base 2, in place; a row without keys has -inf or its sink."""
     empty = lse < NO_KEYS
@@ -35,16 +43,15 @@ def natural_lse(lse: Tensor, sinks: Tensor | None) -> None:
         torch.where(empty, sinks, lse, out=lse)
 
 
-def blank_rows(output: Tensor, lse: Tensor | None, rows: Tensor, sinks: Tensor | None = None) -> None:
+def blank_rows(outputs: Outputs, rows: Tensor, sinks: Tensor | None = None) -> None:
     """Give rows without keys output 0 and LSE -inf, or their sink.
 
     Args:
-        output: ``(T, H, D)``.
-        lse: float32 ``(T, H)``.
+        outputs: of T tokens.
         rows: bool ``(T,)``.
         sinks: float32 ``(H,)``.
     """
-    output.masked_fill_(rows[:, None, None], 0)
-    if lse is not None:
+    outputs.output.masked_fill_(rows[:, None, None], 0)
+    if (lse := outputs.lse) is not None:
         empty = torch.full((), -torch.inf, device=lse.device) if sinks is None else sinks
         torch.where(rows[:, None], empty, lse, out=lse)

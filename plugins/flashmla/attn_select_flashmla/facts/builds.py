@@ -59,7 +59,7 @@ class FlashMLAKernel:
         return self.function.replace("_", "-")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlashMLABuild(KernelBuild):
     """FlashMLA as one distribution builds it.
 

@@ -62,7 +62,7 @@ _CONVERTED = "with FP8 the kernel writes bfloat16, which is converted to float16
 
 
 def objections(build: FlashMLABuild, config: AttentionConfig) -> list[Objection]:
-    """Return what speaks against one build; nothing: it serves the layer."""
+    """Return the reasons against one build; nothing: it serves the layer."""
     found: list[Objection] = []
     if config.kv_lora_rank != 512:
         found.append(Objection("kv-lora-rank", "512", f"kv_lora_rank {config.kv_lora_rank}", config.kv_lora_rank))

@@ -72,7 +72,7 @@ _WORKSPACE = "prefill gathers and dequantises the context: 1152 bytes a token"
 
 
 def objections(build: FlashMLABuild, config: AttentionConfig, device: Device) -> list[Objection]:
-    """Return what speaks against one build on a device; nothing: it serves the layer."""
+    """Return the reasons against one build on a device; nothing: it serves the layer."""
     found: list[Objection] = []
     size, ranks = config.block_size, config.decode_context_parallel_size
     heads = config.num_heads * ranks
@@ -103,7 +103,7 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the phase, or what each one lacks.
 
-    Both phases get the same build: nothing that speaks against a build depends on the phase.
+    Both phases get the same build: no reason against a build depends on the phase.
     """
     devices = CAPABILITIES.compute_capabilities.value
     if not devices.accepts(device.compute_capability):

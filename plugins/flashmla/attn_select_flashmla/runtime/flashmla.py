@@ -15,7 +15,6 @@ from torch import Tensor
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -23,7 +22,7 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select.runtime.scales import Scales
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashmla.facts.builds import FlashMLAKernel
 from attn_select_flashmla.runtime.adapters import RANK, DenseBatch, adapter_for
 from attn_select_flashmla.runtime.lse import store_lse
@@ -93,12 +92,10 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
 
 
 class FlashMLAImpl(MLAAttentionImpl):
-    """Runs one layer. FP8 follows the cache: the query is quantised with ``layer.scales.q``."""
+    """Runs one layer. FP8 follows the cache: the query is quantised with ``terms.scales.q``."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         kernel = _kernel(context)
         self._adapter, self._fp8 = adapter_for(kernel), kernel.function == "dense_fp8"
         self._dense = self._adapter.dense
@@ -106,24 +103,24 @@ class FlashMLAImpl(MLAAttentionImpl):
         self.takes_query_parts = self._fp8
         self._heads, self._width = context.config.num_heads, context.config.head_size
         self._one_kv_head = CacheView(lambda kv_cache: kv_cache.unsqueeze(2))
-        self._descales: tuple[Scales | None, tuple[Tensor, ...]] = (None, ())
+        # By way of a scalar: the kernel wants a stride of 1, even of one number.
+        self._descales = tuple(scale.reshape(()).reshape(1) for scale in (terms.scales.q, terms.scales.k))
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         attn_metadata: FlashMLAMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (blocks, 64, 576)`` is bfloat16, float16 or e4m3."""
         metadata, heads = attn_metadata, self._heads
         requests, query_len, padding = metadata.num_reqs, metadata.query_len, metadata.padding
+        output, output_lse = outputs.output, outputs.lse
         if not query_len:
             return output
-        cache, scale = self._one_kv_head(kv_cache), self.scale
+        cache, scale = self._one_kv_head(kv_cache), self.terms.scale
         if self._direct and padding is None and output.is_contiguous() and not isinstance(query, tuple):
             rows = query.view(requests, query_len, heads, self._width)
             into = output.view(requests, 1, query_len * heads, RANK)
@@ -134,8 +131,9 @@ class FlashMLAImpl(MLAAttentionImpl):
                 parts = [part.index_select(0, padding.sources) for part in parts]
             if self._fp8:
                 quantize = ops.quantize_fp8 if len(parts) == 1 else ops.concat_and_quantize_mla_q
-                rows = quantize(*parts, layer.scales.q, kv_cache.dtype).view(requests, query_len, heads, self._width)
-                found, lse = self._adapter.dense_fp8(rows, cache, metadata, scale, self._descales_of(layer.scales))
+                rows = quantize(*parts, self.terms.scales.q, kv_cache.dtype)
+                rows = rows.view(requests, query_len, heads, self._width)
+                found, lse = self._adapter.dense_fp8(rows, cache, metadata, scale, self._descales)
             else:
                 rows = parts[0].view(requests, query_len, heads, self._width)
                 found, lse = self._dense(rows, cache, metadata, scale, None)
@@ -152,13 +150,6 @@ class FlashMLAImpl(MLAAttentionImpl):
                 lse = lse.index_select(0, padding.places)
             store_lse(output_lse[: len(lse)], lse)
         return output
-
-    def _descales_of(self, scales: Scales) -> tuple[Tensor, ...]:
-        """Return the scales of query and latents as the kernel wants them, views made once."""
-        if self._descales[0] is not scales:
-            # By way of a scalar: the kernel wants a stride of 1, even of one number.
-            self._descales = scales, tuple(scale.reshape(()).reshape(1) for scale in (scales.q, scales.k))
-        return self._descales[1]
 
 
 def padded(common: CommonAttentionMetadata) -> tuple[int, Padding]:

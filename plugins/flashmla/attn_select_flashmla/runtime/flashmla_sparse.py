@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -28,6 +27,7 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashmla.facts.builds import FlashMLAKernel
 from attn_select_flashmla.facts.flashmla_sparse import MOST_HEADS
 from attn_select_flashmla.runtime.adapters import RANK, adapter_for
@@ -87,7 +87,7 @@ def _kernels(context: BackendContext) -> list[FlashMLAKernel]:
 
 
 class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetadata]):
-    """Builds without a kernel launch, but for the list of blocks to copy."""
+    """Builds without a kernel launch, except for the list of blocks to copy."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -134,12 +134,12 @@ class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetad
         counts = [-(-seq_len // BLOCK) for seq_len in common.seq_lens_cpu[first:].tolist()]
         bounds = common.query_start_loc_cpu[first:].tolist()
         most, requests = -(-self.context.max_model_len // BLOCK), len(counts)
-        ends, held = [], 0
+        ends, span_blocks = [], 0
         for request, count in enumerate(counts):
-            if held and held + count > most:
+            if span_blocks and span_blocks + count > most:
                 ends.append(request)
-                held = 0
-            held += count
+                span_blocks = 0
+            span_blocks += count
         if not requests:
             return []
         repeats = torch.tensor(counts)
@@ -158,10 +158,8 @@ class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetad
 class FlashMLASparseImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         adapter = adapter_for(_kernels(context)[0])
         self._decode, self._prefill = adapter.sparse_decode, adapter.sparse_prefill
         heads = context.config.num_heads
@@ -170,18 +168,16 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         self._decode_missing, self._prefill_missing = (-(context.config.sparse_top_k or 0) % size for size in (64, 128))
         self._one_kv_head = CacheView(lambda kv_cache: kv_cache.unsqueeze(2))
         self._tokens = CacheView(lambda kv_cache: kv_cache.view(-1, 1, kv_cache.shape[2]))
-        self._own_sinks = self._sinks = None if sinks is None else sinks.float()
+        self._own_sinks = self._sinks = None if terms.sinks is None else terms.sinks.float()
         if self._own_sinks is not None:
             self._sinks = functional.pad(self._own_sinks, (0, self._padded - heads))
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: FlashMLASparseMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` is bfloat16 ``(blocks, size, 576)`` or bytes
@@ -192,24 +188,15 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         spans = attn_metadata.spans
         if len(spans) == 1 and spans[0].rows.stop == query.shape[0] and not spans[0].rows.start:
             if query.shape[0]:
-                self._run(spans[0], query, kv_cache, output, output_lse, topk_indices)
-            return output
+                self._run(spans[0], query, kv_cache, outputs, topk_indices)
+            return outputs.output
         for span in spans:
             rows = span.rows
-            lse = None if output_lse is None else output_lse[rows]
-            self._run(span, query[rows], kv_cache, output[rows], lse, topk_indices[rows])
-        return output
+            self._run(span, query[rows], kv_cache, outputs.rows(rows), topk_indices[rows])
+        return outputs.output
 
-    def _run(
-        self,
-        span: Span,
-        query: Tensor,
-        kv_cache: Tensor,
-        output: Tensor,
-        output_lse: Tensor | None,
-        indices: Tensor,
-    ) -> None:
-        heads, padded = self._heads, self._padded
+    def _run(self, span: Span, query: Tensor, kv_cache: Tensor, outputs: Outputs, indices: Tensor) -> None:
+        heads, padded, output = self._heads, self._padded, outputs.output
         in_place = self._writes_output and output.is_contiguous()
         if padded != heads:
             # What the padding's rows hold is never read: the kernel computes every head by itself.
@@ -220,7 +207,7 @@ class FlashMLASparseImpl(MLAAttentionImpl):
                 indices = functional.pad(indices, (0, self._decode_missing), value=-1)
             cache, out = self._one_kv_head(kv_cache), output.unsqueeze(1) if in_place else None
             rows = (query.unsqueeze(1), cache, indices.unsqueeze(1))
-            found, lse = self._decode(*rows, span.schedule, self.scale, self._sinks, out)
+            found, lse = self._decode(*rows, span.schedule, self.terms.scale, self._sinks, out)
         else:
             if span.blocks is None:
                 latents = self._tokens(kv_cache)
@@ -230,11 +217,11 @@ class FlashMLASparseImpl(MLAAttentionImpl):
             if self._prefill_missing:
                 indices = functional.pad(indices, (0, self._prefill_missing), value=-1)
             out = output if in_place else None
-            found, lse = self._prefill(query, latents, indices.unsqueeze(1), self.scale, self._sinks, out)
+            found, lse = self._prefill(query, latents, indices.unsqueeze(1), self.terms.scale, self._sinks, out)
         if not in_place:
             output.copy_(found.reshape(-1, padded, RANK)[:, :heads])
-        if output_lse is not None:
-            store_lse(output_lse, lse.reshape(-1, padded)[:, :heads], self._own_sinks)
+        if outputs.lse is not None:
+            store_lse(outputs.lse, lse.reshape(-1, padded)[:, :heads], self._own_sinks)
 
 
 def dequantised(kv_cache: Tensor, blocks: Tensor) -> Tensor:

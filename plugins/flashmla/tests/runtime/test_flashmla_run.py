@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import flashmla_emulated
@@ -151,7 +153,7 @@ def test_a_kernel_that_takes_no_output_returns_its_own(emulate: Emulate) -> None
         layer, output = layer_of(group, problem), torch.full((4, 4, 512), torch.nan, dtype=dtype)
         metadata = group.build(common_of(problem)).parts[0].metadata
         query, cache = problem.step.query.to(dtype), problem.step.written_cache()
-        found = layer.impls["decode"].forward_mqa(layer, query, cache, metadata, output)
+        found = layer.impls["decode"].forward_mqa(query, cache, metadata, Outputs(output))
         assert (found is output) == copied
         assert (found.shape, found.dtype) == (output.shape, dtype)
         assert not found.isnan().any()
@@ -170,7 +172,7 @@ def test_an_fp8_kernel_takes_the_query_in_two_parts(requests: list[tuple[int, in
     found = []
     for given in (query, query.split((512, 64), dim=-1)):
         output = torch.full((len(query), 4, 512), torch.nan, dtype=torch.bfloat16)
-        found.append(impl.forward_mqa(layer, given, cache, metadata, output))
+        found.append(impl.forward_mqa(given, cache, metadata, Outputs(output)))
     assert torch.equal(*found)
     assert not found[0].isnan().any()
     assert not layer_of(group_of(layer_config()), problem).impls["decode"].takes_query_parts
@@ -186,9 +188,8 @@ def test_an_output_with_strides(emulate: Emulate) -> None:
     metadata = group.build(common_of(problem)).parts[0].metadata
     query = step.query.to(torch.bfloat16)
     plain, strided = torch.empty(4, 4, 512, dtype=torch.bfloat16), torch.empty(4, 512, 4, dtype=torch.bfloat16)
-    layer = layer_of(group, problem)
-    assert impl.forward_mqa(layer, query, cache, metadata, plain) is plain
-    assert torch.equal(impl.forward_mqa(layer, query, cache, metadata, strided.transpose(1, 2)), plain)
+    assert impl.forward_mqa(query, cache, metadata, Outputs(plain)) is plain
+    assert torch.equal(impl.forward_mqa(query, cache, metadata, Outputs(strided.transpose(1, 2))), plain)
 
 
 def test_a_build_that_cannot_be_imported_is_named(emulate: Emulate) -> None:

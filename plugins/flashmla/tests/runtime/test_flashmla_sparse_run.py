@@ -119,7 +119,7 @@ def test_a_copy_is_made_in_parts(emulate: Emulate) -> None:
     calls = emulate("vllm")
     config = sparse_config(num_heads=40, kv_cache_dtype="fp8_ds_mla")
     group = group_of(config, capacity=Capacity(16, 512, 192))
-    assert group.served["prefill"].context.plans["prefill"].kernel.copies_cache
+    assert group.backends["prefill"].context.plans["prefill"].kernel.copies_cache
     check(group, [(1, 9), (5, 70), (2, 64), (3, 192), (2, 2), (30, 40)])
     assert calls.count("flash_mla_sparse_fwd") == 3  # 2 + 1 blocks, 3, 1 + 1
     calls.clear()

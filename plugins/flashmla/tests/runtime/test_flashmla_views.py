@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from attn_select.runtime import Outputs
+
 pytest.importorskip("torch")
 
 import torch
@@ -28,7 +30,7 @@ def test_a_layer_reads_the_cache_that_it_is_given(emulate: Emulate, fields: dict
     for cache in (*caches, caches[0]):
         metadata = group.build(common_of(problem)).parts[0].metadata
         output = torch.empty(2, 4, 512, dtype=torch.bfloat16)
-        impl.forward_mqa(layer, query, cache, metadata, output, topk_indices=step.topk_indices)
+        impl.forward_mqa(query, cache, metadata, Outputs(output), topk_indices=step.topk_indices)
         outputs.append(output)
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], torch.zeros_like(outputs[1]))

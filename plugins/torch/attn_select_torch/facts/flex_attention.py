@@ -189,11 +189,11 @@ def plan(
         return reasons
     cached = config.has_cache
     on_cpu = capability is None
-    said: tuple[str, ...] = (_CPU_COMPILES,) if on_cpu else (_GPU_COMPILES,)
+    own_notes: tuple[str, ...] = (_CPU_COMPILES,) if on_cpu else (_GPU_COMPILES,)
     if config.batch_invariant:
-        said = (*said, _FIXED_TILES)
+        own_notes = (*own_notes, _FIXED_TILES)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
-        said = (*said, PADDED_V)
+        own_notes = (*own_notes, PADDED_V)
     stages = 1 if capability is None else _stages(config.head_size, config.value_head_size, config.dtype, capability)
     # One token dimension over all blocks is a view of this layout alone. Graph replay on a GPU with another block table
     # and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads persistent tensors, and the block lists
@@ -208,7 +208,7 @@ def plan(
         kernel_block_sizes=(TILE,) if cached else (),
         cuda_graph="NEVER" if on_cpu else "ALWAYS",
         masks_chunks=True,
-        notes=said,
+        notes=own_notes,
     )
 
 

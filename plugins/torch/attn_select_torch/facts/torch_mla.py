@@ -72,8 +72,8 @@ _GATHER = "copies the latents it reads out of the cache at each call; nothing is
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan; plain capabilities say everything that speaks against it."""
-    said = notes(config, device)
+    """Return the plan; plain capabilities say all reasons against it."""
+    own_notes = notes(config, device)
     if phase == "prefill":
         return BackendPlan(
             kernel=_ON_DECOMPRESSED,
@@ -84,7 +84,7 @@ def plan(
             kv_layouts=(),
             kernel_block_sizes=(),
             cuda_graph="NEVER",
-            notes=said,
+            notes=own_notes,
         )
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
@@ -96,7 +96,7 @@ def plan(
         kv_layouts=(MLA,),
         kernel_block_sizes=ANY_BLOCK,
         cuda_graph="NEVER",
-        notes=(*said, _GATHER),
+        notes=(*own_notes, _GATHER),
     )
 
 

@@ -127,21 +127,21 @@ def _function(config: AttentionConfig, capability: tuple[int, int] | None, phase
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan; plain capabilities say everything that speaks against it."""
+    """Return the plan; plain capabilities say all reasons against it."""
     capability = device.compute_capability
     function, because = _function(config, capability, phase)
-    said = notes(config, device)
+    own_notes = notes(config, device)
     if function in ("varlen_attn", "cuDNN and varlen_attn"):
-        said = (*said, _OR_SDPA)
+        own_notes = (*own_notes, _OR_SDPA)
     if function == "cuDNN and varlen_attn":
-        said = (*said, _GRAPHS)
+        own_notes = (*own_notes, _GRAPHS)
     if capability is None and config.dtype == "float16":
-        said = (*said, _FLOAT32)
+        own_notes = (*own_notes, _FLOAT32)
     cached = config.has_cache
     if cached:
-        said = (*said, _GATHER)
+        own_notes = (*own_notes, _GATHER)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
-        said = (*said, PADDED_V)
+        own_notes = (*own_notes, PADDED_V)
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
         kernel=SdpaKernel(function),
@@ -152,7 +152,7 @@ def plan(
         kv_layouts=LAYOUTS if cached else (),
         kernel_block_sizes=ANY_BLOCK if cached else (),
         cuda_graph="NEVER",
-        notes=said,
+        notes=own_notes,
     )
 
 

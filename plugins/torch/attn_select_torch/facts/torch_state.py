@@ -55,7 +55,7 @@ _NOT_ON_A_GPU = "TORCH_STATE was never run on a GPU"
 def plan(
     config: StateConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan; plain capabilities say everything that speaks against it."""
+    """Return the plan; plain capabilities say all reasons against it."""
     path: Literal["recurrent", "chunked"] = "recurrent" if phase == "decode" else "chunked"
     return BackendPlan(
         kernel=TorchStateKernel(path),

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attn_select.runtime.terms import Terms
+
 MAX_SCORES = 2**24
 """Scores held at once, 64 MiB in float32 and as much again for the weights; longer queries go in chunks of rows."""
 
@@ -110,14 +112,11 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    terms: Terms,
     *,
-    scale: float,
     visible: Tensor | None = None,
     bias: Tensor | None = None,
     distance: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend by matmul and softmax, scores and sums in float32. Does not synchronise.
 
@@ -125,14 +124,11 @@ def attend(
         query: ``(B, H, T, D)``, strided as it likes, as all tensors here.
         keys: ``(B, Hkv, S, D)``; ``Hkv`` divides H, query head h reads KV head ``h // (H // Hkv)``.
         values: ``(B, Hkv, S, Dv)``. Keys and values must be finite, also where no row sees them.
-        scale: factor on ``q . k``.
+        terms: of the layer; not its FP8 scales, and its window is in ``visible`` or ``bias``.
         visible: bool, broadcasts to ``(B, H, T, S)``; None: all.
         bias: added to the scores behind the soft cap, broadcasts to ``(B, H, T, S)``; -inf hides a key as ``visible``
             does.
-        distance: ``|i - j|``, broadcasts to ``(B, H, T, S)``; with ``alibi_slopes``.
-        alibi_slopes: float32 ``(H,)``.
-        logits_soft_cap: ``cap * tanh(scores / cap)``, before ALiBi.
-        sinks: ``(H,)`` logits that count in the denominator only.
+        distance: ``|i - j|``, broadcasts to ``(B, H, T, S)``; with ``terms.alibi_slopes``.
 
     Returns:
         Output ``(B, H, T, Dv)`` in the query's dtype and LSE float32 ``(B, H, T)``. A row without keys has 0, and
@@ -142,18 +138,19 @@ def attend(
     num_keys, value_size = values.shape[2:]
     output = query.new_zeros(batch, heads, rows, value_size)
     lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=query.device)
+    slopes, cap, sinks = terms.alibi_slopes, terms.logits_soft_cap, terms.sinks
     sink = None if sinks is None else sinks.float().view(1, heads, 1)
     if not num_keys or not rows or not batch:
         return output, lse if sink is None else lse.copy_(sink.expand_as(lse))
     step = max(1, MAX_SCORES // (batch * heads * num_keys))
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        scores = _products(query[:, :, part], keys).mul_(scale)
-        if logits_soft_cap is not None:
-            scores.div_(logits_soft_cap).tanh_().mul_(logits_soft_cap)
-        if alibi_slopes is not None:
+        scores = _products(query[:, :, part], keys).mul_(terms.scale)
+        if cap is not None:
+            scores.div_(cap).tanh_().mul_(cap)
+        if slopes is not None:
             assert distance is not None
-            scores.addcmul_(alibi_slopes.float().view(1, heads, 1, 1), _rows(distance, part).float(), value=-1)
+            scores.addcmul_(slopes.float().view(1, heads, 1, 1), _rows(distance, part).float(), value=-1)
         if bias is not None:
             scores.add_(_rows(bias, part))
         if visible is not None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from attn_select.runtime.backend import AttentionBackend, AttentionImpl, AttentionLayer, BackendContext
+from attn_select.runtime.backend import AttentionBackend, AttentionImpl, BackendContext
 from attn_select.runtime.kv_cache import key_value_views
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_torch.facts.flex_attention import TILE, FlexKernel
 from attn_select_torch.runtime.flex_builder import BlockLists, FlexBuilder, FlexMetadata
 
@@ -94,15 +95,8 @@ def _compiled(kind: Kind) -> Callable[..., Any]:
 class FlexImpl(AttentionImpl[FlexMetadata]):
     """Runs one layer."""
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config = context.config
         self.on_cpu = context.device.type == "cpu"
         self.paged = context.kv_layout is not None
@@ -120,23 +114,19 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
                 self.paged,
                 config.mm_prefix,
                 config.num_speculative_tokens if config.draft_tree else 0,
-                scale,
+                terms.scale,
                 self.stages,
             )
         )
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: FlexMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         metadata = attn_metadata
         pages = None
@@ -170,15 +160,15 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
                 metadata.bounds,
                 pages,
                 metadata.trees,
-                self.scale,
+                self.terms.scale,
                 self.stages,
                 not self.on_cpu,
             )
         tokens = slice(0, metadata.num_tokens)
-        output[tokens].copy_(out[0].transpose(0, 1).index_select(0, metadata.rows))
-        if output_lse is not None and lse is not None:
-            output_lse[tokens].copy_(lse[0].t().index_select(0, metadata.rows))
-        return output
+        outputs.output[tokens].copy_(out[0].transpose(0, 1).index_select(0, metadata.rows))
+        if outputs.lse is not None and lse is not None:
+            outputs.lse[tokens].copy_(lse[0].t().index_select(0, metadata.rows))
+        return outputs.output
 
     def _cached(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache's keys and values ``(num_blocks * block_size, num_kv_heads, size)`` as views."""

@@ -100,7 +100,7 @@ class FlexMetadata:
         requests: int32, one per row.
         partial, full: blocks that need the mask, and blocks that do not.
         block_table: int32 ``(B, W)``; None without a cache.
-        held: int32 ``(B, 2)``, first and end column of the block table that the request's rows see.
+        present: int32 ``(B, 2)``, first and end column of the block table that the request's rows see.
         tails: what is cleared before the cache is read; None without a cache.
         trees: where drafts may form a tree, per row the position of its request's first token of this step and the
             row's token, int32, and bool ``(tokens, 1 + drafts)``; all of static sizes.
@@ -115,7 +115,7 @@ class FlexMetadata:
     partial: BlockLists
     full: BlockLists
     block_table: Tensor | None
-    held: Tensor
+    present: Tensor
     tails: Tails | None
     trees: tuple[Tensor, Tensor, Tensor] | None
     make_pages: Callable[[FlexMetadata, int], Pages]
@@ -161,12 +161,12 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         width = max(2, int(partial_widths.max()), int((spans[2] - spans[1]).max()))
         if self.context.cuda_graphs:
             width = -(-self.context.max_model_len // TILE) + 1
-        held = torch.zeros(common.num_reqs, 2, dtype=torch.int32)
+        present = torch.zeros(common.num_reqs, 2, dtype=torch.int32)
         tile_requests = rows.requests[::TILE]
         seeing = spans[3] > spans[0]
         index = tile_requests[seeing].long()
-        held[:, 0].fill_(FAR).scatter_reduce_(0, index, spans[0][seeing], "amin")
-        held[:, 1].scatter_reduce_(0, index, spans[3][seeing], "amax")
+        present[:, 0].fill_(FAR).scatter_reduce_(0, index, spans[0][seeing], "amin")
+        present[:, 1].scatter_reduce_(0, index, spans[3][seeing], "amax")
         out_rows = torch.zeros(common.num_actual_tokens, dtype=torch.int64)
         valid = rows.valid.nonzero().flatten()
         out_rows[rows.tokens[valid].long()] = valid
@@ -182,7 +182,7 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             partial=self._lists("partial", tiles, table, width),
             full=self._lists("full", tiles, table, width),
             block_table=table,
-            held=to_device(held, device),
+            present=to_device(present, device),
             tails=None if table is None else self._tails(table, common.seq_lens),
             trees=self._trees(rows, common),
             make_pages=self._pages,
@@ -194,26 +194,26 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
     def _trees(self, rows: Rows, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor, Tensor] | None:
         if rows.drafts_from is None:
             return None
-        held = self._persistent.get("trees")
-        if held is None:
+        present = self._persistent.get("trees")
+        if present is None:
             shape = self.context.max_num_batched_tokens, self.context.config.max_decode_query_len
-            held = torch.zeros(shape, dtype=torch.bool, device=self.context.device)
+            present = torch.zeros(shape, dtype=torch.bool, device=self.context.device)
             if self.context.cuda_graphs:
-                self._persistent["trees"] = held
+                self._persistent["trees"] = present
         if common.tree_mask is not None:
-            held[: common.num_actual_tokens].copy_(common.tree_mask[: common.num_actual_tokens])
-        return self._padded("drafts from", rows.drafts_from), self._padded("row tokens", rows.tokens), held
+            present[: common.num_actual_tokens].copy_(common.tree_mask[: common.num_actual_tokens])
+        return self._padded("drafts from", rows.drafts_from), self._padded("row tokens", rows.tokens), present
 
     def _padded(self, name: str, values: Tensor) -> Tensor:
         """Return values per row on the device, in a tensor of static size."""
         if name in self._persistent:
-            held = self._persistent[name]
+            present = self._persistent[name]
         else:
-            held = torch.zeros(self.row_capacity, dtype=torch.int32, device=self.context.device)
+            present = torch.zeros(self.row_capacity, dtype=torch.int32, device=self.context.device)
             if self.context.cuda_graphs:
-                self._persistent[name] = held
-        held[: len(values)].copy_(to_device(values, self.context.device))
-        return held
+                self._persistent[name] = present
+        present[: len(values)].copy_(to_device(values, self.context.device))
+        return present
 
     def _keep(self, name: str, values: Tensor, *most: int) -> Tensor:
         """Return ``values`` where they stay from step to step, if steps are captured."""
@@ -221,8 +221,8 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             return values
         if name not in self._persistent:
             self._persistent[name] = torch.zeros(most, dtype=values.dtype, device=values.device)
-        held = self._persistent[name][tuple(slice(0, size) for size in values.shape)]
-        return held.copy_(values)
+        present = self._persistent[name][tuple(slice(0, size) for size in values.shape)]
+        return present.copy_(values)
 
     def _lists(self, name: str, tiles: Tensor, table: Tensor | None, width: int) -> BlockLists:
         """Look up each tile's blocks.
@@ -258,7 +258,7 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         )
 
     def _pages(self, metadata: FlexMetadata, num_blocks: int) -> Pages:
-        table, held = metadata.block_table, metadata.held
+        table, present = metadata.block_table, metadata.present
         assert table is not None
         device, row = table.device, num_blocks + 1
         most = self.context.max_num_seqs if self.context.cuda_graphs else len(table)
@@ -270,7 +270,7 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
                 self._persistent["places"], self._num_blocks = places, num_blocks
         columns = torch.arange(table.shape[1], dtype=torch.int32, device=device).expand_as(table)
         # Columns that no row sees may hold anything. They are written to a place that no row reads.
-        seen = (columns >= held[:, :1]) & (columns < held[:, 1:])
+        seen = (columns >= present[:, :1]) & (columns < present[:, 1:])
         target = torch.where(seen, table, num_blocks).long()
         target += torch.arange(0, len(table) * row, row, device=device)[:, None]
         places.index_put_((target,), columns)

@@ -22,7 +22,7 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
         self._views: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -30,11 +30,11 @@ class Buffers:
         view = self._views.get((name, rows, columns, dtype))
         if view is None:
             size = rows * columns
-            held = self._held.get((name, dtype))
-            if held is None or held.numel() < size:
-                held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+            kept = self._kept.get((name, dtype))
+            if kept is None or kept.numel() < size:
+                kept = self._kept[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
                 self._views = {key: value for key, value in self._views.items() if key[0] != name}
-            view = self._views[name, rows, columns, dtype] = held[:size].view(rows, columns)
+            view = self._views[name, rows, columns, dtype] = kept[:size].view(rows, columns)
         return view
 
 

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     BackendContext,
     MLAAttentionImpl,
 )
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_torch.runtime.dense_attention import FLASH_CPU, MAX_SCORES, attend, visible_intervals, visible_keys
 from attn_select_torch.runtime.mla_builder import Gather, Prefill, PrefillMetadata, TorchMLAMetadataBuilder
 
@@ -30,10 +30,8 @@ ROWS = 256
 class TorchMLAImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config = context.config
         # Whether a log-sum-exp is wanted depends on the batch: another request's context asks for it too.
         self._fused = not (config.sinks or config.alibi or config.logits_soft_cap or config.batch_invariant)
@@ -41,19 +39,18 @@ class TorchMLAImpl(MLAAttentionImpl):
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: tuple[Gather, ...],
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``."""
+        output, output_lse, terms = outputs.output, outputs.lse, self.terms
         by_slot = kv_cache.flatten(0, 1)
         for gather in attn_metadata:
             requests, query_len, num_keys = gather.shape
-            latents = latents_at(by_slot, gather.slots, layer.scales.k, query.dtype)
+            latents = latents_at(by_slot, gather.slots, terms.scales.k, query.dtype)
             latents = latents.view(requests, 1, num_keys, by_slot.shape[1])
             rows = query.index_select(0, gather.tokens).view(requests, query_len, *query.shape[1:])
             if self._fused and output_lse is None and num_keys:
@@ -63,10 +60,9 @@ class TorchMLAImpl(MLAAttentionImpl):
                     rows.transpose(1, 2),
                     latents,
                     latents[..., : self._rank],
-                    scale=self.scale,
+                    terms,
                     visible=None if gather.visible is None else gather.visible.unsqueeze(1),
                     distance=None if gather.distance is None else gather.distance.unsqueeze(1),
-                    **self._scores(counts_sinks=True),
                 )
                 result = result.transpose(1, 2)
                 if output_lse is not None:
@@ -82,19 +78,16 @@ class TorchMLAImpl(MLAAttentionImpl):
             if query_len > 1:
                 visible = visible.expand(-1, query_len, heads, -1).reshape(requests, query_len * heads, -1).unsqueeze(1)
         result = functional.scaled_dot_product_attention(
-            rows.flatten(1, 2).unsqueeze(1), latents, latents[..., : self._rank], attn_mask=visible, scale=self.scale
+            rows.flatten(1, 2).unsqueeze(1),
+            latents,
+            latents[..., : self._rank],
+            attn_mask=visible,
+            scale=self.terms.scale,
         )
         return result.view(requests, query_len, heads, -1)
 
     def forward_mha(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_metadata: PrefillMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: PrefillMetadata, outputs: Outputs
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mha``."""
         for request in attn_metadata.requests:
@@ -102,16 +95,16 @@ class TorchMLAImpl(MLAAttentionImpl):
             if rows.start == rows.stop:
                 continue
             tensors = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query[rows], key[keys], value[keys])]
-            parts = (output[rows], None if output_lse is None else output_lse[rows])
+            part = outputs.rows(rows)
             own = rows.stop - rows.start == keys.stop - keys.start and request.offset == 0
             window, causal = self.context.config.sliding_window, attn_metadata.causal
             plain = window is None and not (causal and request.ranges)
-            fused = self._fused and (output_lse is None or query.device.type == "cpu")
+            fused = self._fused and (outputs.lse is None or query.device.type == "cpu")
             if fused and plain and (own or not causal) and keys.start < keys.stop:
-                _sdpa(tensors, self.scale, None, causal, *parts)
+                _sdpa(tensors, self.terms.scale, None, causal, part)
             else:  # among keys before its own a row may see none, and fused kernels differ in what they return then
-                self._masked(request, attn_metadata, tensors, fused and own, *parts)
-        return output
+                self._masked(request, attn_metadata, tensors, fused and own, part)
+        return outputs.output
 
     def _masked(
         self,
@@ -119,8 +112,7 @@ class TorchMLAImpl(MLAAttentionImpl):
         metadata: PrefillMetadata,
         tensors: Sequence[Tensor],
         fused: bool,
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
     ) -> None:
         """Compute one request in parts of rows, each with the keys that it can see."""
         query, key, value = tensors
@@ -141,28 +133,19 @@ class TorchMLAImpl(MLAAttentionImpl):
             visible = visible_keys(i, j, **mask)
             part = (query[:, :, start:end], key[:, :, keys], value[:, :, keys])
             if fused:
-                some_lse = None if output_lse is None else output_lse[start:end]
-                _sdpa(part, self.scale, visible, False, output[start:end], some_lse)
+                _sdpa(part, self.terms.scale, visible, False, outputs.rows(slice(start, end)))
                 continue
-            distance = None if self.alibi_slopes is None else (i[:, None] - j).abs_()
+            distance = None if self.terms.alibi_slopes is None else (i[:, None] - j).abs_()
             # A few heads at a time, not a few rows: keys are converted once for all rows.
             step = max(1, MAX_SCORES // (ROWS * max(1, num_keys)))
+            terms = self.terms if metadata.counts_sinks else self.terms.without_sinks()
             for head in range(0, query.shape[1], step):
                 heads = slice(head, head + step)
-                scores = self._scores(metadata.counts_sinks, heads)
-                few = (tensor[:, heads] for tensor in part)
-                result, lse = attend(*few, scale=self.scale, visible=visible, distance=distance, **scores)
-                output[start:end, heads] = result[0].transpose(0, 1)
-                if output_lse is not None:
-                    output_lse[start:end, heads] = lse[0].T
-
-    def _scores(self, counts_sinks: bool, heads: slice = slice(None)) -> dict[str, Any]:
-        """Return what changes scores and denominators, as arguments of ``attend``."""
-        return {
-            "logits_soft_cap": self.context.config.logits_soft_cap,
-            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes[heads],
-            "sinks": self.sinks[heads] if self.sinks is not None and counts_sinks else None,
-        }
+                few = [tensor[:, heads] for tensor in part]
+                result, lse = attend(few[0], few[1], few[2], terms.of_heads(heads), visible=visible, distance=distance)
+                outputs.output[start:end, heads] = result[0].transpose(0, 1)
+                if outputs.lse is not None:
+                    outputs.lse[start:end, heads] = lse[0].T
 
 
 def latents_at(by_slot: Tensor, slots: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,17 +161,16 @@ def _sdpa(
     scale: float,
     visible: Tensor | None,
     causal: bool,
-    output: Tensor,
-    output_lse: Tensor | None,
+    outputs: Outputs,
 ) -> None:
-    """Write fused attention of one request's query, key and value ``(1, H, ...)`` into ``output`` ``(T, H, V)``.
+    """Write fused attention of one request's query, key and value ``(1, H, ...)``.
 
     Values get the keys' width, or the other way round: the kernels that keep no matrix of scores want one width for all
     (pytorch/pytorch aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, check_head_dim_size_cpp).
     """
     size, width = tensors[2].shape[-1], max(tensor.shape[-1] for tensor in tensors)
     query, key, value = (functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors)
-    if output_lse is None:
+    if outputs.lse is None:
         found = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, is_causal=causal, scale=scale
         )
@@ -197,8 +179,8 @@ def _sdpa(
         if visible is not None:
             bias = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
         found, lse = FLASH_CPU(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-        output_lse.copy_(lse[0].T)
-    output.copy_(found[0, :, :, :size].transpose(0, 1))
+        outputs.lse.copy_(lse[0].T)
+    outputs.output.copy_(found[0, :, :, :size].transpose(0, 1))
 
 
 class TorchMLABackend(AttentionBackend):

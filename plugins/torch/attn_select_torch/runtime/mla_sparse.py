@@ -11,12 +11,12 @@ from torch import Tensor
 from attn_select.layer.layouts import FP8_DS_MLA
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_ops import unpacked_ds_mla
 from attn_select_torch.runtime.dense_attention import attend
 from attn_select_torch.runtime.mla import latents_at
@@ -36,10 +36,8 @@ class TorchMLASparseMetadataBuilder(AttentionMetadataBuilder[int]):
 class TorchMLASparseImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config = context.config
         self._rank = config.kv_lora_rank or 0
         self._packed = context.kv_layout == FP8_DS_MLA
@@ -47,12 +45,10 @@ class TorchMLASparseImpl(MLAAttentionImpl):
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: int,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``."""
@@ -66,22 +62,20 @@ class TorchMLASparseImpl(MLAAttentionImpl):
             if self._packed:
                 latents = unpacked_ds_mla(by_slot.index_select(0, slots)).to(query.dtype)
             else:
-                latents = latents_at(by_slot, slots, layer.scales.k, query.dtype)
+                latents = latents_at(by_slot, slots, self.terms.scales.k, query.dtype)
             # Slot 0 stands in for void slots, and may hold a NaN: zero times NaN is NaN.
             latents = latents.view(*chosen.shape, query.shape[2]).masked_fill_(void.unsqueeze(-1), 0)
             result, lse = attend(
                 query[rows].unsqueeze(2),
                 latents.unsqueeze(1),
                 latents[..., : self._rank].unsqueeze(1),
-                scale=self.scale,
+                self.terms,
                 visible=~void[:, None, None],
-                logits_soft_cap=self.context.config.logits_soft_cap,
-                sinks=self.sinks,
             )
-            output[rows] = result.squeeze(2)
-            if output_lse is not None:
-                output_lse[rows] = lse.squeeze(2)
-        return output
+            outputs.output[rows] = result.squeeze(2)
+            if outputs.lse is not None:
+                outputs.lse[rows] = lse.squeeze(2)
+        return outputs.output
 
 
 def _without_void_columns(chosen: Tensor) -> Tensor:

@@ -69,10 +69,10 @@ def one_chunk(
 def _decays_between(log_decay: Tensor) -> Tensor:
     """Return ``exp(G_ij)`` of all tokens, ``(H, C, C, K)``; on and above the diagonal 1."""
     heads, count, channels = log_decay.shape
-    behind = torch.ones(count, count, dtype=torch.bool, device=log_decay.device).triu(1)
+    later = torch.ones(count, count, dtype=torch.bool, device=log_decay.device).triu(1)
     # (H, K, j, i): a sum runs over numbers that lie side by side.
     each = log_decay.mT[:, :, None].expand(heads, channels, count, count)
-    return each.where(behind, 0.0).cumsum(-1).exp().permute(0, 3, 2, 1)
+    return each.where(later, 0.0).cumsum(-1).exp().permute(0, 3, 2, 1)
 
 
 def _decayed_products(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:

@@ -8,12 +8,15 @@ log-sum-exp.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attn_select.runtime import ops
-from attn_select.runtime.backend import AttentionBackend, AttentionImpl, AttentionLayer, BackendContext
+from attn_select.runtime.backend import AttentionBackend, AttentionImpl, BackendContext
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime.dense_attention import FLASH_CPU, attend
@@ -32,15 +35,8 @@ from attn_select_torch.runtime.sdpa_builder import (
 class SDPAImpl(AttentionImpl[SDPAMetadata]):
     """Runs one layer."""
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config = self.config = context.config
         self.on_cpu = context.device.type == "cpu"
         self.dtype = compute_dtype(config, context.device)
@@ -51,62 +47,58 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
         self.fp8 = self.gather is not None and config.cache_dtype in FP8_DTYPES
+        self._scores = replace(terms, alibi_slopes=None, sinks=None)
         self.explicit = "matmul and softmax" in functions(context).values()
         # The CPU's kernel wants K and V equally wide.
         self.width = max(self.key_size, self.value_size) if self.on_cpu and not self.explicit else 0
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: SDPAMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
-        arguments = (layer, query, key, value, kv_cache)
+        arguments, sinks = (query, key, value, kv_cache), self.terms.sinks
         prefix = attn_metadata.prefix
         if prefix is None:
-            self._run(*arguments, attn_metadata, output, output_lse, self.sinks)
-            return output
-        tokens = slice(0, attn_metadata.num_tokens)
-        whole = output[tokens]
-        lse = whole.new_empty(whole.shape[:2], dtype=torch.float32) if output_lse is None else output_lse[tokens]
-        self._run(*arguments, attn_metadata, whole, lse, self.sinks)
-        part, part_lse = torch.empty_like(whole), torch.empty_like(lse)
-        self._run(*arguments, prefix, part, part_lse, None)
-        ops.merge_attn_states(whole, part, part_lse, whole, lse, lse)
-        return output
+            self._run(*arguments, attn_metadata, outputs, sinks)
+            return outputs.output
+        whole = outputs.rows(slice(0, attn_metadata.num_tokens))
+        output, lse = whole.output, whole.lse
+        if lse is None:
+            lse = output.new_empty(output.shape[:2], dtype=torch.float32)
+        self._run(*arguments, attn_metadata, Outputs(output, lse), sinks)
+        part = Outputs(torch.empty_like(output), part_lse := torch.empty_like(lse))
+        self._run(*arguments, prefix, part, None)
+        ops.merge_attn_states(output, part.output, part_lse, output, lse, lse)
+        return outputs.output
 
     def _run(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         metadata: SDPAMetadata,
-        output: Tensor,
-        output_lse: Tensor | None,
+        outputs: Outputs,
         sinks: Tensor | None,
     ) -> None:
         """Attend to one range of keys; sinks are given to one of them."""
         for start, end in metadata.blind:
-            output[start:end].zero_()
-            if output_lse is not None:
-                output_lse[start:end] = -torch.inf if sinks is None else sinks.float()
-        scale = self.scale
+            outputs.output[start:end].zero_()
+            if outputs.lse is not None:
+                outputs.lse[start:end] = -torch.inf if sinks is None else sinks.float()
+        scale, scales = self.terms.scale, self.terms.scales
         if self.fp8:
             # Keys and values come without their scales: K's goes to the scores, V's to the output.
-            scale *= layer.scales.k_float
-            if layer.scales.k.ndim:
-                ratio = (layer.scales.k / layer.scales.k_float).repeat_interleave(self.group).unsqueeze(-1)
+            scale *= scales.k_float
+            if scales.k.ndim:
+                ratio = (scales.k / scales.k_float).repeat_interleave(self.group).unsqueeze(-1)
                 query = (query * ratio).to(query.dtype)
-        results = _Results(self, layer, output, output_lse, sinks)
+        results = _Results(self, outputs, sinks)
         explicit = self.explicit or (results.needs_lse and not self.on_cpu)
         for call in metadata.calls:
             assert self.varlen is not None
@@ -207,12 +199,12 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         if mask is not None and mask.dtype == torch.bool:
             bias = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
             bias = bias.repeat_interleave(self.group, dim=0)[None, None]
-        if self.alibi_slopes is not None:
+        if self.terms.alibi_slopes is not None:
             assert piece.key_offsets is not None
             last = piece.tiles[-1][0]
             offsets = row_offsets(last.start + last.rows, tile, piece.key_offsets.device)
             distance = (offsets[:, None] - piece.key_offsets[tile.low : tile.high]).abs()
-            slopes = self.alibi_slopes.view(self.kv_heads, 1, self.group, 1)
+            slopes = self.terms.alibi_slopes.view(self.kv_heads, 1, self.group, 1)
             slope = (-slopes * distance[:, None]).flatten(1, 2)[None]
             bias = slope if bias is None else bias + slope
             if not self.on_cpu and not explicit:
@@ -233,8 +225,8 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         wants_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if explicit:
-            cap = self.config.logits_soft_cap
-            return attend(query, keys, values, scale=scale, bias=bias, logits_soft_cap=cap)
+            # Slopes are in the bias, and sinks are counted when results are written.
+            return attend(query, keys, values, replace(self._scores, scale=scale), bias=bias)
         rows = query.shape[2]
         if rows == 1 and self.on_cpu and query.dtype == torch.bfloat16:
             # A single row takes the CPU's bfloat16 kernel six times as long as two (AMD EPYC, torch 2.13.0).
@@ -248,16 +240,14 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
 class _Results:
     """Where results go: the scale of V and the sinks are applied on the way."""
 
-    def __init__(
-        self, impl: SDPAImpl, layer: AttentionLayer, output: Tensor, output_lse: Tensor | None, sinks: Tensor | None
-    ) -> None:
+    def __init__(self, impl: SDPAImpl, outputs: Outputs, sinks: Tensor | None) -> None:
         heads = (impl.kv_heads, impl.group)
-        self.output, self.output_lse = output, output_lse
+        self.output, self.output_lse = outputs.output, outputs.lse
         self.sinks = None if sinks is None else sinks.float().view(heads)
-        self.needs_lse = output_lse is not None or sinks is not None
+        self.needs_lse = outputs.lse is not None or sinks is not None
         self.factor: float | Tensor | None = None
         if impl.fp8:
-            scales = layer.scales
+            scales = impl.terms.scales
             self.factor = scales.v.view(-1, 1, 1) if scales.v.ndim else scales.v_float
 
     def write(self, tokens: slice | Tensor, start: int, rows: int, out: Tensor, lse: Tensor | None) -> None:

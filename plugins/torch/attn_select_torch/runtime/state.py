@@ -21,8 +21,8 @@ class TorchStateImpl(GatheredStateImpl):
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of one token of each request, and the states behind it."""
         tokens = self._prepared(query, key, value, log_decay, strength)
-        output, behind = one_token(*tokens, self._by_key(state), self.context.config.rule.delta_rule)
-        return output, self._by_key(behind)
+        output, new_state = one_token(*tokens, self._by_key(state), self.context.config.rule.delta_rule)
+        return output, self._by_key(new_state)
 
     def varlen(
         self,

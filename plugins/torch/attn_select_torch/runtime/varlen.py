@@ -135,7 +135,7 @@ def calls(
     gather: CacheGather | None,
     apart: Collection[int] = (),
 ) -> list[Call]:
-    """Return the calls that compute a batch but for the requests ``apart``. No synchronisation."""
+    """Return the calls that compute a batch except for the requests ``apart``. No synchronisation."""
     window = (-1, 0) if causal else (-1, -1)
     if config.sliding_window is not None:
         window = (config.sliding_window - 1, 0 if causal else config.sliding_window - 1)
@@ -157,9 +157,9 @@ def calls(
         if first in apart:
             first += 1
             continue
-        last, held = first + 1, key_lens[first]
-        while last < len(key_lens) and held + key_lens[last] <= most and last not in apart:
-            held += key_lens[last]
+        last, num_keys = first + 1, key_lens[first]
+        while last < len(key_lens) and num_keys + key_lens[last] <= most and last not in apart:
+            num_keys += key_lens[last]
             last += 1
         if common.query_start_loc_cpu[first] < common.query_start_loc_cpu[last]:
             found.append(_call(common, gather, window, first, last, first_keys[first:last], key_lens[first:last]))

@@ -27,8 +27,6 @@ from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_RANKS, GLUON_ROPE
 
 ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
 """Accepted ``qk_rope_head_dim`` besides 0."""
-MOST_ROWS = 32
-"""The most query heads of the warp-specialised kernel, which holds all of a token."""
 
 _RAN = "ran on an H200, triton 3.6.0"
 _ONE_TOKEN = f"{OWN}: every token is a request of one query, whose chosen slots are blocks of one token"
@@ -65,8 +63,6 @@ def gather_lacks(config: AttentionConfig, device: Device) -> str | None:
     if config.kv_lora_rank not in GLUON_RANKS or config.qk_rope_head_dim != GLUON_ROPE:
         accepted = " or ".join(f"{some} + {GLUON_ROPE}" for some in GLUON_RANKS)
         return f"takes latents of {accepted}, not {config.kv_lora_rank} + {config.qk_rope_head_dim}"
-    if config.num_heads > MOST_ROWS:
-        return f"takes up to {MOST_ROWS} heads, not {config.num_heads}"
     return None
 
 

@@ -114,6 +114,7 @@ def hopper_prefill_launch(head_size: int, value_size: int) -> Launch | None:
     return find_tile("prefill_hopper", GLUON_CAPABILITY, parts=parts, v_parts=v_parts)
 
 
+@lru_cache(maxsize=4096)
 def decode_launch(
     capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype, programs: float
 ) -> Launch:

@@ -271,7 +271,7 @@ class MLALaunch:
         hopper: the warp-specialised kernel of ``mla_decode_hopper``, over an FP8 cache ``mla_decode_hopper_fp8``, of
             which only ``block_m`` is free: 16, 32 or 64. Where a tensor's strides do not suit TMA, the other kernel
             serves.
-        gathered: with ``hopper``, ``mla_decode_gathered`` for blocks of one token, of 16 or 32 rows.
+        gathered: with ``hopper``, ``mla_decode_gathered`` for blocks of one token.
     """
 
     block_m: int
@@ -318,7 +318,7 @@ def mla_launch(
 
 
 def gathered_launch(rows: int) -> MLALaunch:
-    """Return the launch parameters of ``mla_decode_gathered`` for a token's query heads, at most 32."""
+    """Return the launch parameters of ``mla_decode_gathered`` for a token's query heads."""
     tile = tile_of("mla_hopper", GLUON_CAPABILITY, rows=rows)
     return MLALaunch(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, True, True, gathered=True)
 

@@ -1,7 +1,8 @@
 """Sparse multi-head latent attention on Hopper: ``mla_decode_hopper`` with keys wherever they were chosen.
 
 TMA reads rows that lie next to each other, which chosen tokens do not. So four warps copy them, 16 bytes a thread at a
-time, and the compute groups work as in the dense kernel for at most 32 rows.
+time. With 64 rows the compute groups work as in the dense kernel. With 16 or 32 two groups hold one half of the columns
+each, and both compute all scores.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -24,9 +25,14 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     Scales,
     Shared,
     Strides,
+    add_values,
     attend_half_turned,
+    attend_scores,
     attend_tile_turned,
+    attend_values,
     key_range,
+    make_exchange,
+    products,
 )
 
 LOADERS = gl.constexpr(4)
@@ -39,40 +45,57 @@ def gather_tiles(
     R: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Load the query once and then the latents at the slots of every tile; keys at ``high`` and behind are 0."""
-    LANES: gl.constexpr = R // 16
-    HALF: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [LOADERS, 1], [1, 0])
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // P, P // 8], [LOADERS, 1], [1, 0])
+    # A thread copies few rows, whose addresses it holds, and several columns of each, which are constants behind them.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
     if tiles > 0:
         mbarrier.expect(barriers.q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
         tma_load(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
         tma_load(q_half, [row, 0], barriers.q_ready, smem.q_left)
         tma_load(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
-    half_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, HALF))
-    rope_keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, ROPE))
-    half_columns = gl.arange(0, R // 2, layout=gl.SliceLayout(0, HALF))[None, :]
-    rope_columns = R + gl.arange(0, P, layout=gl.SliceLayout(0, ROPE))[None, :]
+    keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, R // 2, layout=gl.SliceLayout(0, COPY))[None, :]
+    rope_columns = R + gl.arange(0, P, layout=gl.SliceLayout(0, COPY))[None, :]
     # A tile's slots are loaded one tile ahead: its latents wait for them.
-    half_slots = gl.load(slots + half_keys, mask=half_keys < high, other=0)
-    rope_slots = gl.load(slots + rope_keys, mask=rope_keys < high, other=0)
+    chosen = gl.load(slots + keys, mask=keys < high, other=0)
     for tile in range(tiles):
         buffer = tile % STAGES
         free = (tile // STAGES & 1) ^ 1
-        half_there = (half_keys < high)[:, None]
-        rope_there = (rope_keys < high)[:, None]
-        half_rows = cache_ptr + (half_slots.to(gl.int64) * stride_token)[:, None]
-        rope_rows = cache_ptr + (rope_slots.to(gl.int64) * stride_token)[:, None]
-        half_keys += KEYS
-        rope_keys += KEYS
-        half_slots = gl.load(slots + half_keys, mask=half_keys < high, other=0)
-        rope_slots = gl.load(slots + rope_keys, mask=rope_keys < high, other=0)
+        there = (keys < high)[:, None]
+        rows = cache_ptr + (chosen.to(gl.int64) * stride_token)[:, None]
+        keys += KEYS
+        chosen = gl.load(slots + keys, mask=keys < high, other=0)
         mbarrier.wait(barriers.left_empty.index(buffer), free)
-        async_load(smem.k_pe.index(buffer), rope_rows + rope_columns, mask=rope_there)
-        async_load(smem.k_left.index(buffer), half_rows + half_columns, mask=half_there)
+        async_load(smem.k_pe.index(buffer), rows + rope_columns, mask=there)
+        async_load(smem.k_left.index(buffer), rows + columns, mask=there)
         async_copy.mbarrier_arrive(barriers.left_ready.index(buffer), increment_count=False)
         mbarrier.wait(barriers.right_empty.index(buffer), free)
-        right = half_rows + (R // 2 + half_columns)
-        async_load(smem.k_right.index(buffer), right, mask=half_there)
+        async_load(smem.k_right.index(buffer), rows + (R // 2 + columns), mask=there)
         async_copy.mbarrier_arrive(barriers.right_ready.index(buffer), increment_count=False)
+
+
+@gluon.jit
+def wait_for_tile(tile, barriers):
+    """Wait until threads have written a tile. ``wgmma`` reads it behind a fence."""
+    mbarrier.wait(barriers.left_ready.index(tile % STAGES), tile // STAGES & 1)
+    mbarrier.wait(barriers.right_ready.index(tile % STAGES), tile // STAGES & 1)
+    fence_async_shared()
+
+
+@gluon.jit
+def gathered_products(tile, smem, barriers, S: gl.constexpr):
+    """As ``products``."""
+    wait_for_tile(tile, barriers)
+    return products(tile, smem, barriers, S)
+
+
+@gluon.jit
+def add_gathered_values(
+    tile, first, second, low, high, smem, barriers, exchange,
+    R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """As ``add_values``."""
+    wait_for_tile(tile, barriers)
+    return add_values(tile, first, second, low, high, smem, barriers, exchange, R, RIGHT, SLOTS, ACC)
 
 
 @gluon.jit
@@ -80,10 +103,8 @@ def attend_gathered_tile(
     tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """As ``attend_tile_turned``, of a tile that threads wrote: ``wgmma`` reads it behind a fence."""
-    mbarrier.wait(barriers.left_ready.index(tile % STAGES), tile // STAGES & 1)
-    mbarrier.wait(barriers.right_ready.index(tile % STAGES), tile // STAGES & 1)
-    fence_async_shared()
+    """As ``attend_tile_turned``."""
+    wait_for_tile(tile, barriers)
     return attend_tile_turned(
         tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
         ROWS, RIGHT, MASKED, S, ACC, T,
@@ -119,11 +140,11 @@ def mla_decode_gathered_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from the heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``.
+    """Attend from some heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``.
 
     Args:
         q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, blocks ``(ROWS, R / 2)`` and
-            ``(ROWS, P)``; 16 or 32 rows.
+            ``(ROWS, P)``; 16, 32 or 64 rows.
         cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
         table_ptr: int32 slots, the ones that each request reads.
     """
@@ -138,8 +159,6 @@ def mla_decode_gathered_kernel(
     k_left = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, R // 2], wide)
     k_right = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, R // 2], wide)
     k_pe = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, P], wide)
-    left_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
-    right_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     left_ready = barriers_of(STAGES)
     right_ready = barriers_of(STAGES)
@@ -153,8 +172,7 @@ def mla_decode_gathered_kernel(
         mbarrier.init(right_empty.index(stage), count=2)
     fence_async_shared()
 
-    left = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, left_p)
-    right = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, right_p)
+    smem = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, None)
     barriers = Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
     start = position.query_start.to(gl.int64)
     pointers = Pointers(
@@ -164,15 +182,37 @@ def mla_decode_gathered_kernel(
     strides = Strides(stride_ot, stride_oh)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
-    gl.warp_specialize(
-        [
-            (attend_half_turned, (pointers, left, barriers, position, scales, strides,
-             HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_gathered_tile), 16)),
-            (attend_half_turned, (pointers, right, barriers, position, scales, strides,
-             HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_gathered_tile), 16)),
-            (gather_tiles, (q_half, q_rope, cache_ptr, left, barriers, slots, row, position.low, position.high,
-             position.tiles, STRIDE_TOKEN, R, P)),
-        ],
-        [4, LOADERS],
-        [200, 96],
-    )  # fmt: skip
+    if ROWS == 64:
+        exchange = make_exchange(DTYPE, 1, ROWS, 2)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (attend_scores, (pointers, smem, barriers, exchange, position, scales,
+                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(gathered_products), 1, 16, 1)),
+                (attend_values, (pointers, smem, barriers, exchange, q_left, position, strides,
+                 HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_gathered_values), 1)),
+                (attend_values, (pointers, smem, barriers, exchange, q_right, position, strides,
+                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_gathered_values), 1)),
+                (gather_tiles, (q_half, q_rope, cache_ptr, smem, barriers, slots, row, position.low, position.high,
+                 position.tiles, STRIDE_TOKEN, R, P)),
+            ],
+            [4, 4, LOADERS],
+            [192, 192, 32],
+        )  # fmt: skip
+    else:
+        left_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
+        right_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
+        left = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, left_p)
+        right = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, right_p)
+        gl.warp_specialize(
+            [
+                (attend_half_turned, (pointers, left, barriers, position, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_gathered_tile), 16)),
+                (attend_half_turned, (pointers, right, barriers, position, scales, strides,
+                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_gathered_tile), 16)),
+                (gather_tiles, (q_half, q_rope, cache_ptr, smem, barriers, slots, row, position.low, position.high,
+                 position.tiles, STRIDE_TOKEN, R, P)),
+            ],
+            [4, LOADERS],
+            [200, 96],
+        )  # fmt: skip

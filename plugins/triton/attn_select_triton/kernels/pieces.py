@@ -58,7 +58,7 @@ def share_of(query_start_loc_ptr, seq_lens_ptr, request, split, splits):
 
 
 @triton.jit
-def shares(query_start_loc_ptr, seq_lens_ptr, requests, count, split_tokens, most_splits, reach):
+def shares(query_start_loc_ptr, seq_lens_ptr, requests, count, split_tokens, most_splits, reach, tile_tokens):
     """Return of some requests query start and length, sequence length, shares, and keys of a share; without query 0."""
     there = requests < count
     start = tl.load(query_start_loc_ptr + requests, mask=there, other=0)
@@ -66,7 +66,7 @@ def shares(query_start_loc_ptr, seq_lens_ptr, requests, count, split_tokens, mos
     seq_len = tl.load(seq_lens_ptr + requests, mask=there, other=0)
     keys = seq_len
     if reach > 0:
-        keys = tl.minimum(seq_len, query_len - 1 + reach)
+        keys = tl.minimum(seq_len, tl.minimum(query_len, tile_tokens) - 1 + reach)
     splits = tl.maximum(tl.minimum(tl.cdiv(keys, split_tokens), most_splits), 1)
     splits = tl.where(there & (query_len > 0), splits, 0)
     return start, query_len, seq_len, splits, tl.cdiv(keys, tl.maximum(splits, 1))
@@ -81,11 +81,12 @@ def write_piece(pieces_ptr, index, piece, there):
 
 
 @triton.jit(
-    do_not_specialize=["count", "capacity", "merges", "split_tokens", "most_splits", "reach"],
+    do_not_specialize=["count", "capacity", "merges", "split_tokens", "most_splits", "reach", "tile_tokens"],
     do_not_specialize_on_alignment=launch.SLICED,
 )
 def list_pieces_kernel(
-    pieces_ptr, query_start_loc_ptr, seq_lens_ptr, count, capacity, merges, split_tokens, most_splits, reach
+    pieces_ptr, query_start_loc_ptr, seq_lens_ptr, count, capacity, merges, split_tokens, most_splits, reach,
+    tile_tokens,
 ):  # fmt: skip
     """List the pieces of ``TOGETHER`` requests at their places among all, of which longer ones come first.
 
@@ -95,7 +96,7 @@ def list_pieces_kernel(
     """
     index = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     start, query_len, seq_len, splits, size = shares(
-        query_start_loc_ptr, seq_lens_ptr, index, count, split_tokens, most_splits, reach
+        query_start_loc_ptr, seq_lens_ptr, index, count, split_tokens, most_splits, reach, tile_tokens
     )
     place = tl.zeros([TOGETHER], tl.int32)
     slot = tl.zeros([TOGETHER], tl.int32)
@@ -105,7 +106,7 @@ def list_pieces_kernel(
     for first in range(0, count, TOGETHER):
         other = first + tl.arange(0, TOGETHER)
         _, _, _, others, other_size = shares(
-            query_start_loc_ptr, seq_lens_ptr, other, count, split_tokens, most_splits, reach
+            query_start_loc_ptr, seq_lens_ptr, other, count, split_tokens, most_splits, reach, tile_tokens
         )
         before = other[None, :] < index[:, None]
         longer = other_size[None, :] > size[:, None]
@@ -142,6 +143,7 @@ def list_pieces(
     split_tokens: int,
     most_splits: int,
     reach: int = 0,
+    tile_tokens: int = 1 << 30,
     merges: int = 0,
     pieces: Tensor | None = None,
 ) -> Tensor:
@@ -155,6 +157,7 @@ def list_pieces(
         split_tokens: keys that a share should have at least, from 1.
         most_splits: shares of a request at most.
         reach: keys before a token that it sees, itself included; 0: all.
+        tile_tokens: tokens of a request whose rows one program has, which see ``reach`` keys and the tokens between.
         merges: requests that may be in several pieces. Behind all pieces stands the first piece of each such request,
             in the order of requests, then request -1.
         pieces: where to, for captured steps.
@@ -164,6 +167,6 @@ def list_pieces(
     key = (seq_lens.get_device(), *dtypes(query_start_loc, seq_lens))
     _list(
         key, (max(1, -(-len(seq_lens) // TOGETHER.value)), 1, 1), pieces, query_start_loc, seq_lens, len(seq_lens),
-        capacity, merges, max(1, split_tokens), most_splits, reach,
+        capacity, merges, max(1, split_tokens), most_splits, reach, tile_tokens,
     )  # fmt: skip
     return pieces

@@ -12,18 +12,19 @@ from torch import Tensor
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
 )
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.kv_cache import CacheView, paged_attention_views
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.paged_attention import partial_bytes
 from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel, Version
 from attn_select_triton.kernels.cache import GATHER_ALIGN
-from attn_select_triton.kernels.launch import Terms, capability_of
+from attn_select_triton.kernels.launch import Terms as KernelTerms
+from attn_select_triton.kernels.launch import capability_of
 from attn_select_triton.kernels.paged_attention import (
     Partials,
     classic_prefill_launch,
@@ -219,42 +220,31 @@ def room_for_partials(context: BackendContext, kernel: ClassicDecodeKernel) -> P
 class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     """Runs one layer."""
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config = context.config
         self._views = CacheView(lambda kv_cache: paged_attention_views(kv_cache, config))
-        self._terms = {causal: Terms(causal=causal, slopes=alibi_slopes) for causal in (True, False)}
+        self._terms = {causal: KernelTerms(causal=causal, slopes=terms.alibi_slopes) for causal in (True, False)}
         self._fp8 = config.cache_dtype in FP8_DTYPES
         self._attend = on_device(context.device, self._run)
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: PagedAttentionMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         """As ``AttentionImpl.forward``."""
         assert kv_cache is not None
         own = (key, value) if key is not None and value is not None else None
-        factors: dict[str, Any] = {"scale": self.scale}
+        factors: dict[str, Any] = {"scale": self.terms.scale}
         if self._fp8:
-            factors |= {"k_scale": layer.scales.k_float, "v_scale": layer.scales.v_float}
-        self._attend(query, own, self._views(kv_cache), attn_metadata, output, factors)
-        return output
+            factors |= {"k_scale": self.terms.scales.k_float, "v_scale": self.terms.scales.v_float}
+        self._attend(query, own, self._views(kv_cache), attn_metadata, outputs.output, factors)
+        return outputs.output
 
     def _run(
         self,
@@ -267,7 +257,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> None:
         if metadata.version is not None:
             kernel = paged_attention_v1 if metadata.version == "v1" else paged_attention_v2
-            kernel(query, cache[0], cache[1], output, slopes=self.alibi_slopes, **factors, **metadata.decode)
+            kernel(query, cache[0], cache[1], output, slopes=self.terms.alibi_slopes, **factors, **metadata.decode)
         terms = self._terms[metadata.causal]
         if metadata.prompts is not None and own is not None:
             prefill_attention(query, own[0], own[1], output, terms=terms, **factors, **metadata.prompts)

@@ -160,6 +160,23 @@ def worth_two_streams(tokens: int, decode_bytes: int) -> bool:
     return low <= tokens <= high
 
 
+def few_keys(seen: int, width: int, decodes: bool) -> bool:
+    """Whether rows see so few keys that one launch of the decode kernel for a step's prefills may be faster.
+
+    Args:
+        seen: keys that a program's rows see, at most.
+        width: the larger of QK's and V's head size.
+        decodes: whether the step has decodes, whose own launch that spares.
+    """
+    by = tuning.joined()
+    return seen * max(1.0, width / 128) <= (by.keys if decodes else by.alone)
+
+
+def few_programs(programs: int, gpu: Gpu) -> bool:
+    """Whether a GPU has places for all programs of that launch at a time."""
+    return programs <= tuning.joined().programs * gpu.sms
+
+
 def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
     """Return how many keys each piece of a decode over latents should have.
 
@@ -270,6 +287,8 @@ class PrefillWork:
         mean, least: keys that its tokens see in the mean, and that its first token sees.
         keys: of all requests.
         heads: of the query, and of K and V.
+        longest, tokens: the most of ``seen``, and all of ``query_lens``.
+        tiles, pairs: tiles of ``TILE_ROWS`` rows of one KV head, and pairs of such a tile and a key.
     """
 
     query_lens: Lens
@@ -278,11 +297,10 @@ class PrefillWork:
     least: NDArray[np.float64]
     keys: float
     heads: tuple[int, int]
-
-    def tiles(self, rows: int) -> NDArray[np.float64]:
-        """Return how many tiles of so many rows the requests have, ``(B,)``."""
-        found: NDArray[np.float64] = np.ceil(self.query_lens * (self.heads[0] // self.heads[1] / rows))
-        return found
+    longest: float
+    tokens: int
+    tiles: float
+    pairs: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +323,7 @@ class Shares:
     def cost(self, by: Cost) -> float:
         """Return the predicted time of all programs and of the merge, in ns."""
         merging = by.merge + by.row * self.partials if self.partials else 0.0
-        return max(2 * by.tile * (self.pairs + self.items * by.border), self.last * by.alone) + merging
+        return float(by.shared(self.pairs, self.items, self.last)) + merging
 
 
 def prefill_work(
@@ -320,10 +338,21 @@ def prefill_work(
     """
     lens, keys = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.float64)
     seen = np.minimum(keys, window) if window else keys
-    if not causal:
-        return PrefillWork(lens, seen, seen, seen, float(np.minimum(keys, seen + lens).sum()), heads)
-    least = np.maximum(seen - lens, 0)
-    return PrefillWork(lens, seen, (seen + least) / 2, least, float(np.minimum(keys, seen + lens).sum()), heads)
+    mean = least = seen
+    if causal:
+        least = np.maximum(seen - lens, 0)
+        mean = (seen + least) / 2
+    tiles, read = tiles_of(lens, heads, TILE_ROWS), float(np.minimum(keys, seen + lens).sum())
+    return PrefillWork(
+        lens, seen, mean, least, read, heads, float(seen.max()), int(lens.sum()), float(tiles.sum()),
+        float((tiles * mean).sum()),
+    )  # fmt: skip
+
+
+def tiles_of(query_lens: Lens, heads: tuple[int, int], rows: int) -> NDArray[np.float64]:
+    """Return how many tiles of so many rows the tokens of one KV head make, ``(B,)``."""
+    found: NDArray[np.float64] = np.ceil(query_lens * (heads[0] // heads[1] / rows))
+    return found
 
 
 def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Shares:
@@ -336,9 +365,9 @@ def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Shares
         cost: of the warp-specialised way.
         room: rows of partial results that the workspace holds.
     """
-    tiles, each = work.tiles(2 * TILE_ROWS), work.heads[1] / gpu.sms
+    tiles, each = tiles_of(work.query_lens, work.heads, 2 * TILE_ROWS), work.heads[1] / gpu.sms
     pairs = float((tiles * work.mean).sum()) * each
-    whole = Shares(np.ones(len(tiles), dtype=np.int64), float(tiles.sum()) * each, pairs, float(work.seen.max()), 0)
+    whole = Shares(np.ones(len(tiles), dtype=np.int64), float(tiles.sum()) * each, pairs, work.longest, 0)
     if whole.last <= pairs or not room:
         return whole
     sizes = np.array([pairs / parts for parts in tuning.share_parts()])
@@ -349,15 +378,14 @@ def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Shares
     # Of a request's items some multiprocessor has its share, whole ones.
     last = np.maximum(np.ceil(own * each) * work.least, work.seen) / counts
     partials = np.where(counts > 1, counts * (work.query_lens * work.heads[0]), 0).sum(1)
-    tried = [
-        Shares(some.astype(np.int64), *numbers)
-        for some, *numbers in zip(
-            counts, items.tolist(), [pairs] * len(sizes), last.max(1).tolist(), partials.astype(int).tolist(),
-            strict=True,
-        )
-        if numbers[-1] <= room
-    ]  # fmt: skip
-    return min([whole, *tried], key=lambda shares: shares.cost(cost))
+    time = cost.shared(pairs, items, last.max(1)) + np.where(partials, cost.merge + cost.row * partials, 0.0)
+    time[partials > room] = np.inf
+    best = int(time.argmin())
+    if time[best] >= whole.cost(cost):
+        return whole
+    return Shares(
+        counts[best].astype(np.int64), float(items[best]), pairs, float(last[best].max()), int(partials[best])
+    )  # fmt: skip
 
 
 def prefill_way(
@@ -387,11 +415,9 @@ def prefill_cost(cost: Cost, work: PrefillWork, shares: Shares | None, gpu: Gpu,
     others = each * cost.key / gpu.bandwidth_share * work.keys + cost.fixed * launches
     if shares is not None:
         return shares.cost(cost) + others
-    tiles = work.tiles(TILE_ROWS)
-    busy = each * cost.tile * float((tiles * (work.mean + cost.border)).sum())
-    latency = cost.alone if 2 * tiles.sum() * work.heads[1] <= gpu.sms else cost.two
-    rows = float(work.query_lens.sum()) * work.heads[0]
-    return max(busy, float(work.seen.max()) * latency) + others + cost.row * rows
+    busy = each * cost.tile * (work.pairs + work.tiles * cost.border)
+    latency = cost.alone if 2 * work.tiles * work.heads[1] <= gpu.sms else cost.two
+    return max(busy, work.longest * latency) + others + cost.row * work.tokens * work.heads[0]
 
 
 def image_ranges(common: CommonAttentionMetadata, first: int, last: int) -> list[list[int]] | None:

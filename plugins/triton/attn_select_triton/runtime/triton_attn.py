@@ -12,13 +12,13 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
     BackendContext,
 )
 from attn_select.runtime.kv_cache import CacheView, key_value_unchecked
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_triton.kernels.cache import gather_pages
-from attn_select_triton.kernels.launch import Terms
+from attn_select_triton.kernels.launch import Terms as KernelTerms
 from attn_select_triton.kernels.prefill import prefill_attention
 from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
@@ -55,20 +55,13 @@ class _Call:
 class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
     """Runs one layer."""
 
-    def __init__(
-        self,
-        context: BackendContext,
-        *,
-        scale: float,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(context, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         config, layout = context.config, context.kv_layout
         self._fp8 = layout is not None and config.cache_dtype in FP8_DTYPES
         self._kv_heads = config.num_kv_heads if config.per_head_quant_scales else 0
-        window, cap = config.sliding_window or 0, config.logits_soft_cap or 0.0
-        own = Terms(True, window, cap, alibi_slopes, sinks)
+        window, cap = terms.sliding_window or 0, terms.logits_soft_cap or 0.0
+        own = KernelTerms(True, window, cap, terms.alibi_slopes, terms.sinks)
         self._terms = {True: own, False: replace(own, causal=False)}
         self._prefix_terms = replace(own, causal=False, sinks=None)
         self._views = CacheView(self._read)
@@ -88,36 +81,34 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
 
     def forward(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: TritonAttnMetadata,
-        output: Tensor,
-        output_lse: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         boxes = False
         if kv_cache is not None:
             key, value, boxes = self._views(kv_cache)
         assert key is not None
         assert value is not None
-        scales = (layer.scales.k_float, layer.scales.v_float) if self._fp8 else (1.0, 1.0)
+        own = self.terms.scales
+        scales = (own.k_float, own.v_float) if self._fp8 else (1.0, 1.0)
         if self._kv_heads:
-            query = self._scaled(query, layer.scales.k, scales[0])
-        call = _Call(query, key, value, boxes, *scales, output_scale)
-        if output_lse is None or output_lse.is_contiguous():
-            self._attend(call, attn_metadata, output, output_lse)
+            query = self._scaled(query, own.k, scales[0])
+        call = _Call(query, key, value, boxes, *scales, outputs.scale)
+        output, lse = outputs.output, outputs.lse
+        if lse is None or lse.is_contiguous():
+            self._attend(call, attn_metadata, output, lse)
         else:  # the kernels write rows that lie one behind the other
-            rows = output_lse[: attn_metadata.num_actual_tokens]
+            rows = lse[: attn_metadata.num_actual_tokens]
             lse = rows.contiguous()
             self._attend(call, attn_metadata, output, lse)
             rows.copy_(lse)
         if self._kv_heads:
-            own = output[: attn_metadata.num_actual_tokens]
-            own.copy_(self._scaled(own, layer.scales.v, scales[1]))
+            written = output[: attn_metadata.num_actual_tokens]
+            written.copy_(self._scaled(written, own.v, scales[1]))
         return output
 
     def _scaled(self, rows: Tensor, scales: Tensor, largest: float) -> Tensor:
@@ -156,13 +147,13 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             quantised.copy_(ops.quantize_fp8(whole, scale, quantised.dtype))
 
     def _run(
-        self, part: Part, terms: Terms, call: _Call, output: Tensor, lse: Tensor | None, *, alone: bool = True
+        self, part: Part, terms: KernelTerms, call: _Call, output: Tensor, lse: Tensor | None, *, alone: bool = True
     ) -> None:
         """Launch a part; ``alone``: no other kernel is to run beside it."""
         if part.ranges is not None:
             terms = replace(terms, ranges=part.ranges)
         scales: dict[str, Any] = {
-            "scale": self.scale,
+            "scale": self.terms.scale,
             "k_scale": call.k_scale,
             "v_scale": call.v_scale,
             "output_scale": call.output_scale,
@@ -192,7 +183,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
     def _prefill(
         self,
         part: Part,
-        terms: Terms,
+        terms: KernelTerms,
         call: _Call,
         query: Tensor,
         keys_and_values: tuple[Tensor, Tensor],

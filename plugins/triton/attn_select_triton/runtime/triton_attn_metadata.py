@@ -277,12 +277,30 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             filled = (bounds.diff() > 0).nonzero()
             common = common.requests(0, int(filled[-1]) + 1 if len(filled) else 1)
         split = split_decodes_and_prefills(common, self._longest_decode)
+        if split.num_prefill_tokens and self._joined(common, split.num_decode_tokens > 0):
+            return [self._splitting(common, 0, common.num_reqs, common.max_query_len)]
         parts = []
         if split.num_decode_tokens:
             parts.append(self._decodes(common, split.num_decodes))
         if split.num_prefill_tokens:
             parts += self._prefills(common, split.num_decodes)
         return parts
+
+    def _joined(self, common: CommonAttentionMetadata, decodes: bool) -> bool:
+        """Whether one launch of the decode kernel serves a step with prefills.
+
+        Args:
+            decodes: whether the step has decodes too.
+        """
+        if self._fixed_split or common.tree_mask is not None:
+            return False
+        launch = self._launch(common.num_reqs, common.max_query_len)
+        seen = self._visible(self._tile_tokens(launch, common.max_query_len), common.max_seq_len)
+        width = max(self.shape.head_size, self.shape.value_size)
+        if not schedule.few_keys(seen, width, decodes):
+            return False
+        tiles = -(-common.query_lens_cpu.numpy() * self._group // launch.block_m)
+        return schedule.few_programs(int(tiles.sum()) * self.shape.kv_heads, self._gpu)
 
     # Decodes
 
@@ -314,7 +332,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         units = self.shape.kv_heads * -(-self._group * query_len // launch.block_m)
         room = self._workspace.numel() // (query_len * self._row)
         lens = common.seq_lens_cpu[first:last].numpy().astype(np.int64)
-        lens = np.clip(lens, 1, self._visible(query_len, int(lens.max())) or 1)
+        tile_tokens = self._tile_tokens(launch, query_len)
+        lens = np.clip(lens, 1, self._visible(tile_tokens, int(lens.max())) or 1)
         # Where few programs have many pieces each, merging by the last of them would take longer than a launch.
         merges = requests if requests * units <= tuning.decode_splits().apart and not self._fixed_split else 0
         if self._fixed_split:
@@ -342,6 +361,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
                     split_tokens=each,
                     most_splits=splits,
                     reach=self._window * (1 if self._causal else 2),
+                    tile_tokens=tile_tokens,
                     merges=merges,
                     pieces=captured,
                 ),
@@ -361,6 +381,10 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             **parted,
         )
         return Part(self._causal and common.causal, self._ranges(common, first, last), decode)
+
+    def _tile_tokens(self, launch: Launch, query_len: int) -> int:
+        """Return how many tokens of a request one program has rows of, at most."""
+        return min(query_len, -(-launch.block_m // self._group) + 1)
 
     def _launch(self, requests: int, query_len: int) -> Launch:
         shape = self.shape

@@ -20,15 +20,16 @@ from attn_select.errors import KernelMismatchError
 from attn_select.machine.library_imports import import_library
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel
-from attn_select_triton.kernels.launch import Terms, capability_of, gpu_of, hopper_prefill_launch, sm_count
+from attn_select_triton.kernels.launch import Terms as KernelTerms
+from attn_select_triton.kernels.launch import capability_of, gpu_of, hopper_prefill_launch, sm_count
 from attn_select_triton.kernels.mla_decode import mla_decode, mla_launch, mla_workspace
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
 from attn_select_triton.kernels.prefill import prefill_attention
@@ -49,7 +50,7 @@ from attn_select_triton.tuning import way_cost
 
 LEAST_FIXED_SPLIT, TILE = 1024, 64
 """Keys of a batch-invariant split, at least; it has whole tiles."""
-_CAUSAL, _WHOLE = Terms(causal=True), Terms(causal=False)
+_CAUSAL, _WHOLE = KernelTerms(causal=True), KernelTerms(causal=False)
 
 
 @dataclass(slots=True)
@@ -227,10 +228,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
 class TritonMLAImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         self._fp8 = context.config.cache_dtype in FP8_DTYPES
         self.takes_query_parts = bool(context.config.qk_rope_head_dim)
         self._decode = on_device(context.device, mla_decode)
@@ -243,76 +242,70 @@ class TritonMLAImpl(MLAAttentionImpl):
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor | tuple[Tensor, Tensor],
         kv_cache: Tensor,
         attn_metadata: MLACall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
-        """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``layer.scales.k_float``, and a query
-        that a kernel rounds with ``layer.scales.q_float``."""
-        tokens, part = attn_metadata.num_tokens, output
-        if output.shape[0] != tokens:
-            part = output[:tokens]
+        """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``terms.scales.k_float``, and a query
+        that a kernel rounds with ``terms.scales.q_float``."""
+        tokens, terms = attn_metadata.num_tokens, self.terms
+        part = outputs.first(tokens)
         if isinstance(query, tuple):
             query = query[0][:tokens], query[1][:tokens]
         elif query.shape[0] != tokens:
             query = query[:tokens]
-        scales = (layer.scales.k_float, layer.scales.q_float) if self._fp8 else (1.0, 1.0)
-        lse = output_lse if output_lse is None or output_lse.shape[0] == tokens else output_lse[:tokens]
-        dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
+        scales = (terms.scales.k_float, terms.scales.q_float) if self._fp8 else (1.0, 1.0)
+        dense = part.lse if part.lse is None or part.lse.is_contiguous() else part.lse.contiguous()
         self._decode(
             query,
             kv_cache,
-            part,
-            scale=self.scale,
+            part.output,
+            scale=terms.scale,
             output_lse=dense,
             kv_scale=scales[0],
             q_scale=scales[1],
             **attn_metadata.arguments,
         )
-        if lse is not None and dense is not None and dense is not lse:
-            lse.copy_(dense)
-        return output
+        if part.lse is not None and dense is not None and dense is not part.lse:
+            part.lse.copy_(dense)
+        return outputs.output
 
     def forward_mha(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attn_metadata: MLACall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mha``."""
         tokens = attn_metadata.num_tokens
-        part, lse = output[:tokens], None if output_lse is None else output_lse[:tokens]
+        part = outputs.first(tokens)
         if not tokens or not key.shape[0]:
-            part.zero_()
-            if lse is not None:
-                lse.fill_(-torch.inf)
-            return output
-        dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
-        self._prefill(attn_metadata, query[:tokens], key, value, part, dense)
-        if lse is not None and dense is not None and dense is not lse:
-            lse.copy_(dense)
-        return output
+            part.output.zero_()
+            if part.lse is not None:
+                part.lse.fill_(-torch.inf)
+            return outputs.output
+        dense = part.lse if part.lse is None or part.lse.is_contiguous() else part.lse.contiguous()
+        self._prefill(attn_metadata, query[:tokens], key, value, part.output, dense)
+        if part.lse is not None and dense is not None and dense is not part.lse:
+            part.lse.copy_(dense)
+        return outputs.output
 
     def _run_prefill(
         self, call: MLACall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None
     ) -> None:
         if self._warps is None or not self._warps.readable(key, value):
-            prefill_attention(query, key, value, output, scale=self.scale, output_lse=lse, **call.arguments)
+            prefill_attention(query, key, value, output, scale=self.terms.scale, output_lse=lse, **call.arguments)
             return
         if call.prepared is None:
             of_step = {name: given for name, given in call.arguments.items() if name != "terms"}
             call.prepared = self._warps.Prefill(**of_step, **call.warps)
         if lse is None:  # written all the same, so that one kernel serves prompts with and without a cached context
             lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        call.prepared(query, key, value, output, scale=self.scale, terms=call.arguments["terms"], output_lse=lse)
+        call.prepared(query, key, value, output, scale=self.terms.scale, terms=call.arguments["terms"], output_lse=lse)
 
 
 class TritonMLABackend(AttentionBackend):

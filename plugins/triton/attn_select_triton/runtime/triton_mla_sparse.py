@@ -19,12 +19,12 @@ from attn_select.errors import KernelMismatchError
 from attn_select.machine.library_imports import import_library
 from attn_select.runtime.backend import (
     AttentionBackend,
-    AttentionLayer,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
 )
 from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLASparseKernel
 from attn_select_triton.kernels.chosen_slots import slots_in_front
@@ -118,10 +118,8 @@ def launch_of(context: BackendContext) -> MLALaunch:
 class TritonMLASparseImpl(MLAAttentionImpl):
     """Runs one layer."""
 
-    def __init__(
-        self, context: BackendContext, *, scale: float, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
-    ) -> None:
-        super().__init__(context, scale=scale, sinks=sinks, alibi_slopes=alibi_slopes)
+    def __init__(self, context: BackendContext, terms: Terms) -> None:
+        super().__init__(context, terms)
         self._fp8 = context.config.cache_dtype in FP8_DTYPES
         self._launch = launch_of(context)
         if self._launch.gathered:
@@ -131,26 +129,24 @@ class TritonMLASparseImpl(MLAAttentionImpl):
 
     def forward_mqa(
         self,
-        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: SparseCall,
-        output: Tensor,
-        output_lse: Tensor | None = None,
+        outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
-        """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``layer.scales.k_float``."""
+        """As ``MLAAttentionImpl.forward_mqa``; an FP8 cache is read with ``terms.scales.k_float``."""
         assert topk_indices is not None
         tokens = attn_metadata.num_tokens
         if not tokens:
-            return output
-        lse = None if output_lse is None else output_lse[:tokens]
-        dense = lse if lse is None or lse.is_contiguous() else lse.contiguous()
-        scale = layer.scales.k_float if self._fp8 else 1.0
-        self._run(query[:tokens], kv_cache, attn_metadata, output[:tokens], dense, topk_indices[:tokens], scale)
-        if lse is not None and dense is not None and dense is not lse:
-            lse.copy_(dense)
-        return output
+            return outputs.output
+        part = outputs.first(tokens)
+        dense = part.lse if part.lse is None or part.lse.is_contiguous() else part.lse.contiguous()
+        scale = self.terms.scales.k_float if self._fp8 else 1.0
+        self._run(query[:tokens], kv_cache, attn_metadata, part.output, dense, topk_indices[:tokens], scale)
+        if part.lse is not None and dense is not None and dense is not part.lse:
+            part.lse.copy_(dense)
+        return outputs.output
 
     def _attend(
         self,
@@ -171,7 +167,7 @@ class TritonMLASparseImpl(MLAAttentionImpl):
             seq_lens=counts,
             block_table=front,
             max_query_len=1,
-            scale=self.scale,
+            scale=self.terms.scale,
             launch=self._launch,
             num_splits=call.num_splits,
             workspace=call.workspace,

@@ -25,7 +25,7 @@ from attn_select.runtime.torch_indexer import IndexedRows
 from attn_select_triton.facts.paged_attention import DECODE, PAGED_ATTENTION
 from attn_select_triton.facts.triton_attn import TRITON_ATTN
 from attn_select_triton.facts.triton_mla import TRITON_MLA
-from attn_select_triton.facts.triton_mla_sparse import MOST_ROWS, TRITON_MLA_SPARSE
+from attn_select_triton.facts.triton_mla_sparse import TRITON_MLA_SPARSE
 from attn_select_triton.kernels import (
     cache,
     chosen_slots,
@@ -324,7 +324,7 @@ def _chosen(t: Tensors, splits: int, lse: torch.Tensor | None = None) -> None:
     chosen = mla_decode.mla_launch(
         divmod(t.target, 10), t.heads, rank, rope, 1, t.query.dtype, t.cache.dtype, gluon=False
     )  # fmt: skip
-    if t.target == 90 and t.heads <= MOST_ROWS and t.cache.dtype == t.query.dtype and rope:
+    if t.target == 90 and t.cache.dtype == t.query.dtype and rope:
         chosen = mla_decode.gathered_launch(t.heads)
     front, counts = chosen_slots.slots_in_front(slots)
     mla_decode.mla_decode(

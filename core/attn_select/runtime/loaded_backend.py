@@ -1,0 +1,189 @@
+"""``LoadedBackend``: a backend of a selection with its builder, which builds steps and makes the impls of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_select.backends.spec import BackendPlan, BackendSpec
+from attn_select.decide.selection import Selection
+from attn_select.decide.shared_cache import kernel_block_sizes
+from attn_select.errors import ConfigError, PluginError
+from attn_select.layer.config import Phase
+from attn_select.runtime.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    BackendContext,
+    MLAAttentionImpl,
+)
+from attn_select.runtime.backend_faults import blame, load_backend, returned_nothing
+from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.kernel_blocks import width_multiple
+from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.terms import Terms
+from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
+
+
+@dataclass(slots=True)
+class LoadedBackend:
+    """One backend of a group: what was chosen, loaded, and the builder that all layers share.
+
+    ``chunks`` cuts its batches where the layers attend inside chunks and the kernel does not mask them; else None.
+    """
+
+    spec: BackendSpec
+    backend: type[AttentionBackend]
+    context: BackendContext
+    builder: AttentionMetadataBuilder[Any]
+    chunks: VirtualBatches | None = None
+
+    def build(self, prefix: int, common: CommonAttentionMetadata, fast: bool) -> Any:
+        """Return what the builder builds for a step.
+
+        Raises:
+            BackendError, PluginError: it raised something, or returned None.
+        """
+        return self._built("build()", self.builder.build, prefix, common, fast)
+
+    def build_for_capture(self, common: CommonAttentionMetadata) -> Any:
+        """Return what the builder builds for a graph. Raises as ``build`` does."""
+        return self._built("build_for_cudagraph_capture()", self.builder.build_for_cudagraph_capture, common)
+
+    def build_prefill(self, varlen: VarlenMetadata) -> Any:
+        """Return what the builder builds for a call of ``forward_mha``. Raises as ``build`` does."""
+        return self._built("build_prefill()", self.builder.build_prefill, varlen)
+
+    def _built(self, call: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            built = method(*arguments)
+        except Exception as error:
+            blame(self.spec, call, error)
+            raise
+        return built if built is not None else returned_nothing(self.spec, call, "the metadata that forward takes")
+
+    def impl(self, terms: Terms) -> Any:
+        """Return the impl of one layer.
+
+        Raises:
+            BackendError, PluginError: it raised something, or lacks the path of a phase.
+        """
+        try:
+            return self.backend.impl_cls(self.context, terms)
+        except PluginError as error:
+            raise PluginError(self.spec.bug(error.message)) from None
+        except Exception as error:
+            blame(self.spec, "its impl", error)
+            raise
+
+
+def load_backends(
+    selection: Selection,
+    device: torch.device,
+    capacity: Capacity,
+    *,
+    cuda_graphs: bool = False,
+    phases: Sequence[Phase] | None = None,
+) -> dict[Phase, LoadedBackend]:
+    """Return the backend of each phase, the same object in both where one serves both.
+
+    Args:
+        device: from ``device_of``.
+        selection, capacity, cuda_graphs, phases: as for ``AttentionGroup``.
+
+    Raises:
+        NoBackendError: a phase has no backend.
+        RuntimeMissingError, ImportError: a backend cannot be loaded.
+        PluginError, BackendError: its classes are not what the runtime calls, or raise something.
+        ConfigError: as ``AttentionGroup`` documents it.
+    """
+    selection.require()
+    if selection.config.draft_tree and any(plan.trees_in_two_parts for plan in selection.plans.values()):
+        text = "draft_tree: the selected kernel takes no mask, so trees are computed in two parts"
+        raise ConfigError(text, fields=["draft_tree"], hint="make the group with attention_group(selection)")
+    plans = selection.plans_by_backend(phases)
+    sizes = kernel_block_sizes(plans, selection.block_size, selection.kv_layout)
+    specs = {spec.name: spec for spec in selection.backends.values() if spec is not None}
+    found: dict[Phase, LoadedBackend] = {}
+    for name, own in plans.items():
+        made = _load(specs[name], own, selection, device, capacity, sizes.get(name), cuda_graphs)
+        found |= dict.fromkeys(own, made)
+    return found
+
+
+def _load(
+    spec: BackendSpec,
+    plans: Mapping[Phase, BackendPlan],
+    selection: Selection,
+    device: torch.device,
+    capacity: Capacity,
+    block_size: int | None,
+    cuda_graphs: bool,
+) -> LoadedBackend:
+    config, chunk = selection.config, selection.config.attention_chunk_size
+    impls = (MLAAttentionImpl,) if config.mla else (AttentionImpl,)
+    backend: type[AttentionBackend] = load_backend(
+        spec, AttentionBackend, impl_cls=impls, builder_cls=(AttentionMetadataBuilder,)
+    )
+    requests, longest = capacity.max_num_seqs, capacity.max_model_len
+    if all(plan.masks_chunks for plan in plans.values()):
+        chunk = None
+    if chunk is not None:
+        requests, longest = most_requests(requests, capacity.max_num_batched_tokens, chunk), min(longest, chunk)
+    context = BackendContext(
+        config=config,
+        plans=plans,
+        device=device,
+        options=selection.options[spec.name],
+        kv_layout=None if block_size is None else selection.kv_layout,
+        block_size=block_size,
+        max_num_seqs=requests,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        max_model_len=longest,
+        cuda_graphs=cuda_graphs,
+    )
+    chunks = None if chunk is None else VirtualBatches(chunk, context, width_multiple(context))
+    try:
+        builder = backend.builder_cls(context)
+    except Exception as error:
+        blame(spec, "its builder", error)
+        raise
+    return LoadedBackend(spec, backend, context, builder, chunks)
+
+
+def device_of(selection: Selection[Any], device: torch.device | str | None) -> torch.device:
+    """Return where the layers run, a CUDA device with its index.
+
+    Raises:
+        ConfigError: the selection is for a GPU and the layers shall run elsewhere, this machine has none that torch can
+            use, or one of another compute capability.
+    """
+    chosen = selection.device
+    found = torch.device(device if device is not None else ("cpu" if chosen.is_cpu else "cuda"))
+    if found.type != "cuda":
+        if not (chosen.is_cpu or selection.runs_anywhere):
+            raise ConfigError(
+                f"the selection was made for {chosen.name}, but device = {str(found)!r}",
+                fields=["device"],
+                hint=f"select(config, {found.type!r}) chooses for that device",
+            )
+        return found
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"the selection was made for {chosen.name}, but torch sees no CUDA device on this machine",
+            fields=["device"],
+            hint="select(config) chooses for the device of this machine",
+        )
+    index = torch.cuda.current_device() if found.index is None else found.index
+    here = torch.cuda.get_device_capability(index)
+    if chosen.compute_capability not in (None, here):
+        raise ConfigError(
+            f"the selection was made for {chosen.name} (compute capability {chosen.capability_text}), but cuda:{index} "
+            f"is a {torch.cuda.get_device_name(index)} ({here[0]}.{here[1]})",
+            fields=["device"],
+            hint="select(config) chooses for the device of this machine",
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,50 @@
+"""``AttentionMetadata``: one step's batch as the layers of a group want it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from attn_select.layer.config import Phase
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.mla_context import ContextChunk, Spans
+
+
+@dataclass(slots=True)
+class Part:
+    """The requests of a batch that one backend computes: ``group.backends[phase]``.
+
+    Attributes:
+        phase: decodes or prefills; of a batch that is not split, the first that the group serves.
+        rows: their tokens in the batch.
+        metadata: what the builder built: with MLA for ``forward_mqa``, in dense prefill for the step's own tokens.
+        spans: with MLA: of these tokens.
+        chunks: in dense MLA prefill the cached contexts, in parts that fit the workspace.
+    """
+
+    phase: Phase
+    rows: slice
+    metadata: Any
+    spans: Spans = ()
+    chunks: tuple[ContextChunk, ...] = ()
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's batch.
+
+    Attributes:
+        group: the group that built it; layers of another one refuse it.
+        common: the batch, tables in the allocator's blocks.
+        num_actual_tokens: tokens; what lies behind is padding.
+        slot_mapping: int64 slots of the step's keys and values, or latents; None without a cache.
+        parts: one, or decodes and prefills apart where different backends serve them.
+    """
+
+    group: Any
+    common: CommonAttentionMetadata
+    num_actual_tokens: int
+    slot_mapping: Tensor | None
+    parts: tuple[Part, ...]
