@@ -24,7 +24,6 @@ from attn_select import AttentionConfig, clear_cache, select
 from attn_select.backends import distributions
 from attn_select.machine.device import CPU
 from attn_select.machine.environment import Environment
-from attn_select.times.workload import parse_workload
 from attn_select_cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +79,6 @@ CLAIMS: dict[str, Callable[[Block], bool]] = {
     "test_a_shown_run": lambda b: b.language == "text" and b.first.startswith("$ attn-select run"),
     "test_shown_ranks": lambda b: b.language == "text" and b.first.startswith("$ torchrun"),
     "test_rules": lambda b: b.language == "toml" and "[[rules]]" in b.text,
-    "test_a_workload": lambda b: b.language == "toml" and "[[shapes]]" in b.text,
     "test_an_entry_point": lambda b: b.language == "toml" and b.first.startswith("[project.entry-points"),
     "test_shell": lambda b: b.language == "sh",
     "test_python": lambda b: b.language == "python" and bool(prepared(b)),
@@ -297,13 +295,6 @@ def test_rules(block: Block, tmp_path: Path) -> None:
     text = block.text.replace("ACME_ATTN", "FLASH_ATTN")  # the plugin that the page writes
     (tmp_path / "rules.toml").write_text(version + text)
     check_command("attn-select rules check rules.toml", tmp_path)
-
-
-@pytest.mark.parametrize("block", claimed("test_a_workload"))
-def test_a_workload(block: Block, tmp_path: Path) -> None:
-    (tmp_path / "workload.toml").write_text(block.text)
-    shapes = parse_workload(str(tmp_path / "workload.toml")).shapes
-    assert len(shapes) == block.text.count("[[shapes]]")
 
 
 @pytest.mark.parametrize("block", claimed("test_an_entry_point"))
