@@ -28,6 +28,7 @@ from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES
 from attn_select.layer.features import FEATURES
 from attn_select.layer.state import RECURRENCES, StateConfig
 from attn_select.machine.device import CPU, Device, lookup
+from attn_select.testing.conformance_facts import COMPANIONS
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS, ask, device_of
 
 Situation = Mapping[str, Any]
@@ -199,7 +200,7 @@ def _layers(sort: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "the usual", "", {}
     asked, draw = ASKED[sort], random.Random(sort)
     for field, values in asked.items():
-        yield from ((field, str(value), {field: value}) for value in values)
+        yield from ((field, str(value), {**COMPANIONS.get(field, {}), field: value}) for value in values)
     for _ in range(TOGETHER):
         fields = {field: draw.choice(asked[field]) for field in draw.sample([*asked], draw.randint(2, 4))}
         yield _text(fields), "", fields

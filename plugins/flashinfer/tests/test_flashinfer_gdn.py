@@ -1,4 +1,4 @@
-"""FlashInfer's backends of layers that keep a state run what their specs promise: by emulated entries of two releases,
+"""FlashInfer's backends of layers that keep a state run what their specs promise: by emulated entries,
 on a GPU by FlashInfer's own.
 """
 
@@ -34,19 +34,15 @@ class Emulated(StateConformance):
     num_configs = 6
     steps = 4
     longest = 30
-    release = "0.6.14"
+    release = fi.RELEASES[1]
 
     @pytest.fixture(autouse=True)
     def _emulated(self, emulate: Callable[..., Any]) -> None:
         emulate((9, 0), release=self.release)
 
 
-class TestOlder(Emulated):
+class TestGdn(Emulated):
     pass
-
-
-class TestNewest(Emulated):
-    release = fi.RELEASES[1]
 
 
 def of_one_phase(spec: BackendSpec, phase: Phase) -> BackendSpec:
@@ -57,7 +53,6 @@ def of_one_phase(spec: BackendSpec, phase: Phase) -> BackendSpec:
 class TestKda(Emulated):
     spec = FLASHINFER_KDA
     gate_device = lookup("b200")
-    release = fi.RELEASES[1]
 
 
 class TestKdaDecodes(TestKda):
@@ -74,18 +69,13 @@ class MambaLayers(StateConformance):
         return config.num_v_heads // config.num_heads in RATIOS.value
 
 
-class TestOlderMamba(MambaLayers, Emulated):
+class TestMamba(MambaLayers, Emulated):
     pass
-
-
-class TestNewestMamba(MambaLayers, Emulated):
-    release = fi.RELEASES[1]
 
 
 class TestMambaOnB200(MambaLayers, Emulated):
     spec = FLASHINFER_MAMBA
     gate_device = lookup("b200")
-    release = fi.RELEASES[1]
     longest = 300
     """More than two chunks."""
 

@@ -41,6 +41,16 @@ class TestOnH100(Emulated):
     gate_device = "h100"
 
 
+class TestNewestOnH100(Emulated):
+    """The wrapper since 0.7, which plans from other lists."""
+
+    spec = FLASHINFER_MLA
+    num_configs = 15
+    gate_device = "h100"
+    release = "0.7.2.post1"
+    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.7.2.post1"})
+
+
 class TestFa2OnH100(Emulated):
     spec = FLASHINFER_MLA
     num_configs = 15

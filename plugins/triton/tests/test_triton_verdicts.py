@@ -62,6 +62,10 @@ PAGED: list[Situation] = [
             {"num_kv_heads": 1},
         ]
     },
+    *(
+        {"options": {"gather_workspace_mib": mib}, "layers": [{}, {"dtype": "float32"}, {"head_size": 96}]}
+        for mib in (0, 3)
+    ),
     *RELEASES,
 ]
 SITUATIONS = {"TRITON_ATTN": ATTENTION, "TRITON_MLA": MLA, "PAGED_ATTENTION": PAGED}

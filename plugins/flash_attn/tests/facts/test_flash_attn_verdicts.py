@@ -16,6 +16,7 @@ ENCODER: dict[str, Any] = {"attn_type": "encoder_only"}
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 SINKS: dict[str, Any] = {"sinks": True}
 ALIBI: dict[str, Any] = {"alibi": True}
+TREE: dict[str, Any] = {"draft_tree": True, "num_speculative_tokens": 3}
 
 
 def installed(*layers: dict[str, Any], **versions: str) -> Situation:
@@ -35,6 +36,7 @@ DENSE: list[Situation] = [
             *({"decode_context_parallel_size": 4, **more} for more in (ALIBI, {"sliding_window": 128})),
             *({"head_size": size, "sliding_window": 2048} for size in (128, 192)),
             {"attn_type": "encoder_decoder", "sliding_window": 64},
+            *({**TREE, **more} for more in (FP8, SINKS, {"sliding_window": 8}, {"batch_invariant": True})),
         ]
     },
     *(

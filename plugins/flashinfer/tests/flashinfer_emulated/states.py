@@ -1,13 +1,61 @@
-"""Entries of layers that keep a state as FlashInfer 0.7.2.post1 has them, with more arguments than in 0.6.14."""
+"""Entries of layers that keep a state as FlashInfer 0.7.2.post1 has them; 0.6.14 takes fewer arguments.
+
+Sources: flashinfer/gdn_prefill.py, its docstring and checks; of decodes see ``state_decodes``.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import flashinfer_emulated as fi
+from attn_select.layer.state import StateConfig
+from attn_select.reference.oracle_state import state_reference
 from flashinfer_emulated import need, state_prefills
-from flashinfer_emulated.gdn06 import computed
 from flashinfer_emulated.state_decodes import gated_delta_net, kimi_delta_attention, mamba
+
+
+def computed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor,
+    output_state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute it by the float64 recurrence. Queries and keys are taken as they are; states are ``(N, H, V, K)``."""
+    (tokens, heads, size), v_heads = q.shape, v.shape[1]
+    need(all(each.is_contiguous() for each in (q, k, v, g, beta)), "must be contiguous", RuntimeError)
+    need(q.dtype in fi.HALVES, f"q {q.dtype}", RuntimeError)
+    need(g.shape == beta.shape == (tokens, v_heads), f"g {tuple(g.shape)}, beta {tuple(beta.shape)}", ValueError)
+    need(g.dtype == beta.dtype == torch.float32, f"g {g.dtype}, beta {beta.dtype}", ValueError)
+    need(((g >= 0) & (g <= 1)).all(), "g is the decay itself, from 0 to 1")
+    need(size == v.shape[2] == 128, f"head_size {size}")
+    need(cu_seqlens.dtype in (torch.int32, torch.int64), f"cu_seqlens {cu_seqlens.dtype}", ValueError)
+    need(initial_state.shape == (len(cu_seqlens) - 1, v_heads, size, size), f"{tuple(initial_state.shape)}", ValueError)
+    need(initial_state.dtype == torch.float32, f"initial_state {initial_state.dtype}", ValueError)
+    need(output_final_state and output_state.shape == initial_state.shape, "output_state is required", ValueError)
+    # The reference normalises once more, which changes nothing of rows of length 1.
+    config = StateConfig(recurrence="gated_delta_net", num_heads=heads, num_v_heads=v_heads, head_size=size)
+    need(abs(scale - size**-0.5) < 1e-9, f"scale {scale}")
+    output = torch.empty_like(v)
+    for request, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        own = slice(start, end)
+        lengths = torch.linalg.vector_norm(torch.cat([q[own], k[own]]).double(), dim=-1)
+        need(((lengths - 1).abs() < 0.02).all(), "q and k are not normalised by the kernel")
+        found, states = state_reference(
+            config, q[own], k[own], v[own], g[own].double().log(), beta[own], initial_state[request].mT
+        )
+        output[own] = found.to(output.dtype)
+        output_state[request] = states[-1].mT.to(output_state.dtype)
+    return output, output_state
 
 
 def chunk_gated_delta_rule(
