@@ -190,7 +190,7 @@ class _Answers:
             value = getattr(plan, field.name)
             if field.name in ("notes", "unverified"):
                 value = len(value)
-            if field.name not in self._left_out and value and value != field.default:
+            if field.name not in self._left_out and value != field.default and (value or field.default is True):
                 parts.append(f"{field.name}={_text(value)}")
         return ", ".join(parts)
 

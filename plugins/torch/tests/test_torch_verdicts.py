@@ -21,6 +21,7 @@ SDPA: list[Situation] = [
         "layers": [
             {**FP32, "decode_context_parallel_size": 2},
             {**SINKS, "sliding_window": 128, "kv_cache_dtype": "fp8"},
+            *({**FP32, "alibi": True, "attn_type": kind} for kind in ("decoder", "encoder_only", "encoder_decoder")),
             *({"attn_type": kind, "cuda_graph": "ALWAYS"} for kind in ("encoder", "encoder_only")),
             *({"head_size": 192, "v_head_size": v} for v in (128, 192)),
         ]

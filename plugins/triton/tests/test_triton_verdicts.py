@@ -48,6 +48,10 @@ MLA: list[Situation] = [
     {
         "layers": [
             {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+            *(
+                {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": v}
+                for nope, rope, v in ((64, 32, 64), (192, 64, 256), (128, 64, 112))
+            ),
             {**FP8, "block_size": 1},
             *({**FP8, **more} for more in ({"batch_invariant": True}, {"num_heads": 16}, {"block_size": 16})),
         ]

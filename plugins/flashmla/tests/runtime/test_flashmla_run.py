@@ -25,6 +25,14 @@ FP8_NAMES = [build.distribution for build in BUILDS if build.dense_fp8.value]
 DECODES = [(1, 1), (1, 64), (1, 65), (1, 200)]
 
 
+@pytest.mark.parametrize("requests", [DECODES, [(1, 1), (3, 3), (2, 66), (3, 100)]], ids=["one token", "several"])
+@pytest.mark.parametrize("build", FP8_NAMES)
+def test_fp8(emulate: Emulate, build: str, requests: list[tuple[int, int]]) -> None:
+    calls = emulate(build)
+    check(group_of(layer_config(kv_cache_dtype="fp8_e4m3", num_speculative_tokens=2), build), requests)
+    assert calls == ["schedule", "flash_mla_with_kvcache_fp8"]
+
+
 def test_query_lengths_bounded_from_above(emulate: Emulate) -> None:
     emulate("vllm")
     check(group_of(layer_config(num_speculative_tokens=3)), [(2, 10), (2, 70)], max_query_len=4)
