@@ -67,8 +67,10 @@ def test_one_token_each(emulate: Emulate) -> None:
     assert not world.syncs
 
 
-@pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8", "dtype": "float16"}])
-@pytest.mark.parametrize("block_size", [16, 64, 128, 384])
+@pytest.mark.parametrize(
+    ("fields", "block_size"),
+    [({}, 16), ({"kv_cache_dtype": "fp8"}, 384), ({"kv_cache_dtype": "fp8", "dtype": "float16"}, 64)],
+)
 def test_drafts_and_dtypes(fields: dict[str, Any], block_size: int, emulate: Emulate) -> None:
     world, group = on_b200(emulate, num_heads=16, num_speculative_tokens=3, block_size=block_size, **fields)
     layers.run(group, layers.problem_for(group, [(4, 70), (4, 4), (4, 129)]))

@@ -144,18 +144,6 @@ def test_a_query_that_a_tile_cuts_in_two_is_a_request(heads: int, emulate: Emula
     assert plan["qo_indptr"].tolist() == list(range(21))
     assert plan["kv_len_arr"][:8].tolist() == list(range(65 - cut, 73 - cut))
     assert not plan["causal"]
-    # Planned as it is, that query would lose the key.
-    lists = [torch.tensor(each, dtype=torch.int32) for each in ([0, 8], [0, 2], [0, 1], [72 - cut])]
-    wrapper = fi.library().BatchMLAPagedAttentionWrapper(torch.empty(64 << 20, dtype=torch.uint8), backend="fa3")
-    sizes = {"num_heads": heads, "head_dim_ckv": RANK, "head_dim_kpe": ROPE, "page_size": 64}
-    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    wrapper.plan(*lists, **sizes, causal=True, sm_scale=0.1, **dtypes)
-    query, cache = torch.randn(8, heads, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
-    out = wrapper.run(query[..., :RANK], query[..., RANK:], cache[..., :RANK], cache[..., RANK:])
-    keys = cache.flatten(0, 1)[: 72 - cut, None]
-    wanted, _ = attention_reference(query, keys, keys[..., :RANK], scale=0.1)
-    off = (out - wanted).abs().amax((1, 2)) > 0.02
-    assert off.nonzero().flatten().tolist() == [cut]
 
 
 @pytest.mark.parametrize("heads", [16, 128])
