@@ -7,7 +7,8 @@ Proof that a backend runs what its spec promises:
 What tests of a plugin use beside it:
 
 - ``toolkit``: layers, devices and environments to ask about; the gate's answers (``plan_of``, ``reasons_of``); the
-  check of facts' sources; emulated modules; a spec with other texts in its plans, which decide nothing.
+  check of facts' sources; emulated modules; a plan with other texts, which decide nothing.
+- ``verdicts``: a file of what the gate says of a fixed list of layers on a GPU of each generation.
 - ``running``: one step through the layers that engines call, on poisoned memory. It needs ``attn_select.runtime``.
 - ``layer_step``: one step of layers on random numbers, to be timed and compared (``attn-select bench``).
 - ``strategies``: configurations, devices and environments for hypothesis, which it needs.

@@ -59,6 +59,7 @@ from attn_select.testing.toolkit import (
     outcomes,
     plans_of,
     selection_for,
+    with_other_texts,
 )
 
 NEVER_RUN: Mapping[Callable[[AttentionConfig], bool], str] = {
@@ -308,8 +309,9 @@ class BackendConformance:
         """Run all phases together where they share a cache, else each by itself."""
         __tracebackhide__ = True
         here, device, environment = self.place()
+        nameless = {phase: with_other_texts(plan) for phase, plan in plans.items()}
         selection = selection_for(
-            self.spec, plans, case.config, device, environment, self.made_options(), layout_choice=case.index
+            self.spec, nameless, case.config, device, environment, self.made_options(), layout_choice=case.index
         )
         if selection is None:
             for phase, plan in plans.items():

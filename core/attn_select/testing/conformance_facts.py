@@ -16,7 +16,7 @@ from attn_select.testing.toolkit import codes
 
 _TRIES = 100
 """Configurations to draw for a value before it counts as refused. Most values are accepted in the first."""
-_COMPANIONS: dict[str, Fields] = {
+COMPANIONS: dict[str, Fields] = {
     "draft_tree": {"num_speculative_tokens": 3},
     "per_head_quant_scales": {"kv_cache_dtype": "fp8_e4m3"},
 }
@@ -82,7 +82,7 @@ def _declared(capabilities: Capabilities) -> Iterator[tuple[str, list[Fields]]]:
     for feature in FEATURES:
         declared = getattr(capabilities, feature.fact).value
         values = [value for value in feature.examples if value != feature.off and feature.accepts(declared, value)]
-        made = [{feature.field: value, **_COMPANIONS.get(feature.field, {})} for value in values]
+        made = [{feature.field: value, **COMPANIONS.get(feature.field, {})} for value in values]
         if declared is True:  # of any value, so some may be refused
             yield feature.field, made
         else:

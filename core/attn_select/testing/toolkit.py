@@ -411,19 +411,9 @@ def check_sources(spec: BackendSpec, *holders: Any, least: int = 1) -> None:
     assert count >= least, f"{spec.name}: {count} facts were found, {least} were expected"
 
 
-def with_other_texts(spec: BackendSpec) -> BackendSpec:
-    """Return the spec with other words in all texts of its plans: ``path``, ``because``, ``notes`` and ``provider``.
-
-    They are for people and decide nothing, so this spec runs exactly what ``spec`` runs.
-    """
-
-    def plan(*arguments: Any) -> Outcome:
-        outcome = spec.plan(*arguments)
-        if not isinstance(outcome, BackendPlan):
-            return outcome
-        return dataclasses.replace(outcome, path="other", because="other", notes=("other",), provider="other (other)")
-
-    return dataclasses.replace(spec, plan=plan)
+def with_other_texts(plan: BackendPlan) -> BackendPlan:
+    """Return the plan with other words in its texts, which are for people and decide nothing: it runs what it ran."""
+    return dataclasses.replace(plan, path="other", because="other", notes=("other",), provider="other (other)")
 
 
 _MADE_BACKENDS = "attn_select_made_backends"

@@ -212,3 +212,13 @@ def built(make: Callable[[], Any]) -> Any:
     """Return the model in evaluation mode, float32 on the CPU, with the same weights each time."""
     torch.manual_seed(11)
     return make().eval()
+
+
+def both(model: Any, run: Callable[[], Any]) -> list[Any]:
+    """Return what ``run`` gives with eager's attention and with attn-select's."""
+    found = []
+    for implementation in ("eager", "attn_select"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(run())
+    return found

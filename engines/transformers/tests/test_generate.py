@@ -107,12 +107,8 @@ def test_whisper(calls: Counter[str]) -> None:
 def test_encoders(make: Callable[[], Any], calls: Counter[str]) -> None:
     """Tokens that are no padding get what eager gives."""
     model, inputs = models.built(make), prompts("right")
-    found = []
-    for implementation in ("eager", "attn_select"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            found.append(model(**inputs).last_hidden_state[inputs["attention_mask"].bool()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    wanted, found = models.both(model, lambda: model(**inputs).last_hidden_state[inputs["attention_mask"].bool()])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert calls["dense"] == model.config.num_hidden_layers
     if make is models.bert:
         assert calls["kernel"] == calls["dense"]
@@ -122,12 +118,8 @@ def test_vision_tower(calls: Counter[str]) -> None:
     model = models.built(models.siglip)
     torch.manual_seed(5)
     pixels = torch.randn(2, 3, 32, 32)
-    found = []
-    for implementation in ("eager", "attn_select"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            found.append(model(pixel_values=pixels).last_hidden_state)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    wanted, found = models.both(model, lambda: model(pixel_values=pixels).last_hidden_state)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert calls["dense"] == calls["kernel"] >= 2
     (layer, *_) = explain_model(model).layers
     assert layer.selection.config.attn_type == "encoder_only"
@@ -138,12 +130,8 @@ def test_packed_sequences_are_kept_apart(calls: Counter[str]) -> None:
     model = models.built(models.llama)
     ids = prompts()["input_ids"][:1]
     positions = torch.cat((torch.arange(7), torch.arange(PROMPT - 7)))[None]
-    found = []
-    for implementation in ("eager", "attn_select"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            found.append(model(ids, position_ids=positions, use_cache=False).logits)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    wanted, found = models.both(model, lambda: model(ids, position_ids=positions, use_cache=False).logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert calls["kernel"] == calls["dense"]
 
 
@@ -178,12 +166,8 @@ def test_a_float_mask_that_is_causal_runs_on_a_kernel(calls: Counter[str]) -> No
     model = models.built(models.llama)
     ids = prompts()["input_ids"][:1]
     mask = torch.full((PROMPT, PROMPT), torch.finfo(torch.float32).min).triu(1)[None, None]
-    logits = []
-    for implementation in ("eager", "attn_select"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            logits.append(model(ids, attention_mask=mask).logits)
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    wanted, found = models.both(model, lambda: model(ids, attention_mask=mask).logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert calls["kernel"] == calls["dense"]
 
 

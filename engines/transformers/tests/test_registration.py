@@ -30,7 +30,7 @@ calls = []
 original = Attention.forward
 Attention.forward = lambda *arguments, **options: (calls.append(1), original(*arguments, **options))[1]
 ids = torch.arange(1, 12)[None]
-for make in (models.llama, models.gemma2, models.gpt_oss):
+for make in (models.gpt_oss,):  # windows and sinks
     found = []
     for name in ({reference!r}, "attn_select"):
         model = models.built(make)

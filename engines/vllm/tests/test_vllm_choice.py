@@ -161,6 +161,15 @@ def test_mla_prefill_is_ordered_apart() -> None:
 ASKED = AttentionSelectorConfig(head_size=32, dtype="torch.float32", kv_cache_dtype="auto", block_size=None)
 
 
+def started(vllm: Any, config: Any = None, version: str = "0.32.0") -> Any:
+    """The emulated engine with the plugin."""
+    engine = vllm(config or engine_config(LLAMA), version)
+    from attn_select_vllm.plugin import register
+
+    register()
+    return engine
+
+
 def test_the_entry_point_wraps_the_platform(vllm: Any) -> None:
     engine = vllm(engine_config(LLAMA))
     from attn_select_vllm.plugin import register
@@ -213,19 +222,13 @@ def test_a_name_reaches_a_process_that_has_loaded_no_plugin(vllm: Any, version: 
 
 
 def test_ranks_have_their_share_of_the_heads(vllm: Any) -> None:
-    engine = vllm(engine_config(LLAMA, tensor_parallel=2))
-    from attn_select_vllm.plugin import register
-
-    register()
+    engine = started(vllm, engine_config(LLAMA, tensor_parallel=2))
     engine.platform.get_attn_backend_cls(None, ASKED)
     assert "2 query heads, 1 KV head," in engine.log.lines[0]
 
 
 def test_an_explicit_backend_wins(vllm: Any) -> None:
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.plugin import register
-
-    register()
+    engine = started(vllm)
     chosen = engine.registry["CPU_ATTN"]
     assert engine.platform.get_attn_backend_cls(chosen, ASKED) == "vllm.CPU_ATTN"
     assert "leaves full_attention to CPU_ATTN: --attention-backend asks for it" in engine.log.lines[0]
@@ -243,10 +246,7 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_encoders_run_our_kernels(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = vllm(engine_config({**LLAMA, "model_type": "bert"}))
-    from attn_select_vllm.plugin import register
-
-    register()
+    engine = started(vllm, engine_config({**LLAMA, "model_type": "bert"}))
     asked = ASKED._replace(attn_type="encoder_only")
     assert engine.platform.get_attn_backend_cls(None, asked) == "vllm.CPU_ATTN"
     of_release_0_32(monkeypatch)
@@ -255,10 +255,7 @@ def test_encoders_run_our_kernels(vllm: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("asked", "reason"), LIMITS)
 def test_an_explicit_own_backend_is_held_to_the_limits(vllm: Any, asked: dict[str, Any], reason: str) -> None:
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.plugin import register
-
-    register()
+    engine = started(vllm)
     own = engine.registry["ATTN_SELECT_TORCH_SDPA"]
     with pytest.raises(ConfigError, match=f"--attention-backend ATTN_SELECT_TORCH_SDPA: .*{reason}"):
         engine.platform.get_attn_backend_cls(own, ASKED._replace(**asked))
@@ -313,10 +310,7 @@ def test_settings_that_cannot_be_read_do_not_end_the_engine(
     else:
         monkeypatch.setenv("ATTN_SELECT_WORKLOAD", "chatt")
     clear_cache()
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.plugin import register
-
-    register()
+    engine = started(vllm)
     assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     (line,) = engine.log.lines
     assert ("r.toml:" if broken == "rules" else "chatt") in line
@@ -333,29 +327,11 @@ def test_the_working_directorys_rules_are_not_an_engines(
     rules.write_text('version = 1\n[[rules]]\nname = "no-sdpa"\ndeny = ["TORCH_SDPA"]\n')
     monkeypatch.chdir(tmp_path)
     clear_cache()
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.plugin import register
-
-    register()
+    engine = started(vllm)
     assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
     monkeypatch.setenv("ATTN_SELECT_RULES", str(rules))
     clear_cache()
     assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
-
-
-def test_rules_decide(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = tmp_path / "no_sdpa.toml"
-    rules.write_text('version = 1\n[[rules]]\nname = "no-sdpa"\ndeny = ["TORCH_SDPA"]\nwhen = { gpu = "cpu" }\n')
-    monkeypatch.setenv("ATTN_SELECT_RULES", str(rules))
-    clear_cache()
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.plugin import register
-
-    register()
-    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
-    block = engine.log.lines[0]
-    assert "chose for full_attention: nothing that vLLM accepts; vLLM chooses by itself" in block
-    assert "no_sdpa.toml:2" in block
 
 
 def of_release_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,12 +351,10 @@ def test_cross_attention_runs_our_kernels_from_0_32(vllm: Any, monkeypatch: pyte
 
 
 def test_images_are_passed_on_from_0_32(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.kernels.limits import limits
-    from attn_select_vllm.plugin import register
-
+    engine = started(vllm)
     of_release_0_32(monkeypatch)
-    register()
+    from attn_select_vllm.kernels.limits import limits
+
     asked = ASKED._replace(use_mm_prefix=True)
     assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
     clamped = engine_config({**LLAMA, "model_type": "gemma4_text"})
@@ -388,12 +362,10 @@ def test_images_are_passed_on_from_0_32(vllm: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.kernels.limits import limits
-    from attn_select_vllm.plugin import register
-
+    engine = started(vllm)
     of_release_0_32(monkeypatch)
-    register()
+    from attn_select_vllm.kernels.limits import limits
+
     asked = ASKED._replace(use_kv_connector=True)
     assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
     assert limits(asked._replace(use_mla=True), engine.config) == []
@@ -422,11 +394,9 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
     ],
 )
 def test_flags_of_later_releases_are_refused(vllm: Any, flag: str, reason: str) -> None:
-    engine = vllm(engine_config(LLAMA))
+    engine = started(vllm)
     from attn_select_vllm.kernels.limits import limits
-    from attn_select_vllm.plugin import register
 
-    register()
     later = namedtuple("Later", [*ASKED._fields, flag])
     assert engine.platform.get_attn_backend_cls(None, later(*ASKED, True)) == "vllm.CPU_ATTN"
     assert limits(later(*ASKED, True), engine.config) == [reason]
@@ -450,11 +420,8 @@ class ByEagle(Speculation):
 def test_uniform_drafts_run_our_kernels(
     vllm: Any, speculation: type[Speculation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = vllm(engine_config(LLAMA, speculative_config=speculation))
-    from attn_select_vllm.plugin import register
-
+    engine = started(vllm, engine_config(LLAMA, speculative_config=speculation))
     of_release_0_32(monkeypatch)
-    register()
     assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
 
 
@@ -497,27 +464,10 @@ def test_ahead_of_a_gpu_kernels_count_the_keys_on_the_device(vllm: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("asked", "changes", "reason"),
-    [
-        ({"use_mm_prefix": True}, {}, "the adapter passes no image ranges"),
-        ({"use_kv_connector": True}, {}, "the adapter serves no KV connector in this release"),
-        (
-            {},
-            {"speculative_config": Speculation},
-            "the adapter was run with drafts by ngram, suffix alone, not by dflash",
-        ),
-    ],
-)
-def test_what_the_adapter_does_not_do_is_vllms(
-    vllm: Any, asked: dict[str, Any], changes: dict[str, Any], reason: str
-) -> None:
-    engine = vllm(engine_config(LLAMA, **changes))
-    from attn_select_vllm.plugin import register
-
-    register()
-    assert engine.platform.get_attn_backend_cls(None, ASKED._replace(**asked)) == "vllm.CPU_ATTN"
-    assert f"ATTN_SELECT_TORCH_SDPA is not taken: {reason}" in engine.log.lines[0]
+def test_what_the_adapter_does_not_do_is_vllms(vllm: Any) -> None:
+    engine = started(vllm)
+    assert engine.platform.get_attn_backend_cls(None, ASKED._replace(use_mm_prefix=True)) == "vllm.CPU_ATTN"
+    assert "ATTN_SELECT_TORCH_SDPA is not taken: the adapter passes no image ranges" in engine.log.lines[0]
 
 
 def test_drafts_that_were_not_run_are_vllms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,10 +485,7 @@ def test_drafts_that_were_not_run_are_vllms(vllm: Any, monkeypatch: pytest.Monke
 
 
 def test_layers_that_attn_select_does_not_know_are_vllms(vllm: Any) -> None:
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.plugin import register
-
-    register()
+    engine = started(vllm)
     asked = ASKED._replace(kv_cache_dtype="int8_per_token_head")
     assert engine.platform.get_attn_backend_cls(None, asked) == "vllm.CPU_ATTN"
     assert "leaves full_attention to vLLM: kv_cache_dtype = 'int8_per_token_head'" in engine.log.lines[0]

@@ -14,7 +14,6 @@ import pytest
 from test_vllm_kernels import (
     BLOCK,
     HEADS,
-    KERNELS,
     KV_HEADS,
     PAIR,
     SIZE,
@@ -34,6 +33,7 @@ SLOTS, WIDTH = 6, 8
 BUDGET = 64
 """Tokens of a step."""
 WINDOWS = (None, 7)
+"""Of the two layers: layers of one group may differ in it."""
 STEPS = 10
 
 
@@ -125,14 +125,19 @@ def drawn_images(prompt: int, draw: random.Random) -> list[tuple[int, int]]:
     return [(first, last)] if last and draw.random() < 0.7 else []
 
 
+ORDERS = [(by_region, 0, False, "0.26"), (by_region, 3, True, "LBHNC"), (by_drafts, 3, False, "LBNHC")]
+
+
 @pytest.mark.parametrize(
-    ("order", "drafts", "images"), [(by_region, 0, False), (by_region, 3, True), (by_drafts, 3, False)]
-)
-@pytest.mark.parametrize(
-    "name", [*KERNELS[:2], pytest.param(PAIR, marks=[needs_interpreter, pytest.mark.slow(guard="the other kernels")])]
+    ("name", "order", "drafts", "images", "protocol"),
+    [
+        *(pytest.param("TORCH_SDPA", *each) for each in ORDERS),
+        *(pytest.param("TRITON_ATTN", *each, marks=needs_interpreter) for each in ORDERS),
+        pytest.param(PAIR, by_drafts, 3, False, "BLHNC", marks=needs_interpreter),
+    ],
 )
 def test_drawn_steps(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, order: Any, drafts: int, images: bool
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, order: Any, drafts: int, images: bool, protocol: str
 ) -> None:
     config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
     config.model_config.is_mm_prefix_lm = images
@@ -148,7 +153,7 @@ def test_drawn_steps(
     draw = random.Random(0)
     torch.manual_seed(0)
     table = torch.randperm(SLOTS * WIDTH, dtype=torch.int32).view(SLOTS, WIDTH)
-    caches = [cache_of(backend, "LBHNC", SLOTS * WIDTH) for _ in impls]
+    caches = [cache_of(backend, protocol, SLOTS * WIDTH) for _ in impls]
     running: list[Request] = []
     for _ in range(STEPS):
         free = [row for row in range(SLOTS) if row not in {request.row for request in running}]
@@ -161,16 +166,18 @@ def test_drawn_steps(
         step = step_of(batch, table, slack)
         metadata = builder.build(0, step)
         tokens = step.num_actual_tokens
-        query, key_value = torch.randn(tokens, HEADS, SIZE), torch.randn(tokens, 2 * KV_HEADS, SIZE)
+        query, key_value = torch.randn(tokens + 3, HEADS, SIZE), torch.randn(tokens + 3, 2 * KV_HEADS, SIZE)
         lens = [given for _, given in batch]
-        for (request, _), part in zip(batch, key_value.split(lens), strict=True):
+        for (request, _), part in zip(batch, key_value[:tokens].split(lens), strict=True):
             request.rows += list(part)
         key, value = key_value.split(KV_HEADS, dim=1)
         for layer, cache, window in zip(layers.values(), caches, WINDOWS, strict=True):
-            output = torch.full((tokens, HEADS, SIZE), torch.nan)
+            output = torch.full((tokens + 3, HEADS, SIZE), torch.nan)
             layer.impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
             layer.impl.forward(layer, query, key, value, cache, metadata, output)
-            for (request, _), asked, given in zip(batch, query.split(lens), output.split(lens), strict=True):
+            assert output[tokens:].isnan().all(), "rows of padding"
+            parts = (each[:tokens].split(lens) for each in (query, output))
+            for (request, _), asked, given in zip(batch, *parts, strict=True):
                 keys, values = torch.stack(request.rows).split(KV_HEADS, dim=1)
                 wanted = attention(asked, keys, values, window, SIZE**-0.5, request.images).float()
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)

@@ -30,10 +30,6 @@ STEPS = ((5, 40, 1), (1, 1, 1), (1, 3, 20), (1, 20, 1))
 
 vLLM puts new prompts last, however short, so a query of one token may stand behind a longer one.
 """
-WINDOWS = (None, 7)
-"""Of the two layers: layers of one group may differ in it."""
-PROTOCOLS = ("0.26", "LBHNC", "LBNHC", "BLHNC")
-"""vLLM until 0.26 asks for a cache's shape; later releases give a view by one of the engine's layouts."""
 needs_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 PAIR = "TORCH_SDPA_TRITON_ATTN"
 """A pair for this test: prefills run as they would on a GPU, where those of ``names.PAIRS`` need one."""
@@ -48,7 +44,7 @@ def layer_of(impl: Any) -> Any:
 
 
 def cache_of(backend: Any, protocol: str, num_blocks: int) -> Any:
-    """A layer's cache, full of NaN, as a release of vLLM hands it to a backend."""
+    """A layer's cache, full of NaN: until 0.26 of the shape that vLLM asks for, later a view by an engine's layout."""
     if protocol == "0.26":
         return torch.full(backend.get_kv_cache_shape(num_blocks, BLOCK, KV_HEADS, SIZE), torch.nan)
     logical = {"L": 2, "B": num_blocks, "H": KV_HEADS, "N": BLOCK, "C": 2 * SIZE}
@@ -117,42 +113,6 @@ def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     impl = type("PairImpl", (kernels.OwnImpl,), {"backend": PAIR})
     made[PAIR] = type("PairBackend", (kernels.TritonAttnBackend,), {"impl": impl})
     return made[name]
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("name", KERNELS)
-def test_attention(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, protocol: str) -> None:
-    config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
-    backend = backend_of(name, monkeypatch)
-    impls = [backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, w, "auto") for w in WINDOWS]
-    layers = {f"layers.{i}": layer_of(impl) for i, impl in enumerate(impls)}
-    config.compilation_config.static_forward_context = layers
-    builder = backend.get_builder_cls()(SimpleNamespace(block_size=BLOCK), list(layers), config, torch.device("cpu"))
-
-    torch.manual_seed(0)
-    table = torch.randperm(18, dtype=torch.int32).view(3, 6)
-    caches = [cache_of(backend, protocol, 18) for _ in impls]
-    seen: list[list[Any]] = [[torch.empty(0, 2 * KV_HEADS, SIZE)] for _ in range(3)]
-    for query_lens in STEPS:
-        tokens, padded = sum(query_lens), sum(query_lens) + 3
-        seq_lens = [sum(len(part) for part in seen[r]) + q for r, q in enumerate(query_lens)]
-        step = step_of(query_lens, seq_lens, table)
-        metadata = builder.build(0, step)
-        query = torch.randn(padded, HEADS, SIZE)
-        key_value = torch.randn(padded, 2 * KV_HEADS, SIZE)
-        for own, part in zip(seen, key_value[:tokens].split(list(query_lens)), strict=True):
-            own.append(part)
-        key, value = key_value.split(KV_HEADS, dim=1)
-        for layer, cache, own_window in zip(layers.values(), caches, WINDOWS, strict=True):
-            output = torch.full((padded, HEADS, SIZE), 7.0)
-            layer.impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
-            layer.impl.forward(layer, query, key, value, cache, metadata, output)
-            assert bool((output[tokens:] == 7.0).all())
-            parts = [tensor[:tokens].split(list(query_lens)) for tensor in (query, output)]
-            for asked, given, own in zip(*parts, seen, strict=True):
-                keys, values = torch.cat(own).split(KV_HEADS, dim=1)
-                wanted = attention(asked, keys, values, own_window, SIZE**-0.5).float()
-                torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
 @needs_interpreter

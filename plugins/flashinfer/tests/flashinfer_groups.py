@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from flashinfer_gate import RELEASE, with_plans
 
+from attn_select.backends.spec import BackendPlan
 from attn_select.decide.selector import environment_for
 from attn_select.machine.detection import detect_device
 from attn_select.machine.device import lookup
@@ -17,6 +17,18 @@ from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, AttentionGroup, Capacity, attention_group
 from attn_select.testing import gqa_layer, selection_of
 from attn_select_flashinfer.facts.mha import FLASHINFER
+
+RELEASE: Mapping[str, Any] = {"pins": {"flashinfer-python": "0.6.14"}}
+"""The release that the facts were read in and run with."""
+
+
+def with_plans(selection: Any, change: Callable[[BackendPlan], BackendPlan] | None) -> Any:
+    """Return the selection with each plan replaced by what ``change`` makes of it."""
+    if change is not None:
+        for verdict in selection.candidates[0].phases.values():
+            assert verdict.plan is not None
+            verdict.plan = change(verdict.plan)
+    return selection
 
 
 def selected(

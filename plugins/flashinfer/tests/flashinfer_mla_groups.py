@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashinfer_gate import RELEASE, with_plans
+from flashinfer_groups import RELEASE, with_plans
 
 from attn_select.backends.spec import BackendPlan
 from attn_select.layer.config import AttentionConfig, Phase

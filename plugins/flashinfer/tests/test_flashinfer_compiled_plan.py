@@ -102,14 +102,6 @@ def test_a_batch_keeps_its_lengths_and_is_planned_again(emulate: Emulate) -> Non
     assert len(world.named(PLAN)) == 6  # the first two steps, built once and run twice
 
 
-def test_outputs_are_to_the_bit_those_of_steps_that_plan_planned(
-    emulate: Emulate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emulate()
-    fields = {"options": NATIVE, "block_size": 16, "group_capacity": Capacity(64, 2048, 4096)}
-    check_equal(lambda: groups.made(**fields), monkeypatch, most=40)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 def test_outputs_are_the_same_on_the_gpu(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,62 +40,31 @@ class Emulated(BackendConformance):
         emulate(self.capability, release=self.release)
 
 
-class TestHopper(Emulated):
-    """XQA decode where it runs, fa3 prefill."""
-
-
-class TestHopperNative(Emulated):
-    """fa2 decode."""
-
-    seed = 1
-    num_configs = 40
-    options = NATIVE
-
-
-class TestAmpere(Emulated):
-    seed = 2
-    num_configs = 10
-    gate_device = "a100"
-    capability = (8, 0)
-
-
-class TestTuring(Emulated):
-    """Half precision alone, with a release that was repaired for it."""
-
-    seed = 5
-    num_configs = 60
-    gate_device = "t4"
-    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.7.2.post1"})
-    capability = (7, 5)
-
-
-class TestBlackwell(Emulated):
-    """trtllm-gen in both phases where it runs."""
-
-    seed = 3
-    num_configs = 40
-    gate_device = "b200"
-    capability = (10, 0)
-
-
-class TestBlackwellNative(Emulated):
-    seed = 4
-    num_configs = 10
-    gate_device = "b200"
-    capability = (10, 0)
-    options = NATIVE
-
-
-class TestCuteDslOnB200(Emulated):
-    """Decodes alone: that is all that the option changes."""
-
-    spec = replace(FLASHINFER, capabilities={"decode": FLASHINFER.capabilities["decode"]})
-    seed = 6
-    gate_device = "b200"
-    capability = (10, 0)
-    release = "0.7.2.post1"
-    environment = Environment(assume_installed=True, pins={"flashinfer-python": "0.7.2.post1"})
-    options: ClassVar[dict[str, Any]] = {"decode_kernel": "cute-dsl"}
+SINCE_07 = Environment(assume_installed=True, pins={"flashinfer-python": "0.7.2.post1"})
+B200: dict[str, Any] = {"gate_device": "b200", "capability": (10, 0)}
+SUITES: dict[str, dict[str, Any]] = {
+    # XQA decode where it runs, fa3 prefill.
+    "TestHopper": {},
+    # fa2 decode.
+    "TestHopperNative": {"seed": 1, "num_configs": 40, "options": NATIVE},
+    "TestAmpere": {"seed": 2, "num_configs": 10, "gate_device": "a100", "capability": (8, 0)},
+    # Half precision alone, with a release that was repaired for it.
+    "TestTuring": {"seed": 5, "num_configs": 60, "gate_device": "t4", "capability": (7, 5), "environment": SINCE_07},
+    # trtllm-gen in both phases where it runs.
+    "TestBlackwell": {**B200, "seed": 3, "num_configs": 40},
+    "TestBlackwellNative": {**B200, "seed": 4, "num_configs": 10, "options": NATIVE},
+    # Decodes alone: that is all that the option changes.
+    "TestCuteDslOnB200": {
+        **B200,
+        "release": "0.7.2.post1",
+        "environment": SINCE_07,
+        "seed": 6,
+        "spec": replace(FLASHINFER, capabilities={"decode": FLASHINFER.capabilities["decode"]}),
+        "options": {"decode_kernel": "cute-dsl"},
+    },
+}
+for _name, _given in SUITES.items():
+    globals()[_name] = type(_name, (Emulated,), _given)
 
 
 def native_modules(config: AttentionConfig) -> tuple[Any, ...]:

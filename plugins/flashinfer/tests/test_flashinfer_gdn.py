@@ -1,4 +1,4 @@
-"""FlashInfer's backends of layers that keep a state run what their specs promise: by emulated entries of two releases,
+"""FlashInfer's backends of layers that keep a state run what their specs promise: by emulated entries,
 on a GPU by FlashInfer's own.
 """
 
@@ -13,12 +13,11 @@ import pytest
 
 from attn_select import select
 from attn_select.backends.spec import BackendSpec
-from attn_select.decide import gate
 from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.testing.state_conformance import StateConformance
-from attn_select.testing.toolkit import codes_of, environment_of, selection_of
+from attn_select.testing.toolkit import environment_of, selection_of
 from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
 from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
 from attn_select_flashinfer.facts.mamba import FLASHINFER_MAMBA, RATIOS
@@ -35,19 +34,15 @@ class Emulated(StateConformance):
     num_configs = 6
     steps = 4
     longest = 30
-    release = "0.6.14"
+    release = fi.RELEASES[1]
 
     @pytest.fixture(autouse=True)
     def _emulated(self, emulate: Callable[..., Any]) -> None:
         emulate((9, 0), release=self.release)
 
 
-class TestOlder(Emulated):
+class TestGdn(Emulated):
     pass
-
-
-class TestNewest(Emulated):
-    release = fi.RELEASES[1]
 
 
 def of_one_phase(spec: BackendSpec, phase: Phase) -> BackendSpec:
@@ -58,7 +53,6 @@ def of_one_phase(spec: BackendSpec, phase: Phase) -> BackendSpec:
 class TestKda(Emulated):
     spec = FLASHINFER_KDA
     gate_device = lookup("b200")
-    release = fi.RELEASES[1]
 
 
 class TestKdaDecodes(TestKda):
@@ -75,39 +69,15 @@ class MambaLayers(StateConformance):
         return config.num_v_heads // config.num_heads in RATIOS.value
 
 
-class TestOlderMamba(MambaLayers, Emulated):
+class TestMamba(MambaLayers, Emulated):
     pass
-
-
-class TestNewestMamba(MambaLayers, Emulated):
-    release = fi.RELEASES[1]
 
 
 class TestMambaOnB200(MambaLayers, Emulated):
     spec = FLASHINFER_MAMBA
     gate_device = lookup("b200")
-    release = fi.RELEASES[1]
     longest = 300
     """More than two chunks."""
-
-
-@pytest.mark.parametrize(
-    ("spec", "phase", "code"),
-    [
-        (FLASHINFER_KDA, "decode", "library-version"),
-        (FLASHINFER_KDA, "prefill", "library-version"),
-        (FLASHINFER_MAMBA, "decode", None),
-        (FLASHINFER_MAMBA, "prefill", "library-version"),
-    ],
-)
-def test_what_an_older_release_lacks(spec: BackendSpec, phase: Phase, code: str | None) -> None:
-    layer = StateConfig(recurrence="kda", num_heads=4, head_size=128, state_dtype="bfloat16")
-    if spec is FLASHINFER_MAMBA:
-        layer = StateConfig(recurrence="mamba2", num_heads=2, num_v_heads=8, head_size=128, v_head_size=64)
-    for release, codes in (("0.6.14", [code] if code else []), ("0.7.2.post1", [])):
-        environment = environment_of(pins={"flashinfer-python": release})
-        found = gate.check(spec, layer, lookup("b200"), environment, spec.options(), phase)
-        assert [reason.code for reason in found] == codes if isinstance(found, list) else not codes
 
 
 def test_pieces_begin_with_requests_and_with_chunks() -> None:
@@ -180,17 +150,3 @@ def test_it_prefills_on_hopper_beside_a_decode_in_its_layout() -> None:
     assert selection.selected == {"prefill": "FLASHINFER_GDN", "decode": "FLA"}
     assert selection.kv_layout == "STATE_VK"
     assert selection.cache_shape == ["num_slots", 32, 128, 128]
-
-
-def test_elsewhere_it_stands_behind_what_was_compared() -> None:
-    assert select(QWEN3_NEXT, "b200").selected == {"prefill": "FLA", "decode": "FLA"}
-
-
-@pytest.mark.parametrize(
-    ("gpu", "version", "codes"),
-    [("b200", "0.6.17.post1", {"library-version"}), ("b200", "0.6.18", set()), ("h100", "0.6.17", set())],
-)
-def test_the_release_whose_prefills_leave_wrong_states_is_refused(gpu: str, version: str, codes: set[str]) -> None:
-    pins = {"flashinfer-python": version}
-    assert codes_of(FLASHINFER_GDN, QWEN3_NEXT, gpu, "prefill", pins=pins) == codes
-    assert codes_of(FLASHINFER_GDN, QWEN3_NEXT, gpu, "decode", pins=pins) == set()

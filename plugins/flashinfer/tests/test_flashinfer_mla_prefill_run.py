@@ -28,13 +28,6 @@ KERNELS = {
     "trtllm-gen": ("b200", (10, 0), {}),
     "cutlass": ("b200", (10, 0), {"prefill_kernel": "cutlass"}),
 }
-LENGTHS = {
-    "own tokens": ([5, 1, 9], [5, 1, 9], True),
-    "own tokens, one without any": ([5, 0, 9], [5, 0, 9], True),
-    "an empty context": ([5, 1, 9, 2], [7, 0, 20, 3], False),
-    "empty at both ends": ([2, 1, 3], [0, 3, 0], False),
-    "no context at all": ([2, 3], [0, 0], False),
-}
 
 
 def varlen(query_lens: list[int], key_lens: list[int], causal: bool) -> VarlenMetadata:
@@ -81,16 +74,6 @@ def check(builder: Any, impl: Any, batch: VarlenMetadata, *, contiguous: bool = 
         torch.testing.assert_close(lse[rows].double(), its_lse, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_prefill(kernel: str, lengths: str, emulate: Emulate) -> None:
-    world, builder, impl = prefiller(kernel, emulate)
-    batch = varlen(*LENGTHS[lengths])
-    check(builder, impl, batch)
-    check(builder, impl, batch, contiguous=False)
-    assert not world.syncs
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_contexts_in_chunks(kernel: str, emulate: Emulate) -> None:
     gpu, capability, options = KERNELS[kernel]
@@ -128,12 +111,3 @@ def test_trtllm_is_given_lengths_where_it_would_read_them_back(emulate: Emulate)
     _, builder, impl = prefiller("trtllm-gen", emulate, entries={TRTLLM: since_0_6_18})
     check(builder, impl, varlen([5, 1, 9], [7, 0, 20], False))
     assert seen == [([5], [7]), ([9], [20])]
-
-
-def test_nothing_to_do(emulate: Emulate) -> None:
-    world, builder, impl = prefiller("fa3", emulate)
-    metadata = builder.build_prefill(varlen([0], [0], True))
-    output = torch.full((2, HEADS, V), torch.nan)
-    assert impl.forward_mha(output, output, output, metadata, Outputs(output)) is output
-    assert output.isnan().all()
-    assert not world.named(f"{WRAPPER}.run")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
-import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +15,15 @@ pytest.importorskip("torch")
 import flashinfer_emulated as fi
 import flashinfer_groups as groups
 import make_signatures
-from flashinfer_emulated import mla06, mla_lists, trtllm, trtllm_mla, wrappers
+from flashinfer_emulated import states
 from make_signatures import FOLDER
 
 from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
-from attn_select.machine.environment import installed_version, version_matches
 from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 from attn_select_flashinfer.plugin import attn_select_register_backends
 from attn_select_flashinfer.runtime import compiled_plan, library, plans
-from attn_select_flashinfer.runtime.mla_schedule import TILE_KEYS
 
 MLA = "BatchMLAPagedAttentionWrapper"
 EMULATED = {release: fi.entries(release) for release in fi.RELEASES}
@@ -36,14 +31,6 @@ READ = {release: json.loads((FOLDER / f"{release}.json").read_text(encoding="utf
 """What ``make_signatures`` read from the wheels."""
 ENTRIES = [(release, entry) for release in fi.RELEASES for entry in READ[release]["signatures"]]
 Signature = list[tuple[str, str | None]]
-
-
-def root() -> Path:
-    """Return the installed package's folder, or skip."""
-    found = importlib.util.find_spec("flashinfer")
-    if found is None or found.origin is None:
-        pytest.skip("flashinfer-python is not installed")
-    return Path(found.origin).parent
 
 
 def emulated_signature(function: Any) -> Signature:
@@ -72,6 +59,8 @@ def test_the_emulated_signature_is_the_wheels(release: str, entry: str) -> None:
     function = emulated(release, entry)
     if function is None:
         pytest.skip("not emulated")
+    if release == fi.RELEASES[0] and function.__module__ == states.__name__:
+        pytest.skip("emulated as the newest release has it")
     wanted = emulated_signature(function)
     found = [(name, default) for name, default in READ[release]["signatures"][entry]]
     names = {name.lstrip("*"): default for name, default in found}
@@ -94,13 +83,6 @@ def test_what_is_passed_is_taken_in_every_release(release: str) -> None:
             lacks = set(passed.split()) - set(places[f"{name}.{method}".rstrip(".")])
             assert not lacks, f"{name}.{method} of {release} takes no {lacks}"
     assert (library.METADATA in {entry.split(".")[1] for entry in taken}) == (release != fi.RELEASES[0])
-
-
-@pytest.mark.parametrize("entry", library.PARAMETERS)
-def test_what_is_passed_fits_the_emulated_entry(entry: str) -> None:
-    for method, wanted in library.PARAMETERS[entry].items():
-        called = getattr(EMULATED["0.6.14"][entry], method) if method else EMULATED["0.6.14"][entry]
-        assert not set(wanted.split()) - set(inspect.signature(called).parameters)
 
 
 def test_the_wrappers_keep_their_schedules_where_the_runtime_replaces_them() -> None:
@@ -138,58 +120,6 @@ def test_the_wrappers_keep_what_their_compiled_plans_take() -> None:
         named = READ[release]["attributes"]["BatchPrefillWithPagedKVCacheWrapper"]
         assert {*own, *compiled_plan.LISTS, *compiled_plan.PLANNED, *compiled_plan.PREFILL} <= set(named["plan"])
         assert {*compiled_plan.LISTS, *compiled_plan.PREFILL, "_cached_module", "_plan_info"} <= set(named["run"])
-
-
-def test_signatures_are_read_from_a_wheel(tmp_path: Path) -> None:
-    wheel = tmp_path / "flashinfer_python-9.9-py3-none-any.whl"
-    source = """
-@overload
-def fmha_varlen(q): ...
-def fmha_varlen(q, k=None, *rest, scale=1.0): ...
-class BatchPrefillWithPagedKVCacheWrapper:
-    def plan(self, q, **kwargs): return self._plan_impl(q, **kwargs)
-    def _plan_impl(self, q, *, causal=False): self._int_workspace_buffer = q
-"""
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("flashinfer/prefill.py", source)
-    assert json.loads(make_signatures.text(make_signatures.read(wheel))) == {
-        "version": "9.9",
-        "attributes": {"BatchPrefillWithPagedKVCacheWrapper": {"plan": ["_int_workspace_buffer"]}},
-        "signatures": {
-            "prefill.BatchPrefillWithPagedKVCacheWrapper.plan": [["self", None], ["q", None], ["**causal", "False"]],
-            "prefill.fmha_varlen": [["q", None], ["k", "None"], ["*rest", None], ["**scale", "1.0"]],
-        },
-    }
-
-
-def test_the_numbers_that_the_emulation_rests_on() -> None:
-    data = root() / "data"
-    if not (data / "include").exists():
-        pytest.skip(f"{data} has no sources")
-    version = installed_version("flashinfer-python") or ""
-    if not version_matches(version, "<0.7"):
-        pytest.skip(f"the emulated kernels are those of 0.6.14, not of {version}")
-
-    def source(path: str) -> str:
-        return (root() / path).read_text(encoding="utf-8")
-
-    inf = f"constexpr float inf = {-fi.NEGATIVE:.0e};".replace("e+0", "e")
-    assert inf in source("data/include/flashinfer/math.cuh")
-    assert "workspace_u8[: 8 * 1024 * 1024]  # reserve 8MB for semaphore" in source("decode.py")
-    sizes = source("data/include/flashinfer/utils.cuh").split("#define DISPATCH_HEAD_DIM(")[1]
-    cases = [line.split()[1].rstrip(":") for line in sizes.split("default:")[0].splitlines() if " case " in line]
-    assert {str(size) for size in wrappers.HEAD_SIZES} <= set(cases)
-    assert f"page_size not in {list(trtllm.XQA_PAGES)}" in source("jit/xqa.py")
-    scheduler = source("data/include/flashinfer/attention/scheduler.cuh")
-    plan = scheduler.split("inline cudaError_t MLAPlan(")[1].split("\ninline ")[0]
-    for text in (f"max_total_num_works = {mla06.MAX_WORKS};", "avg_packed_qo_len > 64", "cta_tile_q = 64;"):
-        assert text in plan, f"MLAPlan has no {text!r}"
-    vector = scheduler.split("struct MLAPlanInfo {")[1].split("return {")[1].split("};")[0]
-    lists = [f"{name}_offset" for name in mla_lists.ORDER]
-    assert "".join(vector.split()) == ",".join(["num_blks_x,num_blks_y", *lists, "partial_o_offset,partial_lse_offset"])
-    kernel = source("data/include/flashinfer/attention/mla_hopper.cuh")
-    assert f"constexpr uint32_t CTA_TILE_KV = {TILE_KEYS};" in kernel
-    assert f"max_batch_size = {trtllm_mla.MAX_BATCH};" in source("data/csrc/trtllm_fmha_kernel_launcher.cu")
 
 
 def test_an_entry_that_takes_other_arguments_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from attn_select.reference.problems import TREE_BATCHES
 from attn_select.reference.running import check_result, problem_for, run_problem
 from attn_select.runtime import Capacity, attention_group
 from attn_select.testing import gqa_layer
-from attn_select.testing.toolkit import codes_of, plan_of, selection_of
+from attn_select.testing.toolkit import selection_of
 from attn_select_flashinfer.facts.mha import FLASHINFER
 
 TREES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
@@ -30,13 +30,3 @@ def test_trees_are_those_of_the_oracle(gpu: str, fields: dict[str, Any], emulate
     for seed, requests in enumerate(TREE_BATCHES):
         problem = problem_for(group, requests, seed)
         check_result(group, problem, run_problem(group, problem))
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-def test_the_kernel_is_one_that_returns_the_log_sum_exp(gpu: str) -> None:
-    for phase in ("prefill", "decode"):
-        plan = plan_of(FLASHINFER, gqa_layer(**TREES), gpu, phase)
-        level = "UNIFORM_SINGLE_TOKEN_DECODE" if phase == "decode" else "UNIFORM_BATCH"
-        assert (plan.trees_in_two_parts, plan.returns_lse, plan.cuda_graph) == (True, True, level)
-        assert plan.kernel_name.startswith("native")
-    assert "draft-tree-in-two-parts" in codes_of(FLASHINFER, gqa_layer(**TREES, sliding_window=8), gpu, "decode")

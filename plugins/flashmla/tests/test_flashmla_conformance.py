@@ -25,78 +25,20 @@ class Emulated(BackendConformance):
     environment = environment_of()
     num_configs = 40
     heads = ((1, 1), (4, 4), (40, 40))
-    options: ClassVar[Mapping[str, Any]] = {"provider": "vllm"}
+    options: ClassVar[Mapping[str, Any]]
 
     @pytest.fixture(autouse=True)
     def _emulated(self, emulate: Callable[[str], list[str]]) -> None:
         emulate(self.options["provider"])
 
 
-class TestEmulatedDense(Emulated):
-    spec = FLASHMLA
-
-
-class TestEmulatedSparse(Emulated):
-    spec = FLASHMLA_SPARSE
-
-
-class AnotherBuild(Emulated):
-    """The same kernels from another distribution: only what the adapter passes differs."""
-
-    num_configs = 10
-
-
-class TestSglFlashMlaDense(AnotherBuild):
-    spec = FLASHMLA
-    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-flash-mla"}
-
-
-class TestSglFlashMlaSparse(AnotherBuild):
-    spec = FLASHMLA_SPARSE
-    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-flash-mla"}
-
-
-class TestSglangKernelDense(AnotherBuild):
-    spec = FLASHMLA
-    options: ClassVar[Mapping[str, Any]] = {"provider": "sglang-kernel"}
-
-
-class TestSglangKernelSparse(AnotherBuild):
-    spec = FLASHMLA_SPARSE
-    options: ClassVar[Mapping[str, Any]] = {"provider": "sglang-kernel"}
-
-
-class TestSglKernelDense(AnotherBuild):
-    spec = FLASHMLA
-    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
-
-
-class TestSglKernelSparse(AnotherBuild):
-    spec = FLASHMLA_SPARSE
-    options: ClassVar[Mapping[str, Any]] = {"provider": "sgl-kernel"}
-
-
-class TestUpstreamDense(AnotherBuild):
-    spec = FLASHMLA
-    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-mla"}
-
-
-class TestUpstreamSparse(AnotherBuild):
-    spec = FLASHMLA_SPARSE
-    options: ClassVar[Mapping[str, Any]] = {"provider": "flash-mla"}
-
-
-def test_every_build_is_held_to_both_specs() -> None:
-    held = {
-        (suite.spec.name, suite.options["provider"])
-        for suite in (Emulated, *_below(Emulated))
-        if "spec" in suite.__dict__
-    }
-    assert held == {(spec.name, build.distribution) for spec in (FLASHMLA, FLASHMLA_SPARSE) for build in BUILDS}
-
-
-def _below(suite: type[Emulated]) -> list[type[Emulated]]:
-    return [each for direct in suite.__subclasses__() for each in (direct, *_below(direct))]
+for _build in BUILDS:
+    for _spec in (FLASHMLA, FLASHMLA_SPARSE):
+        _name = f"Test_{_build.distribution.replace('-', '_')}_{_spec.name}"
+        _given: dict[str, Any] = {"spec": _spec, "options": {"provider": _build.distribution}}
+        if _build.distribution != "vllm":  # the same kernels: only what the adapter passes differs
+            _given["num_configs"] = 10
+        globals()[_name] = type(_name, (Emulated,), _given)
 
 
 def built() -> Environment | None:

@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 from hypothesis import given
 
 from attn_select import select
-from attn_select.reference.running import check_result, problem_for, run_problem
 from attn_select.runtime import BlockTable, Capacity, attention_group, prepare_batch
 from attn_select.testing import gqa_layer, mla_layer, strategies
 
@@ -37,12 +36,3 @@ def test_every_step_is_built(backend: str, lens: tuple[list[int], list[int]]) ->
     for row, tokens in enumerate(lens[1]):
         table.append_row(row, range(-(-tokens // group.block_size)))
     assert group.build(prepare_batch(*lens, table)).num_actual_tokens == sum(lens[0])
-
-
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE"])  # FLEX_ATTENTION compiles
-@pytest.mark.parametrize(
-    "requests", [[(0, 90), (0, 20), (1, 33)], [(0, 90), (0, 20)], [(0, 0), (1, 50), (0, 7), (9, 20)]]
-)
-def test_the_others_results_are_right(backend: str, requests: list[tuple[int, int]]) -> None:
-    problem = problem_for(group_of(backend), requests)
-    check_result(group_of(backend), problem, run_problem(group_of(backend), problem))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch_layers import check_close, check_words, context_of
+from torch_layers import check_close, context_of
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FLASH_ATTN_NHD
@@ -72,10 +72,6 @@ class Rig:
         bound = error_bound(problem.config, self.context.plans)
         expected, expected_lse = problem.reference(kv_cache=cache)
         check_close(output, lse, expected, expected_lse, bound)
-
-
-def test_words_decide_nothing() -> None:
-    check_words(FLEX_ATTENTION, AttentionConfig(**LAYER))
 
 
 def test_masks_lengths_and_sizes_of_one_kind_compile_once() -> None:
@@ -153,20 +149,6 @@ def read_by(metadata: FlexMetadata, num_blocks: int) -> list[torch.Tensor]:
     pages = metadata.pages(num_blocks)
     lists = [tensor for one in (metadata.partial, metadata.full) for tensor in (one.counts, one.indices)]
     return [metadata.tokens, metadata.rows, *metadata.bounds, pages.first, pages.places, *lists]
-
-
-@another_kind
-def test_images_see_both_ways() -> None:
-    for asked in ({}, {"sliding_window": 10}):
-        config = AttentionConfig(**(LAYER | {"mm_prefix": True} | asked))
-        Rig(config).check(drawn(config, 6))
-
-
-@another_kind
-def test_encoders_take_the_steps_own_keys() -> None:
-    for asked in ({}, {"sliding_window": 12}):
-        config = AttentionConfig(**(LAYER | {"attn_type": "encoder_only"} | asked))
-        Rig(config).check(drawn(config, 7, ((9, 9), (1, 1), (40, 40), (17, 17))))
 
 
 GPU: list[dict[str, Any]] = [

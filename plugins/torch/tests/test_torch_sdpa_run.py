@@ -18,7 +18,7 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.reference.running import common_of
 from attn_select.runtime import Outputs, Scales, Terms
-from attn_select.testing import Problem, error_bound, random_problem, same_bits
+from attn_select.testing import Problem, error_bound, random_problem
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime import sdpa_builder as sdpa_build
@@ -116,23 +116,6 @@ def test_variants_however_the_batch_is_cut(name: str) -> None:
     assert len(pieces) >= 3, "the limits changed nothing"
 
 
-@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"},
-        {"kv_cache_dtype": "fp8_e5m2", "per_head_quant_scales": True},
-        {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True, "sinks": True, "v_head_size": 8},
-        {"kv_cache_dtype": "fp8_e4m3", "head_size": 7, "num_kv_heads": 1, "block_size": 1},
-        {"v_head_size": 40},
-        {"dtype": "bfloat16", "block_size": 1},
-    ],
-)
-def test_layouts_and_stored_dtypes(layout: str, asked: dict[str, Any]) -> None:
-    problem = random_problem(2, AttentionConfig(**(SMALL | asked)), layout, requests=BATCH)
-    Rig(problem).check_all()
-
-
 def test_long_prompts_and_contexts_with_the_limits_of_this_machine() -> None:
     for asked in ({}, {"sliding_window": 70}):
         config = AttentionConfig(**(SMALL | {"block_size": 16} | asked))
@@ -155,20 +138,6 @@ def test_cross_attention_has_lengths_of_its_own(asked: dict[str, Any]) -> None:
     requests = ((1, 20), (30, 8), (4, 25), (1, 22), (12, 12), (2, 0))
     for limits in (None, Limits(4, 100)):
         Rig(random_problem(5, config, FLASH_ATTN_NHD, requests=requests), limits).check_all()
-
-
-@pytest.mark.parametrize("asked", [{}, {"sinks": True}, {"sliding_window": 3, "logits_soft_cap": 2.0}])
-def test_rows_without_keys(asked: dict[str, Any]) -> None:
-    config = AttentionConfig(**(SMALL | asked))
-    problem = random_problem(6, config, FLASH_ATTN_NHD, requests=((1, 0), (1, 9), (6, 2), (4, 0), (5, 5)))
-    rig = Rig(problem)
-    output, lse = rig.run(rig.builder.build(0, common_of(problem)))
-    rig.check(output, lse)
-    assert not output[[0, 2, 3, 4, 5]].any()
-    if problem.sinks is None:
-        assert lse[0].isneginf().all()
-    else:
-        assert torch.equal(lse[0], problem.sinks.float())
 
 
 def test_a_step_may_see_both_ways() -> None:
@@ -210,19 +179,6 @@ def test_a_cache_may_lie_in_memory_as_another_layout() -> None:
         assert rig.cache is not None
         rig.cache = rig.cache.transpose(*axes).contiguous().transpose(*axes)
         rig.check_all()
-
-
-def test_layers_share_a_step_and_not_results() -> None:
-    problem = random_problem(11, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=BATCH)
-    first = Rig(problem)
-    second = Rig(random_problem(12, AttentionConfig(**SMALL), FLASH_ATTN_NHD, requests=BATCH))
-    second.problem = replace(second.problem, block_table=problem.block_table)
-    metadata = first.builder.build(0, common_of(problem))
-    kept = first.run(metadata)
-    copies = [tensor.clone() for tensor in kept]
-    outputs = Outputs(torch.empty_like(kept[0]))
-    second.impl.forward(second.problem.query, None, None, first.cache, metadata, outputs)
-    assert all(same_bits(*pair) for pair in zip(kept, copies, strict=True))
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])

@@ -1,4 +1,4 @@
-"""What the tests of the runtimes share: the context of one layer, comparison with the oracle, runs with other words."""
+"""What the tests of the runtimes share: the context of one layer, comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import CPU, Device
 from attn_select.machine.environment import Environment
 from attn_select.reference.comparison import ErrorBound, lse_error, relative_error
-from attn_select.reference.running import check_result, problem_for, run_problem
-from attn_select.runtime import Capacity, attention_group
 from attn_select.runtime.backend import BackendContext
-from attn_select.testing import same_bits, selection_of, with_other_texts
 from attn_select.testing.toolkit import outcomes, plans_of
 
 
@@ -35,16 +32,3 @@ def check_close(output: Tensor, lse: Tensor | None, expected: Tensor, expected_l
     assert error.row <= bound.row, (error, bound)
     if lse is not None:
         assert lse_error(lse, expected_lse) <= bound.lse, (lse_error(lse, expected_lse), bound)
-
-
-def check_words(spec: BackendSpec, config: AttentionConfig) -> None:
-    """Run a step twice on the CPU, with a plan's words and with others: both times right, and to the bit the same."""
-    requests = [(1, 40), (1, 3), (17, 33)] if config.has_cache else [(40, 40), (3, 3)]
-    outputs = []
-    for one in (spec, with_other_texts(spec)):
-        group = attention_group(selection_of(one, config, "cpu"), "cpu", Capacity(8, 128, 256))
-        problem = problem_for(group, requests, seed=1)
-        result = run_problem(group, problem)
-        check_result(group, problem, result)
-        outputs.append(result.output)
-    assert same_bits(*outputs)

@@ -49,12 +49,6 @@ def test_each_head_has_scales_of_its_own(fields: dict[str, Any], device: torch.d
         layers.check(group, problem)
 
 
-def test_pages_are_handed_through(device: torch.device) -> None:
-    for size in (16, 32, 48, 64, 192, 256):
-        group = layers.made(device, layers.layer_config(block_size=size))
-        assert (group.block_size, group.kernel_block_size) == (size, size)
-
-
 def test_nothing_to_do(device: torch.device) -> None:
     group = layers.made(device, layers.layer_config())
     problem = layers.problem_of(group, ((0, 9), (0, 0)))

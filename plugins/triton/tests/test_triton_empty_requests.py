@@ -14,7 +14,6 @@ from hypothesis import given
 from triton_mla_layers import DTYPE, SMALL, WITHOUT_GLUON
 
 from attn_select import AttentionConfig
-from attn_select.reference.running import check_result, problem_for, run_problem
 from attn_select.runtime import BlockTable, Capacity, attention_group, prepare_batch
 from attn_select.testing import selection_of, strategies
 from attn_select_triton.facts.paged_attention import PAGED_ATTENTION
@@ -65,13 +64,3 @@ def test_every_step_is_built(layer: str, gpu: str, lens: tuple[list[int], list[i
     assert group.build(common).num_actual_tokens == sum(queries)
     if max(queries) <= threshold:  # a group asks for no step without tokens, but engines ask builders themselves
         group.backends["decode"].builder.build(0, common)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize(
-    "requests", [[(0, 90), (0, 20), (1, 33)], [(0, 90), (0, 20)], [(0, 0), (1, 50), (0, 7), (9, 20)]]
-)
-def test_the_others_results_are_right(layer: str, requests: list[tuple[int, int]]) -> None:
-    group = group_of(layer, "a100")
-    problem = problem_for(group, requests)
-    check_result(group, problem, run_problem(group, problem))

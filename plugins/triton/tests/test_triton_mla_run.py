@@ -33,7 +33,7 @@ from attn_select.errors import KernelMismatchError  # noqa: E402
 from attn_select.runtime import BatchError, Capacity, MLAAttention, VarlenMetadata, attention_group  # noqa: E402
 from attn_select.testing import attention_reference, merge_reference, relative_error, selection_of  # noqa: E402
 from attn_select_triton.facts.planned_kernels import MLADecodeKernel  # noqa: E402
-from attn_select_triton.facts.triton_mla import TRITON_MLA, gluon_lacks  # noqa: E402
+from attn_select_triton.facts.triton_mla import TRITON_MLA  # noqa: E402
 from attn_select_triton.kernels.mla_decode import mla_num_splits, mla_workspace  # noqa: E402
 from attn_select_triton.runtime import triton_mla  # noqa: E402
 from attn_select_triton.runtime.schedule import fixed_split, latent_keys, latent_pieces  # noqa: E402
@@ -58,10 +58,6 @@ def test_decode_takes_the_allocators_blocks_as_they_are(block_size: int) -> None
     close(found, expected(group, common, query, latents))
     assert found[0][8:].isnan().all()
     assert found[1][8:].isnan().all()
-
-
-def test_blocks_of_64_unless_asked_otherwise() -> None:
-    assert group_of(layer_config()).block_size == 64
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -334,29 +330,6 @@ def test_refuses_a_kernel_that_does_not_run_here() -> None:
         return
     with pytest.raises(KernelMismatchError, match=r"decode kernel, written in Gluon for Hopper, does not run on cpu"):
         attention_group(selection, "cpu", Capacity(8, 64, 512))
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({}, None),
-        ({"rank": 256}, None),
-        ({"block_size": 192}, None),
-        ({"capability": (8, 0)}, "compute capability 9.0"),
-        ({"capability": (10, 0)}, "compute capability 9.0"),
-        ({"cache_dtype": "fp8_e4m3"}, None),
-        ({"cache_dtype": "fp8_e5m2"}, "no fp8_e5m2 cache"),
-        ({"rank": 128}, "128 + 64"),
-        ({"rope": 32}, "takes latents of 256 + 64 or 512 + 64, not 512 + 32"),
-        ({"block_size": 16}, "not 16"),
-    ],
-)
-def test_says_why_not_the_gluon_kernel(changed: dict[str, Any], said: str | None) -> None:
-    asked: dict[str, Any] = {
-        "capability": (9, 0), "rank": 512, "rope": 64, "block_size": 64, "dtype": "bfloat16", "cache_dtype": "bfloat16",
-    }  # fmt: skip
-    lacks = gluon_lacks(**asked | changed)
-    assert (lacks is None) if said is None else (said in lacks)
 
 
 def varlen(query_lens: list[int], key_lens: list[int], causal: bool) -> VarlenMetadata:

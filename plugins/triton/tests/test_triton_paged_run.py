@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
-from attn_select import AttentionConfig, Environment, NoBackendError, select
+from attn_select import AttentionConfig, Environment, select
 from attn_select.layer.layouts import PAGED_ATTENTION as LAYOUT
 from attn_select.machine.device import lookup
 from attn_select.reference.oracle_paged import paged_reference
@@ -80,34 +80,6 @@ def check(group: Any, common: Any, cache: torch.Tensor, *, new: bool = True) -> 
 def tokens_of(metadata: Any) -> list[int]:
     """Return the tokens of each launch of a prefill."""
     return [prefill.arguments["num_tokens"] for prefill in metadata.prefills]
-
-
-# --- Selection --------------------------------------------------------------------------------------------------------
-
-
-def test_selected_by_name_and_by_rule(tmp_path: Any) -> None:
-    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
-    named = select(config, "h100", backend="PAGED_ATTENTION")
-    rules = tmp_path / "rules.toml"
-    rules.write_text('version = 1\n[[rules]]\nname = "classic"\nwhen = { mla = false }\nprefer = ["PAGED_ATTENTION"]\n')
-    ruled = select(config, "h100", str(rules))
-    for selection in (named, ruled):
-        assert selection.selected == dict.fromkeys(("prefill", "decode"), "PAGED_ATTENTION")
-        assert (selection.kv_layout, selection.plans["decode"].kernel) == (LAYOUT, DECODE)
-        assert selection.plans["decode"].workspace_bytes == DECODE.partials_bytes
-    assert "v1 where no sequence exceeds 512 tokens" in named.explain()
-
-
-@pytest.mark.parametrize(("block_size", "kernels"), [(None, 32), (64, 32), (16, 16), (48, 16), (8, 8)])
-def test_blocks_of_32_where_the_allocators_allow(block_size: int | None, kernels: int) -> None:
-    group = group_of(config_of(block_size=block_size), Capacity(2, 64, 64))
-    assert (group.block_size, group.kernel_block_size) == (block_size or 32, kernels)
-
-
-def test_a_layer_that_it_cannot_run_is_not_forced_on_it() -> None:
-    selection = select(config_of(sinks=True), "h100", backend="PAGED_ATTENTION", environment=ASSUMED)
-    with pytest.raises(NoBackendError, match="PAGED_ATTENTION"):
-        selection.require()
 
 
 # --- Versions ---------------------------------------------------------------------------------------------------------
@@ -208,10 +180,6 @@ def test_what_prefills_read(
 
 
 def test_what_is_reserved_for_copies() -> None:
-    for fields, mib in (({}, 0), ({"dtype": "float32"}, 3), ({"head_size": 96}, 3)):
-        plan = plan_of(config_of(**fields), "h100", gather_workspace_mib=mib)
-        assert (plan.kernel, plan.workspace_bytes) == (PrefillKernel(), 0)
-    assert plan_of(config_of(), "a100", gather_workspace_mib=3).kernel == PrefillKernel()
     plan = plan_of(config_of(), "h100", gather_workspace_mib=3)
     assert (plan.kernel, plan.workspace_bytes) == (PrefillKernel(gather_bytes=3 << 20), 3 << 20)
     for fields, longest, rows in (({}, 500, 8 * 512), ({"num_kv_heads": 4, "head_size": 256}, 2**20, 768)):

@@ -16,11 +16,8 @@ import cutlass_mla_emulated as emulated
 import torch
 from cutlass_mla_layers import CAPACITY, check, decodes, group_of, layer_config
 
-from attn_select import select
 from attn_select.reference.running import common_of, layer_of, run_problem
-from attn_select.runtime import AttentionGroup, BatchError, Capacity, attention_group
-from attn_select.testing import environment_of
-from attn_select.testing.toolkit import EmulatedSelection
+from attn_select.runtime import AttentionGroup, BatchError, Capacity
 from attn_select_cutlass_mla.facts.builds import BUILDS
 
 Emulate = Callable[[str], list[dict[str, Any]]]
@@ -29,37 +26,18 @@ DECODES = [1, 127, 128, 129, 300]
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("num_heads", [1, 128])
-@pytest.mark.parametrize("provider", NAMES)
-def test_every_provider(emulate: Emulate, provider: str, num_heads: int, dtype: str) -> None:
-    calls = emulate(provider)
-    check(group_of(layer_config(num_heads=num_heads, dtype=dtype), provider), DECODES)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("provider", NAMES)
-def test_blocks_of_256_are_split(emulate: Emulate, provider: str) -> None:
-    emulate(provider)
-    check(group_of(layer_config(block_size=256), provider), DECODES)
-
-
-@pytest.mark.parametrize("provider", NAMES)
-@pytest.mark.parametrize("num_heads", [4, 128])
-def test_any_softmax_scale(emulate: Emulate, provider: str, num_heads: int) -> None:
-    emulate(provider)
-    group = group_of(layer_config(num_heads=num_heads), provider)
+def test_any_softmax_scale(emulate: Emulate) -> None:
+    """FlashInfer's function takes none: queries bring what differs from its own."""
+    emulate("flashinfer-python")
+    group = group_of(layer_config(), "flashinfer-python")
     for scale in (192**-0.5, 0.1352):
         problem = decodes(group, DECODES)
         check(group, DECODES, dataclasses.replace(problem, step=dataclasses.replace(problem.step, scale=scale)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("num_heads", [4, 128])
-@pytest.mark.parametrize("k_scale", [1.0, 0.37])
-def test_fp8_scales_are_folded_in(emulate: Emulate, dtype: str, num_heads: int, k_scale: float) -> None:
-    calls = emulate("vllm")
-    config = layer_config(num_heads=num_heads, dtype=dtype, kv_cache_dtype="fp8_e4m3")
+def test_fp8_scales_are_folded_in(emulate: Emulate) -> None:
+    calls, k_scale = emulate("vllm"), 0.37
+    config = layer_config(kv_cache_dtype="fp8_e4m3")
     group = group_of(config)
     problem = decodes(group, DECODES)
     drawn = problem.step.k_scale
@@ -99,11 +77,10 @@ def test_the_lse_is_asked_for_where_it_is_wanted(emulate: Emulate) -> None:
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-@pytest.mark.parametrize("num_heads", [4, 128])
 @pytest.mark.parametrize("provider", NAMES)
-def test_rows_without_keys(emulate: Emulate, provider: str, num_heads: int, cuda_graphs: bool) -> None:
+def test_rows_without_keys(emulate: Emulate, provider: str, cuda_graphs: bool) -> None:
     emulate(provider)
-    group = group_of(layer_config(num_heads=num_heads), provider, cuda_graphs=cuda_graphs)
+    group = group_of(layer_config(), provider, cuda_graphs=cuda_graphs)
     result = check(group, [9, 0, 130, 0])
     for row in (1, 3):
         assert bool((result.output[row] == 0).all())
@@ -140,12 +117,10 @@ def test_a_batch_without_tokens(emulate: Emulate) -> None:
 # --- What is read packed ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("provider", NAMES)
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_tables_of_a_wider_buffer(emulate: Emulate, provider: str, cuda_graphs: bool) -> None:
+def test_tables_of_a_wider_buffer(emulate: Emulate) -> None:
     """The kernel takes the table's width for its row stride."""
-    emulate(provider)
-    group = group_of(layer_config(), provider, cuda_graphs=cuda_graphs)
+    emulate("vllm")
+    group = group_of(layer_config())
     problem = decodes(group, DECODES)
     table = problem.step.block_table
     assert table is not None
@@ -164,24 +139,6 @@ def test_a_strided_cache_is_refused(emulate: Emulate) -> None:
     layer, metadata = layer_of(group, problem), group.build(common_of(problem))
     with pytest.raises(BatchError, match=r"^kv_cache has strides \(76800, 600, 1\): accepted is a contiguous cache"):
         layer(problem.query, step.key, step.value, wide, metadata)
-
-
-def test_captured_addresses_stay(emulate: Emulate) -> None:
-    emulate("vllm")
-    group = group_of(layer_config(), cuda_graphs=True)
-    seen = []
-    for seq_lens in ([9, 0, 200], [100, 128, 300]):
-        problem = decodes(group, seq_lens)
-        wide = torch.zeros(3, 8, dtype=torch.int32)
-        assert problem.step.block_table is not None
-        wide[:, : problem.step.block_table.shape[1]] = problem.step.block_table
-        common = common_of(problem, block_table_tensor=wide[:, :4])
-        inner = group.build_for_cudagraph_capture(common).parts[0].metadata
-        assert torch.equal(inner.page_table, wide[:, :4])
-        assert inner.empty.tolist() == [length == 0 for length in seq_lens]
-        assert inner.seq_lens.data_ptr() == common.seq_lens.data_ptr()
-        seen.append([tensor.data_ptr() for tensor in (inner.page_table, inner.empty, inner.workspace)])
-    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("provider", NAMES)
@@ -281,17 +238,3 @@ def test_it_does_not_grow_under_graphs(emulate: Emulate) -> None:
     assert len(workspace_of(group, 1, 3)) > 0
     with pytest.raises(BatchError, match=r"a batch of 1 requests .* of 16 blocks needs a workspace of 4202496 bytes"):
         workspace_of(group, 1, 16)
-
-
-# --- Through the public names -------------------------------------------------------------------
-
-
-def test_selected_by_name_for_decode(emulate: Emulate) -> None:
-    emulate("vllm")
-    environment = environment_of()
-    selection = select(layer_config(), "b200", backend="decode=CUTLASS_MLA", environment=environment)
-    assert selection.selected["decode"] == "CUTLASS_MLA"
-    assert selection.block_size == 128
-    group = attention_group(EmulatedSelection.of(selection), "cpu", CAPACITY, phases=["decode"])
-    assert group.backends["decode"].builder.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
-    check(group, DECODES)

@@ -13,10 +13,8 @@ import flash_attn_layers as layers
 import torch
 
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.reference.oracle import attention_reference
 from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, Scales
-from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.testing import selection_of
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
@@ -81,20 +79,6 @@ def test_layouts_are_strided_views(provider: str, emulate: Emulate) -> None:
     assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("provider", FA3)
-def test_a_token_pool_is_a_cache_of_blocks_of_one(provider: str, emulate: Emulate) -> None:
-    calls = emulate(provider)
-    group = layers.made(provider, block_size=1)
-    common, cache = random_batch(group, [1, 7], [33, 20])
-    layer = Attention(group, caller_writes=True)
-    output, lse = layers.run(group, common, cache, layer)
-    expected = layers.reference(group, common, cache, layer)
-    torch.testing.assert_close(output.double(), expected[0], atol=2e-2, rtol=0)
-    torch.testing.assert_close(lse.double(), expected[1], atol=LSE, rtol=0)
-    table = layers.calls_of(calls)[-1]["block_table" if provider == "vllm" else "page_table"]
-    assert table.shape == (2, 33)
-
-
 @pytest.mark.parametrize(("provider", "gpu"), [*((p, "h100") for p in FA3), *((p, "a100") for p in FA2)])
 def test_rows_behind_the_batch_are_left_alone(provider: str, gpu: str, emulate: Emulate) -> None:
     emulate(provider)
@@ -113,18 +97,6 @@ def test_a_step_without_tokens_calls_nothing(emulate: Emulate) -> None:
     common, cache = random_batch(group, [0], [20])
     layers.run(group, common, cache, padding=2)
     assert not layers.calls_of(calls)
-
-
-@pytest.mark.parametrize(("provider", "gpu"), [("vllm", "h100"), ("vllm", "a100"), ("flash-attn", "a100")])
-def test_requests_without_keys_give_zero_and_minus_infinity(provider: str, gpu: str, emulate: Emulate) -> None:
-    emulate(provider)
-    group = layers.made(provider, gpu)
-    common, cache = random_batch(group, [1, 1], [33, 1])
-    common.seq_lens = common.seq_lens_cpu = torch.tensor([33, 0], dtype=torch.int32)
-    output, lse = layers.run(group, common, cache)
-    assert not output[1].any()
-    assert lse[1].isneginf().all()
-    assert lse[0].isfinite().all()
 
 
 @pytest.mark.parametrize("provider", FA2)
@@ -226,23 +198,6 @@ def test_a_step_that_is_not_causal_sees_a_window_to_both_sides(emulate: Emulate)
     causal, both = layers.calls_of(calls)
     assert (causal["causal"], causal["window_size"]) == (True, (4, 0))
     assert (both["causal"], both["window_size"]) == (False, (4, 4))
-
-
-@pytest.mark.parametrize(("provider", "gpu"), [*((p, "h100") for p in FA3), *((p, "a100") for p in FA2)])
-def test_encoders_attend_to_their_own_tokens(provider: str, gpu: str, emulate: Emulate) -> None:
-    calls = emulate(provider)
-    group = layers.made(provider, gpu, attn_type="encoder_only", sliding_window=6)
-    common = prepare_batch([9, 4], [9, 4])
-    query, key, value = (torch.randn(13, heads, 64).bfloat16() for heads in (4, 2, 2))
-    layer = Attention(group, caller_writes=True)
-    output = layer(query, key, value, None, group.build(common))
-    (call,) = calls
-    assert call["cu_seqlens_k"].tolist() == call["cu_seqlens_q"].tolist() == [0, 9, 13]
-    assert call["window_size"] == (5, 5)
-    for rows in (slice(0, 9), slice(9, 13)):
-        tensors = query[rows], key[rows], value[rows]
-        wanted, _ = attention_reference(*tensors, scale=layer.terms.scale, causal=False, sliding_window=6)
-        torch.testing.assert_close(output[rows].double(), wanted, atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize(("provider", "gpu"), [("vllm", "h100"), ("vllm", "a100")])

@@ -90,28 +90,6 @@ def test_splits_of_a_mixed_step(
 
 
 @pytest.mark.parametrize("provider", SCHEDULED)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sliding_window": 8},
-        {"sliding_window": 8, "non_causal": True},
-        {"logits_soft_cap": 20.0},
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"head_size": 192, "v_head_size": 128},
-        {"attn_type": "encoder_decoder"},
-    ],
-    ids=str,
-)
-def test_the_schedule_is_made_for_the_call(provider: str, fields: dict[str, Any], emulate: Emulate) -> None:
-    # The emulated kernel refuses a schedule that was made for anything else.
-    emulate(provider)
-    group = layers.made(provider, **fields)
-    common, cache = random_batch(group, [1, 3], [33, 20])
-    output, _ = layers.run(group, common, cache)
-    assert output.isfinite().all()
-
-
-@pytest.mark.parametrize("provider", SCHEDULED)
 def test_a_fast_build_has_no_schedule(provider: str, emulate: Emulate) -> None:
     calls = emulate(provider)
     group = layers.made(provider)

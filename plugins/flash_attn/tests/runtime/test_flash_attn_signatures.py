@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from attn_select.machine.environment import Environment
-from attn_select.testing import gqa_layer, plan_of
-from attn_select_flash_attn.facts.builds import BUILDS, VLLM_WITH_FA4, FlashAttnBuild, build_of, kernel_of
+from attn_select_flash_attn.facts.builds import BUILDS, VLLM_WITH_FA4, FlashAttnBuild, kernel_of
 
 pytest.importorskip("torch")
 
 import flash_attn_emulated as emulated
 
 from attn_select.errors import KernelMismatchError
-from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 from attn_select_flash_attn.runtime.adapters import adapter_for
 
 by_build = pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.label)
@@ -121,15 +119,3 @@ def test_a_library_that_is_not_there_is_an_import_error() -> None:
         pytest.skip("flash-attn-3 is installed")
     with pytest.raises(ImportError):
         adapter_for(kernel_of(missing, paged=True))
-
-
-@by_build
-def test_the_plan_names_the_build(build: FlashAttnBuild) -> None:
-    gpu = {2: "a100", 3: "h100", 4: "b200"}[build.version]
-    options = {"provider": build.distribution, "version": build.version}
-    plan = plan_of(FLASH_ATTN, gqa_layer(), gpu, options=options)
-    assert build_of(plan.kernel) is build
-    assert repr(plan.kernel) == (
-        f"FlashAttnKernel(version={build.version}, provider='{build.distribution}', paged=True, value_padding=0, "
-        "splits_keys=True)"
-    )

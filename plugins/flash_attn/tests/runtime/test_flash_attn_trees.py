@@ -27,7 +27,7 @@ from attn_select.reference.running import (
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select.testing import gqa_layer
-from attn_select.testing.toolkit import codes_of, plan_of, selection_of
+from attn_select.testing.toolkit import selection_of
 from attn_select_flash_attn.facts.flash_attn import FLASH_ATTN
 
 TREES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16}
@@ -85,12 +85,3 @@ def test_captured_metadata_serves_other_trees_and_contexts(
         output, lse = given[0].new_full((12, 4, given[2].shape[2]), torch.nan), torch.full((12, 4), torch.nan)
         layer_of(group, problem).forward(*given, cache, captured, output, lse)
         check_result(group, problem, Result(output[:tokens], lse[:tokens], cache))
-
-
-def test_the_gate_says_what_two_parts_lack() -> None:
-    plan = plan_of(FLASH_ATTN, gqa_layer(**TREES), "h100", "decode")
-    assert (plan.trees_in_two_parts, plan.cuda_graph) == (True, "UNIFORM_BATCH")
-    chains = plan_of(FLASH_ATTN, gqa_layer(**{**TREES, "draft_tree": False}), "h100", "decode")
-    assert (chains.trees_in_two_parts, chains.cuda_graph) == (False, "ALWAYS")
-    for fields in ({"sliding_window": 8}, {"batch_invariant": True}):
-        assert codes_of(FLASH_ATTN, gqa_layer(**TREES, **fields), "h100", "decode") == {"draft-tree-in-two-parts"}

@@ -337,10 +337,10 @@ RELEASES = ("0.6.14", "0.7.2.post1")
 
 def entries(release: str = "0.6.14") -> dict[str, Any]:
     """Return every emulated entry of a release by its name."""
-    from flashinfer_emulated import functions, gdn06, gdn07, mla06, mla07, paged, paged07, ragged, trtllm, trtllm_mla
+    from flashinfer_emulated import functions, mla06, mla07, paged, paged07, ragged, states, trtllm, trtllm_mla
 
-    of_release = (mla07, gdn07, paged07) if release == RELEASES[1] else (mla06, gdn06)
-    modules = (paged, ragged, *of_release, trtllm, trtllm_mla, functions)
+    of_release = (mla07, paged07) if release == RELEASES[1] else (mla06,)
+    modules = (paged, ragged, *of_release, states, trtllm, trtllm_mla, functions)
     return {name: entry for module in modules for name, entry in vars(module).items()}
 
 

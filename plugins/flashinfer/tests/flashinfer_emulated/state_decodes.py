@@ -1,7 +1,7 @@
 """What FlashInfer's decodes of layers that keep a state do, of one token per request, by the float64 recurrence.
 
 Sources: the checks of flashinfer/gdn_decode.py, flashinfer/kda_kernels/recurrent_kda.py and
-csrc/selective_state_update.cu. ``gdn06`` and ``gdn07`` have the entries of each release.
+csrc/selective_state_update.cu. ``states`` has the entries of each release.
 """
 
 from __future__ import annotations
