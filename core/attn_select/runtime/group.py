@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -89,25 +89,26 @@ class AttentionGroup(LayerGroup):
 
     def _phases_of(
         self, common: CommonAttentionMetadata
-    ) -> Iterator[tuple[Phase, slice, CommonAttentionMetadata, int | None]]:
-        """Yield phase, tokens, requests and how many of these are decodes: of each phase that has tokens.
+    ) -> list[tuple[Phase, slice, CommonAttentionMetadata, int | None]]:
+        """Return phase, tokens, requests and how many of these are decodes: of each phase that has tokens.
 
         Of a batch that one backend computes whole, the number is known where that backend wants its decodes first.
         """
         tokens = common.num_actual_tokens
         if not tokens:  # kernels need not know of such steps
-            return
+            return []
         if self.unified:
             phase, backend = next(iter(self.backends.items()))
-            yield phase, slice(0, tokens), common, self._decodes(backend, common)
-            return
+            return [(phase, slice(0, tokens), common, self._decodes(backend, common))]
         longest = self.config.max_decode_query_len if "decode" in self.backends else 1
         split = split_decodes_and_prefills(common, self.reorder_batch_threshold or longest)
         decodes, first = split.num_decodes, split.num_decode_tokens
+        found: list[tuple[Phase, slice, CommonAttentionMetadata, int | None]] = []
         if first:
-            yield "decode", slice(0, first), common.requests(0, decodes), decodes
+            found.append(("decode", slice(0, first), common.requests(0, decodes), decodes))
         if split.num_prefills:
-            yield "prefill", slice(first, tokens), common.requests(decodes, common.num_reqs), 0
+            found.append(("prefill", slice(first, tokens), common.requests(decodes, common.num_reqs), 0))
+        return found
 
     def _prefix(self, backend: LoadedBackend, prefix: int, common: CommonAttentionMetadata) -> int:
         able = prefix and self.config.attention_chunk_size is None
