@@ -6,7 +6,6 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,11 @@ pytest.importorskip("torch", reason="timing a layer needs torch")
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
-from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select_measure import bench_machine, benching, host_memory, prepared
-from attn_select_measure.timed import Timed, failure_text, uncertainty
-from attn_select_torch.runtime import recurrence, sdpa, state
+from attn_select_measure.timed import Timed, uncertainty
+from attn_select_torch.runtime import sdpa
 
 pytestmark = [
     pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
@@ -92,18 +90,6 @@ def test_what_does_not_fit_in_memory_is_refused(run: Any, monkeypatch: pytest.Mo
     assert "TORCH_SDPA was not compared: the oracle takes 128 MiB, and 40 MiB of this machine's memory" in result.out
 
 
-def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
-    assert host_memory.free_bytes() is None
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    2000 kB\n")
-    (tmp_path / "max").write_text("max\n")
-    (tmp_path / "current").write_text("5000\n")
-    assert host_memory.free_bytes() == 2000 * 1024
-    (tmp_path / "max").write_text("9000\n")
-    assert host_memory.free_bytes() == 4000
-
-
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_mla_is_timed_by_both_of_its_paths(run: Any, dtype: str) -> None:
     workload = "2q1s40,2q9s40_q1s30,q20"
@@ -122,23 +108,6 @@ def test_sparse_mla_is_timed_over_tokens_that_are_chosen_for_it(run: Any, dtype:
     assert data["ok"], data
     for batch in data["layers"][0]["batches"]:
         assert 0 < batch["backends"][0]["error"] <= batch["backends"][0]["bound"]
-
-
-def test_a_model_names_its_layers_and_leaves_out_what_cannot_be_run_alone(run: Any, tmp_path: Path) -> None:
-    across = (*LAYER, "--attn-type", "encoder_decoder", "--workload", "2q1s40")
-    result = run("bench", *across)
-    assert result.code == 1
-    assert "not timed: cross-attention needs an encoder's tokens" in result.out
-    kind = run("bench", *across, "--json").json["layers"][0]["kind"]
-    result = run("bench", *across, "--layer", kind)
-    assert result.code == 2
-    assert "cannot be timed alone" in result.err
-
-
-def test_an_encoder_has_no_context(run: Any) -> None:
-    result = run("bench", *LAYER, "--attn-type", "encoder_only", "--workload", "2q1s40")
-    assert result.code == 2
-    assert "attends to the new tokens alone" in result.err
 
 
 def test_a_backend_that_is_not_valid_says_why(run: Any) -> None:
@@ -169,16 +138,6 @@ def test_an_error_above_its_bound_is_marked(run: Any, monkeypatch: pytest.Monkey
     result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
     assert result.code == 1
     assert "5.0e-01 ABOVE" in result.out
-
-
-def test_a_result_that_cannot_be_compared_says_why(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(self: Any) -> float:
-        raise benching.torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(prepared.LayerStep, "error", too_large)
-    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
-    assert result.code == 0
-    assert "TORCH_SDPA was not compared: OutOfMemoryError: no memory" in result.out
 
 
 @pytest.fixture
@@ -226,12 +185,6 @@ def test_layers_of_more_ranks_than_processes_are_not_timed(run: Any) -> None:
     config = CONFIG.model_copy(update={"decode_context_parallel_size": 2})
     with pytest.raises(ConfigError, match="this layer cannot be timed alone: its cache lies on 2 ranks"):
         benching.check_runnable(config, parse_batch_shape("2q1s40"))
-
-
-def test_a_workload_is_summed_by_phase(run: Any) -> None:
-    result = run("bench", *LAYER, "--workload", "2q1s40*3,2q1s20", *QUICK)
-    assert "weighted, decode" in result.out
-    assert "weighted, prefill" not in result.out
 
 
 def test_a_terminal_shows_progress(run_on_terminal: Any) -> None:
@@ -317,14 +270,6 @@ def test_a_graph_runs_as_many_layers_as_keep_l2_cold(gpu_bench: Any, text: str) 
     assert wanted <= graph.count < wanted + len(graph.caches)
 
 
-def test_long_steps_are_few(gpu_bench: Any) -> None:
-    gpu_bench.rates = bench_machine.Rates(1e9, 1e14)
-    timed = timed_by(gpu_bench, CONFIG, "q4096", "TORCH_SDPA")
-    assert timed.failure is None
-    (graph,) = gpu_bench.graphs
-    assert 1 <= graph.count < 10
-
-
 def test_a_backend_that_is_far_slower_than_the_roofline_runs_fewer_layers(
     gpu_bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,26 +321,6 @@ def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypat
     assert timed.samples_us
 
 
-def test_an_error_of_memory_without_words_has_some() -> None:
-    assert failure_text(MemoryError()) == "not enough memory"
-
-
-def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benching.torch.cuda, "mem_get_info", lambda device: (4 << 30, 16 << 30))
-    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
-    assert timed.failure == (
-        "the batch's cache and weights take 24 KiB for one layer; 4 GiB of device memory are free, and 4 GiB of it "
-        "stay spare: take fewer or shorter requests"
-    )
-
-
-@pytest.mark.parametrize("command", ["bench", "tune"])
-def test_seconds_are_a_number(run: Any, command: str) -> None:
-    result = run(command, *LAYER, "--seconds", "nan")
-    assert result.code == 2
-    assert "Invalid value for '--seconds': 'nan' is not a number" in result.err
-
-
 STATES = ("--recurrence", "gated_delta_net", "--num-heads", "2", "--num-v-heads", "4", "--head-size", "16")
 
 
@@ -410,21 +335,3 @@ def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, more: tuple[s
     assert {each["backend"] for each in found.values()} == {"TORCH_STATE"}
     assert all(each["error"] <= each["bound"] for each in found.values())
     assert all(each["block_size"] is None for each in found.values())
-
-
-def test_a_wrong_state_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*given: Any) -> Any:
-        output, behind = recurrence.one_token(*given)
-        return output * 1.5, behind
-
-    monkeypatch.setattr(state, "one_token", wrong)
-    result = run("bench", *STATES, "--workload", "3q1s40", "--rounds", "3")
-    assert result.code == 1
-    assert "ABOVE" in result.out
-
-
-def test_no_ranks_share_a_state() -> None:
-    config = StateConfig(recurrence="mamba2", num_heads=2, head_size=16)
-    assert benching.untimed(config) is None
-    said = benching.untimed(config, SimpleNamespace(size=2))  # type: ignore[arg-type]
-    assert said == "no ranks share a state: leave --dcp out"

@@ -45,19 +45,6 @@ def test_sides_with_states_fit_by_an_option_for_each(run: Any) -> None:
     assert "attn_select.runtime.states.convert_states turns one side's states into the other's." in told
 
 
-def test_states_of_other_ranks_and_dtypes(run: Any) -> None:
-    layer = ("cache", "--recurrence", "kda", "--num-heads", "4", "--head-size", "64", "--gpu", "h200")
-    ranks = run(*layer, "--to", "-tp 2", "--json").json
-    assert [(each["fact"], each["argument"], each["converted"]) for each in ranks["differences"]] == [
-        ("num_v_heads", "--tensor-parallel 1", False)
-    ]
-    dtypes = run(*layer, "--to", "--state-dtype bfloat16", "--json").json
-    assert dtypes["arguments"] == {"decode": ["--state-dtype float32"]}
-    alike = run(*layer, "--to", "--gpu h100")
-    assert alike.code == 0
-    assert "Both sides fit: blocks and states can be copied byte by byte." in alike.out
-
-
 def test_sides_of_one_layout_fit(run: Any) -> None:
     result = run("cache", *MODEL, "--gpu", "h100", "--gpu", "a100")
     assert result.code == 0
@@ -69,14 +56,6 @@ def test_another_layout_names_the_option_that_removes_it(run: Any) -> None:
     assert result.code == 1
     assert "full_attention: layout  FLASH_ATTN_NHD -> FLASHINFER_HND" in result.out
     assert "The sides fit when you give the decode side --backend FLASH_ATTN. Or attn_select.runtime." in result.out
-
-
-def test_a_difference_that_goes_with_another_is_not_called_permanent(run: Any) -> None:
-    result = run("cache", *MODEL, "--gpu", "h100", "--to", "--kv-cache-dtype fp8 -tp 4", "--json")
-    differences = {each["fact"]: each for each in result.json["differences"]}
-    assert differences["dtype"]["argument"] == differences["scales"]["argument"] == "--kv-cache-dtype bfloat16"
-    assert not differences["num_kv_heads"]["converted"]
-    assert result.json["arguments"] == {"decode": ["--kv-cache-dtype bfloat16", "--tensor-parallel 1"]}
 
 
 def test_other_heads_cannot_be_made_to_fit(run: Any) -> None:
@@ -104,12 +83,6 @@ def test_the_named_options_do_make_the_sides_fit(run: Any, model: str, gpus: tup
         alone = run("cache", "--model", model, *options, "--json")
         ids.append([layer["fingerprint"] for layer in alone.json["sides"][0]["layers"]])
     assert ids[0] == ids[1]
-
-
-def test_a_model_whose_layers_keep_no_cache(run: Any) -> None:
-    result = run("cache", "--model", "bert-base", "--gpu", "a100", "--gpu", "h100")
-    assert result.code == 0
-    assert "No cache: these layers keep none." in result.out
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,6 @@ def test_a_remedy_stays_in_one_piece_and_a_long_word_is_not_cut() -> None:
     assert path in text_of(wrapped([("see ", ""), (path, "")], 40))[-1]
 
 
-def test_a_word_that_changes_its_style_is_one_word() -> None:
-    line = [("a name is ", ""), ("FLASH_ATTN", "selected"), (": chosen", "")]
-    assert text_of(wrapped(line, 19)) == ["a name is", "  FLASH_ATTN:", "  chosen"]
-
-
 @pytest.mark.parametrize(
     ("width", "expected"),
     [
@@ -82,8 +77,3 @@ def test_a_word_that_changes_its_style_is_one_word() -> None:
 )
 def test_a_table_changes_its_form_with_the_width(width: int, expected: list[str]) -> None:
     assert text_of(fitted([TABLE], width)) == expected
-
-
-def test_the_fields_of_an_indented_row_stand_below_it() -> None:
-    table = Table(["  steps", "tokens", "verdict"], [["  prefill", "384", "within"]])
-    assert text_of(fitted([table], 20)) == ["  prefill", "    tokens   384", "    verdict  within"]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +11,6 @@ from click.testing import CliRunner
 from hypothesis import find, settings
 
 import attn_select
-import attn_select_cli
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities
 from attn_select.decide import gate
 from attn_select.layer.config import MLA_DIMS, AttentionConfig
@@ -125,43 +119,3 @@ def test_a_row_is_drawn_by_the_suite_and_by_the_strategies(
 def _declared(feature: Feature, has_it: bool) -> dict[str, Any]:
     kind, value = _kind(feature), feature.examples[-1]
     return {feature.fact: {bool: has_it, tuple: (value,) * has_it, int: value * has_it}[kind]}
-
-
-ROW = '    Feature("dilated_attention", "dilated attention", "Attend to every other token."),\n'
-
-
-def test_a_new_feature_is_a_row_a_field_and_a_fact(tmp_path: Path) -> None:
-    """Three lines are added to a copy of the sources: the command line asks for it, and every backend refuses it."""
-    for package in (attn_select, attn_select_cli):
-        folder = Path(str(package.__file__)).parent
-        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__", "runtime"))
-    for name, before, line in (
-        ("layer/features.py", "FEATURES: tuple[Feature, ...] = (\n", ROW),
-        ("layer/config.py", "    sinks: bool = False\n", "    dilated_attention: bool = False\n"),
-        (
-            "backends/spec.py",
-            '    sinks: Fact[bool] = Fact(False, "default")\n',
-            '    dilated_attention: Fact[bool] = Fact(False, "default")\n',
-        ),
-    ):
-        file = tmp_path / "attn_select" / name
-        text = file.read_text()
-        assert text.count(before) == 1
-        file.write_text(text.replace(before, before + line))
-    arguments = ["explain", "--model", "llama-3-8b", "--gpu", "h100", "--dilated-attention"]
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from attn_select_cli.main import run; sys.exit(run(sys.argv[1:]))",
-            *arguments,
-        ],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 1, run.stderr
-    assert "bfloat16, KV cache auto, dilated attention" in run.stdout
-    assert run.stdout.count("no dilated attention") >= 6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 from pathlib import Path
 
@@ -64,11 +62,6 @@ def test_requests_of_few_new_tokens_count_as_decodes(folder: Path, query_lens: l
     assert bound == "# Of each kind at most 100 are held, drawn at random."
 
 
-def test_lengths_of_a_quarter_of_an_octave_are_one_group() -> None:
-    assert str(shape_of([1, 1, 1, 1], [1050, 1150, 1250, 2100])) == "q1s2100_q1s1250_2q1s1100"
-    assert str(shape_of([16, 15, 17, 18], [2000] * 4)) == "2q18s2000_q16s2000_q15s2000"
-
-
 def test_a_random_sample_stands_for_all_steps_of_its_kind(folder: Path) -> None:
     steps, draw = ObservedSteps("vLLM", print), random.Random(3)
     for step in range(20_000):
@@ -108,32 +101,6 @@ def test_it_is_written_at_the_first_step_and_at_growing_intervals(folder: Path) 
     changes = [second for second in range(1, 400) if seen[second] != seen[second - 1]]
     assert seen[0] == "1"
     assert changes == [1, 2, 4, 8, 16, 32, 64, 124, 184, 244, 304, 364]
-
-
-def test_a_folder_that_takes_no_files_is_said_and_nothing_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "attn-select").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said: list[str] = []
-    ObservedSteps("SGLang 0.5", said.append).count([1], [10])
-    assert len(said) == 1
-    assert said[0].startswith("the observed workload cannot be written to ")
-
-
-def _serve(steps: ObservedSteps) -> None:
-    for length in (100, 200, 300):
-        steps.count([1], [length])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_that_ends_writes_what_it_saw(folder: Path) -> None:
-    steps = ObservedSteps("vLLM", lambda _: None)  # made before the fork, as plugins are loaded
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(steps,))
-    process.start()
-    process.join()
-    assert [str(shape.batch) for shape in written(folder).shapes] == ["q1s100", "q1s200", "q1s300"]
-    assert steps.file is None
 
 
 def test_an_observed_engine_is_chosen_for_without_a_workload(monkeypatch: pytest.MonkeyPatch) -> None:

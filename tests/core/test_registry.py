@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import Field
 
 from attn_select.backends.registry import Plugin, Registry, build_registry
 from attn_select.backends.spec import (
@@ -111,11 +110,6 @@ def test_a_good_plugin(site: Site) -> None:
     assert (found.conflicts, found.warnings) == ({}, [])
 
 
-def test_without_plugins() -> None:
-    found = build_registry([], read_fragment)
-    assert (found.specs, found.plugins, found.warnings) == ({}, [], [])
-
-
 def test_order_is_that_of_the_names(site: Site) -> None:
     for name in ("zeta", "Beta", "alpha"):
         site.plugin(name, GOOD, name.upper())
@@ -126,26 +120,13 @@ def test_order_is_that_of_the_names(site: Site) -> None:
 HOOK = "from attn_select import hookimpl\n@hookimpl\ndef attn_select_register_backends():\n    return "
 BROKEN = {
     "import": ("import no_such_kernel_library", "ModuleNotFoundError: No module named 'no_such_kernel_library'"),
-    "syntax": ("def (", "SyntaxError"),
     "error": ("raise RuntimeError('a\\n b')", "RuntimeError: a  b"),
-    "exit": ("import sys; sys.exit(3)", "SystemExit: 3"),
-    "base": ("class Panic(BaseException): pass\nraise Panic('x')", "Panic: x"),
     "str": ("class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd", "Odd: <Odd that cannot be shown>"),
     "no_hook": ("x = 1", "the_no_hook has no @hookimpl attn_select_register_backends"),
-    "no_decorator": ("def attn_select_register_backends():\n    return []", "has no @hookimpl"),
     "unknown_hook": (GOOD + "@hookimpl\ndef attn_select_register_backend(): return []", "attn_select_register_backend"),
-    "argument": (
-        "from attn_select import hookimpl\n@hookimpl\ndef attn_select_register_backends(config): return []",
-        "PluginValidationError",
-    ),
     "none": (HOOK + "None", "has no @hookimpl"),
-    "number": (HOOK + "3", "returned 3 instead of a list of BackendSpec"),
-    "generator": (HOOK + "(x for x in [])", "returned <generator object"),
-    "dict": (HOOK + "{'A': 1}", "returned {'A': 1} instead of a list"),
     "text": (HOOK + "'PLAIN'", "returned 'PLAIN' instead of a list"),
     "rubbish": (HOOK + "[3]", "registered 3 (accepted: BackendSpec)"),
-    "class": (HOOK + "[hookimpl]", "(accepted: BackendSpec)"),
-    "repr": (HOOK + "[type('X', (), {'__repr__': lambda s: 1 / 0})()]", "registered <X that cannot be shown>"),
     "raises": (HOOK + "1 / 0", "ZeroDivisionError: division by zero"),
     "name": (GOOD + "NAMES = ['plain']", "backend 'plain': name (accepted: A-Z, 0-9 and _, starting with a letter)"),
     "twice": (GOOD + "NAMES = ['PLAIN', 'PLAIN']", "backend PLAIN is registered twice by the same plugin"),
@@ -172,15 +153,6 @@ def test_a_broken_plugin_takes_nobody_down(site: Site, kind: str) -> None:
     assert warning.endswith(f"is not usable: {failed.error}")
 
 
-def test_all_broken_plugins_together(site: Site) -> None:
-    for kind, (code, _) in BROKEN.items():
-        site.plugin(kind, code)
-    site.plugin("good")
-    found = site.build()
-    assert list(found.specs) == ["PLAIN"]
-    assert [plugin.name for plugin in found.plugins if plugin.error] == sorted(BROKEN)
-
-
 @pytest.mark.parametrize("value", ["no_such_module_at_all", "the_one:missing", "the_one:NAMES", "not a module"])
 def test_an_entry_point_that_leads_nowhere(site: Site, value: str) -> None:
     site.module("the_one")
@@ -195,21 +167,6 @@ def test_interrupting_is_not_a_broken_plugin(site: Site) -> None:
     site.plugin("one", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         site.build()
-
-
-def test_a_plugin_may_be_an_object_and_may_have_nothing_to_register(site: Site) -> None:
-    site.module(
-        "the_object",
-        GOOD
-        + "class Plugin:\n"
-        + "    @hookimpl\n    def attn_select_register_backends(self): return (make('OBJECT'),)\n"
-        + "plugin = Plugin()\n",
-    )
-    site.distribution("object", "object = the_object:plugin")
-    site.plugin("empty", HOOK + "[]")
-    found = site.build()
-    assert list(found.specs) == ["OBJECT"]
-    assert found.warnings == []
 
 
 def test_a_backend_of_two_plugins_is_nobodys(site: Site) -> None:
@@ -244,13 +201,6 @@ def test_a_stranger_alone_may_bring_a_known_backend(site: Site) -> None:
     site.plugin("stranger", GOOD, "TRITON_ATTN")
     found = site.build()
     assert (found.owners, found.warnings) == ({"TRITON_ATTN": "stranger"}, [])
-
-
-def test_a_listed_distribution_that_registers_a_name_twice_has_a_conflict(site: Site) -> None:
-    site.module("the_one", GOOD, "TRITON_ATTN")
-    site.module("the_two", GOOD, "TRITON_ATTN")
-    site.distribution("attn_select_triton", "one = the_one\ntwo = the_two")
-    assert site.build().conflicts == {"TRITON_ATTN": ("attn-select-triton", "attn-select-triton")}
 
 
 def test_what_a_plugin_prints_goes_to_stderr(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,12 +240,6 @@ def test_a_distribution_without_metadata(site: Site, metadata: str) -> None:
     assert found.plugins == [Plugin("one", "?", "?", ("PLAIN",))]
 
 
-def test_an_entry_point_without_a_distribution(site: Site) -> None:
-    site.module("the_one")
-    found = build_registry([importlib.metadata.EntryPoint("one", "the_one", "attn_select")], read_fragment)
-    assert found.plugins == [Plugin("one", "?", "?", ("PLAIN",))]
-
-
 def test_installed_plugins_are_found_once_per_process(site: Site) -> None:
     load_plugins.cache_clear()
     try:
@@ -330,41 +274,24 @@ class NeedsValue(BackendOptions):
     splits: int
 
 
-class Documented(BackendOptions):
-    splits: int = Field(1, description="how many")
-
-
 LIBRARY = Library("flash-attn", "flash_attn", "pip install flash-attn", ">=2.6,!=2.7.0")
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "lower"}, "name"),
-    ({"name": "1ST"}, "name"),
-    ({"name": "A" * 65}, "name"),
     ({"name": None}, "name"),
-    ({"name": "NEW\n"}, "name"),
     ({"summary": None}, "summary = None"),
     ({"rank": ("behind", "OTHER")}, "rank = ('behind', 'OTHER')"),
-    ({"rank": ("before", "")}, "rank = ('before', '')"),
     ({"capabilities": {}}, "capabilities = {}"),
-    ({"capabilities": []}, "capabilities = []"),
     ({"capabilities": {"prefill": None}}, "capabilities['prefill'] = None"),
     ({"plan": None}, "plan = None"),
     ({"load": "module"}, "load = 'module'"),
     ({"compile_key": 3}, "compile_key = 3"),
-    ({"variables": "CC"}, "variables = 'CC'"),
     ({"variables": ("",)}, "variables = ('',)"),
     ({"options": dict}, "options = <class 'dict'>"),
-    ({"options": Documented()}, "options = Documented(splits=1)"),
     ({"options": NeedsValue}, "options without a default: splits"),
     ({"libraries": LIBRARY}, "libraries = Library("),
-    ({"libraries": [LIBRARY]}, "libraries has Library("),
-    ({"libraries": [[]]}, "libraries has []"),
     ({"libraries": [["flash-attn"]]}, "libraries has 'flash-attn'"),
     ({"libraries": [[Library("a", "a.b", "pip install a")]]}, "module 'a.b' of a (accepted: a top-level import name)"),
-    ({"libraries": [[Library("a", "", "pip install a")]]}, "module '' of a"),
-    ({"libraries": [[Library("", "a", "pip install a")]]}, "with a distribution"),
     ({"libraries": [[Library("a", "a", "pip install a", "2.6")]]}, "version '2.6' of a (accepted: a PEP 440 range)"),
-    ({"libraries": [[Library("a", "a", "pip install a", ">=2,")]]}, "version '>=2,' of a"),
-    ({"libraries": [[Library("a", "a", None)]]}, "accepted: strings"),  # type: ignore[arg-type]
 ]
 
 
@@ -376,38 +303,19 @@ def test_what_is_wrong_with_a_spec(spec: MakeSpec, changes: dict[str, Any], expe
     assert "accepted: " in problem
 
 
-def test_everything_that_is_wrong_is_said_at_once(spec: MakeSpec) -> None:
-    assert len(problems_of(spec(name="x", plan=3, load=3, libraries=3))) == 4
-
-
-def test_specs_that_are_fine(spec: MakeSpec, capabilities: Callable[..., Capabilities]) -> None:
-    assert problems_of(spec()) == []
-    assert problems_of(spec(capabilities={"decode": capabilities(mla=True, sparse=True)})) == []
-    assert problems_of(spec(capabilities={"prefill": capabilities(reads_cache=False, block_sizes=())})) == []
-    assert problems_of(spec(libraries=[[LIBRARY, Library("b", "b", "pip install b")]], options=Documented)) == []
-
-
 FACTS: list[tuple[dict[str, Any], str]] = [
     ({"mla": 1}, "mla = 1 (accepted: a bool)"),
     ({"reads_cache": None}, "reads_cache = None"),
-    ({"compute_capabilities": ((8, 0), (9, 9))}, "compute_capabilities = ((8, 0), (9, 9)) (accepted: Compute"),
     ({"compute_capabilities": ComputeCapabilities(((8, 0), (9, 9)))}, "compute_capabilities = "),  # type: ignore[arg-type]
     ({"head_sizes": (64, 128)}, "head_sizes = (64, 128) (accepted: HeadSizes)"),
-    ({"head_sizes": HeadSizes(multiple_of=0)}, "head_sizes = "),
     ({"dtypes": ()}, "dtypes = ()"),
-    ({"dtypes": "bfloat16"}, "dtypes = 'bfloat16'"),
     ({"dtypes": ("bf16",)}, "dtypes = ('bf16',) (accepted: a tuple of bfloat16, float16, float32)"),
-    ({"dtypes": ([],)}, "dtypes = ([],)"),
     ({"kv_cache_dtypes": ("fp8",)}, "kv_cache_dtypes = ('fp8',) (accepted: a tuple of auto, "),
     ({"block_sizes": ()}, "block_sizes = () (accepted: at least one"),
     ({"block_sizes": (0,)}, "block_sizes = (0,) (accepted: a tuple of integers from 1)"),
-    ({"block_sizes": (True,)}, "block_sizes = (True,)"),
-    ({"block_sizes": [16]}, "block_sizes = [16]"),
     ({"attn_types": ("causal",)}, "attn_types = ('causal',) (accepted: a tuple of decoder, "),
-    ({"output_quantizations": ("int8",)}, "output_quantizations = ('int8',)"),
     ({"speculative_tokens": -1}, "speculative_tokens = -1 (accepted: an integer from 0)"),
     ({"sinks": "yes"}, "sinks = 'yes' (accepted: a bool)"),
-    ({"sliding_window": 128}, "sliding_window = 128 (accepted: a bool)"),
 ]
 
 
@@ -431,11 +339,6 @@ def test_facts_have_a_source(spec: MakeSpec) -> None:
     found = problems_of(spec(capabilities={"decode": Capabilities(**facts)}))
     assert [problem.split("].")[1].split(" ")[0] for problem in found] == ["compute_capabilities", "dtypes"]
     assert all("a Fact with its source" in problem for problem in found)
-
-
-def test_an_unknown_phase(spec: MakeSpec, capabilities: Callable[..., Capabilities]) -> None:
-    (problem,) = problems_of(spec(capabilities={"extend": capabilities()}))
-    assert problem == "backend 'PLAIN': phase 'extend' (accepted: prefill, decode)"
 
 
 # --- Rules that plugins ship ---
@@ -498,8 +401,6 @@ def test_a_user_replaces_and_removes_what_plugins_ship(site: Site, tmp_path: Pat
         ("[backends.OTHER]\nx = 1\n", ":2: [backends.OTHER] sets options of another plugin's backend"),
         ('[[rules]]\nname = "default"\nenabled = false\n', ":2: rule 'default': enabled = false"),
         ('[[rules]]\nname = "r"\nprefer = 3\n', ":4: rule 'r': prefer = 3"),
-        ("x = \n", "is not valid TOML"),
-        ("x = 1\n" * 5, "is not valid TOML"),
         ("".join(f"x{i} = 1\n" for i in range(5)), "; and 2 more"),
     ],
 )
@@ -513,14 +414,6 @@ def test_a_plugin_whose_rules_are_wrong_is_shown_and_takes_nobody_down(site: Sit
     assert failed.error is not None
     assert named in failed.error
     assert failed.error in found.warnings[0]
-
-
-def test_two_rules_hooks_are_refused(site: Site) -> None:
-    more = "@hookimpl(specname='attn_select_register_rules')\ndef more():\n    return 'more.toml'\n"
-    site.plugin("one", SHIPS + more, "ALPHA")
-    found = site.build()
-    assert found.specs == {}
-    assert found.warnings[0].endswith("the_one has 2 hooks attn_select_register_rules (accepted: one)")
 
 
 @pytest.mark.parametrize("returned", ["3", "'rules.toml'", "None.x", "'/no/such/file.toml'", "'/'"])
@@ -555,15 +448,6 @@ def test_a_runtime_that_is_not_there_is_named(spec: MakeSpec, load: str, said: s
     with pytest.raises(RuntimeMissingError) as caught:
         replace(spec(), load=load).get_class()
     assert caught.value.message == said
-
-
-def test_a_library_that_the_runtime_lacks_is_an_import_error(
-    spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "needs_a_library.py").write_text("import a_library_that_is_not_there\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
-        replace(spec(), load="needs_a_library:Backend").get_class()
 
 
 WARNS = """
@@ -609,19 +493,3 @@ def test_what_a_library_warns_of_when_it_is_imported_is_no_error_and_is_logged(
         "import of PLAIN: RuntimeWarning: when it is made ready",
     ]
     assert [str(each.message) for each in shown] == []
-
-
-def test_a_library_that_warns_and_fails_says_both(
-    spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "warns_and_fails.py").write_text("import warnings\nwarnings.warn('why')\nraise ImportError('that')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with caplog.at_level(logging.INFO, "attn_select"), pytest.raises(ImportError, match="that"):
-        replace(spec(), load="warns_and_fails:Backend").get_class()
-    assert caplog.messages == ["import of PLAIN: UserWarning: why"]
-
-
-@pytest.mark.parametrize("load", ["", "module", "module:", ":Class", "module.Class", "a:b:c", None])
-def test_a_load_path_of_another_form_is_refused(spec: MakeSpec, load: Any) -> None:
-    (problem,) = problems_of(replace(spec(), load=load))
-    assert "accepted: the import path of the runtime, MODULE:CLASS" in problem

@@ -14,17 +14,13 @@ from attn_select.backends.spec import BackendSpec, Capabilities, HeadSizes, Libr
 from attn_select.decide.explicit import Choice
 from attn_select.decide.selection import Selection
 from attn_select.decide.text import (
-    STYLES,
     brief_lines,
-    byte_text,
     config_text,
-    device_lines,
     layer_lines,
     note_lines,
     plain,
     plan_lines,
     selection_text,
-    warning_lines,
 )
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import Device, local_device
@@ -50,22 +46,6 @@ def decide(
     rule = parse_rule({"name": "order", "priority": list(order)}, file="rules.toml", line=1, layer=1)
     environment = Environment(assume_installed=not device.local, pins=pins or {})
     return Decider(registry, RuleSet(rules=[rule]), device, environment).decide(config, Choice())
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1 << 20, "1 MiB"),
-        (1 << 30, "1 GiB"),
-        (5 << 40, "5120 GiB"),
-    ],
-)
-def test_bytes_are_in_the_largest_unit_that_they_fill(count: int, text: str) -> None:
-    assert byte_text(count) == text
 
 
 def test_a_layer_is_one_line() -> None:
@@ -106,12 +86,6 @@ def test_candidates_are_listed_once_where_both_phases_say_the_same(
         "  Candidates for prefill",
         "  Candidates for decode",
     ]
-
-
-def test_where_plugins_come_from_is_said_only_where_one_is_missing() -> None:
-    rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
-    assert any(verdict.reasons for each in rejected.candidates for verdict in each.phases.values())
-    assert "note: " not in selection_text(rejected)
 
 
 @pytest.mark.parametrize(("folder", "said"), [(None, True), ("./plugins/triton", False)])
@@ -187,18 +161,3 @@ def test_brief_folds_only_backends_that_never_serve_such_a_layer() -> None:
     assert "12 others serve other layers (--full names them)" in folded
     for backend in ("FLASH_ATTN:", "FLASHINFER:"):
         assert any(backend in line.split() for line in text.splitlines()), text
-
-
-def test_every_style_is_a_known_one() -> None:
-    rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
-    lines = [*device_lines(rejected), *layer_lines(rejected), *plan_lines(rejected), *warning_lines(["beware"])]
-    used = {style for line in lines for _, style in line}
-    assert used - {"", "hang"} == set(STYLES)
-
-
-def test_the_cache_is_one_line() -> None:
-    text = selection_text(select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128), "h100"))
-    (line,) = [line.split() for line in text.splitlines() if line.strip().startswith("KV cache")]
-    assert " ".join(line) == (
-        "KV cache FLASH_ATTN_NHD (2, num_blocks, 16, 8, 128) bfloat16, block size 16, 4096 bytes per token and layer"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules import load_rules
 from attn_select.rules.ranking import Ranker
-from attn_select.rules.rule import Rule, RuleError, parse_rule
+from attn_select.rules.rule import RuleError, parse_rule
 
 REGISTERED = ["A", "B", "C", "D", "E"]
 PLAIN = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
@@ -45,29 +44,6 @@ def rank(
     return ranking.order, set(ranking.denied)
 
 
-def test_without_rules_the_registered_order_stands() -> None:
-    ranking = Ranker([], H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)["decode"]
-    assert (ranking.order, ranking.denied, ranking.rules, ranking.by_rule) == (REGISTERED, {}, [], False)
-
-
-def test_the_first_matching_priority_wins() -> None:
-    never = {"priority": ["E"], "when": {"mla": True}}
-    assert rank(never, {"priority": ["C", "A"]}, {"priority": ["B"]}) == (["C", "A"], set())
-
-
-def test_the_last_layer_is_asked_first_for_a_priority() -> None:
-    assert rank({"priority": ["A"]}, {"priority": ["B"]}, {"priority": ["C"]}, layers=[0, 1, 1]) == (["B"], set())
-    later = {"priority": ["B"], "when": {"mla": True}}
-    assert rank({"priority": ["A"]}, later, layers=[0, 1]) == (["A"], set())
-
-
-def test_what_a_priority_does_not_list_follows_in_the_registered_order() -> None:
-    assert rank({"priority": ["C", "A"], "only": False})[0] == ["C", "A", "B", "D", "E"]
-    assert rank({"priority": ["X"], "only": False}, {"avoid": ["B"]})[0] == ["X", "A", "C", "D", "E", "B"]
-    packaged, mine = {"priority": ["B"], "only": True}, {"priority": ["D"], "only": False}
-    assert rank(packaged, mine, layers=[0, 1])[0] == ["D", "A", "B", "C", "E"]  # the user's alone counts
-
-
 def test_only_backends_of_the_layers_kind_follow() -> None:
     rule = parse_rule({"name": "r", "priority": ["C"]}, file="f", line=1, layer=0)
     ranker = Ranker([rule], H100, NOTHING_KNOWN, REGISTERED)
@@ -84,58 +60,6 @@ def test_only_backends_of_the_layers_kind_follow() -> None:
 def test_only_stands_beside_a_priority_and_is_a_boolean(table: dict[str, Any], said: str) -> None:
     with pytest.raises(RuleError, match=said):
         parse_rule({"name": "r", **table}, file="f", line=1, layer=0)
-
-
-def test_phases_are_ranked_apart() -> None:
-    tables = [{"priority": ["A"], "phase": "prefill"}, {"priority": ["B"]}, {"avoid": ["B"], "phase": "prefill"}]
-    assert rank(*tables, phase="prefill") == (["A", "B"], set())
-    assert rank(*tables, phase="decode") == (["B"], set())
-    assert rank({"deny": ["A"], "phase": "decode"}, phase="decode")[1] == {"A"}
-    assert rank({"deny": ["A"], "phase": "decode"}, phase="prefill")[1] == set()
-
-
-def test_prefer_puts_its_list_in_front_and_inserts_what_is_missing() -> None:
-    assert rank({"priority": ["A", "B"]}, {"prefer": ["E", "B"]})[0] == ["E", "B", "A"]
-
-
-def test_the_last_applied_prefer_leads() -> None:
-    tables = [{"priority": ["A", "B", "C"]}, {"prefer": ["B"]}, {"prefer": ["C"]}]
-    assert rank(*tables)[0] == ["C", "B", "A"]
-    assert rank(*tables, layers=[0, 0, 1])[0] == ["C", "B", "A"]
-
-
-def test_avoid_puts_its_list_at_the_end_and_inserts_what_is_missing() -> None:
-    assert rank({"priority": ["A", "B", "C"]}, {"avoid": ["E", "A"]})[0] == ["B", "C", "A", "E"]
-    assert rank({"priority": ["A", "B", "C"]}, {"avoid": ["A"]}, {"avoid": ["B"]})[0] == ["C", "A", "B"]
-    assert rank({"priority": ["A", "B", "C"]}, {"avoid": ["C"]}, {"prefer": ["C"]})[0] == ["C", "A", "B"]
-    assert rank({"priority": ["A", "B", "C"]}, {"prefer": ["C"]}, {"avoid": ["C"]})[0] == ["A", "B", "C"]
-
-
-def test_deny_holds_whatever_prefers() -> None:
-    tables = [{"deny": ["A"]}, {"prefer": ["A"]}, {"priority": ["A", "B"]}]
-    assert rank(*tables, layers=[0, 1, 1])[1] == {"A"}
-
-
-@pytest.mark.parametrize("layers", [[0, 0], [0, 1]])
-def test_of_two_deny_rules_the_last_one_is_shown(layers: list[int]) -> None:
-    """It is the one that a user can change last, and the one whose reason is nearest to the user."""
-    first, last = (
-        parse_rule({"name": name, "deny": ["A"]}, file="f", line=line, layer=layer)
-        for name, line, layer in zip(["first", "last"], [1, 2], layers, strict=True)
-    )
-    ranking = Ranker([first, last], H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, ["decode"])["decode"]
-    assert ranking.denied == {"A": last}
-    assert ranking.rules == [first, last]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_rule_for_auto_holds_for_a_cache_that_names_the_compute_dtype(dtype: str) -> None:
-    rule = parse_rule({"name": "r", "prefer": ["E"], "when": {"kv_cache_dtype": "auto"}}, file="f", line=1, layer=0)
-    ranker = Ranker([rule], H100, NOTHING_KNOWN, REGISTERED)
-    for stored in ("auto", "bfloat16", "float16", "fp8_e4m3"):
-        config = PLAIN.model_copy(update={"dtype": dtype, "kv_cache_dtype": stored})
-        leads = ranker.rank(config, ["decode"])["decode"].order[0] == "E"
-        assert leads == (stored in ("auto", dtype))
 
 
 def behind(tables: list[dict[str, Any]], layers: list[int], *unverified: str) -> list[str]:
@@ -178,25 +102,6 @@ def test_a_fragment_ranks_its_backend_and_every_later_layer_beats_it() -> None:
         assert rank({effect: ["E"]}, packaged, {"priority": ["B", "A"]}, layers=[-1, 0, 1])[0] == ["B", "A"]
     assert rank({"prefer": ["D"]}, {"prefer": ["E"]}, packaged, layers=[-2, -1, 0])[0] == ["E", "D", "A", "B"]
     assert rank({"deny": ["E"]}, {"priority": ["E"]}, layers=[-1, 1]) == (["E"], {"E"})
-
-
-def test_the_rules_that_took_part_are_listed() -> None:
-    rules = [
-        parse_rule(table, file="f", line=1, layer=0)
-        for table in (
-            {"name": "out", "priority": ["A"], "when": {"mla": True}},
-            {"name": "order", "priority": ["A"]},
-            {"name": "beaten", "priority": ["B"]},
-            {"name": "other phase", "deny": ["B"], "phase": "prefill"},
-            {"name": "no", "deny": ["B"], "when": {"gpu": "t4"}},
-            {"name": "yes", "deny": ["B"], "when": {"gpu": "h100"}},
-        )
-    ]
-    ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, ["decode"])
-    assert list(ranking) == ["decode"]
-    assert [rule.name for rule in ranking["decode"].rules] == ["order", "yes"]
-    assert ranking["decode"].denied["B"].name == "yes"
-    assert ranking["decode"].by_rule
 
 
 # --- The model ---
@@ -410,23 +315,3 @@ def test_ranking_agrees_with_the_model(
             assert [rule.name for rule in ranking.rules] == taken
             assert ranking.by_rule == any(rule.effect == "priority" for rule in ranking.rules)
     assert REGISTERED == ["A", "B", "C", "D", "E"]  # shared with every ranking, changed by none
-
-
-def test_ranking_depends_on_nothing_but_its_arguments(rules_file: Callable[..., Path]) -> None:
-    """The same question twice, and in another order, gets the same answer: nothing is remembered in between."""
-    path = rules_file('[[rules]]\nname = "p"\nprefer = ["E"]\nwhen = { num_heads = 16 }\n')
-    ranker = Ranker(load_rules([path]).rules, H100, NOTHING_KNOWN, REGISTERED)
-
-    def answers(configs: list[AttentionConfig]) -> dict[AttentionConfig, tuple[list[str], list[Rule]]]:
-        found = [(config, ranker.rank(config, ["decode"])["decode"]) for config in configs]
-        return {config: (ranking.order, ranking.rules) for config, ranking in found}
-
-    assert answers(CONFIGS) == answers(CONFIGS[::-1]) == answers(CONFIGS)
-
-
-def test_an_auto_cache_follows_the_dtype_of_each_layer(rules_file: Callable[..., Path]) -> None:
-    path = rules_file('[[rules]]\nname = "p"\nprefer = ["E"]\nwhen = { kv_cache_dtype = "float16" }\n')
-    ranker = Ranker(load_rules([path]).rules, H100, NOTHING_KNOWN, REGISTERED)
-    for dtype, first in (("bfloat16", "A"), ("float16", "E"), ("bfloat16", "A")):
-        config = AttentionConfig(num_heads=8, head_size=64, dtype=dtype)
-        assert ranker.rank(config, PHASES)["decode"].order[0] == first

@@ -35,19 +35,6 @@ def test_what_a_user_asks_for_does_not(tmp_path: Path) -> None:
     assert not rests(rules=rules)
 
 
-def test_what_a_rule_puts_behind_does_not(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.toml"
-    rules.write_text(USERS.replace("prefer", "avoid").replace("TRITON_ATTN", "FLASH_ATTN"))
-    assert not rests(rules=rules)
-    assert rests(rules=rules, instead="FLASHINFER")
-
-
-def test_a_place_before_what_a_rule_prefers_rests_on_times(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.toml"
-    rules.write_text(USERS.replace("TRITON_ATTN", "FLEX_ATTENTION"))
-    assert rests(rules=rules, instead="FLEX_ATTENTION")
-
-
 def test_what_nothing_proves_is_behind_for_another_reason() -> None:
     config = AttentionConfig(**{**GQA_FIELDS, "dtype": "float16"})
     selection = select(config, "t4")

@@ -28,13 +28,6 @@ def deciding(decider: Any, choice: Choice) -> Any:
     return lambda config, kv_layout=None: decider.decide(config, choice, kv_layout)
 
 
-def test_kinds_that_already_agree_stay_as_they_are(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A"), make_spec("B", sliding_window=True)]
-    full, window = decide(make_decider(specs, TWO), FULL, WINDOW)
-    assert (full.selected["decode"], window.selected["decode"]) == ("A", "B")
-    assert full.warnings == ()
-
-
 def test_kinds_that_disagree_take_the_combination_of_the_least_ranks(make_spec: Any, make_decider: Any) -> None:
     specs = [
         make_spec("A", layouts=["FLASHINFER_NHD"]),
@@ -65,14 +58,6 @@ def test_block_sizes_are_made_equal(make_spec: Any, make_decider: Any) -> None:
     assert full.selected["decode"] == "A"
 
 
-def test_block_sizes_without_a_common_wish_meet_at_their_least_common_multiple(
-    make_spec: Any, make_decider: Any
-) -> None:
-    specs = [make_spec("A", blocks=[48]), make_spec("B", blocks=[64], sliding_window=True)]
-    full, window = decide(make_decider(specs, TWO), FULL, WINDOW)
-    assert full.block_size == window.block_size == 192
-
-
 def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_spec: Any, make_decider: Any) -> None:
     specs = [
         make_spec("A", layouts=["FLASHINFER_NHD"]),
@@ -85,18 +70,6 @@ def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_sp
     )
 
 
-def test_a_backend_that_does_not_read_the_pools_layout_says_so(make_spec: Any, make_decider: Any) -> None:
-    decider = make_decider(
-        [make_spec("A", layouts=["FLASHINFER_HND"]), make_spec("B", layouts=["FLASHINFER_NHD"])], TWO
-    )
-    selection = decider.decide(FULL, Choice(), "FLASHINFER_NHD")
-    assert selection.selected == {"prefill": "B", "decode": "B"}
-    (refused,) = (c.phases["decode"] for c in selection.candidates if c.backend == "A")
-    (reason,) = refused.reasons
-    assert (reason.code, reason.observed, reason.supported) == ("kv-layout", "FLASHINFER_NHD", ["FLASHINFER_HND"])
-    assert reason.message == "the shared pool has KV layout FLASHINFER_NHD (supported: FLASHINFER_HND)"
-
-
 def test_a_block_size_that_a_kind_names_is_the_pools(make_spec: Any, make_decider: Any) -> None:
     specs = [make_spec("A", blocks=[32]), make_spec("B", blocks=[16]), make_spec("C", blocks=[16], sliding_window=True)]
     named = WINDOW.model_copy(update={"block_size": 16})
@@ -104,17 +77,6 @@ def test_a_block_size_that_a_kind_names_is_the_pools(make_spec: Any, make_decide
     full, window = decide(make_decider(specs, RULES), FULL, named)
     assert full.block_size == window.block_size == 16
     assert (full.selected["decode"], window.selected["decode"]) == ("B", "C")
-
-
-def test_a_kind_that_cannot_run_with_the_named_block_size_says_why(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A", blocks=[32]), make_spec("B", blocks=[16], sliding_window=True, head_sizes=HeadSizes((32,)))]
-    named = WINDOW.model_copy(update={"block_size": 16, "head_size": 32})
-    full, window = decide(make_decider(specs, TWO), FULL, named)
-    assert (window.selected["decode"], window.block_size) == ("B", 16)
-    assert not full.ok
-    (refused,) = (c.phases["decode"] for c in full.candidates if c.backend == "A")
-    assert [(reason.code, reason.observed) for reason in refused.reasons] == [("block-size", 16)]
-    assert "block size 16, which another layer kind of the pool names, has no backend for this kind" in full.warnings
 
 
 def test_two_named_block_sizes_in_one_pool_are_refused(make_spec: Any, make_decider: Any) -> None:

@@ -46,19 +46,6 @@ def test_main_is_the_revision(home: Path) -> None:
     assert layers_of(folder / "snapshots" / NEW) == 2
 
 
-def test_a_repository_without_an_organisation(home: Path) -> None:
-    cache(home / "hub", "gpt2-of-old", {NEW: 3}, main=NEW)
-    cache(home / "hub", "phi-2", {NEW: 3}, main=NEW)
-    assert layers_of("gpt2-of-old") == 3
-    assert layers_of("phi-2") == 32  # the preset
-
-
-def test_a_name_with_two_dashes_is_no_organisation(home: Path) -> None:
-    cache(home / "hub", "org/model", {NEW: 3}, main=NEW)
-    with pytest.raises(UnknownNameError):
-        load("org--model")
-
-
 def test_without_main_the_only_snapshot_counts(home: Path) -> None:
     cache(home / "hub", "org/pinned", {OLD: None, NEW: 4})
     assert layers_of("org/pinned") == 4

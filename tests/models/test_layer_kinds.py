@@ -26,17 +26,11 @@ def summary(found: LayerKinds, *fields: str) -> list[tuple[Any, ...]]:
     [
         ("llama-3-8b", 1, (32, 8)),
         ("llama-3-8b", 4, (8, 2)),
-        ("llama-3-8b", 8, (4, 1)),
         ("llama-3-8b", 16, (2, 1)),  # eight KV heads on sixteen ranks: each twice
-        ("llama-3-8b", 32, (1, 1)),
-        ("llama-2-7b", 8, (4, 4)),
         ("falcon-7b", 71, (1, 1)),
         ("qwen2.5-7b", 4, (7, 1)),
-        ("qwen2.5-7b", 28, (1, 1)),
         ("deepseek-v3", 8, (16, 1)),
-        ("deepseek-v3", 128, (1, 1)),
         ("whisper-large-v3", 5, (4, 4)),
-        ("bert-base", 3, (4, 4)),
     ],
 )
 def test_tensor_parallelism(name: str, ranks: int, expected: tuple[int, int]) -> None:
@@ -50,9 +44,7 @@ def test_tensor_parallelism(name: str, ranks: int, expected: tuple[int, int]) ->
     ("name", "ranks", "said", "hint"),
     [
         ("llama-3-8b", 3, "tensor_parallel_size = 3 does not divide num_heads = 32", "valid: 1, 2, 4, 8, 16, 32"),
-        ("llama-3-8b", 64, "tensor_parallel_size = 64 does not divide num_heads = 32", "valid: 1, 2, 4, 8, 16, 32"),
         ("qwen2.5-7b", 7, "neither divides nor is a multiple of num_kv_heads = 4", "valid: 1, 2, 4, 28"),
-        ("deepseek-v3", 3, "does not divide num_heads = 128", "valid: 1, 2, 4, 8, 16, 32, 64, 128"),
     ],
 )
 def test_heads_that_do_not_divide(name: str, ranks: int, said: str, hint: str) -> None:
@@ -74,21 +66,14 @@ def test_impossible_number_of_ranks(ranks: Any) -> None:
     ("name", "device", "dtype", "said"),
     [
         ("llama-3-8b", None, "bfloat16", None),
-        ("llama-3-8b", H100, "bfloat16", None),
         ("llama-3-8b", CPU, "bfloat16", None),
         ("llama-3-8b", T4, "float16", "sm75 (7.5) has no bfloat16: float16 instead of the model's bfloat16"),
-        ("llama-3-8b", V100, "float16", "has no bfloat16"),
         ("llama-3-8b", M60, "float32", "has no bfloat16: float32"),
-        ("phi-2", H100, "float16", None),
         ("phi-2", T4, "float16", None),
         ("gemma-2-27b", T4, "float32", "has no bfloat16: float32 instead"),
-        ("gemma-3-27b", T4, "float32", "has no bfloat16: float32 instead"),
         ("gemma-2-9b", A100, "bfloat16", "float32 weights are computed in bfloat16"),
-        ("gemma-2-9b", T4, "float32", None),
-        ("bart-large", A100, "bfloat16", "float32 weights are computed in bfloat16"),
         ("bart-large", T4, "float16", "float32 weights are computed in float16"),
         ("bert-base", A100, "float16", "float32 weights are computed in float16"),
-        ("bert-base", T4, "float16", "float32 weights are computed in float16"),
         ("bert-base", M60, "float32", None),
     ],
 )
@@ -115,15 +100,12 @@ def test_dtype_flag_beats_all() -> None:
     ("config", "dtype", "said"),
     [
         ({"torch_dtype": "float16"}, "float16", None),
-        ({"dtype": "torch.bfloat16"}, "bfloat16", None),
         ({"dtype": "float16", "torch_dtype": "bfloat16"}, "float16", None),
-        ({"torch_dtype": None}, "bfloat16", "the config states no dtype"),
         ({}, "bfloat16", "the config states no dtype"),
         ({"torch_dtype": "float8_e4m3fn"}, "bfloat16", "'float8_e4m3fn' is no compute dtype"),
         ({"torch_dtype": 16}, "bfloat16", "dtype 16 is no compute dtype"),
         ({"model_type": "glm4", "torch_dtype": "float16"}, "bfloat16", "glm4 is unstable in float16"),
         ({"model_type": "llava", "text_config": {"model_type": "llama", "torch_dtype": "float16"}}, "float16", None),
-        ({"model_type": "llava", "vision_config": {"torch_dtype": "float16"}}, "float16", None),
         (
             {"model_type": "llava", "dtype": "float16", "text_config": {"model_type": "llama", "dtype": "bfloat16"}},
             "float16",
@@ -183,21 +165,13 @@ def test_flags_without_any_effect_are_said() -> None:
     ("name", "overrides", "field"),
     [
         ("bert-base", {"non_causal": True}, "non_causal"),
-        ("bert-base", {"mm_prefix": True}, "mm_prefix"),
         ("llama-3-8b", {"sparse_top_k": 64}, "sparse_top_k"),
         ("llama-3-8b", {"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
-        ("llama-3-8b", {"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
         ("llama-3-8b", {"num_kv_heads": 5}, "num_kv_heads"),
-        ("llama-3-8b", {"num_heads": 36, "num_kv_heads": 8}, "num_kv_heads"),
         ("llama-3-8b", {"num_heads": "32"}, "num_heads"),
-        ("llama-3-8b", {"num_heads": True}, "num_heads"),
-        ("llama-3-8b", {"num_heads": 0}, "num_heads"),
-        ("llama-3-8b", {"head_size": 0}, "head_size"),
-        ("llama-3-8b", {"head_size": 10**6}, "head_size"),
         ("llama-3-8b", {"sliding_window": -4}, "sliding_window"),
         ("llama-3-8b", {"attn_type": "sideways"}, "attn_type"),
         ("deepseek-v3", {"num_kv_heads": 8}, "num_kv_heads"),
-        ("deepseek-v3", {"head_size": 128}, "head_size"),
         ("deepseek-v3", {"v_head_size": 128}, "v_head_size"),
     ],
 )

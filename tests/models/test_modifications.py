@@ -95,17 +95,6 @@ def test_a_learnable_sink_that_is_switched_off(trial: Path, kinds: Kinds, sinks:
     assert other.sinks is sinks
 
 
-def test_layers_of_minimax_m1(kinds: Kinds) -> None:
-    """MiniMax-M1 publishes ``attn_type_list``: 1 is softmax attention, 0 lightning attention."""
-    config = {"model_type": "minimax_m1", "num_hidden_layers": 8, "num_attention_heads": 64, "head_dim": 128}
-    found = kinds({**config, "num_key_value_heads": 8, "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1]})
-    assert found.type_known
-    assert [(kind.kind, kind.layers) for kind in found.kinds] == [
-        ("lightning", (0, 1, 2, 3, 4, 5, 6)),
-        ("full_attention", (7,)),
-    ]
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -169,13 +158,3 @@ def test_a_missing_top_k_is_said(kinds: Kinds, model_type: str) -> None:
     assert any("class defaults" in warning and "index_topk = 2048" in warning for warning in found.warnings)
     given = kinds({"model_type": model_type, "num_hidden_layers": 2, "index_topk": 1024})
     assert not any("index_topk" in warning for warning in given.warnings)
-
-
-def test_pools_of_an_indexer_are_said(kinds: Kinds) -> None:
-    found = kinds({"model_type": "glm5_next_text", "num_hidden_layers": 4})
-    assert any(warning.startswith("index_kpool = 16") for warning in found.warnings)
-
-
-def test_sparse_attention_that_vllm_runs_dense_is_said(kinds: Kinds) -> None:
-    found = kinds({**UNKNOWN, "model_type": "minicpm", "sparse_config": {"topk": 64, "block_size": 64}})
-    assert any(warning.startswith("sparse_config") for warning in found.warnings)

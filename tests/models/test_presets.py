@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,13 +12,6 @@ from attn_select import AttentionConfig
 from attn_select.layer.models import load, presets
 from attn_select.layer.state import StateConfig
 
-WANTED = {
-    *("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b", "llama-4-scout", "mistral-7b", "mixtral-8x7b"),
-    *("qwen2.5-7b", "qwen3-8b", "qwen3-32b", "qwen3-235b-a22b", "qwen3-next-80b-a3b", "deepseek-v2-lite"),
-    *("deepseek-v2", "deepseek-v3", "deepseek-r1", "deepseek-v3.2", "kimi-k2", "gpt-oss-20b", "gpt-oss-120b"),
-    *("gemma-2-27b", "gemma-3-27b", "phi-2", "phi-3-mini", "phi-4", "whisper-large-v3", "bert-base", "bloom"),
-    *("mpt-7b", "glm-4.5"),
-}
 # Layers, query heads, KV heads and head size as vLLM's own tests expect them of the published configs
 # (tests/config/base_model_arch_groundtruth.json at 1ac8cdb4c760).
 GROUND_TRUTH = {
@@ -62,13 +54,6 @@ PUBLISHED = {
 }
 
 
-def test_the_names_that_users_type() -> None:
-    found = presets()
-    assert found.keys() >= WANTED
-    assert len(found) >= 24
-    assert all(name == name.lower() and " " not in name and "_" not in name for name in found)
-
-
 @pytest.mark.parametrize("name", presets())
 def test_every_preset(name: str) -> None:
     preset = presets()[name]
@@ -103,12 +88,6 @@ def test_presets_beside_the_tests_of_vllm(name: str, expected: tuple[int, int, i
 @pytest.mark.parametrize(("name", "folder"), PUBLISHED.items())
 def test_presets_beside_the_published_config(name: str, folder: str, configs: Path) -> None:
     assert load(name).layer_kinds().kinds == load(str(configs / folder)).layer_kinds().kinds
-
-
-def test_a_preset_cannot_be_changed_by_its_reader() -> None:
-    first: dict[str, Any] = load("gemma-3-27b").raw
-    first["text_config"]["num_hidden_layers"] = 1
-    assert load("gemma-3-27b").raw["text_config"]["num_hidden_layers"] == 62
 
 
 def test_listing_presets_imports_nothing_heavy() -> None:

@@ -78,12 +78,6 @@ def test_blocks_of_minimax_m3(kinds: Kinds, fields: dict[str, Any]) -> None:
     assert (sparse.bytes_per_token, sparse.indexer_bytes_per_token) == (2 * 128 * 2, 128 * 2)
 
 
-def test_fields_of_minimax_m3_beside_the_older_object(kinds: Kinds) -> None:
-    older = {"sparse_attention_freq": [1] * 5, "sparse_block_size": 64, "sparse_topk_blocks": 8}
-    (sparse,) = kinds({**M3, "sparse_attention_config": older}).unserved
-    assert (sparse.tokens, sparse.block_size) == (8 * 64, 64)
-
-
 @pytest.mark.parametrize(
     ("fields", "csa", "hca", "window"),
     [
@@ -151,19 +145,3 @@ def test_a_cache_dtype_and_ranks(kinds: Kinds) -> None:
     assert (stored.cache_dtype, stored.bytes_per_token) == ("fp8_e4m3", 1024)
     with pytest.raises(ConfigError, match="deepseek_v4_hca"):
         kinds({"model_type": "deepseek_v4", "num_hidden_layers": 2}, tensor_parallel_size=5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("reference_sliding_attention", "of the prompt"), ("indexed_attention", "with keys and values per head")],
-)
-def test_a_kind_of_which_little_is_known(kinds: Kinds, kind: str, words: str) -> None:
-    (sparse,) = kinds({"model_type": "llama", "num_hidden_layers": 2, "layer_types": [kind] * 2}).unserved
-    assert (sparse.kind, sparse.tokens, sparse.bytes_per_token) == (kind, None, None)
-    assert words in sparse.attends_to
-
-
-def test_options_without_effect_are_said(kinds: Kinds) -> None:
-    found = kinds(QSA, overrides={"kv_cache_dtype": "fp8", "block_size": 64, "num_speculative_tokens": 2})
-    (said,) = [warning for warning in found.warnings if "no effect" in warning]
-    assert said.startswith("block_size: no effect")

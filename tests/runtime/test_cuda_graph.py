@@ -137,14 +137,6 @@ def test_levels(
         check_level(group, query_len, mixed)
 
 
-def test_decode_graphs_do_not_ask_what_serves_prefill(make_group: Any, make_toy: Any) -> None:
-    toys = make_toy("FIRST", phases=("prefill",), level="NEVER"), make_toy("SECOND", phases=("decode",))
-    group = make_group(CONFIG, *toys, capacity=CAPACITY, cuda_graphs=True)
-    check_level(group)
-    with pytest.raises(ConfigError, match=r"FIRST with SECOND is at UNIFORM_BATCH\n.*cuda_graph = 'ALWAYS'"):
-        check_level(group, mixed=True)
-
-
 @pytest.mark.parametrize(
     ("options", "sizes", "said"),
     [
@@ -227,29 +219,6 @@ def test_nothing_of_a_larger_batch_is_left(make_group: Any, make_batch: Any, que
     assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == lens
     assert padded.slot_mapping is not None
     assert padded.slot_mapping.tolist() == [6, -1, -1, -1]
-
-
-@pytest.mark.parametrize(("query_len", "size", "bound"), [(1, 4, 1), (3, 4, 3), (None, 16, 16)])
-def test_launch_grids_are_captured_for_the_longest_query_of_a_size(
-    make_group: Any, make_batch: Any, query_len: int | None, size: int, bound: int
-) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    static = StaticBatch(group, query_len)
-    batch = make_batch([(query_len or 2, 20), (query_len or 7, 33)])
-    assert static.load(batch, size).max_query_len == static.dummy(size).max_query_len == bound
-
-
-def test_tables_of_another_block_size_are_refused(make_group: Any, make_batch: Any) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    with pytest.raises(BatchError, match=r"block_size = 8: .* this group's cache has blocks of 16"):
-        StaticBatch(group, 1).load(make_batch([(1, 20)], block_size=8), 4)
-
-
-@pytest.mark.parametrize("missing", ["slot_mapping", "block_table_tensor"])
-def test_a_step_takes_no_slots_and_no_table_of_the_step_before(make_group: Any, make_batch: Any, missing: str) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    with pytest.raises(BatchError, match=f"{missing} is None: layers with a KV cache need it"):
-        StaticBatch(group, 1).load(replace(make_batch([(1, 20)]), **{missing: None}), 4)
 
 
 def test_a_batch_runs_in_the_smallest_size_that_holds_it(make_group: Any, make_batch: Any) -> None:

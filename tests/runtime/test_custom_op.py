@@ -152,15 +152,6 @@ def test_the_operator_writes_into_its_arguments(make_group: Factory) -> None:
         torch.ops.attn_select.attention(problem.query, None, None, cache, output, "the.layer")
 
 
-def test_operators_of_both_kinds_of_layers_are_there() -> None:
-    for name, arguments in (("attention", 3), ("mla_attention", 4)):
-        schema = getattr(torch.ops.attn_select, name).default._schema
-        written = [argument.name for argument in schema.arguments if argument.is_write]
-        assert written == ["kv_cache", "output"]
-        assert len(schema.arguments) == arguments + 3
-        assert not schema.returns
-
-
 def test_contexts_nest_and_end_with_an_error(make_group: Factory) -> None:
     one, two = make_group(CONFIG), make_group(CONFIG)
     problem = random_problem(4, CONFIG, FLASH)

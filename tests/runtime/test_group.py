@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select import NoBackendError, select
+from attn_select import select
 from attn_select.backends.spec import BackendOptions
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
@@ -20,9 +20,7 @@ from attn_select.runtime import (
     BatchError,
     Capacity,
     CommonAttentionMetadata,
-    MLAAttentionGroup,
     attention_group,
-    prepare_batch,
 )
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
@@ -138,18 +136,6 @@ def test_a_group_says_who_runs_and_what_they_reserve(make_toy: Factory, make_gro
         assert group.nan_tail_safe is safe
 
 
-@pytest.mark.parametrize("requests", [MIXED[:3], MIXED[3:]], ids=["decodes", "prefills"])
-def test_a_batch_of_one_phase_is_one_part(
-    make_toy: Factory, make_group: Factory, requests: tuple[tuple[int, int], ...]
-) -> None:
-    decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
-    group = make_group(CONFIG, decode, prefill)
-    problem = random_problem(5, CONFIG, "FLASH_ATTN_NHD", requests=requests)
-    solved(group, problem, common_of(problem))
-    assert len(decode.builds) == (requests == MIXED[:3])
-    assert len(prefill.builds) == (requests == MIXED[3:])
-
-
 @pytest.mark.parametrize("backends", [1, 2])
 def test_no_backend_is_asked_for_requests_without_tokens_alone(
     make_toy: Factory, make_group: Factory, make_batch: Factory, backends: int
@@ -199,11 +185,6 @@ def test_a_group_of_one_phase_refuses_the_other(make_toy: Factory, make_group: F
         other.build(make_batch([(1, 17), (4, 9)]))
 
 
-def test_a_phase_without_a_backend(make_toy: Factory, make_group: Factory) -> None:
-    with pytest.raises(NoBackendError, match="no backend for prefill"):
-        make_group(CONFIG, make_toy(phases=("decode",)))
-
-
 @pytest.mark.parametrize(
     ("requests", "capacity", "message"),
     [
@@ -219,12 +200,6 @@ def test_a_batch_beyond_capacity(
         with pytest.raises(BatchError, match=message):
             build(make_batch(requests))
     group.build(make_batch(requests[:-1]))
-
-
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-def test_capacities_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} = 0: accepted are integers from 1"):
-        Capacity(**{name: 0})
 
 
 @pytest.mark.parametrize("name", ["block_table_tensor", "slot_mapping"])
@@ -277,12 +252,6 @@ def test_what_a_builder_is_told(make_toy: Factory, make_group: Factory, make_bat
     assert [built.fast_build for built in toy.builds] == [True, False]
 
 
-def test_options_come_from_the_selection(make_toy: Factory, choose: Factory) -> None:
-    toy = make_toy(options=ToyOptions)
-    selection = replace(choose(CONFIG, toy), options={"TOY": ToyOptions(chunk=8)})
-    assert AttentionGroup(selection).backends[0].context.options.chunk == 8
-
-
 BLOCKS: Mapping[str, tuple[dict[str, Any], int, int | None]] = {
     "its own": ({"kernel_block_sizes": (16, 32)}, 32, 32),
     "the first that divides": ({"kernel_block_sizes": (64, 16, 8)}, 48, 16),
@@ -324,17 +293,6 @@ def test_tables_are_as_wide_as_the_kernel_wants(
     assert table.shape == (2, columns)
     assert torch.equal(table[:, :3], batch.block_table_tensor)
     assert (table is batch.block_table_tensor) == (multiple == 1)
-
-
-def test_the_multiple_of_all_plans_of_a_backend(make_toy: Factory, choose: Factory, make_batch: Factory) -> None:
-    toy = make_toy()
-    selection = choose(CONFIG, toy)
-    (toys,) = (candidate for candidate in selection.candidates if candidate.backend == "TOY")
-    for verdict, multiple in zip(toys.phases.values(), (4, 6), strict=True):
-        assert verdict.plan is not None
-        verdict.plan = replace(verdict.plan, block_table_width_multiple=multiple)
-    AttentionGroup(selection).build(make_batch([(1, 40)]))
-    assert toy.builds[0].common.block_table_tensor.shape == (1, 12)
 
 
 @pytest.mark.parametrize("requests", [MIXED, MIXED[:3], MIXED[3:]], ids=["mixed", "decodes", "prefills"])
@@ -390,31 +348,6 @@ def test_tables_of_captured_steps_keep_their_address(
         BatchError, match=r"block_table_tensor of 14 columns: max_model_len = 200 reserved 13\n.*larger max_model_len"
     ):
         group.build(make_batch([(1, 210)]))
-
-
-def test_tables_of_captured_steps_hold_the_longest_request(
-    make_toy: Factory, make_group: Factory, make_batch: Factory
-) -> None:
-    """40 tokens are 2 blocks of 32, and so 4 of 16, although 3 of 16 would do."""
-    config = AttentionConfig(**SMALL, block_size=32)
-    toy = make_toy()
-    group = make_group(config, toy, cuda_graphs=True, capacity=Capacity(max_num_seqs=2, max_model_len=40))
-    batch = make_batch([(1, 40), (1, 33)], block_size=32)
-    group.build(make_batch([(1, 9)], block_size=32))
-    group.build(batch)
-    table = toy.builds[-1].common.block_table_tensor
-    assert table.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert table.data_ptr() == toy.builds[0].common.block_table_tensor.data_ptr()
-
-
-def test_backends_have_tables_of_their_own(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    decode = make_toy("DECODER", phases=("decode",), width_multiple=4)
-    prefill = make_toy("PREFILLER", phases=("prefill",), width_multiple=8)
-    group = make_group(CONFIG, decode, prefill, cuda_graphs=True)
-    batch = make_batch([(1, 40), (5, 9)])
-    group.build(batch)
-    assert torch.equal(decode.builds[0].common.block_table_tensor[0, :3], batch.block_table_tensor[0])
-    assert torch.equal(prefill.builds[0].common.block_table_tensor[0, :3], batch.block_table_tensor[1])
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
@@ -497,22 +430,6 @@ def test_cross_attention(make_toy: Factory, make_group: Factory) -> None:
     assert toy.calls == ["update", "forward", "forward"]
 
 
-def test_the_group_that_fits(make_group: Factory, make_toy: Factory, choose: Factory) -> None:
-    made = attention_group(choose(CONFIG, make_toy()), "cpu", Capacity(max_num_seqs=3), cuda_graphs=True)
-    assert type(made) is AttentionGroup
-    assert (made.capacity.max_num_seqs, made.cuda_graphs) == (3, True)
-    with pytest.raises(ConfigError, match="the selection's layers are not MLA"):
-        MLAAttentionGroup(choose(CONFIG, make_toy()))
-
-
-def test_metadata_tells_what_layers_need(make_group: Factory) -> None:
-    config = AttentionConfig(**SMALL, attn_type="encoder_only")
-    metadata = make_group(config).build(prepare_batch([3, 4], [3, 4]))
-    assert metadata.num_actual_tokens == 7
-    assert metadata.slot_mapping is None
-    assert [(part.phase, part.start, part.end) for part in metadata.parts] == [("prefill", 0, 7)]
-
-
 @pytest.mark.parametrize("build", ["build", "build_for_cudagraph_capture"])
 def test_tables_of_another_block_size_are_refused(
     make_toy: Factory, make_group: Factory, make_batch: Factory, build: str
@@ -528,18 +445,6 @@ def test_tables_of_another_block_size_are_refused(
     assert len(toy.builds) == 2
 
 
-def test_builders_see_their_tables_block_size(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    toy = make_toy(kernel_block_sizes=(16,))
-    make_group(AttentionConfig(**SMALL, block_size=32), toy).build(make_batch([(1, 40)], block_size=32))
-    assert toy.builds[0].common.block_size == 16
-
-
-def test_encoders_share_no_prefix(make_group: Factory) -> None:
-    group = make_group(AttentionConfig(**SMALL, attn_type="encoder"))
-    with pytest.raises(BatchError, match="common_prefix_len = 16: layers without a KV cache share no prefix; pass 0"):
-        group.build(prepare_batch([3, 4], [3, 4]), common_prefix_len=16)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:1"])
 def test_a_selection_for_another_device(device: str | None) -> None:
@@ -549,14 +454,3 @@ def test_a_selection_for_another_device(device: str | None) -> None:
     assert caught.value.fields == ("device",)
     assert caught.value.hint is not None
     assert "select(config)" in caught.value.hint
-
-
-def test_a_selection_for_a_gpu_of_another_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
-    selection = select(AttentionConfig(num_heads=8, head_size=64), "h100", backend="FLEX_ATTENTION")
-    said = r"made for h100 \(compute capability 9.0\), but cuda:0 is a NVIDIA A100-SXM4-80GB \(8.0\)"
-    with pytest.raises(ConfigError, match=said):
-        attention_group(selection)

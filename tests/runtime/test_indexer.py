@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_select import select
-from attn_select.errors import ConfigError
 from attn_select.reference.oracle_indexer import index_scores_reference, quantized_rows, wrong_choice
 from attn_select.reference.oracle_mla import mla_reference
 from attn_select.runtime import (
@@ -150,13 +149,6 @@ def test_the_fp8_cache_is_in_the_published_layout() -> None:
     assert views[0].data_ptr() == step.cache.data_ptr()
 
 
-def test_bytes_per_token() -> None:
-    group = group_on("cpu", dtype="bfloat16")
-    assert SparseIndexer(group).bytes_per_token == 132
-    assert SparseIndexer(group, cache_dtype="auto").bytes_per_token == 256
-    assert SparseIndexer(group).allocate_cache(3).shape == (3, BLOCK, 132)
-
-
 def test_a_layer_attends_to_what_its_indexer_chose() -> None:
     """Indexer and attention together are the softmax over the chosen tokens of all."""
     group = group_on("cpu")
@@ -199,25 +191,6 @@ def test_wrong_arguments_are_named() -> None:
     other = Step(((2, 2),), "fp8_e4m3", "cpu")
     with pytest.raises(BatchError, match="built by another group"):
         other.indexer(step.query, key, step.weights, step.cache, step.metadata)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"num_heads": 0}, "num_heads = 0: accepted are integers from 1"),
-        ({"head_dim": 30}, "head_dim = 30: accepted are multiples of 4"),
-        ({"cache_dtype": "fp4"}, "cache_dtype = 'fp4': accepted are fp8_e4m3, auto"),
-    ],
-)
-def test_wrong_options_are_named(options: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        SparseIndexer(group_on("cpu"), **options)
-
-
-def test_dense_layers_have_no_indexer() -> None:
-    dense = MLAAttentionGroup(select(mla_layer(dtype="float32"), device="cpu"), "cpu")
-    with pytest.raises(ConfigError, match="not sparse MLA"):
-        SparseIndexer(dense)
 
 
 @pytest.mark.parametrize("wrong", [-2, 60 * BLOCK])

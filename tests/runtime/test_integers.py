@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,39 +25,26 @@ from attn_select.runtime import (
 
 RIGHT: dict[str, Callable[[Sequence[int]], Any]] = {
     "list": list,
-    "tuple": tuple,
     "range": lambda ids: range(ids[0], ids[0] + len(ids)),
-    "deque": deque,
-    "array of 16 bits": lambda ids: array("h", ids),
     "array of 64 bits": lambda ids: array("q", ids),
     "numpy": np.array,
-    "numpy of 8 bits": lambda ids: np.array(ids, dtype=np.uint8),
     "every other of numpy": lambda ids: np.repeat(np.array(ids), 2)[::2],
     "numpy's integers": lambda ids: [np.int64(number) for number in ids],
     "tensor": torch.tensor,
-    "tensor of 16 bits": lambda ids: torch.tensor(ids, dtype=torch.int16),
     "tensors": lambda ids: [torch.tensor(number) for number in ids],
 }
 WRONG: dict[str, Any] = {
     "bytes": b"\x01\0\0\0\x02\0\0\0",
-    "bytearray": bytearray(b"\x01\x02"),
-    "memory": memoryview(b"\x01\x02"),
     "text": "12",
     "texts": ["1", "2"],
-    "characters": array("u", "12"),
     "floats": [1.0, 2.0],
-    "array of floats": array("d", [1, 2]),
     "numpy's floats": np.array([1.0, 2.0]),
     "tensor of floats": torch.tensor([1.0, 2.0]),
     "truths": [True, False],
-    "numpy's truths": np.array([True, False]),
-    "tensor of truths": torch.tensor([True, False]),
     "two dimensions": np.array([[1], [2]]),
-    "tensor of two dimensions": torch.tensor([[1], [2]]),
     "no dimension": torch.tensor(1),
     "a set": {1, 2},
     "an iterator": iter([1, 2]),
-    "an integer": 1,
     "nothing": None,
     "nothing among them": [1, None],
     "elsewhere": torch.empty(2, dtype=torch.int32, device="meta"),

@@ -77,13 +77,6 @@ def test_dtype_and_bytes(layout: str, kv_cache_dtype: str) -> None:
     assert cache.nbytes == 5 * 8 * layouts.bytes_per_token(layout, config)
 
 
-def test_sparse_tokens_are_bytes_whatever_their_dtype_is_called() -> None:
-    aliased = latent(sparse_top_k=4, kv_cache_dtype="fp8_e4m3")
-    assert cache_dtype(DS, SPARSE) == cache_dtype(DS, aliased) == torch.uint8
-    assert allocate_kv_cache(DS, aliased, 2, 64, "cpu").dtype == torch.uint8
-    assert cache_dtype(MLA, aliased) == torch.float8_e4m3fn
-
-
 def test_a_dtype_that_torch_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'nvfp4'.*accepted are bfloat16"):
         allocate_kv_cache(FLASH, headed(kv_cache_dtype="nvfp4"), 2, 16, "cpu")
@@ -147,40 +140,6 @@ def test_views_hold_what_the_oracle_reads_and_share_memory(layout: str, fields: 
         if config.cache_dtype.startswith("fp8"):
             found = found.view(cache.dtype)
         assert torch.equal(found.double(), expected)
-        assert view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
-
-
-def test_views_of_a_value_wider_than_the_key() -> None:
-    config = headed(v_head_size=48)
-    for layout in (FLASH, NHD, HND):
-        k, v = key_value_views(numbered(layout, config), layout, config)
-        assert (k.shape, v.shape) == ((5, 8, 2, 32), (5, 8, 2, 48))
-    cache = numbered(CLASSIC, config)
-    k, v = paged_attention_views(cache, config)
-    assert (k.shape, v.shape) == ((5, 2, 8, 8, 4), (5, 2, 48, 8))
-    k.fill_(1)
-    v.fill_(2)
-    # Key blocks fill their first 32 of 48 parts; nothing of one lies in the other.
-    assert cache[0].eq(1).sum() == 5 * 2 * 8 * 32
-    assert cache[0, :, :, 8 * 32 :].ne(1).all()
-    assert cache[1].eq(2).all()
-
-
-def test_latent_views() -> None:
-    cache = numbered(MLA, latent())
-    k, v = key_value_views(cache, MLA, latent())
-    assert (k.shape, v.shape) == ((5, 8, 1, 576), (5, 8, 1, 512))
-    assert k.data_ptr() == v.data_ptr() == cache.data_ptr()
-
-
-@pytest.mark.parametrize("layout", [FLASH, NHD, HND])
-def test_views_of_every_other_block_of_a_larger_tensor(layout: str) -> None:
-    config = headed()
-    cache = numbered(layout, config, blocks=10)
-    blocks_axis = SHAPES[layout].index(7)
-    apart = cache[:, ::2] if blocks_axis == 1 else cache[::2]
-    for view, dense in zip(key_value_views(apart, layout, config), key_value_views(cache, layout, config), strict=True):
-        assert torch.equal(view, dense[::2])
         assert view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
 
@@ -286,10 +245,3 @@ def test_width_of_converted_tables(ratio: int, multiple: int, width: int) -> Non
     assert torch.equal(inside, made)
     assert (out[2:] == -7).all()
     assert (out[:, width:] == -7).all()
-
-
-@pytest.mark.parametrize("wrong", [4096, 4096.0, None])
-def test_a_number_in_place_of_one_per_layer_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=f"bytes_per_token = {wrong}: accepted is a sequence") as caught:
-        num_blocks_for(1 << 20, wrong, 16)
-    assert caught.value.fields == ("bytes_per_token",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,17 +102,6 @@ def test_reshape_and_cache_with_a_narrower_value_and_scales_per_head(layout: str
     assert same_bits(found, expected)
 
 
-def test_reshape_and_cache_from_views() -> None:
-    """Keys and values as they lie in the output of one projection."""
-    config, slot_mapping = headed(), torch.tensor([3, 8, -1])
-    (both,) = drawn((3, 2, 96))
-    key, value = both[..., 64:], both[..., :32]
-    expected, found = poisoned(NHD, config), poisoned(NHD, config)
-    write_reference(expected, key, value, slot_mapping, NHD, config)
-    ops.reshape_and_cache(key, value, found, slot_mapping, NHD, config, Scales.make(CPU))
-    assert same_bits(found, expected)
-
-
 def test_chosen_slots_go_in_front_of_padding() -> None:
     chosen = torch.tensor([[-1, 7, -5, 3], [1, 2, 3, 0], [-1, -1, -1, -2], [4, -1, -1, -1]], dtype=torch.int32)
     for given in (chosen, chosen[:0], torch.cat([chosen, chosen], dim=1)[:, 4:]):
@@ -200,16 +188,6 @@ def test_gather_cache_mla(kv_cache_dtype: str) -> None:
     assert (output[16:] == 7).all()
 
 
-def test_gather_nothing() -> None:
-    config = latent(dtype="float32")
-    output = torch.full((2, 576), 7.0)
-    none = torch.zeros(3, dtype=torch.int32)
-    ops.gather_cache_mla(
-        poisoned(MLA, config), output, none[:2, None], none[:2], none, 0, BLOCK, config, Scales.make(CPU)
-    )
-    assert (output == 7).all()
-
-
 def partials(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
     """Two partial results: ordinary rows, dead ones on either side that hold NaN, both dead, and far apart."""
     generator = torch.Generator().manual_seed(3)
@@ -248,17 +226,6 @@ def test_merge_into_one_of_its_inputs(which: int) -> None:
     ops.merge_attn_states(target, a, lse_a, b, lse_b, target_lse)
     assert same_bits(target, output)
     assert same_bits(target_lse, lse)
-
-
-def test_merge_without_lse() -> None:
-    (a, b), (lse_a, lse_b) = partials()
-    output, same = torch.empty_like(a), torch.empty_like(a)
-    before = lse_a.clone(), lse_b.clone()
-    ops.merge_attn_states(output, a, lse_a, b, lse_b, torch.empty_like(lse_a))
-    ops.merge_attn_states(same, a, lse_a, b, lse_b)
-    assert same_bits(same, output)
-    assert same_bits(lse_a, before[0])
-    assert same_bits(lse_b, before[1])
 
 
 @pytest.fixture
@@ -370,27 +337,6 @@ def test_a_plugin_serves_its_devices(offer: Offer) -> None:
     assert ops.implementation("quantize_fp8", meta) == (torch_ops.quantize_fp8, "torch")
     assert asked == [CPU, meta]
     assert ops.implementation("merge_attn_states", CPU) == (torch_ops.merge_attn_states, "torch")
-
-
-def test_the_first_plugin_that_serves_a_device_does(offer: Offer) -> None:
-    def one(*_: Any) -> Any: ...
-    def two(*_: Any) -> Any: ...
-
-    offer("quantize_fp8", a_none=lambda device: None, b_one=lambda device: one, c_two=lambda device: two)
-    assert ops.implementation("quantize_fp8", CPU) == (one, "made_up_ops:b_one")
-
-
-def test_a_plugin_whose_library_warns_is_not_left_out(offer: Offer) -> None:
-    """Under ``-W error`` too, which these tests run with."""
-
-    def works(*_: Any) -> Any: ...
-
-    def warns(device: torch.device) -> Any:
-        warnings.warn("a library is not installed", stacklevel=1)
-        return works
-
-    offer("quantize_fp8", a_warns=warns)
-    assert ops.implementation("quantize_fp8", CPU) == (works, "made_up_ops:a_warns")
 
 
 def test_a_broken_plugin_is_named_and_left_out(offer: Offer) -> None:

@@ -4,7 +4,6 @@ and no graph is kept."""
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("attn_select_torch")
 
-from attn_select import AttentionConfig, AttnSelectError, ConfigError, select  # noqa: E402
+from attn_select import AttentionConfig, ConfigError, select  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
-from attn_select.reference.state_step import StateStep  # noqa: E402
 from attn_select.runtime import BatchError, Capacity, attention_group, prepare_batch  # noqa: E402
 from attn_select.runtime.block_pool import PoolError  # noqa: E402
 from attn_select.runtime.cuda_graph import StaticBatch, load_step  # noqa: E402
@@ -33,7 +31,6 @@ from attn_select.runtime.states import (  # noqa: E402
     StaticStates,
     zeros_slot,
 )
-from attn_select.runtime.timer import Call  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
 from attn_select_torch.runtime.state import TorchStateBackend, TorchStateImpl  # noqa: E402
@@ -149,30 +146,6 @@ def test_groups_of_one_pool_build_a_step_together() -> None:
     assert served.pool.step({"a": 1}).read == slots.write[0]
 
 
-def test_a_step_that_is_over_is_not_built() -> None:
-    served = Served()
-    served.add("a")
-    old = served.pool.step({"a": 1})
-    served.group.build(prepare_batch([1], [1]), old)
-    served.group.build(prepare_batch([1], [2]), served.pool.step({"a": 1}))
-    with pytest.raises(PoolError, match="was taken back, or that a later one followed"):
-        served.group.build(prepare_batch([1], [1]), old)
-
-
-def test_a_static_step_is_committed_or_refused_too() -> None:
-    group = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu"), cuda_graphs=True)
-    group.allocate(6)
-    pool, static = StatePool(6), StaticStates(group, 1, 4)
-    pool.add("a")
-    slots = pool.step({"a": 2})
-    with pytest.raises(BatchError, match="these graphs were captured for uniform"):
-        static.load(prepare_batch([2], [2]), slots, 2)
-    group.build(prepare_batch([2], [2]), slots)  # it runs eagerly instead
-    step = pool.step({"a": 1})
-    static.load(prepare_batch([1], [3]), step, 2)
-    assert pool.step({"a": 1}).read == step.write[0]
-
-
 def test_what_attention_refuses_is_not_committed() -> None:
     states = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu"), cuda_graphs=True)
     states.allocate(6)
@@ -188,47 +161,6 @@ def test_what_attention_refuses_is_not_committed() -> None:
     with pytest.raises(BatchError, match="slots are missing of a group of layers that keep a state"):
         load_step(batches, {states: common, attention: common}, {}, 2)
     assert pool.step({"a": 1}).read == [-1]
-
-
-def test_a_step_runs_again_and_gives_the_same() -> None:
-    for changes, lens in (({}, (4, 2, 1)), ({"conv_kernel_size": 4, "num_speculative_tokens": 2}, (9, 3, 3))):
-        served = Served(**changes)
-        served.add("a")
-        for tokens in lens:
-            metadata, given = served.build(a=tokens), served.inputs(tokens)
-            first = served.layer(*given, served.cache, metadata)
-            assert torch.equal(served.layer(*given, served.cache, metadata), first)
-
-
-def test_threads_share_a_pool() -> None:
-    pool, errors = StatePool(64), []
-
-    def serve(thread: int) -> None:
-        try:
-            for number in range(200):
-                pool.add((thread, number))
-                pool.commit(pool.step({(thread, number): 1}))
-                pool.free((thread, number))
-        except AttnSelectError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert pool.num_free_slots == 64
-
-
-def test_inputs_have_any_strides() -> None:
-    served = Served()
-    served.add("a", "b")
-    channels, gates = served.inputs(4)
-    strided = torch.empty(served.config.width, 4).T.copy_(channels)
-    cut = Gates(*(torch.stack([each, each], -1)[..., 0] for each in (gates.log_decay, gates.write_strength)))
-    expected = served.layer(channels, gates, served.cache, served.build(a=4))
-    torch.testing.assert_close(served.layer(strided, cut, served.cache, served.build(b=4)), expected)
 
 
 def test_weights_go_where_the_module_goes() -> None:
@@ -318,18 +250,12 @@ ALWAYS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
         with_state(torch.Tensor.half),
         r"cache.state is torch.float16 \(6, 2, 8, 8\) on cpu: accepted is",
     ),
-    "other heads": (with_state(lambda state: state[:, :1]), "cache.state is torch.float32"),
     "too few slots": (with_state(lambda state: state[:0]), r"cache.state is torch.float32 \(0, 2, 8, 8\)"),
-    "too many slots": (with_state(lambda state: torch.cat([state, state])), r"cache.state is torch.float32 \(12, 2"),
     "a transposed view": (with_state(lambda state: state.mT), "cache.state has strides"),
-    "slots in one place": (with_state(lambda state: state[:1].expand(6, 2, 8, 8)), "cache.state has strides"),
     "elsewhere": (with_state(lambda state: state.to("meta")), r"cache.state is torch.float32 \(6, 2, 8, 8\) on meta"),
     "no window": (with_conv(lambda conv: None), r"cache.conv is None: accepted is torch.float32 \(6, 3, 48\) on cpu"),
-    "a shorter window": (with_conv(lambda conv: conv[:, 1:]), r"cache.conv is torch.float32 \(6, 2, 48\)"),
     "no cache": (with_argument("cache", torch.zeros(6, 2, 8, 8)), "cache is a Tensor: accepted is a StateCache"),
     "no gates": (with_argument("gates", torch.zeros(4, 2)), "gates is a Tensor: accepted is Gates"),
-    "inputs elsewhere": (with_argument("channels", torch.zeros(4, 48, device="meta")), "on meta: accepted is"),
-    "a number": (with_argument("channels", torch.tensor(1.0)), r"channels is torch.float32 \(\) on cpu: accepted is"),
     "an output elsewhere": (with_argument("output", torch.zeros(4, 2, 8, device="meta")), "output is torch.float32"),
 }
 """What each mode refuses, and how it is named."""
@@ -361,10 +287,6 @@ def in_the_states(served: Served, given: dict[str, Any]) -> None:
     given["output"] = served.cache.state[4:].flatten()[:64].view(4, 2, 8)
 
 
-def in_one_place(served: Served, given: dict[str, Any]) -> None:
-    given["output"] = torch.zeros(1, 2, 8).expand(4, 2, 8)
-
-
 CONTENTS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
     "NaN channels": (numbers("channels", torch.nan), r"channels\[2\] holds NaN or infinity \(token 2 of request 0\)"),
     "NaN decay": (
@@ -372,14 +294,10 @@ CONTENTS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
         r"log_decay\[2\] = nan \(of request 0\): accepted are numbers up to",
     ),
     "positive decay": (numbers("log_decay", 0.5, 0), r"log_decay\[0\] = 0.5 \(of request 0\)"),
-    "infinite strength": (numbers("write_strength", torch.inf), r"write_strength\[2\] holds NaN or infinity"),
     "raw a": (raw_number("a"), r"a\[3\] holds NaN or infinity"),
-    "raw b": (raw_number("b"), r"b\[3\] holds NaN or infinity"),
     "raw A_log": (raw_number("A_log"), "A_log holds NaN or infinity"),
-    "raw dt_bias": (raw_number("dt_bias"), "dt_bias holds NaN or infinity"),
     "an output inside the channels": (inside, "output and channels overlap"),
     "an output inside the states": (in_the_states, "output and cache.state overlap"),
-    "an output in one place": (in_one_place, "several elements share one address"),
 }
 """What checked mode refuses beside it."""
 
@@ -589,14 +507,3 @@ def test_a_group_that_reads_zeros_makes_them(monkeypatch: pytest.MonkeyPatch) ->
     cache = group.adopt(StateCache(torch.ones(5, 2, 8, 8), None))
     assert group.num_slots == 3
     assert not cache.state[zeros_slot(cache.state)].any()
-
-
-@pytest.mark.usefixtures("checked")
-def test_a_step_to_be_timed_passes() -> None:
-    step = StateStep(select(CONFIG, "cpu"), [(1, 5), (7, 7), (1, 1), (4, 9)])
-    step.make_layers(step.memory(2).caches(step))
-    calls: list[Call] = step.calls()
-    for _ in range(2):
-        for call in calls:
-            call()
-    assert step.error() < 2e-5

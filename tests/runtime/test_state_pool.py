@@ -21,15 +21,6 @@ def run(pool: StatePool, num_tokens: dict[str, int]) -> StateSlots:
     return slots
 
 
-def test_a_new_request_reads_no_slot_and_then_its_own() -> None:
-    pool = StatePool(2)
-    pool.add("a")
-    first = run(pool, {"a": 5})
-    assert (first.read, len(first.write[0])) == ([-1], 1)
-    second = run(pool, {"a": 1})
-    assert second.read == first.write[0]
-
-
 def test_a_step_writes_beside_the_state_that_it_reads_while_a_slot_is_free() -> None:
     pool = StatePool(3)
     for name in ("a", "b"):
@@ -51,49 +42,6 @@ def test_a_step_with_drafts_keeps_the_state_that_it_reads() -> None:
         assert drafts.read[0] not in drafts.write[0]
         assert pool.num_free_slots == 2
         pool.accept("a", kept)
-
-
-def test_a_reused_slot_starts_from_zero() -> None:
-    pool = StatePool(1)
-    pool.add("a")
-    run(pool, {"a": 1})
-    pool.free("a")
-    pool.add("b")
-    assert pool.step({"b": 1}).read == [-1]
-
-
-def test_a_fork_shares_the_state_until_both_have_written() -> None:
-    pool = StatePool(3)
-    pool.add("a")
-    shared = run(pool, {"a": 1}).write[0][0]
-    pool.fork("a", "b")
-    assert pool.num_free_slots == 2
-    step = run(pool, {"a": 1, "b": 1})
-    assert step.read == [shared, shared]
-    assert shared not in (step.write[0][0], step.write[1][0])
-    assert step.write[0] != step.write[1]
-    assert pool.num_free_slots == 1
-
-
-def test_one_of_a_fork_may_go_on_alone() -> None:
-    pool = StatePool(2)
-    pool.add("a")
-    shared = run(pool, {"a": 1}).write[0][0]
-    pool.fork("a", "b")
-    run(pool, {"a": 1})
-    assert run(pool, {"b": 1}).read == [shared]
-    pool.free("a")
-    assert pool.num_free_slots == 1
-
-
-def test_rejected_drafts_are_undone() -> None:
-    pool = StatePool(4, num_speculative_tokens=3)
-    pool.add("a")
-    run(pool, {"a": 10})
-    drafts = run(pool, {"a": 4})
-    assert len(set(drafts.write[0])) == 4
-    pool.accept("a", 2)
-    assert pool.step({"a": 4}).read == [drafts.write[0][1]]
 
 
 def test_a_decode_needs_its_slots() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.running import common_of, reblocked
-from attn_select.runtime import Attention, AttentionGroup, BatchError, Capacity, split_decodes_and_prefills
+from attn_select.runtime import Attention, AttentionGroup, Capacity, split_decodes_and_prefills
 from attn_select.runtime.metadata import Split
 from attn_select.testing import lse_error, random_problem, relative_error
 
@@ -71,20 +71,6 @@ def test_any_batch(make_toy: Factory, make_group: Factory, requests: list[tuple[
         assert toy.builds[0].common.num_reqs <= group.backends[0].context.max_num_seqs
 
 
-def test_chunks_of_one_token_see_themselves_alone(make_toy: Factory, make_group: Factory) -> None:
-    toy = make_toy(kernel_block_sizes=(1,))
-    assert_solved(make_group(chunked(1, block_size=4), toy), 11, ((1, 1), (3, 3), (2, 5), (4, 2)), block_size=4)
-    assert toy.builds[0].common.query_lens_cpu.tolist()[:6] == [1] * 6
-
-
-def test_blocks_are_split_until_they_divide_a_chunk(make_toy: Factory, make_group: Factory) -> None:
-    toy = make_toy(kernel_block_sizes=(16, 8), width_multiple=4)
-    group = make_group(chunked(24, block_size=16), toy)
-    assert (group.block_size, group.backends[0].context.block_size) == (16, 8)
-    assert_solved(group, 5, MIXED)
-    assert {built.common.block_table_tensor.shape[1] for built in toy.builds} == {4}
-
-
 def test_two_backends_share_a_batch(make_toy: Factory, make_group: Factory) -> None:
     decode = make_toy("DECODER", phases=("decode",))
     prefill = make_toy("PREFILLER", phases=("prefill",), reorder=1)
@@ -129,15 +115,3 @@ def test_captured_tensors_stay_where_they_are(make_toy: Factory, make_group: Fac
     assert [tensor.stride() for tensor in captured] == [tensor.stride() for tensor in replayed]
     assert replayed[1].tolist() == [32, 1, 7]
     assert replayed[2][:, 0].tolist() == [2, 8, 9]  # the first chunk ends with block 1, the next two with block 7
-
-
-def test_a_shared_prefix_is_not_used(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    toy = make_toy()
-    group = make_group(chunked(32), toy, capacity=Capacity(64, 64, 1024))
-    group.build(make_batch([(1, 600)] * 32), common_prefix_len=512)
-    assert toy.builds[0].prefix_len == 0
-
-
-def test_a_step_in_both_directions_is_refused(make_group: Factory, make_batch: Factory) -> None:
-    with pytest.raises(BatchError, match=r"causal = False, but the layers attend inside chunks"):
-        make_group(chunked(32)).build(make_batch([(4, 20)], causal=False))

@@ -18,7 +18,6 @@ from attn_select.testing import (
     paged_reference,
     quantize_query,
     random_problem,
-    same_bits,
     slot_mapping_reference,
     storage_dtype,
     write_reference,
@@ -86,31 +85,6 @@ def test_writes_where_the_layout_says_and_nowhere_else(
     tolerance = {"auto": 0, "float32": 0, "float16": 1e-3, "fp8_e4m3": 0.07, "fp8_e5m2": 0.13}[kv_cache_dtype]
     torch.testing.assert_close(keys, key[slots >= 0].double(), rtol=tolerance, atol=1e-3 if tolerance else 0)
     torch.testing.assert_close(values, value[slots >= 0].double(), rtol=tolerance, atol=1e-3 if tolerance else 0)
-
-
-def test_uint8_storage_is_fp8_storage() -> None:
-    config = AttentionConfig(**SIZES, kv_cache_dtype="fp8_e5m2")
-    problem = random_problem(5, config, FLASH_ATTN_NHD)
-    output = problem.reference()
-    torch.testing.assert_close(problem.reference(kv_cache=problem.written_cache().view(torch.uint8)), output)
-
-
-def test_strided_caches_and_pairs() -> None:
-    """A cache may be a view: here HND memory seen as NHD; and classic paged attention has two tensors."""
-    config = AttentionConfig(**SIZES)
-    problem = random_problem(6, config, FLASHINFER_NHD)
-    expected = problem.reference()
-    hnd = problem.written_cache().transpose(2, 3).contiguous()
-    torch.testing.assert_close(problem.reference(kv_cache=hnd.transpose(2, 3)), expected, rtol=0, atol=0)
-
-    classic = random_problem(6, config, PAGED_ATTENTION)
-    assert classic.kv_cache is not None
-    cache = classic.written_cache()
-    size = classic.block_size
-    pair = (cache[0].view(-1, 2, 4, size, 8), cache[1].view(-1, 2, 32, size))
-    tables = (classic.block_table, classic.query_start_loc, classic.seq_lens)
-    got = paged_reference(classic.query, pair, PAGED_ATTENTION, *tables, config, classic.scale)
-    torch.testing.assert_close(got, classic.reference(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -266,28 +240,3 @@ def test_slot_mapping() -> None:
     assert slot_mapping_reference(table[0], torch.tensor([5, 2]), 1 + 2).tolist() == [8, 23]
     pool = torch.tensor([12, 5, 30])  # token-level: block size 1
     assert slot_mapping_reference(pool, torch.tensor([2, 0]), 1).tolist() == [30, 12]
-
-
-def test_writing_nothing_changes_nothing() -> None:
-    config = AttentionConfig(**SIZES)
-    cache = poisoned(FLASHINFER_HND, config)
-    before = cache.clone()
-    tokens = torch.ones(2, 2, 32)
-    write_reference(cache, tokens, tokens, torch.tensor([-1, -1]), FLASHINFER_HND, config)
-    assert same_bits(cache, before)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    config = AttentionConfig(**SIZES)
-    cache = poisoned(FLASH_ATTN_NHD, config)
-    tokens = torch.ones(1, 2, 32)
-    with pytest.raises(ValueError, match="slot 20 is outside the cache: accepted are 0 to 19"):
-        write_reference(cache, tokens, tokens, torch.tensor([20]), FLASH_ATTN_NHD, config)
-    with pytest.raises(ValueError, match="is not of layout FLASHINFER_HND"):
-        gather_reference(cache.transpose(0, 1), FLASHINFER_HND, torch.tensor([0]), config)
-    with pytest.raises(ValueError, match=r"'NHD'; known: FLASH_ATTN_NHD"):
-        gather_reference(cache, "NHD", torch.tensor([0]), config)
-    with pytest.raises(ValueError, match="stored without a scale"):
-        gather_reference(cache, FLASH_ATTN_NHD, torch.tensor([0]), config, k_scale=2.0)
-    with pytest.raises(ValueError, match="nvfp4"):
-        storage_dtype("nvfp4")

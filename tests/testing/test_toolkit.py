@@ -34,7 +34,6 @@ from attn_select.testing import (
     check_answers,
     check_sources,
     codes_of,
-    device_of,
     emulated_modules,
     environment_of,
     error_bound,
@@ -77,13 +76,6 @@ def spec_of(outcome: Any = PLAN, **changes: Any) -> BackendSpec:
         **changes,
     }
     return BackendSpec(name="PLAIN", **fields)
-
-
-@pytest.mark.parametrize(
-    ("where", "capability"), [("h100", (9, 0)), ((8, 6), (8, 6)), (None, None), (lookup("b200"), (10, 0))], ids=str
-)
-def test_devices_by_name_capability_and_none(where: Any, capability: Any) -> None:
-    assert device_of(where).compute_capability == capability
 
 
 def test_answers_are_the_gates() -> None:
@@ -146,11 +138,6 @@ def test_a_sound_plan_function_answers_all_that_is_drawn(
 ) -> None:
     answers = check_answers(spec_of(libraries=[[FA2]]), config, where, environment=environment)
     assert set(answers) == set(config.phases)
-
-
-@given(config=strategies.configs(mla=True, sparse=False, num_heads=16))
-def test_what_is_drawn_can_be_narrowed(config: AttentionConfig) -> None:
-    assert (config.mla, config.sparse, config.num_heads) == (True, False, 16)
 
 
 @pytest.mark.parametrize(
@@ -235,14 +222,6 @@ def test_a_step_runs_on_poisoned_memory_and_is_compared(acme: BackendSpec) -> No
     shared = shared_prefix(problem, 1)
     assert shared.block_table is not None
     assert len(set(shared.block_table[:, 0].tolist())) == 1
-
-
-def test_a_kernel_that_rounds_to_fp8_itself_has_the_bound_of_an_fp8_query() -> None:
-    config = gqa_layer(kv_cache_dtype="fp8_e4m3")
-    given, itself = replace(PLAN, query_dtype="fp8_e4m3"), replace(PLAN, rounds_to="fp8_e4m3")
-    exact, rounded = (error_bound(config, {"decode": plan}) for plan in (PLAN, itself))
-    assert rounded == error_bound(config, {"decode": given})
-    assert rounded.norm > exact.norm
 
 
 def test_an_fp8_output_that_saturates_is_compared_with_what_it_can_hold(acme: BackendSpec) -> None:
