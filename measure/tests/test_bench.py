@@ -18,7 +18,7 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select_measure import bench_machine, benching, host_memory, prepared
-from attn_select_measure.timed import Timed, uncertainty
+from attn_select_measure.timed import Timed
 from attn_select_torch.runtime import sdpa
 
 pytestmark = [
@@ -99,17 +99,6 @@ def test_mla_is_timed_by_both_of_its_paths(run: Any, dtype: str) -> None:
     assert [set(kernel) for kernel in kernels] == [{"decode"}, {"prefill", "decode"}, {"prefill"}]
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla"])
-def test_sparse_mla_is_timed_over_tokens_that_are_chosen_for_it(run: Any, dtype: str) -> None:
-    dims = ("--kv-lora-rank", "512", "--qk-rope-head-dim", "64", "--qk-nope-head-dim", "16", "--v-head-dim", "16")
-    layer = ("--mla", "--num-heads", "2", *dims, "--sparse-top-k", "32", "--kv-cache-dtype", dtype)
-    # Requests of fewer tokens than it may choose, and of more.
-    data = run("bench", *layer, "--workload", "2q1s80_q1s9,2q9s40_q1s30", "--rounds", "1", "--json").json
-    assert data["ok"], data
-    for batch in data["layers"][0]["batches"]:
-        assert 0 < batch["backends"][0]["error"] <= batch["backends"][0]["bound"]
-
-
 def test_a_backend_that_is_not_valid_says_why(run: Any) -> None:
     options = ("--workload", "2q1s40", "--rounds", "1")
     result = run("bench", *LAYER, *options, "--backend", "FLASH_ATTN", "--backend", "TORCH_SDPA")
@@ -131,13 +120,6 @@ def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, monkeypatch: py
     assert result.code == 0
     assert "TORCH_SDPA: RuntimeError: the kernel is broken\n" in result.out
     assert "FLEX_ATTENTION  flex-cpp" in result.out
-
-
-def test_an_error_above_its_bound_is_marked(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared.LayerStep, "error", lambda self: 0.5)
-    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
-    assert result.code == 1
-    assert "5.0e-01 ABOVE" in result.out
 
 
 @pytest.fixture
@@ -185,14 +167,6 @@ def test_layers_of_more_ranks_than_processes_are_not_timed(run: Any) -> None:
     config = CONFIG.model_copy(update={"decode_context_parallel_size": 2})
     with pytest.raises(ConfigError, match="this layer cannot be timed alone: its cache lies on 2 ranks"):
         benching.check_runnable(config, parse_batch_shape("2q1s40"))
-
-
-def test_a_terminal_shows_progress(run_on_terminal: Any) -> None:
-    result = run_on_terminal(100, "bench", *LAYER, "--workload", "2q1s40", *QUICK)
-    assert result.code == 0
-    assert "measuring the device's copy and matmul rates" in result.out
-    assert "measuring" not in run_on_terminal(100, "bench", "--help").out
-    assert "torch-sdpa" in result.out
 
 
 def test_candidates_of_a_decode_are_made_for_decode_alone_where_prefill_is_not_theirs() -> None:
@@ -289,49 +263,3 @@ def test_a_backend_that_is_far_slower_than_the_roofline_runs_fewer_layers(
     assert timed.exact  # what is compared ran on the cache that it is compared on
     (graph,) = gpu_bench.graphs
     assert graph.count == 1
-
-
-def test_rounds_end_once_all_medians_are_sure(known_machine: None) -> None:
-    batch, wide = parse_batch_shape("2q1s40"), 1e9
-    for settled, rounds in ((wide, benching.SETTLED_ROUNDS), (0.0, 9), (None, 9)):
-        bench = benching.Bench(rounds=9, settled=settled)
-        found = bench.measure(CONFIG, batch, bench.candidates(CONFIG, batch, ["TORCH_SDPA"]))
-        assert len(found.timed[0].samples_us) == rounds
-
-
-def test_the_uncertainty_of_a_median_is_a_share_of_it() -> None:
-    assert uncertainty([5.0] * 7) == 0.0
-    few, many = [9.0, 10.0, 11.0] * 3, [9.0, 10.0, 11.0] * 12
-    assert uncertainty(few) == pytest.approx(2 * uncertainty(many))
-    assert uncertainty(few) == pytest.approx(1.96 * 1.2533 * 2 / 1.349 / 3 / 10)
-
-
-def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
-    assert (timed.method, timed.why_eager) == ("eager", "its plan supports no CUDA graphs")
-    assert timed.samples_us
-
-    def refuse(calls: Sequence[Any]) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(prepared, "captured", refuse)
-    timed = timed_by(gpu_bench, CONFIG, "q40", "TORCH_SDPA")
-    assert timed.method == "eager"
-    assert timed.why_eager == "RuntimeError: operation not permitted when stream is capturing"
-    assert timed.samples_us
-
-
-STATES = ("--recurrence", "gated_delta_net", "--num-heads", "2", "--num-v-heads", "4", "--head-size", "16")
-
-
-@pytest.mark.parametrize("more", [(), ("--conv-kernel-size", "4"), ("--speculative-tokens", "2")], ids=str)
-def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, more: tuple[str, ...]) -> None:
-    batches = "3q1s40,2q3s9,q300_2q1s9,2q20s90"
-    result = run("bench", *STATES, *more, "--workload", batches, "--rounds", "3", "--json")
-    assert result.code == 0
-    assert result.json["ok"]
-    (layer,) = result.json["layers"]
-    found = {batch["batch"]: batch["backends"][0] for batch in layer["batches"]}
-    assert {each["backend"] for each in found.values()} == {"TORCH_STATE"}
-    assert all(each["error"] <= each["bound"] for each in found.values())
-    assert all(each["block_size"] is None for each in found.values())

@@ -17,7 +17,7 @@ from attn_select import AttentionConfig, clear_cache, select
 from attn_select.decide.selector import environment_for
 from attn_select.machine.device import lookup
 from attn_select.times import prediction
-from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.batch_shape import BatchShape
 from attn_select.times.workload import parse_workload, phases_of
 from attn_select_cli import explanation
 from attn_select_measure import benching, surveying, tuning
@@ -164,18 +164,6 @@ def test_a_tune_goes_on(run: Any, kernels: dict[str, Times], survey_file: Path, 
     assert "rest on from now on" not in named.out
 
 
-def test_a_workload_limits_what_is_drawn(run: Any, kernels: dict[str, Times], survey_file: Path) -> None:
-    asked = "30q1s4k*0.7,40q1s2k*0.3"
-    assert run(*TUNE, "--workload", asked).code == 0
-    batches = [parse_batch_shape(record["batch"]) for record in records_of(survey_file)]
-    assert [str(batch) for batch in batches[:2]] == ["30q1s4k", "40q1s2k"]
-    for batch in batches:
-        assert batch.is_decode()
-        assert batch.num_requests <= 40
-        assert batch.max_seq_len <= 4096
-    assert len({str(batch) for batch in batches}) > 10
-
-
 @pytest.mark.parametrize(
     ("workload", "phases"),
     [
@@ -215,13 +203,3 @@ def test_wrong_input(run: Any, arguments: tuple[str, ...], told: str, survey_fil
     assert result.code == 2
     assert told in result.err
     assert not survey_file.parent.exists()
-
-
-def test_a_survey_of_the_users_own_is_not_replaced(run: Any, survey_file: Path) -> None:
-    survey_file.parent.mkdir()
-    data = (prediction.PACKAGED_FOLDER / "h100.json.gz").read_bytes()
-    survey_file.write_bytes(data)
-    result = run(*TUNE, "--out", str(survey_file))
-    assert result.code == 2
-    assert f"{survey_file} exists, and no tune wrote it" in result.err
-    assert survey_file.read_bytes() == data

@@ -21,17 +21,6 @@ def test_one_side_shows_its_cache(run: Any) -> None:
     assert cells[4:] == ["bfloat16", "8 × 128", "4096 per token", "FLASH_ATTN"]
 
 
-def test_a_hybrid_model_has_states_and_blocks(run: Any) -> None:
-    result = run("cache", "--model", "qwen3-next-80b-a3b", "--gpu", "h200")
-    assert result.code == 0
-    states, blocks = (re.split(r"  +", line) for line in result.out.splitlines()[-2:])
-    assert states[0] == "gated_delta_net × 36"
-    assert states[1].startswith("st1-")
-    assert states[2:6] == ["STATE_VK", "-", "float32", "32 × 128 × 128"]
-    assert states[6] == "2146304 per request"
-    assert blocks[1].startswith("kv1-")
-
-
 def test_sides_with_states_fit_by_an_option_for_each(run: Any) -> None:
     asked = ("cache", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--gpu", "b200")
     result = run(*asked, "--json")
@@ -43,12 +32,6 @@ def test_sides_with_states_fit_by_an_option_for_each(run: Any) -> None:
     assert options == {"prefill": ["--backend FLA"], "decode": ["--backend FLASH_ATTN"]}
     told = run(*asked).out
     assert "attn_select.runtime.states.convert_states turns one side's states into the other's." in told
-
-
-def test_sides_of_one_layout_fit(run: Any) -> None:
-    result = run("cache", *MODEL, "--gpu", "h100", "--gpu", "a100")
-    assert result.code == 0
-    assert "Both sides fit: blocks and states can be copied byte by byte." in result.out
 
 
 def test_another_layout_names_the_option_that_removes_it(run: Any) -> None:

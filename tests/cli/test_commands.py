@@ -16,7 +16,7 @@ import click
 import pytest
 
 from attn_select import __version__
-from attn_select.backends.registry import Plugin, Registry
+from attn_select.backends.registry import Registry
 from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
@@ -76,13 +76,6 @@ def test_matrix_is_exit_1_where_a_cell_has_no_backend(run: Any) -> None:
     layer = run("matrix", "--num-heads", "8", "--head-size", "64", "--gpu", "h100", "--backend", "FLASHMLA")
     assert "`attn-select explain --gpu h100`" in layer.out
     assert "explain" not in run("matrix", "--model", "llama-3-8b", "--gpu", "h100").out
-
-
-def test_diff_between_gpus_says_what_and_why(run: Any) -> None:
-    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--no-times", "--to", "--gpu t4")
-    assert result.code == 1
-    assert "FLASH_ATTN -> TRITON_ATTN" in result.out
-    assert "compute capability 7.5" in result.out
 
 
 def test_diff_says_predicted_times(run: Any) -> None:
@@ -217,20 +210,6 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
     )
 
 
-def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_select_cli.doctor import import_error
-
-    (tmp_path / "broken_kernels.py").write_text(
-        "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert import_error("broken_kernels") == "ImportError: libcudart.so.12: cannot open shared object file"
-    assert import_error("json") is None
-    (tmp_path / "warning_kernels.py").write_text("import warnings; warnings.warn('flash-attn is not installed')\n")
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    assert import_error("warning_kernels") is None
-
-
 @pytest.mark.parametrize("command", ["doctor", "doctor --no-import", "backends", "explain --gpu h100", "run"])
 def test_commands_import_nothing_from_the_working_directory(run: Any, tmp_path: Path, command: str) -> None:
     modules = {
@@ -241,18 +220,6 @@ def test_commands_import_nothing_from_the_working_directory(run: Any, tmp_path: 
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     run(*command.split())
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
-
-
-def test_diff_shows_how_a_backend_runs_otherwise_and_the_size_of_the_model(run: Any) -> None:
-    changes = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--model llama-3-70b", "--json").json[
-        "changes"
-    ]
-    assert [(c["what"], c["from"], c["to"]) for c in changes] == [("count", 32, 80)]
-    layer = ("--model", "llama-3-8b", "--gpu", "h100", "--backend", "FLASH_ATTN")
-    arguments = ("diff", *layer, "--to", "--kv-cache-dtype fp8", "--json")
-    found = {(c["phase"], c["what"]): (c["from"], c["to"]) for c in run(*arguments).json["changes"]}
-    assert found["decode", "query_dtype"] == ("bfloat16", "fp8_e4m3")
-    assert found[None, "bytes_per_token"] == (4096, 2048)
 
 
 @pytest.mark.parametrize(
@@ -280,38 +247,6 @@ def test_output_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
-
-
-def test_the_backends_of_a_broken_plugin_are_not_called_missing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = Plugin("torch", "attn-select-torch", "0.1.0", error="ImportError: no such thing")
-    monkeypatch.setattr("attn_select.rules.plugins.load_plugins", cache(lambda: Registry(plugins=[plugin])))
-    states = {entry["name"]: (entry["state"], entry["remedy"]) for entry in run("backends", "--json").json["backends"]}
-    assert states["TORCH_SDPA"] == ("plugin-broken", None)
-    assert states["TRITON_ATTN"][0] == "plugin-not-installed"
-    result = run("doctor", "--no-import")
-    assert result.code == 1
-    assert "TORCH_SDPA is not usable: plugin torch (attn-select-torch 0.1.0) is broken: ImportError" in result.out
-    assert "pip install" not in "".join(line for line in result.out.splitlines() if line.startswith("problem"))
-
-
-def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
-    rules = tmp_path / "mine.toml"
-    rules.write_text(
-        'version = 1\n[[rules]]\nname = "long"\nwhen = { seq_len = ">=32768" }\nprefer = ["TRITON_ATTN"]\n', "utf-8"
-    )
-    layer = ("--num-heads", "40", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "a100", "--rules", str(rules))
-    for workload, name in (("8q1s32k,q32k", "TRITON_ATTN"), ("8q1s1k", "FLASH_ATTN")):
-        cell = run("matrix", *layer, "--workload", workload, "--json").json["cells"][0]
-        assert cell["selected"]["decode"] == name
-    changed = run("diff", *layer, "--to", "--workload 8q1s32k,q32k", "--json")
-    assert changed.code == 1
-    assert {(c["phase"], c["from"], c["to"]) for c in changed.json["changes"] if c["what"] == "backend"} == {
-        ("prefill", "FLASH_ATTN", "TRITON_ATTN"),
-        ("decode", "FLASH_ATTN", "TRITON_ATTN"),
-    }
-    wrong = run("matrix", *layer, "--workload", "8q1s32g")
-    assert wrong.code == 2
-    assert "batch = '8q1s32g': expected groups such as 64q1s4k" in wrong.err
 
 
 @pytest.mark.parametrize("command", ["explain", "run", "flags", "matrix", "diff", "cache", "bench", "tune", "report"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -111,24 +110,6 @@ def test_a_rules_file_changes_the_decision_and_is_named(run: Any, tmp_path: Path
     assert "hopper-window-prefill" not in result.out  # it prefers nothing for a layer without a window
 
 
-def test_several_models_and_gpus(run: Any) -> None:
-    arguments = ("explain", "--model", "llama-3-8b", "--model", "bert-base", "--gpu", "h100", "--gpu", "t4")
-    result = run(*arguments, "--json")
-    jsonschema.validate(result.json, SCHEMA)
-    found = [(e["model"]["name"], e["device"]["name"]) for e in result.json["explanations"]]
-    assert found == [("llama-3-8b", "h100"), ("llama-3-8b", "t4"), ("bert-base", "h100"), ("bert-base", "t4")]
-    text = run(*arguments).out
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("Model ")] == [name for name, _ in found]
-    wrong = run("explain", "--model", "llama-3-8b", "--model", "./nowhere.json", "--gpu", "h100")
-    assert wrong.code == 2
-    assert "error: ./nowhere.json: no such file or folder" in wrong.err
-    unset = run("explain", "--model", "llama-3-8b", "--gpu", "")
-    assert (unset.code, unset.out) == (2, "")
-    assert "error: unknown gpu ''" in unset.err
-    wrong = run("explain", "--model", "llama-3-8b", "--model", "bert-base", "--gpu", "h100", "-tp", "3")
-    assert "error: llama-3-8b on h100: tensor_parallel_size = 3" in wrong.err
-
-
 def test_without_full_it_is_the_plan_and_one_line_for_each_rejected_backend(run: Any) -> None:
     arguments = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dtype", "fp8")
     brief, layer = run(*arguments).out, run(*arguments, "--json").json["layers"][0]
@@ -215,15 +196,3 @@ def test_a_model_type_that_is_not_known_is_not_assumed(run: Any, tmp_path: Path)
     assumed = run(*asked, "--assume-attention")
     assert assumed.code == 0
     assert "model type 'brandnew' is not known: read as a Llama-like decoder" in assumed.err
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no such owner here")
-@pytest.mark.parametrize("command", ["explain --model gemma-3-27b --gpu h100", "run --head-size 32 --num-heads 2"])
-def test_rules_of_another_user_are_named_once(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    (tmp_path / "selector_rules.toml").write_text("version = 1\n[backends.FLASH_ATTN]\nversion = 2\n")
-    assert "another user" not in run(*command.split()).err
-    owner = tmp_path.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    assert run(*command.split()).err.count("it belongs to another user") == 1

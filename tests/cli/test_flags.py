@@ -85,12 +85,6 @@ def test_arguments(run: Any, engine: str, model: str, gpu: str, expected: str) -
     assert " ".join(flags(run, engine, model, gpu)["arguments"]) == expected
 
 
-def test_a_block_size_is_said_where_it_was_asked_for(run: Any) -> None:
-    for engine, argument in (("vllm", "--block-size"), ("sglang", "--page-size")):
-        assert argument not in flags(run, engine, "llama-3-8b", "h100")["arguments"]
-        assert flags(run, engine, "llama-3-8b", "h100", "--block-size", "32")["arguments"][-2:] == [argument, "32"]
-
-
 def test_tensorrt_llm_reads_a_file(run: Any) -> None:
     found = flags(run, "trtllm", "deepseek-v3", "h100", "--kv-cache-dtype", "fp8", "-tp", "8")
     assert found["arguments"] == ["--tp_size", "8", "--config", "attn-select.yaml"]
@@ -104,23 +98,6 @@ def test_tensorrt_llm_reads_a_file(run: Any) -> None:
     text = run("flags", "-e", "trtllm", "-m", "deepseek-v3", "-g", "h100", "--kv-cache-dtype", "fp8").out
     yaml = text.partition("attn-select.yaml:\n")[2].partition("\n\n")[0]
     assert yaml == "  dtype: bfloat16\n  kv_cache_config:\n    dtype: fp8"
-
-
-def test_layer_kinds_get_their_own_where_the_engine_can(run: Any, tmp_path: Path) -> None:
-    rules = tmp_path / "windows.toml"
-    rules.write_text(
-        'version = 1\n[[rules]]\nname = "windows"\nprefer = ["TRITON_ATTN"]\nwhen = { sliding_window = ">0" }\n'
-    )
-    found = flags(run, "vllm", "gpt-oss-120b", "h100", "--rules", str(rules))
-    assert {layer["kind"]: layer["engine_backend"] for layer in found["layers"]} == {
-        "sliding_attention": "TRITON_ATTN",
-        "full_attention": "FLASH_ATTN",
-    }
-    joined = " ".join(found["arguments"])
-    assert "--attention-backend TRITON_ATTN --attention-config.backend_per_kind.full_attention FLASH_ATTN" in joined
-    one = flags(run, "sglang", "gpt-oss-120b", "h100", "--no-times", "--rules", str(rules))
-    assert len({layer["engine_backend"] for layer in one["layers"]}) == 1
-    assert "does not fit all layers" in {each["why"] for layer in one["layers"] for each in layer["passed_over"]}.pop()
 
 
 def test_what_no_argument_says_is_listed(run: Any) -> None:
@@ -157,16 +134,6 @@ def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     assert (
         f"vllm serve '{folder}' \\\n" in run("flags", "-e", "vllm", "-m", str(folder / "config.json"), "-g", "h100").out
     )
-
-
-def test_an_engine_without_any_of_the_order(run: Any) -> None:
-    none = run("flags", "-e", "transformers", "-m", "gpt-oss-120b", "-g", "a100")
-    assert none.code == 1
-    assert "--attn-implementation" not in none.out
-    assert "transformers has none of its backends, and the default of transformers runs there" in none.out
-    nvfp4 = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "a100", "--kv-cache-dtype", "nvfp4")
-    assert nvfp4.code == 1
-    assert "no backend of attn-select is valid" in nvfp4.out
 
 
 def test_an_explicit_choice_is_never_replaced(run: Any) -> None:

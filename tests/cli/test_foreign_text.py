@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from attn_select.times.prediction import PACKAGED_FOLDER
 
 EVIL = "Llama\x1b[2J\r\nFORGED line \x1b]8;;http://evil\x07link\x1b]8;;\x07 \x9b31m \u202e"
 NAME = "m\x1b[31m\nFORGED"
@@ -24,10 +21,7 @@ CONFIG: dict[str, Any] = {
 }
 COMMANDS = {
     "explain": ("explain", "--gpu", "h200"),
-    "times": ("explain", "--gpu", "h200", "--workload", "64q1s4k"),
     "vllm": ("flags", "--gpu", "h200", "--engine", "vllm"),
-    "sglang": ("flags", "--gpu", "h200", "--engine", "sglang"),
-    "matrix": ("matrix", "--gpu", "h200"),
     "markdown": ("matrix", "--gpu", "h200", "--format", "markdown"),
     "json": ("explain", "--gpu", "h200", "--json"),
 }
@@ -70,19 +64,6 @@ def test_the_name_of_a_workload(run: Any, tmp_path: Path) -> None:
     ):
         path.write_text(f'name = {json.dumps(name)}\n[[shapes]]\nbatch = "64q1s4k"\nweight = 1\n')
         printed(run, "explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", str(path))
-
-
-def test_a_survey(run: Any, tmp_path: Path) -> None:
-    path = tmp_path / "survey.json.gz"
-    asked = ("--model", "llama-3-8b", "--gpu", "h200", "--times", path.name)
-    survey = json.loads(gzip.decompress((PACKAGED_FOLDER / "h200.json.gz").read_bytes()))
-    for key in ("gpu", "date", "v", "rates"):
-        path.write_bytes(gzip.compress(json.dumps({**survey, key: EVIL}).encode()))
-        printed(run, "explain", *asked)
-    survey["backends"]["FLASH_ATTN"]["fingerprint"] = {"vllm": EVIL}
-    survey["families"]["attention"]["backends"][EVIL] = survey["families"]["attention"]["backends"]["FLASH_ATTN"]
-    path.write_bytes(gzip.compress(json.dumps(survey).encode()))
-    printed(run, "explain", *asked, "--with", "vllm==1.0")
 
 
 def strings_of(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

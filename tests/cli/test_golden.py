@@ -49,14 +49,6 @@ def test_a_wrong_field_is_named(run: Any, tmp_path: Path, place: tuple[Any, ...]
     assert "golden.json" in result.err
 
 
-def test_a_missing_field_is_named(run: Any, tmp_path: Path) -> None:
-    golden = document(run)
-    del golden["layers"][0]["plan"]
-    result = diff(run, tmp_path, golden)
-    assert (result.code, result.out) == (2, "")
-    assert "layers[0].plan: missing" in result.err
-
-
 def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "golden.json"
     wrong = ((b"{", "not JSON"), (b"\xff", "not UTF-8: save it as UTF-8"), (b"[" * 100_000, "nested too deeply"))

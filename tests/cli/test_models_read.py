@@ -88,14 +88,6 @@ def test_a_model_without_any_layer_that_is_served(run: Any, tmp_path: Path, gpu:
     assert "deepseek_v4_csa" in refused.json["error"]["message"]
 
 
-def test_warnings_about_a_model_go_to_stderr(run: Any) -> None:
-    options = ("--model", "deepseek-v3", "--gpu", "h100")
-    for command in ("explain", "flags --engine vllm", "cache"):
-        result = run(*command.split(), *options)
-        assert "num_nextn_predict_layers" not in result.out
-        assert result.err.startswith("warning: num_nextn_predict_layers = 1: ")
-
-
 def test_a_bias_in_the_scores_is_a_reason_and_no_argument_forces_a_backend(run: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5", "dtype": "bfloat16"}')
     result = run("explain", "--model", str(tmp_path), "--gpu", "h100", "--json")

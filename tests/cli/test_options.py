@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -73,11 +72,3 @@ def test_a_bare_value_of_to_says_which_option_it_wants(run: Any, command: str, t
     result = run(command, *LLAMA, "--to", to)
     assert (result.code, result.out) == (2, "")
     assert f"write {write}" in result.err
-
-
-def test_nvfp4_is_not_offered_and_refused_with_a_reason(run: Any) -> None:
-    assert not re.search("nvfp4", run("explain", "--help").out)
-    result = run("explain", "--model", "llama-3-8b", "--gpu", "b200", "--kv-cache-dtype", "NVFP4", "--json")
-    assert result.code == 1
-    reasons = [r for c in result.json["layers"][0]["candidates"] for p in c["phases"].values() for r in p["reasons"]]
-    assert {reason["observed"] for reason in reasons if reason["code"] == "kv-cache-dtype"} == {"nvfp4"}

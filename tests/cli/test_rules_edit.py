@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,6 @@ from attn_select.errors import RulesError
 from attn_select.machine import files
 from attn_select_cli import rules_file
 from attn_select_cli.rules_edit import Proposal
-
-WRITTEN_BY_HAND = """\
-# ours
-version = 1 # the format
-
-# about a
-[[rules]]
-name = "a" # why
-prefer = ["TRITON_ATTN"]   # fast here
-
-[backends.FLASH_ATTN]
-version = 2
-
-# about b
-[[rules]]
-name = "b"
-deny = ["FLASHMLA"]
-[rules.when]
-# old ones
-library.flash-mla = "<1" # known bad
-
-# the end
-"""
 
 
 @pytest.fixture
@@ -175,18 +151,6 @@ def test_undo_goes_back_step_by_step(run: Any, user_file: Path) -> None:
     assert "nothing to take back" in run("rules", "undo", "--yes").err
 
 
-def test_a_link_and_permissions_stay(run: Any, user_file: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "dotfiles.toml"
-    kept.write_text(WRITTEN_BY_HAND)
-    kept.chmod(0o600)
-    user_file.parent.mkdir(parents=True)
-    user_file.symlink_to(kept)
-    assert run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes").code == 0
-    assert user_file.is_symlink()
-    assert kept.stat().st_mode & 0o777 == 0o600
-    assert kept.read_text().startswith(WRITTEN_BY_HAND.rstrip())
-
-
 def test_a_change_is_made_of_what_the_file_has_by_then(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,17 +170,6 @@ def test_a_change_is_made_of_what_the_file_has_by_then(
     undo = Proposal(path, "version = 1\n# older\n", str)
     with pytest.raises(RulesError, match="has changed"):
         rules_file.undo(undo.path, undo.seen)
-
-
-def test_updates_side_by_side_all_stand(tmp_path: Path) -> None:
-    path, names = tmp_path / "rules.toml", [f"rule-{number}" for number in range(8)]
-
-    def add(name: str) -> None:
-        rules_file.write(path, lambda text: rules_file.with_rule(text, {"name": name, "deny": ["FLASHMLA"]}))
-
-    with ThreadPoolExecutor(8) as pool:
-        [*pool.map(add, names)]
-    assert sorted(rule["name"] for rule in rules(path)) == names
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

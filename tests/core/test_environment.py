@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +13,6 @@ from attn_select.backends.spec import Library
 from attn_select.errors import ConfigError
 from attn_select.machine.environment import (
     Environment,
-    canonical_distribution,
     has_module,
     installed_version,
     parse_pins,
@@ -73,12 +69,6 @@ def test_versions_of_an_installed_library(install: Install, installed: str | Non
     assert "the_kernel" not in sys.modules
 
 
-def test_nothing_installed() -> None:
-    environment = Environment()
-    assert environment.state(library()) == "missing"
-    assert environment.version("the-kernel") is None
-
-
 def test_metadata_without_a_module_is_broken(install: Install) -> None:
     install("the-kernel", module=None)
     assert Environment().state(library()) == "broken"
@@ -92,39 +82,11 @@ def test_a_module_without_metadata_counts(install: Install) -> None:
     assert Environment().state(library(">=1.0")) == "wrong-version"  # nobody knows its version
 
 
-def test_a_bare_folder_does_not_count(tmp_path: Path, install: Install) -> None:
-    install("the-kernel", module=None)
-    (tmp_path / "the_kernel" / "sub").mkdir(parents=True)
-    (tmp_path / "the_kernel" / "sub" / "__init__.py").touch()
-    assert Environment().state(library()) == "broken"
-    assert has_module("the_kernel") is False
-    import the_kernel.sub  # type: ignore[import-not-found]
-
-    assert has_module("the_kernel") is False  # nor when it is loaded
-    for name in ("the_kernel.sub", "the_kernel"):
-        sys.modules.pop(name)
-    assert the_kernel.sub is not None
-
-
 def test_a_parent_package_is_never_imported(install: Install) -> None:
     install(None)
     assert has_module("the_kernel")
     assert has_module("the_kernel.sub.module")
     assert "the_kernel" not in sys.modules
-
-
-def test_single_file_and_frozen_and_loaded_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "the_file.py").write_text(NOT_TO_BE_IMPORTED)
-    assert has_module("the_file")
-    assert has_module("zipimport")
-    assert has_module("sys")
-    monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
-    assert has_module("made_by_hand")
-    monkeypatch.setitem(sys.modules, "blocked", None)
-    assert not has_module("blocked")
-    assert not has_module("no_such_module")
-    assert not has_module("")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"Name: the-kernel\n\nVersion: 1.0\n"])
@@ -177,22 +139,6 @@ def test_environments_are_equal_by_value() -> None:
     assert (one, hash(one)) == (same, hash(same))
     for changes in ({"assume_installed": False}, {"pins": {}}, {"variables": {}}, {"cuda": None}):
         assert replace(one, **changes) != one  # type: ignore[arg-type]
-
-
-def test_an_environment_can_be_pickled_and_copied(install: Install) -> None:
-    install("the-kernel", "1.0")
-    environment = Environment(pins={"a": "1"}, variables={"CC": "gcc"}, cuda="13.0")
-    assert environment.state(library()) == "installed"
-    for copied in (pickle.loads(pickle.dumps(environment)), copy.copy(environment), copy.deepcopy(environment)):
-        assert copied == environment
-        assert copied.state(library()) == "installed"
-
-
-@pytest.mark.parametrize(
-    "name", ["flashinfer-python", "FlashInfer_Python", " flashinfer.python ", "flashinfer--python"]
-)
-def test_names_are_canonical(name: str) -> None:
-    assert canonical_distribution(name) == "flashinfer-python"
 
 
 def test_pins_are_parsed() -> None:

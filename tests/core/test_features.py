@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import find, settings
 
 import attn_select
@@ -19,8 +18,6 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.testing.conformance_configs import draw_case
 from attn_select.testing.strategies import configs
-from attn_select_cli.explain import command
-from attn_select_cli.layer_options import overrides_from
 
 MakeSpec = Callable[..., BackendSpec]
 MakeCapabilities = Callable[..., Capabilities]
@@ -63,16 +60,6 @@ def test_a_row_agrees_with_the_fields(feature: Feature) -> None:
         if feature.not_in_encoders:
             with pytest.raises(attn_select.ConfigError, match=feature.not_in_encoders):
                 AttentionConfig(**PLAIN, **{feature.field: value}, attn_type="encoder_only")
-
-
-@ROWS
-def test_a_row_is_an_option_of_the_command_line(feature: Feature) -> None:
-    shown = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
-    assert f" {feature.flag} " in shown
-    assert feature.help in shown
-    value = feature.examples[-1]
-    options = command.make_context("explain", [feature.flag, *([] if value is True else [str(value)])]).params
-    assert overrides_from(options) == {feature.field: value}
 
 
 @ROWS

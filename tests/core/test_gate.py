@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gate_cases import H100, MLA, PLAIN, SPARSE, T4, WIDE_HEADS, MakeCapabilities, MakeSpec, marks, reasons
+from gate_cases import H100, MLA, PLAIN, SPARSE, T4, WIDE_HEADS, MakeCapabilities, MakeSpec, reasons
 
 from attn_select.backends.spec import ComputeCapabilities, HeadSizes
 from attn_select.layer.config import PHASES
@@ -107,32 +107,6 @@ def test_devices_that_are_not_served(
     assert (reason.observed, reason.supported) == (device.capability_text, supported)
     assert reason.observed in reason.message
     assert supported in reason.message
-
-
-def test_devices_that_are_served(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
-    wide = ComputeCapabilities((((8, 0), (9, 9)), ((12, 0), (99, 9))), cpu=True)
-    backend = spec(capabilities={"decode": capabilities(compute_capabilities=wide)})
-    for capability in ((8, 0), (8, 9), (9, 0), (12, 0), (13, 1)):
-        assert reasons(backend, PLAIN, Device("x", capability)) == []
-    assert reasons(backend, PLAIN, CPU) == []
-    assert [r.code for r in reasons(backend, PLAIN, Device("x", (10, 0)))] == ["compute-capability"]
-
-
-def test_fp4_outputs_are_not_merged_across_ranks(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
-    both = capabilities(output_quantizations=("fp8", "fp4"), decode_context_parallel=True)
-    backend = spec(capabilities={"decode": both})
-    asked = {**PLAIN, "output_quantization": "fp4", "decode_context_parallel_size": 2}
-    (reason,) = reasons(backend, asked)
-    assert (reason.code, reason.observed, reason.remedy) == ("decode-context-parallel-output", "fp4", "--dcp 1")
-    assert marks(backend, {**asked, "output_quantization": "fp8"}) == ()
-
-
-def test_trees_of_drafts_of_mla_layers_are_for_one_rank(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
-    tree = {"num_speculative_tokens": 3, "draft_tree": True, "decode_context_parallel_size": 2}
-    facts = {"draft_tree": True, "decode_context_parallel": True, **WIDE_HEADS}
-    (reason,) = reasons(spec(capabilities={"decode": capabilities(mla=True, **facts)}), {**MLA, **tree})
-    assert (reason.code, reason.observed, reason.remedy) == ("decode-context-parallel-draft-tree", True, "--dcp 1")
-    assert reasons(spec(capabilities={"decode": capabilities(**facts)}), {**PLAIN, "head_size": 576, **tree}) == []
 
 
 @pytest.mark.parametrize("values", [PLAIN, MLA])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.engines.observed import KEPT, SHORT, ObservedSteps, observes, shape_of, workload_in_an_engine
+from attn_select.engines.observed import SHORT, ObservedSteps, observes, shape_of, workload_in_an_engine
 from attn_select.machine.variables import WORKLOAD
 from attn_select.times.workload import Workload, parse_workload
 
@@ -60,20 +59,6 @@ def test_requests_of_few_new_tokens_count_as_decodes(folder: Path, query_lens: l
     head, bound = steps.to_toml().splitlines()[:2]
     assert head.endswith(f": 1 {kind}.")
     assert bound == "# Of each kind at most 100 are held, drawn at random."
-
-
-def test_a_random_sample_stands_for_all_steps_of_its_kind(folder: Path) -> None:
-    steps, draw = ObservedSteps("vLLM", print), random.Random(3)
-    for step in range(20_000):
-        steps.count([1] * (8 if step < 10_000 else 4), [draw.choice([100, 1000])] * (8 if step < 10_000 else 4))
-    for _ in range(2_000):
-        steps.count([500], [500])
-    steps.write()
-    shapes = written(folder).shapes
-    assert sum(shape.weight for shape in shapes if shape.batch.is_decode()) == pytest.approx(20 / 22)
-    early = sum(shape.weight for shape in shapes if shape.batch.num_requests == 8)
-    assert early / (20 / 22) == pytest.approx(0.5, abs=4 * (0.25 / KEPT) ** 0.5)
-    assert steps.to_toml().count("[[shapes]]") == 2 * KEPT
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 200_000)), min_size=1, max_size=300))

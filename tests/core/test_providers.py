@@ -51,11 +51,6 @@ def test_the_first_installed_build_that_serves_is_chosen() -> None:
     assert chosen(here(BLUE, old=[RED]), {}) is BLUE_BUILD
 
 
-def test_a_pin_is_kept_even_where_a_preferred_build_serves() -> None:
-    assert chosen(here(RED, BLUE), {}, pin_provider("ACME", "acme-blue")) is BLUE_BUILD
-    assert pin_provider("ACME", "auto") == ()
-
-
 def test_objections_become_one_reason_per_code_that_says_what_each_build_accepts() -> None:
     few = SINKS._replace(accepts="at most 64")
     found = reasons(here(RED, BLUE, OLD), {RED_BUILD: [few], BLUE_BUILD: [few], OLD_BUILD: [SINKS]})
@@ -102,17 +97,6 @@ def test_a_version_that_is_too_old_is_a_reason_of_its_own() -> None:
     reason = reasons(here(old=[RED]), {})["library-version"]
     assert "acme-red 1.0 (needs >=2)" in reason.message
     assert reason.remedy == "pip install --upgrade acme-red"
-
-
-def test_a_pinned_build_that_is_missing_is_installed_unless_another_serves_already() -> None:
-    blue = pin_provider("ACME", "acme-blue")
-    alone = reasons(here(), {}, blue)["library-missing"]
-    assert alone.message == (
-        'no usable package has Acme2 for compute capability 9.0 with backends.ACME.provider = "acme-blue": '
-        "acme-blue is not installed"
-    )
-    assert alone.remedy == "pip install acme-blue"
-    assert reasons(here(OLD), {}, blue)["library-missing"].remedy == 'backends.ACME.provider = "auto"'
 
 
 def test_a_pin_is_loosened_before_the_layer_is_changed_where_that_helps() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,13 +108,6 @@ def test_a_good_plugin(site: Site) -> None:
     assert (found.conflicts, found.warnings) == ({}, [])
 
 
-def test_order_is_that_of_the_names(site: Site) -> None:
-    for name in ("zeta", "Beta", "alpha"):
-        site.plugin(name, GOOD, name.upper())
-    assert [plugin.name for plugin in site.build().plugins] == ["Beta", "alpha", "zeta"]
-    assert list(site.build().specs) == ["BETA", "ALPHA", "ZETA"]
-
-
 HOOK = "from attn_select import hookimpl\n@hookimpl\ndef attn_select_register_backends():\n    return "
 BROKEN = {
     "import": ("import no_such_kernel_library", "ModuleNotFoundError: No module named 'no_such_kernel_library'"),
@@ -163,12 +154,6 @@ def test_an_entry_point_that_leads_nowhere(site: Site, value: str) -> None:
     assert found.plugins[0].error
 
 
-def test_interrupting_is_not_a_broken_plugin(site: Site) -> None:
-    site.plugin("one", "raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        site.build()
-
-
 def test_a_backend_of_two_plugins_is_nobodys(site: Site) -> None:
     site.plugin("one", GOOD, "SHARED", "ONE")
     site.plugin("two", GOOD, "TWO", "SHARED")
@@ -197,12 +182,6 @@ def test_a_known_name_belongs_to_the_distribution_that_the_packaged_rules_list(s
     ]
 
 
-def test_a_stranger_alone_may_bring_a_known_backend(site: Site) -> None:
-    site.plugin("stranger", GOOD, "TRITON_ATTN")
-    found = site.build()
-    assert (found.owners, found.warnings) == ({"TRITON_ATTN": "stranger"}, [])
-
-
 def test_what_a_plugin_prints_goes_to_stderr(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     code = GOOD.replace("    return [make", "    print('called')\n    return [make")
     site.plugin("loud", f"print('imported')\n{code}")
@@ -211,44 +190,6 @@ def test_what_a_plugin_prints_goes_to_stderr(site: Site, capsys: pytest.CaptureF
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines() == ["before the error", "imported", "called"]
-
-
-def test_declared_variables_and_who_reads_them(spec: MakeSpec) -> None:
-    specs = {"A": spec("A", variables=("CC", "PATH")), "B": spec("B", variables=("CC",)), "C": spec("C")}
-    assert Registry(specs=specs).variables == {"CC": ["A", "B"], "PATH": ["A"]}
-
-
-def test_a_plugin_name_can_be_taken_once(site: Site) -> None:
-    site.module("first", GOOD, "FIRST")
-    site.module("second", GOOD, "SECOND")
-    site.distribution("dist_b", "same = second")
-    site.distribution("dist_a", "same = first")
-    found = site.build()
-    assert list(found.specs) == ["FIRST"]
-    assert [(p.distribution, p.error) for p in found.plugins] == [
-        ("dist-a", None),
-        ("dist-b", "the plugin name 'same' is already taken by dist-a"),
-    ]
-
-
-@pytest.mark.parametrize("metadata", ["", "\n", "Metadata-Version: 2.4\nSummary: no name\n\nName: not this one\n"])
-def test_a_distribution_without_metadata(site: Site, metadata: str) -> None:
-    site.module("the_one")
-    site.distribution("one", "one = the_one", metadata)
-    found = site.build()
-    assert list(found.specs) == ["PLAIN"]
-    assert found.plugins == [Plugin("one", "?", "?", ("PLAIN",))]
-
-
-def test_installed_plugins_are_found_once_per_process(site: Site) -> None:
-    load_plugins.cache_clear()
-    try:
-        site.plugin("zz_of_a_test", GOOD, "OF_A_TEST")
-        found = load_plugins()
-        assert found.owners["OF_A_TEST"] == "zz-of-a-test"
-        assert load_plugins() is found
-    finally:
-        load_plugins.cache_clear()
 
 
 @pytest.mark.parametrize("content", [b"[attn_select]\nno equals sign\n", b"[attn_select]\nx = \xff\n"])
@@ -416,14 +357,6 @@ def test_a_plugin_whose_rules_are_wrong_is_shown_and_takes_nobody_down(site: Sit
     assert failed.error in found.warnings[0]
 
 
-@pytest.mark.parametrize("returned", ["3", "'rules.toml'", "None.x", "'/no/such/file.toml'", "'/'"])
-def test_a_rules_hook_that_returns_no_file(site: Site, returned: str) -> None:
-    site.plugin("one", GOOD + f"@hookimpl\ndef attn_select_register_rules():\n    return {returned}\n", "ALPHA")
-    site.plugin("two", GOOD, "BETA")
-    found = site.build()
-    assert (list(found.specs), len(found.failed)) == (["BETA"], 1)
-
-
 @pytest.mark.parametrize("name", load_plugins().specs)
 def test_every_backend_names_a_runtime_that_is_there(name: str) -> None:
     pytest.importorskip("torch")
@@ -448,48 +381,3 @@ def test_a_runtime_that_is_not_there_is_named(spec: MakeSpec, load: str, said: s
     with pytest.raises(RuntimeMissingError) as caught:
         replace(spec(), load=load).get_class()
     assert caught.value.message == said
-
-
-WARNS = """
-import warnings
-warnings.warn("flash-attn is not installed", ImportWarning)
-warnings.warn("and is deprecated", DeprecationWarning)
-warnings.filterwarnings("ignore", "of the library, later", UserWarning)
-def later():
-    warnings.warn("of the library, later")
-"""
-LOADS = """
-import {library}
-class Backend:
-    library = {library}
-    @classmethod
-    def prepare(cls):
-        import warnings
-        warnings.warn("when it is made ready", RuntimeWarning)
-"""
-
-
-@pytest.mark.parametrize("action", ["error", "default", "ignore"])
-def test_what_a_library_warns_of_when_it_is_imported_is_no_error_and_is_logged(
-    spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, action: Any
-) -> None:
-    names = f"warns_{action}", f"loads_{action}"
-    (tmp_path / f"{names[0]}.py").write_text(WARNS)
-    (tmp_path / f"{names[1]}.py").write_text(LOADS.format(library=names[0]))
-    monkeypatch.syspath_prepend(tmp_path)
-    loaded = replace(spec(), load=f"{names[1]}:Backend")
-    with warnings.catch_warnings(record=True) as shown, caplog.at_level(logging.INFO, "attn_select"):
-        warnings.simplefilter(action)
-        before = list(warnings.filters)
-        found = loaded.get_class()
-        found.library.later()  # by a filter that the library set
-        assert warnings.filters[1:] == before
-        if action == "error":
-            with pytest.raises(UserWarning, match="ours"):
-                warnings.warn("ours", stacklevel=1)
-    assert [message for message in caplog.messages if "PLAIN" in message] == [
-        "import of PLAIN: ImportWarning: flash-attn is not installed",
-        "import of PLAIN: DeprecationWarning: and is deprecated",
-        "import of PLAIN: RuntimeWarning: when it is made ready",
-    ]
-    assert [str(each.message) for each in shown] == []

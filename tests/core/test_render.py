@@ -15,9 +15,7 @@ from attn_select.decide.explicit import Choice
 from attn_select.decide.selection import Selection
 from attn_select.decide.text import (
     brief_lines,
-    config_text,
     layer_lines,
-    note_lines,
     plain,
     plan_lines,
     selection_text,
@@ -48,34 +46,6 @@ def decide(
     return Decider(registry, RuleSet(rules=[rule]), device, environment).decide(config, Choice())
 
 
-def test_a_layer_is_one_line() -> None:
-    plain = AttentionConfig(num_heads=32, num_kv_heads=1, head_size=128)
-    assert config_text(plain) == "32 query heads, 1 KV head, head size 128, bfloat16, KV cache auto"
-    rich = AttentionConfig(
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        v_head_size=64,
-        block_size=32,
-        kv_cache_dtype="fp8",
-        sliding_window=128,
-        logits_soft_cap=30.0,
-        sinks=True,
-        decode_context_parallel_size=2,
-        num_speculative_tokens=3,
-        cuda_graph="UNIFORM_BATCH",
-    )
-    parts = [
-        "32 query heads, 8 KV heads, head size 128, V head size 64, bfloat16, KV cache fp8_e4m3, block size 32",
-        "window 128, soft cap 30, sinks",
-        "DCP 2",
-        "3 speculative tokens",
-        "CUDA graphs UNIFORM_BATCH",
-    ]
-    for part in parts:
-        assert part in config_text(rich)
-
-
 def test_candidates_are_listed_once_where_both_phases_say_the_same(
     spec: MakeSpec, capabilities: MakeCapabilities
 ) -> None:
@@ -86,15 +56,6 @@ def test_candidates_are_listed_once_where_both_phases_say_the_same(
         "  Candidates for prefill",
         "  Candidates for decode",
     ]
-
-
-@pytest.mark.parametrize(("folder", "said"), [(None, True), ("./plugins/triton", False)])
-def test_outside_a_clone_a_missing_plugin_comes_with_a_note(
-    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, folder: str | None, said: bool
-) -> None:
-    monkeypatch.setattr(distributions, "folder_in_clone", lambda distribution: folder)
-    text = plain(note_lines([decide([spec("A")], ["TRITON_ATTN", "A"])]))
-    assert (distributions.NOT_ON_AN_INDEX in text) is said
 
 
 def test_of_kernels_that_an_engine_runs_itself_no_facts_are_shown() -> None:
@@ -152,12 +113,3 @@ def test_brief_counts_the_reasons_that_it_leaves_out(
     rejected = decide([spec(capabilities=dict.fromkeys(("prefill", "decode"), served))], ["PLAIN"])
     (line,) = [line for line in plain(brief_lines(rejected)).splitlines() if "PLAIN: " in line]
     assert line.removeprefix("  rejected").strip() == says
-
-
-def test_brief_folds_only_backends_that_never_serve_such_a_layer() -> None:
-    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8")
-    text = plain(brief_lines(select(config, "t4")))
-    (folded,) = [line for line in text.splitlines() if " others " in line]
-    assert "12 others serve other layers (--full names them)" in folded
-    for backend in ("FLASH_ATTN:", "FLASHINFER:"):
-        assert any(backend in line.split() for line in text.splitlines()), text

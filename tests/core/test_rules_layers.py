@@ -104,13 +104,6 @@ def test_a_packaged_rule_can_be_replaced_and_disabled(world: Path) -> None:
     assert removed.idle == []
 
 
-def test_disabling_what_is_not_there_is_noticed(world: Path) -> None:
-    path = write(world / "a.toml", '[[rules]]\nname = "defualt"\nenabled = false\n')
-    assert load_rules([path]).idle == [
-        (path, 2, "rule 'defualt' disables nothing: no earlier file has a rule of this name")
-    ]
-
-
 def test_options_merge_by_key(world: Path) -> None:
     first = write(world / "a.toml", "[backends.X]\nkeep = 1\nchange = [1, 2]\n[backends.Y]\n")
     second = write(world / "b.toml", "\n[backends.X]\nchange = [3]\nnew = 'n'\n")
@@ -190,19 +183,3 @@ def test_another_users_rules_in_the_working_directory_are_followed_and_named(
     assert warning.startswith("selector_rules.toml: its rules are followed")
     assert said in warning
     assert [file for file, line, text in doubts(rules, load_plugins()) if said in text] == ["selector_rules.toml"]
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no such owner here")
-def test_files_that_were_asked_for_or_are_not_followed_may_be_anyones(
-    world: Path, user_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(PACKAGED, world / "cwd" / "selector_rules.toml")
-    write(user_file, RULE.format("mine", "avoid", "FLASHINFER"))
-    given = write(world / "given.toml", RULE.format("given", "avoid", "FLASHINFER"))
-    owner = user_file.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    assert load_rules([given]).foreign == []
-    write(world / "cwd" / "selector_rules.toml", RULE.format("theirs", "avoid", "FLASHINFER"))
-    assert load_rules(["selector_rules.toml"]).foreign == []
-    assert len(load_rules().foreign) == 1
-    assert load_rules(working_directory=False).foreign == []

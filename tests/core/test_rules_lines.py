@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from typing import Any
 
@@ -148,35 +147,3 @@ def test_the_line_of_every_key() -> None:
     assert found["rules", 0, "when", "gpu", 1, "deep", 0, 0, "er"] == 7
     assert found["rules", 1, "when", "sliding_window"] == 15
     assert found["rules", 1, "list", 1, "two", "three"] == 21
-
-
-NESTED = st.recursive(
-    st.one_of(st.integers(), st.booleans(), st.text("ab=[]{}#,\n .", max_size=6)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text("ab =.[#", max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-def as_toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {as_toml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[\n" + ",\n".join(map(as_toml, value)) + "\n]"
-    return json.dumps(value)
-
-
-@given(st.lists(st.dictionaries(st.text("ab =.[#", max_size=3), NESTED, max_size=4), max_size=4))
-def test_no_key_is_missed_and_none_invented(tables: list[dict[str, Any]]) -> None:
-    text = "".join(
-        "[[t]]\n" + "".join(f"{json.dumps(key)} = {as_toml(value)}\n" for key, value in table.items())
-        for table in tables
-    )
-    document = tomllib.loads(text)
-    found = key_lines(text)
-    keys = {path for path in found if isinstance(path[-1], str)}
-    assert keys == set(paths_of(document))
-    assert sorted(found[("t", index)] for index in range(len(tables))) == [
-        number for number, line in enumerate(text.split("\n"), 1) if line == "[[t]]"
-    ]

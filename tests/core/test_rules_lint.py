@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attn_select import select
 from attn_select.backends import distributions
 from attn_select.backends.registry import Registry
-from attn_select.backends.spec import BackendSpec, Library
+from attn_select.backends.spec import BackendSpec
 from attn_select.decide.selector import environment_for
 from attn_select.layer.config import PHASES, AttentionConfig
 from attn_select.machine.device import Device, lookup
@@ -128,13 +128,6 @@ def test_a_rule_that_is_reached_or_may_be(earlier: dict[str, Any], later: dict[s
     assert never_reached(earlier, later) == []
 
 
-def test_phases_count() -> None:
-    assert never_reached({}, {}, phases=("decode", "prefill")) == []
-    assert never_reached({}, {}, phases=("decode", None)) == []
-    assert never_reached({}, {}, phases=(None, "decode")) == ["r1"]
-    assert never_reached({}, {}, {}, phases=("decode", "prefill", None)) == ["r2"]
-
-
 @pytest.mark.parametrize(
     ("when", "text"),
     [
@@ -160,37 +153,6 @@ def test_conditions_that_contradict_each_other_are_named(when: dict[str, Any], t
         assert (file, line) == ("f", 1)
         assert found.startswith("rule 'r' is never reached: ")
         assert text in found
-
-
-@pytest.mark.parametrize(
-    "when",
-    [
-        {"sparse": True, "mla": True},
-        {"sparse": False, "mla": False},
-        {"mla": True, "attn_type": "*coder"},
-        {"kv_cache_dtype": "fp8*", "mla": False},
-        {"per_head_quant_scales": True, "kv_cache_dtype": "fp8"},
-        {"gpu": ["h100", "a100"], "compute_capability": "8.x"},
-        {"gpu": "h1000", "compute_capability": "8.x"},
-        {"num_heads": ">=-3"},
-        {"sliding_window": "none", "v_head_size": "none", "mla": True},
-    ],
-)
-def test_conditions_that_something_meets(when: dict[str, Any]) -> None:
-    assert never_reached(when) == []
-
-
-def test_libraries_that_nobody_knows_are_doubted(spec: Callable[..., BackendSpec], rules_file: RulesFile) -> None:
-    library = Library("flashinfer-python", "flashinfer", "pip install flashinfer-python")
-    registry = Registry(specs={"MINE": spec("MINE", libraries=[[library]])})
-    body = '[[rules]]\nname = "{0}"\ndeny = ["MINE"]\nwhen = {{ library = {{ {0} = "<1" }} }}\n'
-    names = ("flashinfer", "FlashInfer", "flashinfer-python", "flashinfer_python", "pytest", "flashinfr", "zzz")
-    rules = load_rules([rules_file("".join(map(body.format, names)))])
-    flashinfr, zzz = (each for each in doubts(rules, registry) if "no registered backend" in each[2])
-    assert flashinfr[1] == 2 + 4 * 5
-    assert "rule 'flashinfr': no registered backend uses a library 'flashinfr'" in flashinfr[2]
-    assert "did you mean flashinfer" in flashinfr[2]
-    assert zzz[2].endswith("it is not installed here; they use flashinfer-python")
 
 
 def test_only_rules_of_one_file_beat_each_other(rules_file: RulesFile) -> None:

@@ -126,15 +126,6 @@ def test_dense_mla_prefill_does_not_bind_the_cache(make_spec: Any, make_decider:
     assert selection.bytes_per_token == 576
 
 
-def test_an_encoder_has_one_phase_and_no_cache(make_spec: Any, make_decider: Any) -> None:
-    config = AttentionConfig(num_heads=12, head_size=64, attn_type="encoder_only")
-    spec = make_spec("A", attn_types=("encoder_only",), layouts=[])
-    selection = make_decider([spec], [priority("A")]).decide(config, Choice())
-    assert selection.selected == {"prefill": "A"}
-    assert selection.kv_layout is None
-    assert selection.cache_shape is None
-
-
 def test_deny_rejects_whatever_prefers_and_names_the_rule(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
@@ -165,14 +156,6 @@ def test_an_explicit_choice_that_fails_the_gate_is_never_replaced(
     assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": None}
 
 
-def test_an_explicit_choice_for_one_phase_leaves_the_other_to_the_rules(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    decider = make_decider([make_spec("A"), make_spec("B")], [priority("A", "B")])
-    assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": "B"}
-    assert decider.decide(gqa, Choice(prefill="B")).selected == {"prefill": "B", "decode": "A"}
-
-
 def test_an_explicit_choice_applies_to_the_phases_that_the_backend_serves(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
@@ -181,29 +164,6 @@ def test_an_explicit_choice_applies_to_the_phases_that_the_backend_serves(
     assert decider.decide(gqa, Choice(decode="D")).selected == {"prefill": "A", "decode": "D"}
     assert decider.decide(gqa, Choice(default="A", decode="D")).selected == {"prefill": "A", "decode": "D"}
     assert decider.decide(gqa, Choice(prefill="D")).selected == {"prefill": None, "decode": "A"}
-
-
-def test_a_backend_of_another_kind_says_of_each_layer_what_that_layer_asks(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    decider = make_decider([make_spec("M", mla=True, decode_context_parallel=True)])
-
-    def observed(**fields: Any) -> list[Any]:
-        reasons = candidate(decider.decide(gqa.model_copy(update=fields), Choice()), "M").phases["decode"].reasons
-        return [(reason.code, reason.observed, reason.supported) for reason in reasons[1:]]
-
-    assert observed() == []
-    for window in (128, 256, 128):
-        assert observed(sliding_window=window) == [("sliding-window", window, False)]
-    for size, width in ((128, 64), (192, 64), (192, 192), (128, 64)):
-        expected = [] if size == width else [("v-head-size", width, size)]
-        assert observed(head_size=size, v_head_size=width) == expected
-    for size in (8, 16, 24):
-        expected = [("block-size", size, "multiples of 16")] if size % 16 else []
-        assert observed(block_size=size) == expected
-    for ranks in (2, 4):
-        distance = ("decode-context-parallel-distance", ranks, 1)
-        assert observed(decode_context_parallel_size=ranks, alibi=True) == [distance, ("alibi", True, False)]
 
 
 def test_known_backends_without_a_plugin_are_candidates(
@@ -229,16 +189,6 @@ def test_a_known_backend_of_a_broken_plugin_says_what_is_broken(
     assert reason.message == "plugin triton (attn-select-triton 1.0) is broken: ImportError: no libcuda"
     assert reason.remedy is None
     assert codes(selection, "TORCH_SDPA") == ["plugin-not-installed"]
-
-
-def test_a_name_registered_twice_is_unusable_and_names_its_owners(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    selection = make_decider([make_spec("A")], [priority("TWICE", "A")], conflicts={"TWICE": ("one", "two")}).decide(
-        gqa, Choice()
-    )
-    assert codes(selection, "TWICE") == ["duplicate-backend"]
-    assert "registered by one and by two" in candidate(selection, "TWICE").phases["decode"].reasons[0].message
 
 
 def test_an_unverified_plan_is_valid_marked_and_ranked_last_unless_a_user_says_otherwise(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import pickle
 import random
 from collections import UserDict, UserList
@@ -31,7 +30,6 @@ from attn_select.decide import gate, selector
 from attn_select.decide.decide import decide
 from attn_select.decide.selector import environment_for
 from attn_select.errors import UnknownNameError
-from attn_select.layer.config import PHASES
 from attn_select.machine import detection
 from attn_select.machine.detection import Detection
 from attn_select.machine.device import CPU, local_device, lookup
@@ -39,17 +37,6 @@ from attn_select.rules.layers import load_rules
 from attn_select.rules.rule import parse_rule
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
-
-
-def test_a_backend_that_was_asked_for_leads_the_ranked_ones() -> None:
-    by_rules = [candidate.backend for candidate in select(GQA, "a100").ranked(PHASES)]
-    last = by_rules[-1]
-    assert [candidate.backend for candidate in select(GQA, "a100", backend=last).ranked(PHASES)] == [
-        last,
-        *by_rules[:-1],
-    ]
-    halves = select(GQA, "a100", backend=f"decode={last}").ranked(PHASES)
-    assert [candidate.backend for candidate in halves] == by_rules
 
 
 def test_selections_are_cached_by_identity() -> None:
@@ -105,21 +92,6 @@ def test_environments_count_by_value() -> None:
     assert ask("0.6.14", cuda="13.0") != new
 
 
-def alive(kind: type) -> int:
-    gc.collect()
-    return sum(type(each) is kind for each in gc.get_objects())
-
-
-def test_recent_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selector, "_MOST_RECENT", 40)
-    clear_cache()
-    before = alive(Selection)
-    for heads in range(1, 100):
-        select(AttentionConfig(num_heads=heads, head_size=128), "h100")
-    assert 0 < alive(Selection) - before <= 40
-    clear_cache()
-
-
 def drawn(count: int) -> list[AttentionConfig]:
     """Layers of every kind, each feature now and then."""
     random_, layers = random.Random(12), []
@@ -135,7 +107,7 @@ def drawn(count: int) -> list[AttentionConfig]:
 @pytest.mark.parametrize("name", ["h100", "b200", "t4"])
 def test_of_every_layer_all_is_said_that_the_gate_says_of_it_alone(name: str) -> None:
     """What a decider keeps of one layer is for those that it holds for: the gate, asked afresh, says the same."""
-    layers, device = drawn(150), lookup(name)
+    layers, device = drawn(60), lookup(name)
     situation = selector.situation_for(device, None, None)
     options = select(GQA, device).options
     for config in [*layers, *layers[::-1]]:
@@ -162,7 +134,7 @@ def test_a_selection_holds_the_declared_variables_and_no_others(monkeypatch: pyt
 MLA = AttentionConfig(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
-@pytest.mark.parametrize("gpu", ["t4", "h100", "b200", "rtx5090", "cpu"])
+@pytest.mark.parametrize("gpu", ["t4", "h100"])
 @pytest.mark.parametrize("config", [GQA, MLA, MLA.model_copy(update={"sparse_top_k": 2048})])
 def test_a_selection_can_be_pickled_and_copied(config: AttentionConfig, gpu: str) -> None:
     selection = select(config, gpu)

@@ -51,13 +51,6 @@ def test_a_kind_that_prefers_another_layout_takes_the_pools(make_spec: Any, make
     assert window.cache_shape == ["num_blocks", 2, 8, 16, 64]
 
 
-def test_block_sizes_are_made_equal(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A", blocks=[16]), make_spec("B", blocks=[64], sliding_window=True)]
-    full, window = decide(make_decider(specs, RULES), FULL, WINDOW)
-    assert full.block_size == window.block_size == 64
-    assert full.selected["decode"] == "A"
-
-
 def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_spec: Any, make_decider: Any) -> None:
     specs = [
         make_spec("A", layouts=["FLASHINFER_NHD"]),
@@ -108,14 +101,6 @@ def test_a_backend_that_no_rule_ranks_costs_more_than_any_that_one_does(make_spe
     decider, choice = make_decider(specs, rules), Choice(default="X")
     assert [decider.decide(config, choice).block_size for config in (FULL, WINDOW)] == [16, 64]
     assert [s.block_size for s in agree_on_pool((FULL, WINDOW), deciding(decider, choice))] == [64, 64]
-
-
-def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:
-    encoder = AttentionConfig(num_heads=8, head_size=64, attn_type="encoder")
-    specs = [make_spec("A", layouts=["FLASHINFER_NHD"]), make_spec("B", layouts=[], attn_types=("encoder",))]
-    full, alone = decide(make_decider(specs, RULES), FULL, encoder)
-    assert [s.kv_layout for s in (full, alone)] == ["FLASHINFER_NHD", None]
-    assert alone.config is encoder  # not asked again with the pool's block size
 
 
 @pytest.mark.parametrize(

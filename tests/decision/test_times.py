@@ -39,14 +39,6 @@ def test_without_a_workload_the_default_mix_decides_and_is_said(decider: Any) ->
     assert "over the default mix" in selection_text(selection)
 
 
-def test_in_the_default_mix_each_step_counts_alike(decider: Any) -> None:
-    """Where A is half as fast in one long prompt and twice as fast in all decodes, its decodes count."""
-    times = {"*": {"A": 20.0, "B": 40.0}, "q256s64k": {"A": 40_000.0, "B": 20_000.0}}
-    assert decide(decider(), times, workload=None).selected == {"prefill": "A", "decode": "A"}
-    named = ",".join(str(shape.batch) for shape in default_mix(LAYER).shapes)
-    assert decide(decider(), times, named).selected == {"prefill": "B", "decode": "A"}
-
-
 @pytest.mark.parametrize(
     ("rule", "order"),
     [
@@ -134,17 +126,6 @@ def test_an_unverified_candidate_that_was_surveyed_moves_up(decider: Any, spec: 
     specs = [spec("A", unverified=("never executed",)), spec("B"), spec("C")]
     assert ranks(decide(decider(specs=specs), {})) == ["B", "C", "A"]
     assert ranks(decide(decider(specs=specs), {"*": {"A": 100, "B": 120, "C": 140}})) == ["A", "B", "C"]
-
-
-def test_what_was_measured_nearby_is_told(decider: Any) -> None:
-    selection = decide(decider(), ABC)
-    timing = {c.backend: c.phases["decode"].timing for c in selection.candidates}["A"]
-    assert timing is not None
-    assert timing.near == pytest.approx(125 / 113)
-    assert (timing.first_call_s, timing.workspace_bytes) == (2.5, 4096)
-    assert "took 1.11 times as long in the nearest measured layer, first call 2.5 s, workspace 4 KiB" in selection_text(
-        selection
-    )
 
 
 def test_prefills_of_mla_compare_by_their_part_of_mixed_steps(decider: Any, spec: Any, mla: AttentionConfig) -> None:

@@ -50,26 +50,8 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
             ],
         ),
         (
-            {"model_type": "llama4_text", "num_hidden_layers": 8, "attention_chunk_size": 128},
-            [
-                ("chunked_attention", 6, heads(40, 8, 128, attention_chunk_size=128)),
-                ("full_attention", 2, heads(40, 8, 128, attention_chunk_size=None)),
-            ],
-        ),
-        (
             {"model_type": "glm5_next", "text_config": {"num_hidden_layers": 8}},
             [("sparse_mla", 2, {"qk_rope_head_dim": 0, "head_size": 512, "sparse_top_k": 2048})],
-        ),
-        (
-            {
-                "model_type": "kimi_k3",
-                "text_config": {
-                    "model_type": "kimi_linear",
-                    "num_hidden_layers": 9,
-                    "linear_attn_config": {"full_attn_layers": [4, 8, 9]},
-                },
-            },
-            [("mla", 3, {"num_heads": 32, "head_size": 576})],
         ),
         (
             {
@@ -108,7 +90,6 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
             {"model_type": "qwen2", "is_causal": False, "num_hidden_layers": 2},
             [("encoder_only", 2, {"attn_type": "encoder_only"})],
         ),
-        ({"model_type": "bert", "is_decoder": True}, [("full_attention", 12, {"attn_type": "decoder"})]),
         (
             {"model_type": "t5", "architectures": ["T5EncoderModel"]},
             [("encoder_only", 6, heads(8, 8, 64, attn_type="encoder_only"))],
@@ -151,15 +132,6 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
                 ("full_attention", 1, heads(64, 8, 128)),
                 ("sliding_attention", 3, heads(96, 8, 128, sliding_window=512)),
             ],
-        ),
-        (
-            {
-                "model_type": "step3p5",
-                "num_hidden_layers": 1,
-                "layer_types": ["sliding_attention"],
-                "sliding_window": 512,
-            },
-            [("sliding_attention", 1, heads(64, 4, 128, sliding_window=512))],
         ),
         (
             {"model_type": "laguna", "num_hidden_layers": 3, "num_attention_heads_per_layer": [48, 64, 48]},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_select.errors import ModelError, UnknownNameError
+from attn_select.errors import ModelError
 from attn_select.layer.models import load
 
 OLD, NEW = "0" * 40, "1" * 40
@@ -99,11 +99,3 @@ def test_where_the_cache_is(
         monkeypatch.setenv(name, value if value.startswith("~") else str(tmp_path / value))
     cache(tmp_path / hub, "org/name", {NEW: 6}, main=NEW)
     assert layers_of("org/name") == 6
-
-
-def test_an_error_says_where_was_looked(home: Path) -> None:
-    with pytest.raises(ModelError, match="no such file or folder") as caught:
-        load("org/absent")
-    assert str(home / "hub") in str(caught.value.hint)
-    with pytest.raises(UnknownNameError):
-        load("absent-altogether")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.errors import ConfigError, UnknownNameError
+from attn_select.errors import ConfigError
 from attn_select.layer.models import LayerKinds, layer_kinds, load
 from attn_select.machine.device import CPU, Device
 
@@ -56,12 +56,6 @@ def test_heads_that_do_not_divide(name: str, ranks: int, said: str, hint: str) -
     assert "tensor_parallel_size" in caught.value.fields
 
 
-@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2", None, 10**9])
-def test_impossible_number_of_ranks(ranks: Any) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size = .*: expected an integer from 1 to 4096"):
-        load("llama-3-8b").layer_kinds(tensor_parallel_size=ranks)
-
-
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "said"),
     [
@@ -83,17 +77,6 @@ def test_dtype(name: str, device: Device | None, dtype: str, said: str | None) -
     about_dtype = [warning for warning in found.warnings if "float" in warning]
     assert len(about_dtype) == (said is not None)
     assert said is None or said in about_dtype[0]
-
-
-def test_dtype_flag_beats_all() -> None:
-    for name in ("bert-base", "llama-3-8b", "gemma-3-27b"):
-        found = load(name).layer_kinds(device=T4, overrides={"dtype": "fp32"})
-        assert {kind.config.dtype for kind in found.kinds} == {"float32"}
-        assert not [warning for warning in found.warnings if "float" in warning]
-    found = load("gemma-2-27b").layer_kinds(overrides={"dtype": "half"})
-    assert "numerically unstable in float16" in found.warnings[-1]
-    with pytest.raises(ConfigError, match="dtype"):
-        load("llama-3-8b").layer_kinds(overrides={"dtype": "int8"})
 
 
 @pytest.mark.parametrize(
@@ -155,12 +138,6 @@ def test_flags_that_not_every_kind_takes() -> None:
     assert found.warnings == ()
 
 
-def test_flags_without_any_effect_are_said() -> None:
-    found = load("bert-base").layer_kinds(overrides={"kv_cache_dtype": "fp8", "block_size": 16})
-    assert summary(found, "kv_cache_dtype", "block_size") == [("encoder_only", 12, "auto", None)]
-    assert found.warnings[-1] == "kv_cache_dtype, block_size: no effect, no layer of bert-base has them"
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "field"),
     [
@@ -181,12 +158,6 @@ def test_flags_that_contradict_the_model(name: str, overrides: dict[str, Any], f
     assert field in caught.value.fields
 
 
-def test_unknown_field() -> None:
-    with pytest.raises(UnknownNameError, match="unknown field 'num_head'") as caught:
-        load("llama-3-8b").layer_kinds(overrides={"num_head": 3})
-    assert "num_heads" in caught.value.nearest
-
-
 def test_one_kv_head_per_query_head_stays_so() -> None:
     found = load("llama-2-7b").layer_kinds(overrides={"num_heads": 40})
     assert summary(found, "num_heads", "num_kv_heads") == [("full_attention", 32, 40, 40)]
@@ -200,21 +171,6 @@ def test_mla_dims_by_flags() -> None:
     assert summary(found, "head_size", "v_head_dim") == [("mla", 61, 320, 128)]
     found = load("llama-3-8b").layer_kinds(overrides=dims, tensor_parallel_size=8)
     assert summary(found, "num_heads", "num_kv_heads", "head_size") == [("mla", 32, 4, 1, 288)]
-
-
-def test_attention_type_by_flag() -> None:
-    found = load("llama-3-8b").layer_kinds(overrides={"attn_type": "encoder_only", "kv_cache_dtype": "fp8"})
-    assert summary(found, "kv_cache_dtype") == [("encoder_only", 32, "auto")]
-
-
-def test_image_tokens_can_be_left_out() -> None:
-    found = load("gemma-3-27b").layer_kinds(overrides={"mm_prefix": False})
-    assert {kind.config.mm_prefix for kind in found.kinds} == {False}
-    assert not [warning for warning in found.warnings if "image tokens" in warning]
-
-
-def test_flags_that_are_not_given() -> None:
-    assert load("phi-4").layer_kinds(overrides={"num_heads": None, "dtype": None}) == load("phi-4").layer_kinds()
 
 
 def test_a_layer_by_flags_alone() -> None:
@@ -253,9 +209,3 @@ def test_a_class_default_that_shapes_attention_is_said(tmp_path: Path) -> None:
     kinds = load(str(path)).layer_kinds()
     assert kinds.kinds[0].config.sliding_window == 4096
     assert any("class defaults of mistral" in w and "sliding_window = 4096" in w for w in kinds.warnings)
-
-
-def test_a_field_that_a_layer_without_a_model_lacks_is_named() -> None:
-    layer = {"recurrence": "mamba2", "num_heads": 2, "head_size": 16, "decode_context_parallel_size": 2}
-    found = layer_kinds(None, overrides=layer)
-    assert found.warnings == ("decode_context_parallel_size: no effect, the layer has no such field",)

@@ -61,17 +61,6 @@ def test_a_bias_is_read_of_any_model_type(kinds: Kinds, fields: dict[str, Any], 
     assert not plain.position_bias
 
 
-def test_inkling(trial: Path) -> None:
-    """InklingTextConfig of transformers 5.24.0, and vLLM 0.33.0's models/inkling: a bias in every layer."""
-    found = configs_from_model(str(trial / "ink.json"))
-    assert found.type_known
-    assert [(k.kind, k.count) for k in found.kinds] == [("sliding_attention", 5), ("full_attention", 1)]
-    for config in found.attention_configs:
-        assert config.position_bias
-        assert "position-bias" in codes(config)
-    assert any("short convolutions" in warning for warning in found.warnings)
-
-
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "brandnew"])
 def test_dual_chunk_attention(kinds: Kinds, model_type: str) -> None:
     config = {**UNKNOWN, "model_type": model_type, "dual_chunk_attention_config": CHUNKS}
@@ -149,12 +138,3 @@ def test_layers_that_only_drafts_run(
     assert max(layer for kind in with_drafts.kinds for layer in kind.layers) >= 4
     silent = kinds({**config, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0, "layer_types": None})
     assert not any("only drafts run" in warning for warning in silent.warnings)
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"])
-def test_a_missing_top_k_is_said(kinds: Kinds, model_type: str) -> None:
-    found = kinds({"model_type": model_type, "num_hidden_layers": 2})
-    assert [config.sparse_top_k for config in found.attention_configs] == [2048]
-    assert any("class defaults" in warning and "index_topk = 2048" in warning for warning in found.warnings)
-    given = kinds({"model_type": model_type, "num_hidden_layers": 2, "index_topk": 1024})
-    assert not any("index_topk" in warning for warning in given.warnings)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from attn_select import AttentionConfig
 from attn_select.errors import ModelError
 from attn_select.layer.models import LayerKinds
 
@@ -116,10 +115,3 @@ def test_full_layers_of_step5_that_an_indexer_chooses_for(kinds: Kinds) -> None:
 def test_what_no_field_says_is_refused_by_name(kinds: Kinds, model_type: str) -> None:
     with pytest.raises(ModelError, match=f"model type '{model_type}'"):
         kinds({"model_type": model_type, "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512})
-
-
-@pytest.mark.parametrize("model_type", ["zaya", "inkling_text", "diffusion_gemma_text"])
-def test_what_is_beside_the_attention_is_said(kinds: Kinds, model_type: str) -> None:
-    found = kinds({"model_type": model_type, "num_hidden_layers": 2})
-    assert all(isinstance(kind.config, AttentionConfig) for kind in found.kinds)
-    assert any(warning.startswith(model_type) for warning in found.warnings)

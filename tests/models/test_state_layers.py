@@ -91,13 +91,6 @@ def test_families(model_type: str, fields: dict[str, Any], count: int, expected:
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_a_layer_with_both_is_counted_in_two_kinds() -> None:
-    found = read("falcon_h1")
-    assert [(kind.kind, kind.count) for kind in found.kinds] == [("mamba2", 4), ("full_attention", 4)]
-    assert len(found.attention_configs) == 1
-    assert len(found.configs) == 2
-
-
 @pytest.mark.parametrize(
     ("model_type", "fields", "words"),
     [
@@ -110,11 +103,6 @@ def test_what_nothing_describes_is_named(model_type: str, fields: dict[str, Any]
     found = read(model_type, **fields)
     assert states(found) == []
     assert any(words in warning and "left out" in warning for warning in found.warnings)
-
-
-def test_layers_of_neither_are_named() -> None:
-    found = read("nemotron_h", hybrid_override_pattern="MM*-E", num_hidden_layers=5)
-    assert "2 of 5 layers have neither attention nor a state: 1 mlp, 1 moe" in found.warnings
 
 
 def test_tensor_parallelism_shares_value_heads() -> None:
@@ -141,9 +129,3 @@ def test_flags_beat_the_model_where_they_are_no_sizes() -> None:
     ((_, config),) = states(found)
     assert (config.state_dtype, config.num_speculative_tokens, config.num_heads) == ("bfloat16", 2, 16)
     assert found.attention_configs[0].num_heads == 4
-
-
-@pytest.mark.parametrize(("named", "kept"), [("auto", "float32"), ("bfloat16", "bfloat16")])
-def test_a_model_that_leaves_its_states_dtype_open_keeps_float32(named: str, kept: str) -> None:
-    (config,) = [c for c in read("qwen3_next", mamba_ssm_cache_dtype=named).configs if c.sort == "state"]
-    assert config.model_dump()["state_dtype"] == kept

@@ -12,7 +12,6 @@ import attn_select
 from attn_select.backends import distributions
 
 pytestmark = pytest.mark.long
-slow = pytest.mark.slow(guard="a clone in one command, and each plugin by its name: the remedies outside a clone")
 PLUGIN_NAMES = sorted(set(distributions.known_backends().values()))
 
 LIST = """
@@ -43,41 +42,10 @@ def test_clone_installs_in_one_command(tree, make_environment, root):
     assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
 
 
-@slow
-def test_clone_installs_editable_in_one_command(tree, make_environment, root):
-    environment = make_environment()
-    environment.pip("install", "-e", ".", "-e", "./plugins/torch", cwd=tree)
-    found = listing(environment)
-    assert found["core"] == str(tree / "core/attn_select/__init__.py")
-    assert found["plugins"]["attn-select-torch"][2] == str(tree / "plugins/torch/attn_select_torch/plugin.py")
-    assert found["rules"] == (root / "selector_rules.toml").read_text()
-    assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
-
-
 def run_remedy(environment, command: str, **options) -> None:
     program, *arguments = shlex.split(command)
     assert program == "pip"
     environment.pip(*arguments, **options)
-
-
-@slow
-def test_remedies_in_a_clone_install_the_plugins(tree, make_environment):
-    """`explain` prints them, so core is there already."""
-    environment = make_environment()
-    environment.pip("install", "-e", ".", cwd=tree)
-    for cwd in (tree, environment.path):  # by the folder relative to the clone, and from elsewhere by its path
-        shown = environment.run(
-            "attn-select", "explain", "--full", "--model", "qwen3-next-80b-a3b", "--gpu", "h100", code=1, cwd=cwd
-        )
-        assert distributions.NOT_ON_AN_INDEX not in shown
-        remedies = sorted(set(re.findall(r"; try (pip install .*)", shown)))
-        clone = "." if cwd == tree else tree
-        folders = [name.removeprefix("attn-select-").replace("-", "_") for name in PLUGIN_NAMES]
-        assert remedies == [f"pip install {clone}/plugins/{folder}" for folder in folders]
-        for remedy in remedies:
-            run_remedy(environment, remedy, cwd=cwd)
-        assert sorted(listing(environment)["plugins"]) == PLUGIN_NAMES
-        environment.pip("uninstall", "--yes", *PLUGIN_NAMES)
 
 
 def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make_environment, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from math import inf, nan
+from math import inf
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.running import common_of
 from attn_select.runtime import Attention, AttentionGroup, BatchError, Scales, attention_group, forward_context
-from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
+from attn_select.testing import Problem, random_problem, relative_error, same_bits
 
 Factory = Callable[..., Any]
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
@@ -90,15 +90,6 @@ def step(make_toy: Factory, make_group: Factory) -> Step:
     return Step(make_group(CONFIG, make_toy()), problem, common_of(problem))
 
 
-def test_a_given_output_is_written_and_returned(step: Step) -> None:
-    output = torch.full_like(step.problem.query, torch.nan)
-    lse = torch.full(step.problem.query.shape[:2], torch.nan)
-    assert step(output=output, output_lse=lse) is output
-    expected, expected_lse = step.problem.reference()
-    assert relative_error(output, expected).row < 1e-5
-    assert lse_error(lse, expected_lse) < 1e-5
-
-
 def test_a_layer_that_shares_a_cache_only_reads_it(step: Step) -> None:
     written = step()
     before = step.cache.clone()  # type: ignore[union-attr]
@@ -128,27 +119,6 @@ def test_layers_that_share_a_cache_agree_about_it(make_group: Factory) -> None:
     other = make_group(AttentionConfig(**{**fp8, "num_kv_heads": 4}))
     with pytest.raises(ConfigError, match="KV heads"):
         Attention(other, scales=Scales.make("cpu", k=0.5), kv_sharing_target=owner)
-
-
-@pytest.mark.parametrize("two", [False, True])
-def test_padding_is_left_alone(make_toy: Factory, make_group: Factory, two: bool) -> None:
-    toys = [make_toy()]
-    if two:
-        toys = [make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))]
-    problem = random_problem(5, CONFIG, FLASH, requests=[(1, 20), (1, 3), (6, 17), (4, 4)])
-    step = Step(make_group(CONFIG, *toys), problem, common_of(problem))
-    tokens = len(problem.query)
-    more = {
-        name: torch.cat([getattr(problem, name), torch.full_like(getattr(problem, name)[:3], torch.nan)])
-        for name in ("query", "key", "value")
-    }
-    output = torch.full((tokens + 3, 4, 32), -7.0)
-    lse = torch.full((tokens + 3, 4), -7.0)
-    assert step(**more, output=output, output_lse=lse) is output
-    assert relative_error(output[:tokens], problem.reference()[0]).row < 1e-5
-    assert (output[tokens:] == -7).all()
-    assert (lse[tokens:] == -7).all()
-    assert same_bits(step.cache, problem.written_cache())  # type: ignore[arg-type]
 
 
 def test_every_argument_may_be_a_view(step: Step) -> None:
@@ -216,14 +186,6 @@ def test_wrong_arguments_are_named_before_anything_runs(step: Step, kind: str) -
     assert same_bits(step.cache, before)  # type: ignore[arg-type]
 
 
-def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory) -> None:
-    problem = random_problem(7, CONFIG, FLASH)
-    step = Step(make_group(CONFIG, make_toy("SILENT", returns_lse=())), problem, common_of(problem))
-    with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
-        step(output_lse=torch.zeros(299, 4))
-    step()
-
-
 def test_a_quantised_output(make_group: Factory) -> None:
     config = AttentionConfig(**SMALL, output_quantization="fp8")
     problem = random_problem(8, config, FLASH)
@@ -269,41 +231,6 @@ def test_the_forward_context_stands_in_for_metadata(step: Step, make_group: Fact
         step(attn_metadata=None)
 
 
-PER_HEAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "slopes missing": ({"alibi": True}, {}, "alibi_slopes missing, but the layers were selected with alibi = True"),
-    "sinks missing": ({"sinks": True}, {}, "sinks missing, but the layers were selected with sinks = True"),
-    "sinks unwanted": ({}, {"sinks": torch.ones(4)}, "sinks given, but the layers were selected with sinks = False"),
-    "a list of sinks": ({"sinks": True}, {"sinks": [0.0] * 4}, "sinks is a list: accepted is a floating-point tensor"),
-    "integers as sinks": ({"sinks": True}, {"sinks": torch.ones(4).int()}, "sinks is torch.int32: accepted is a float"),
-    "sinks of NaN": ({"sinks": True}, {"sinks": torch.tensor([0, 0, nan, 1])}, "sinks holds nan: accepted are finite"),
-    "slopes of NaN": ({"alibi": True}, {"alibi_slopes": torch.tensor([1, 1, 1, nan]).half()}, "alibi_slopes holds nan"),
-    "a truth for a scale": ({}, {"scale": True}, "scale = True: accepted are finite numbers above 0"),
-    "a tensor for a scale": ({}, {"scale": torch.ones(4)}, "scale = tensor.*: accepted are finite numbers above 0"),
-    "scales of one tensor": (
-        {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True},
-        {"scales": Scales.make("cpu", k=2.0)},
-        r"k_scale is torch.float32 \(\) on cpu: accepted is float32 \(2,\) on cpu",
-    ),
-    "scales per head": (
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"scales": Scales.make("cpu", num_kv_heads=2)},
-        r"k_scale is torch.float32 \(2,\) on cpu: accepted is float32 \(\) on cpu",
-    ),
-    "scales elsewhere": (
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"scales": Scales(*torch.ones(3, device="meta"), 1.0, 1.0, 1.0)},
-        r"q_scale is torch.float32 \(\) on meta: accepted is float32 \(\) on cpu",
-    ),
-}
-
-
-@pytest.mark.parametrize(("fields", "options", "message"), PER_HEAD.values(), ids=PER_HEAD)
-def test_what_a_layer_is_made_of(make_group: Factory, fields: Any, options: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        Attention(make_group(AttentionConfig(**SMALL | fields)), **options)
-    assert caught.value.fields
-
-
 def test_a_sink_of_minus_infinity_is_none() -> None:
     """Heads without a sink beside heads that have one."""
     plain, sunk = (AttentionConfig(**SMALL, sinks=sinks) for sinks in (False, True))
@@ -334,15 +261,6 @@ def test_slopes_and_sinks_reach_the_backend(make_group: Factory) -> None:
     assert (impl.alibi_slopes.dtype, impl.alibi_slopes.tolist()) == (torch.float32, [0, 1, 2, 3])
     assert (impl.sinks.dtype, impl.sinks.tolist()) == (torch.bfloat16, [0, 2, 4, 6])
     assert impl.sinks.is_contiguous()
-
-
-def test_names_of_living_layers_are_unique(make_group: Factory) -> None:
-    group = make_group(CONFIG)
-    first = Attention(group, layer_name="model.layers.0")
-    with pytest.raises(ConfigError, match=r"model.layers.0.: a layer of that name exists\n.*a name of its own"):
-        Attention(group, layer_name="model.layers.0")
-    del first
-    Attention(group, layer_name="model.layers.0")
 
 
 @pytest.mark.parametrize("twin", [False, True])

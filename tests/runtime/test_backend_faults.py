@@ -17,7 +17,7 @@ from attn_select.reference.running import common_of
 from attn_select.reference.state_serving import StateServing
 from attn_select.rules.plugins import load_plugins
 from attn_select.runtime import Attention as HeadAttention
-from attn_select.runtime import AttentionImpl, BatchError, BlockTable, attention_group, prepare_batch
+from attn_select.runtime import AttentionImpl, BatchError, attention_group
 from attn_select.runtime import MLAAttention as LatentAttention
 from attn_select.runtime.states import StateBackend
 from attn_select.testing import load_path_of, mla_layer, random_mla_problem, random_problem, selection_of
@@ -220,20 +220,3 @@ def test_layers_that_keep_a_state(parts: Any, error: Any, call: str) -> None:
     with pytest.raises(error, match=call) as caught:
         run_states(broken("TORCH_STATE", **parts))
     assert f"TORCH_STATE {OWNER}: " in caught.value.message
-
-
-def test_a_registered_backend_knows_its_distribution() -> None:
-    owners = load_plugins().owners
-    for name, spec in load_plugins().specs.items():
-        assert spec.distribution.split()[0] == owners[name]
-
-
-def test_a_fault_of_the_batch_says_how_to_find_it() -> None:
-    """Without checks a wrong table reaches the kernel: what that raises is not hidden, and checked mode is named."""
-    group = attention_group(selection_of(load_plugins().specs["TORCH_SDPA"], HEADS, "cpu"))
-    table = BlockTable(1, 4, 16, "cpu")
-    table.append_row(0, [99, 98])
-    metadata = group.build(prepare_batch([1], [20], table))
-    query, key, value = (torch.zeros(1, heads, 32) for heads in (4, 2, 2))
-    with pytest.raises(BackendError, match=r"(?s)TORCH_SDPA .*IndexError.*hint: with ATTN_SELECT_CHECK=1"):
-        HeadAttention(group)(query, key, value, group.allocate_kv_cache(4), metadata)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.errors import ConfigError
 from attn_select.runtime import (
     BatchError,
     BlockPool,
@@ -87,15 +86,6 @@ class TestStaleRows:
         assert common.slot_mapping is not None
         assert common.slot_mapping.tolist() == [6, 16, 17, 18, 19, 20, 21, 22]
 
-    @pytest.mark.parametrize(("query_len", "seq_len"), [(4, 4), (4, 8), (4, 12)])
-    def test_a_decode_row_taken_over(self, query_len: int, seq_len: int) -> None:
-        """Also where the new request has blocks of a cached prefix, so that it does not begin at token 0."""
-        table = self.table()
-        prepare_batch([1, 1], [7, 6], table)
-        table.append_row(1, [2, 6])
-        with pytest.raises(BatchError, match="row 1 of the block table is stale"):
-            prepare_batch([1, query_len], [8, seq_len], table)
-
     def test_requests_that_go_on_are_fine(self) -> None:
         table = self.table()
         prepare_batch([6, 5], [6, 5], table)  # the same step again, for a second group
@@ -114,12 +104,6 @@ class TestStaleRows:
         assert common.slot_mapping is not None
         assert common.slot_mapping.tolist() == [19, 32, 33, 34]
 
-    def test_unchecked_tables_do_not_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("ATTN_SELECT_CHECK", "0")
-        table = self.table()
-        table.append_row(1, [4, 5])
-        assert prepare_batch([1, 7], [7, 7], table).num_reqs == 2
-
 
 def test_commit_is_as_wide_as_the_longest_row_and_stays_where_it_is() -> None:
     table = BlockTable(3, 8, 4, "cpu")
@@ -135,30 +119,6 @@ def test_commit_is_as_wide_as_the_longest_row_and_stays_where_it_is() -> None:
     assert again.tolist() == [[5, 4, 3, 0, 7]]
     assert again.data_ptr() == committed.data_ptr() == table.device_table.data_ptr()
     assert table.commit(3).shape == (3, 5)
-
-
-@pytest.mark.parametrize("num_reqs", [0, 3, -1])
-def test_commit_of_rows_that_do_not_exist(num_reqs: int) -> None:
-    with pytest.raises(BatchError, match=rf"{num_reqs} requests: the block table has rows for 1 to 2 \(max_num_reqs\)"):
-        BlockTable(2, 3, 4, "cpu").commit(num_reqs)
-
-
-def test_a_row_without_room_keeps_what_it_has() -> None:
-    table = BlockTable(2, 3, 4, "cpu")
-    table.append_row(1, [1, 2])
-    with pytest.raises(
-        BatchError, match=r"row 1 of the block table: 4 blocks, but max_num_blocks_per_req = 3\n.*room for the longest"
-    ):
-        table.append_row(1, [3, 4])
-    assert table.num_blocks_per_row.tolist() == [0, 2]
-
-
-@pytest.mark.parametrize("wrong", ["max_num_reqs", "max_num_blocks_per_req", "block_size"])
-def test_sizes_of_a_block_table(wrong: str) -> None:
-    sizes = {"max_num_reqs": 2, "max_num_blocks_per_req": 3, "block_size": 4} | {wrong: 0}
-    with pytest.raises(ConfigError, match=f"{wrong} = 0: accepted are integers from 1") as caught:
-        BlockTable(**sizes, device="cpu")
-    assert caught.value.fields == (wrong,)
 
 
 Lens = list[tuple[int, int]]

@@ -68,12 +68,6 @@ def rule(make_toy: Factory, make_group: Factory, make_batch: Factory) -> Callabl
     return ask
 
 
-def test_the_rule_is_met(rule: Callable[..., bool]) -> None:
-    assert rule()
-    assert rule(prefix=10 * MIN_PREFIX, requests=40)
-    assert rule(sinks=True, logits_soft_cap=10.0, kv_cache_dtype="fp8_e4m3")
-
-
 @pytest.mark.parametrize(
     "against",
     [

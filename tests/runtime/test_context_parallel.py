@@ -49,21 +49,6 @@ def test_every_position_lies_on_one_rank_in_a_slot_of_its_own(size: int, interle
         assert local[local >= 0].tolist() == list(range(13 * 8))
 
 
-def test_a_rank_keeps_its_own_of_the_chosen_slots_in_order() -> None:
-    shares = [Shares(rank, 2, 1, 4, "cpu") for rank in range(2)]  # even and odd positions; blocks of 8 slots
-    slots = torch.tensor([[17, 3, 2, 8, -1, -1], [6, 4, 2, 0, 16, 1], [-1] * 6], dtype=torch.int32)
-    first, second = (share.chosen(slots) for share in shares)
-    assert first.dtype == second.dtype == torch.int32
-    assert first.is_contiguous()
-    assert first.tolist() == [[1, 4, -1, -1, -1, -1], [3, 2, 1, 0, 8, -1], [-1] * 6]
-    assert second.tolist() == [[8, 1, -1, -1, -1, -1], [0, -1, -1, -1, -1, -1], [-1] * 6]
-
-
-def test_an_interleave_that_does_not_divide_the_block_size() -> None:
-    with pytest.raises(ConfigError, match="interleave = 3: accepted are divisors of the block size, 8"):
-        Shares(0, 2, 3, 8, "cpu")
-
-
 def test_arguments_are_checked() -> None:
     for given, text in (
         ({"interleave": 0}, "interleave = 0: accepted are integers from 1"),
@@ -191,19 +176,6 @@ def test_the_cache_is_a_share_and_the_tables_are_the_schedulers() -> None:
     alone = attention_group(select(layer(decode_context_parallel_size=1), "cpu"), capacity=CAPACITY)
     numel = alone.allocate_kv_cache(10).numel()  # blocks of half as many tokens
     assert run_ranks(2, run) == [(16, numel, alone.reorder_batch_threshold)] * 2
-
-
-def test_another_number_of_ranks_than_selected() -> None:
-    selection = select(layer(decode_context_parallel_size=4), "cpu")
-
-    def run(collectives: ThreadCollectives) -> str:
-        with pytest.raises(ConfigError) as error:
-            attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
-        return str(error.value)
-
-    text = "decode_context_parallel_size = 4, but the process group has 2 ranks"
-    hint = "select with decode_context_parallel_size = 2, or start 4 ranks"
-    assert all(text in found and hint in found for found in run_ranks(2, run))
 
 
 def _errors_of(make: Any) -> list[Exception]:

@@ -150,17 +150,6 @@ def test_no_backend_is_asked_for_requests_without_tokens_alone(
     assert [len(toy.builds) for toy in toys] == ([1] if backends == 1 else [0, 1])
 
 
-def test_speculative_queries_are_decodes(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
-    group = make_group(AttentionConfig(**SMALL, num_speculative_tokens=3), decode, prefill)
-    assert group.reorder_batch_threshold == 4
-    group.build(make_batch([(4, 40), (4, 7), (5, 17)]))
-    assert decode.builds[0].common.query_lens_cpu.tolist() == [4, 4]
-    # A builder that takes fewer tokens for a decode has its way.
-    short = make_toy("DECODER", phases=("decode",), reorder=2)
-    assert make_group(group.config, short, prefill).reorder_batch_threshold == 2
-
-
 def test_decodes_must_come_first_where_the_batch_is_split(
     make_toy: Factory, make_group: Factory, make_batch: Factory
 ) -> None:
@@ -202,12 +191,6 @@ def test_a_batch_beyond_capacity(
     group.build(make_batch(requests[:-1]))
 
 
-@pytest.mark.parametrize("name", ["block_table_tensor", "slot_mapping"])
-def test_a_cache_needs_its_map(make_group: Factory, make_batch: Factory, name: str) -> None:
-    with pytest.raises(BatchError, match=f"{name} is None: layers with a KV cache need it"):
-        make_group(CONFIG).build(replace(make_batch([(1, 9)]), **{name: None}))
-
-
 def test_a_tree_mask_needs_layers_that_were_chosen_for_it(make_group: Factory, make_batch: Factory) -> None:
     batch = replace(make_batch([(3, 9), (1, 4)]), tree_mask=torch.ones(4, 3, dtype=torch.bool))
     with pytest.raises(BatchError, match="tree_mask given, but the layers were selected with draft_tree = False"):
@@ -222,13 +205,6 @@ def test_a_tree_mask_needs_layers_that_were_chosen_for_it(make_group: Factory, m
     ):
         with pytest.raises(BatchError, match=text):
             group.build(replace(batch, **changes))
-
-
-def test_image_ranges_need_layers_that_were_chosen_for_them(make_group: Factory, make_batch: Factory) -> None:
-    batch = make_batch([(4, 9)], mm_prefix_ranges=[[(0, 3)]])
-    with pytest.raises(BatchError, match=r"selected with mm_prefix = False\n.*select with mm_prefix = True"):
-        make_group(CONFIG).build(batch)
-    make_group(AttentionConfig(**SMALL, mm_prefix=True)).build(batch)
 
 
 class ToyOptions(BackendOptions):
@@ -317,19 +293,6 @@ def test_two_kernels_of_different_blocks(
         assert all(shape[2] == 16 for shape in prefill.caches)
 
 
-def test_two_kernels_without_a_common_block_size(make_toy: Factory, make_group: Factory) -> None:
-    config = AttentionConfig(**SMALL, block_size=48)
-    toys = [
-        make_toy("DECODER", phases=("decode",), layouts=("FLASHINFER_NHD",), kernel_block_sizes=(24,)),
-        make_toy("PREFILLER", phases=("prefill",), layouts=("FLASHINFER_NHD",), kernel_block_sizes=(16,)),
-    ]
-    text = "block_size = 48: kernels of PREFILLER and DECODER share no block size in FLASHINFER_NHD "
-    with pytest.raises(
-        ConfigError, match=text + r"\(their sizes that divide it: PREFILLER: 16; DECODER: 24\)\n.*without block"
-    ):
-        make_group(config, *toys)
-
-
 def test_tables_of_captured_steps_keep_their_address(
     make_toy: Factory, make_group: Factory, make_batch: Factory
 ) -> None:
@@ -366,14 +329,6 @@ def test_encoders_have_no_cache(make_toy: Factory, make_group: Factory, attn_typ
         group.allocate_kv_cache(4)
 
 
-def test_allocation(make_toy: Factory, make_group: Factory) -> None:
-    group = make_group(AttentionConfig(**SMALL, block_size=48), make_toy(kernel_block_sizes=(16,)))
-    assert group.allocate_kv_cache(5).shape == (2, 15, 16, 2, 32)
-    for blocks in (0, -3):
-        with pytest.raises(ConfigError, match=f"num_blocks = {blocks}: accepted are integers from 1"):
-            group.allocate_kv_cache(blocks)
-
-
 @pytest.mark.parametrize(
     ("decode", "prefill", "both"),
     [
@@ -393,16 +348,6 @@ def test_two_backends_capture_decodes_alone(
     ]
     assert make_group(CONFIG, *toys).cudagraph_support == both
     assert make_group(CONFIG, make_toy(level=decode)).cudagraph_support == decode
-
-
-def test_what_is_captured(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
-    group = make_group(AttentionConfig(**SMALL, num_speculative_tokens=1), decode, prefill)
-    metadata = group.build_for_cudagraph_capture(make_batch([(2, 9), (2, 7)]))
-    assert [(part.phase, part.start, part.end) for part in metadata.parts] == [("decode", 0, 4)]
-    metadata = group.build_for_cudagraph_capture(make_batch([(3, 9), (3, 7)]))
-    assert [(part.phase, part.start, part.end) for part in metadata.parts] == [("prefill", 0, 6)]
-    assert (len(decode.builds), len(prefill.builds)) == (1, 1)
 
 
 def test_cross_attention(make_toy: Factory, make_group: Factory) -> None:

@@ -118,21 +118,6 @@ def test_the_best_tokens_are_chosen(cache_dtype: CacheDType, dtype: str, device:
     step.check(step.run())
 
 
-def test_decodes_alone_and_a_wide_padding(device: str) -> None:
-    step = Step(((1, 100), (1, 5), (1, 24), (1, 25)), "fp8_e4m3", device)
-    step.query = torch.cat([step.query, torch.full_like(step.query[:3], torch.nan)])
-    step.weights = torch.cat([step.weights, torch.full_like(step.weights[:3], torch.nan)])
-    chosen = step.run()
-    assert chosen.shape == (7, TOP_K)
-    step.check(chosen[:4])
-
-
-def test_few_scores_at_a_time_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = Step(REQUESTS, "fp8_e4m3", "cpu").run()
-    monkeypatch.setattr("attn_select.runtime.torch_indexer.MOST_SCORES", 300)
-    assert torch.equal(Step(REQUESTS, "fp8_e4m3", "cpu").run(), wanted)
-
-
 def test_the_fp8_cache_is_in_the_published_layout() -> None:
     """A block: the codes of all its tokens, then their scales; what was not written stays as it was."""
     step = Step(((5, 5),), "fp8_e4m3", "cpu")
@@ -191,20 +176,6 @@ def test_wrong_arguments_are_named() -> None:
     other = Step(((2, 2),), "fp8_e4m3", "cpu")
     with pytest.raises(BatchError, match="built by another group"):
         other.indexer(step.query, key, step.weights, step.cache, step.metadata)
-
-
-@pytest.mark.parametrize("wrong", [-2, 60 * BLOCK])
-def test_checked_mode_names_an_index_that_is_no_slot(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
-    group = group_on("cpu")
-    step = Step(((2, 5),), "fp8_e4m3", "cpu", group)
-    chosen = step.run()
-    layer = MLAAttention(group, torch.zeros(3 * (16 + 24), 32))
-    inputs = (torch.randn(2, 3, 24), torch.randn(2, 32), torch.randn(2, 8), group.allocate_kv_cache(60), step.metadata)
-    layer(*inputs, topk_indices=chosen)
-    chosen[1, 3] = wrong
-    with pytest.raises(BatchError, match=rf"topk_indices\[1, 3\] = {wrong}: accepted are slots 0 to 959, and -1 for"):
-        layer(*inputs, topk_indices=chosen)
 
 
 @pytest.mark.parametrize("whose", ["another request's", "never written"])

@@ -49,17 +49,6 @@ def test_split_of_uniform_decodes(
     assert split_decodes_and_prefills(common, threshold, require_uniform=True) == expected
 
 
-def test_a_decode_behind_a_prefill_is_named_with_it(make_batch: MakeBatch) -> None:
-    common = make_batch([(1, 9), (6, 9), (8, 9), (2, 9), (1, 9)])
-    text = (
-        r"request 3 \(query of 2 tokens\) is a decode behind request 1 \(query of 6 tokens\), a prefill: decodes of up "
-        r"to 4 tokens must come first"
-    )
-    with pytest.raises(BatchError, match=text) as caught:
-        split_decodes_and_prefills(common, 4)
-    assert caught.value.hint == "order the batch with attn_select.runtime.decodes_first(query_lens, threshold)"
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 5))
 def test_split_after_ordering(query_lens: list[int], threshold: int) -> None:
     order = decodes_first(query_lens, threshold)

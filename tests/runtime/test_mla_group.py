@@ -22,7 +22,6 @@ from attn_select.runtime import (
     AttentionMetadataBuilder,
     BatchError,
     CommonAttentionMetadata,
-    MLAAttention,
     MLAAttentionGroup,
     VarlenMetadata,
 )
@@ -174,25 +173,6 @@ def test_steps_in_both_directions(non_causal: bool, causal: bool, choose: Choose
     group = MLAAttentionGroup(choose(AttentionConfig(**MLA, non_causal=non_causal), backend))
     group.build(make_batch([(4, 12)], causal=causal))
     assert [varlen.causal for _, varlen in backend.built] == [causal and not non_causal, False]
-
-
-def test_images_are_relative_to_the_first_key(choose: Choose, make_batch: MakeBatch) -> None:
-    backend = toy()
-    group = MLAAttentionGroup(choose(AttentionConfig(**MLA, mm_prefix=True), backend), workspace_tokens=5)
-    group.build(make_batch([(4, 12)], mm_prefix_ranges=[[(6, 9)]]))
-    assert [varlen.mm_prefix_ranges for _, varlen in backend.built] == [[[(-2, 1)]], [[(6, 9)]], [[(1, 4)]]]
-
-
-def test_context_needs_the_lse(choose: Choose, make_batch: MakeBatch) -> None:
-    group = MLAAttentionGroup(choose(CONFIG, toy("SILENT", returns_lse=False)))
-    assert group.build(make_batch([(4, 4), (6, 6)])).parts[0].chunks == ()
-    with pytest.raises(BatchError, match=r"a prefill with 7 cached tokens: SILENT returns no LSE"):
-        group.build(make_batch([(4, 4), (6, 13)]))
-    problem = torch.zeros(160, 32)
-    layer, metadata = MLAAttention(group, problem), group.build(make_batch([(4, 4)]))
-    tensors = [torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((4, 24), (32,), (8,))]
-    with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
-        layer(*tensors, group.allocate_kv_cache(2), metadata, output_lse=torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -123,30 +122,6 @@ def test_rows_without_keys_are_zero() -> None:
     assert ran.lse[1:3].isneginf().all()
 
 
-def test_own_latents_are_not_rounded_to_the_cache() -> None:
-    """A prefill attends to its own tokens as they are: what FP8 makes of them is far outside the bound."""
-    problem = random_mla_problem(1, AttentionConfig(**SMALL, kv_cache_dtype="fp8_e5m2"), requests=[(30, 30)])
-    ran = run(problem, common_of(problem))
-    ran.check()
-    as_decode, _ = problem.reference(1)
-    bound = error_bound(problem.step.config, ran.group.selection.plans)
-    assert relative_error(ran.output[:30], as_decode).norm > 2 * bound.norm
-
-
-@pytest.mark.parametrize("name", EXTRAS)
-def test_the_oracle_agrees_with_itself(name: str) -> None:
-    """Without rounding in the cache, decodes (absorbed) and prefills (decompressed) are the same."""
-    config = AttentionConfig(**SMALL, dtype="float32", num_speculative_tokens=1, **EXTRAS[name])
-    problem = random_mla_problem(8, config)
-    lengths = [query_len for query_len, _ in problem.step.requests]
-    first_prefill = problem.num_decode_requests
-    assert all(n <= 2 for n in lengths[:first_prefill])
-    assert all(n > 2 for n in lengths[first_prefill:])
-    expected = problem.reference()
-    for decodes in (0, len(lengths)):
-        torch.testing.assert_close(problem.to("cpu").reference(decodes), expected, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_weight_is_kept_once_and_followed_by_both_paths(dtype: str) -> None:
     """What is written to the model's weight later counts from the next call on, for decodes and for prefills."""
@@ -164,24 +139,6 @@ def test_a_weight_is_kept_once_and_followed_by_both_paths(dtype: str) -> None:
     with torch.no_grad():
         model.copy_(other)
     assert same_bits(layer(*given), after)
-
-
-def test_a_converted_weight_is_the_layers_own() -> None:
-    """The model's is followed by neither path; what is written to the layer's is followed by both."""
-    problem = random_mla_problem(0, AttentionConfig(**SMALL, dtype="bfloat16"), requests=MIXED)
-    model, other = problem.kv_b_proj.float(), random_mla_problem(1, problem.step.config, requests=MIXED).kv_b_proj
-    group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
-    layer, metadata = MLAAttention(group, model), group.build(common_of(problem))
-    given = (problem.query, problem.step.key, problem.step.value, problem.step.kv_cache, metadata)
-    before, after = (MLAAttention(group, weight)(*given) for weight in (problem.kv_b_proj, other))
-    model.copy_(other)
-    assert same_bits(layer(*given), before)
-    twin = copy.deepcopy(layer)
-    for moved in (layer, twin, twin.float().bfloat16()):  # memory of its own, each time
-        moved.kv_b_proj.copy_(other)
-        assert same_bits(moved(*given), after)
-        moved.kv_b_proj.copy_(problem.kv_b_proj)
-        assert same_bits(moved(*given), before)
 
 
 def test_prefill_alone() -> None:

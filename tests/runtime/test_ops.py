@@ -102,16 +102,6 @@ def test_reshape_and_cache_with_a_narrower_value_and_scales_per_head(layout: str
     assert same_bits(found, expected)
 
 
-def test_chosen_slots_go_in_front_of_padding() -> None:
-    chosen = torch.tensor([[-1, 7, -5, 3], [1, 2, 3, 0], [-1, -1, -1, -2], [4, -1, -1, -1]], dtype=torch.int32)
-    for given in (chosen, chosen[:0], torch.cat([chosen, chosen], dim=1)[:, 4:]):
-        slots, counts = ops.slots_in_front(given)
-        assert slots.dtype == counts.dtype == torch.int32
-        assert slots.is_contiguous()
-        assert slots.tolist() == [[7, 3, -1, -1], [1, 2, 3, 0], [-1] * 4, [4, -1, -1, -1]][: len(given)]
-        assert counts.tolist() == [2, 4, 0, 1][: len(given)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_quantize_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
@@ -120,16 +110,6 @@ def test_quantize_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
     assert made.dtype == dtype
     assert made.float()[[0, 1, 2, 4, 5]].tolist() == [most, -most, most, most, 0.5]
     assert made.float()[3].isnan()
-
-
-def test_a_query_in_two_parts_is_joined_and_quantised() -> None:
-    latent, rope = torch.arange(12.0).view(2, 3, 2), -torch.arange(6.0).view(3, 2, 1).transpose(0, 1)
-    made = ops.concat_and_quantize_mla_q(latent, rope, torch.tensor(2.0), torch.float8_e4m3fn)
-    assert made.dtype == torch.float8_e4m3fn
-    assert made.float().tolist() == [
-        [[0, 0.5, 0], [1, 1.5, -1], [2, 2.5, -2]],
-        [[3, 3.5, -0.5], [4, 4.5, -1.5], [5, 5.5, -2.5]],
-    ]
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -217,17 +197,6 @@ def test_merge(dtype: torch.dtype) -> None:
     assert torch.equal(output[4], a[4])
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_merge_into_one_of_its_inputs(which: int) -> None:
-    (a, b), (lse_a, lse_b) = partials()
-    output, lse = torch.empty_like(a), torch.empty_like(lse_a)
-    ops.merge_attn_states(output, a, lse_a, b, lse_b, lse)
-    target, target_lse = ((a, lse_a), (b, lse_b))[which]
-    ops.merge_attn_states(target, a, lse_a, b, lse_b, target_lse)
-    assert same_bits(target, output)
-    assert same_bits(target_lse, lse)
-
-
 @pytest.fixture
 def cuda() -> Iterator[torch.device]:
     """The GPU, on which waiting for a result is an error."""
@@ -279,16 +248,6 @@ def test_a_gpu_merges_and_gathers_without_waiting(cuda: torch.device) -> None:
     torch.testing.assert_close(its_lse, lse)
     assert torch.equal(its_gathered, gathered)
     assert gathered.any()
-
-
-@pytest.mark.parametrize("lengths", [[3], [0, 4, 1, 0], [0, 0]])
-def test_flattened_tables_lie_one_row_behind_the_other(lengths: list[int]) -> None:
-    table = torch.arange(4 * 5, dtype=torch.int32).view(4, 5)[: len(lengths)]
-    indptr = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    out = torch.full((7,), -1, dtype=torch.int32)
-    ops.flatten_block_table(table, indptr, out)
-    wanted = [block for row, length in zip(table.tolist(), lengths, strict=True) for block in row[:length]]
-    assert out.tolist() == wanted + [-1] * (7 - len(wanted))
 
 
 Offer = Callable[..., None]
@@ -355,14 +314,3 @@ def test_a_broken_plugin_is_named_and_left_out(offer: Offer) -> None:
     offer("quantize_fp8", a_fails=fails)
     with pytest.warns(RuntimeWarning, match="another implementation serves it"):
         assert ops.implementation("quantize_fp8", CPU) == (torch_ops.quantize_fp8, "torch")
-
-
-def test_tiles_of_tiny_latents_have_the_least_scale() -> None:
-    """FlashMLA's floor of 1e-4, rounded up to a power of two; an all-zero tile would divide by zero without it."""
-    config = latent(kv_cache_dtype="fp8_ds_mla", sparse_top_k=64)
-    kv_c = torch.tensor([0.0, 1e-8, 1e-3, 0.02]).repeat_interleave(128).view(1, 512)
-    cache = poisoned(DS, config)
-    ops.concat_and_cache_mla(kv_c, torch.zeros(1, 64), cache, torch.tensor([3]), DS, config, Scales.make(CPU))
-    assert cache[0, 3, 512:528].view(torch.float32).tolist() == [2.0**-13] * 4
-    codes = cache[0, 3, :512].view(torch.float8_e4m3fn).float().view(4, 128)[:, 0]
-    assert codes.tolist() == [0.0, 0.0, 8.0, 160.0]  # 1e-3 and 0.02 times 2**13 are 8.192 and 163.84

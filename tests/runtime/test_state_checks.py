@@ -27,13 +27,10 @@ from attn_select.runtime.states import (  # noqa: E402
     StateGroup,
     StateMetadata,
     StatePool,
-    StateSlots,
     StaticStates,
-    zeros_slot,
 )
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
-from attn_select_torch.runtime.state import TorchStateBackend, TorchStateImpl  # noqa: E402
 
 CONFIG = StateConfig(recurrence="gated_delta_net", num_heads=2, head_size=8, dtype="float32")
 """Both layouts of its states have one shape."""
@@ -102,33 +99,6 @@ def test_no_graph_is_kept() -> None:
         assert [tensor.requires_grad for tensor in kept if tensor is not None] == [False] * 5
 
 
-@pytest.mark.parametrize("on", ["0", "1"])
-def test_a_refused_batch_takes_no_token(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
-    """The step is planned anew, or its slots are built with a batch that is right."""
-    monkeypatch.setenv("ATTN_SELECT_CHECK", on)
-    for again in (True, False):
-        served = Served(conv_kernel_size=2)
-        served.cache.state.fill_(torch.nan)
-        served.cache.conv.fill_(torch.nan)  # type: ignore[union-attr]
-        served.add("a", "b")
-        for _ in range(2):
-            wanted = {"b": 5, "a": 1}
-            slots = served.pool.step(wanted)
-            with pytest.raises(BatchError, match="is a decode behind request 0"):
-                served.group.build(prepare_batch([5, 1], [served.seen["b"] + 5, served.seen["a"] + 1]), slots)
-            with pytest.raises(BatchError, match="of a batch of 1: accepted is one entry per request"):
-                served.group.build(prepare_batch([5], [5]), slots)
-            if again:
-                metadata = served.build(a=1, b=5)
-            else:
-                served.pool.take_back(slots)
-                slots = served.pool.step({"a": 1, "b": 5})
-                with pytest.raises(BatchError, match="request 1 has 4 tokens in the batch, and 5 by the pool's step"):
-                    served.group.build(prepare_batch([1, 4], [1, 4]), slots)
-                metadata = served.group.build(served.batch(a=1, b=5), slots)
-            assert served.layer(*served.inputs(6), served.cache, metadata).isfinite().all()
-
-
 def test_groups_of_one_pool_build_a_step_together() -> None:
     served, other = Served(), StateGroup(select(CONFIG, "cpu"))
     other.allocate(6)
@@ -161,25 +131,6 @@ def test_what_attention_refuses_is_not_committed() -> None:
     with pytest.raises(BatchError, match="slots are missing of a group of layers that keep a state"):
         load_step(batches, {states: common, attention: common}, {}, 2)
     assert pool.step({"a": 1}).read == [-1]
-
-
-def test_weights_go_where_the_module_goes() -> None:
-    served = Served(conv_kernel_size=4)
-    served.add("a")
-    weight, bias = served.weight(), torch.randn(served.config.conv_dim)
-    layer = LinearAttention(served.group, weight, bias, skip=torch.randn(2))
-    assert not layer.state_dict()  # they are the model's
-    assert not [*layer.parameters()]
-    assert {name for name, _ in layer.named_buffers()} == {"conv_weight", "conv_bias", "skip"}
-    given = served.inputs(4)
-    metadata = served.build(a=4)
-    first = layer(*given, served.cache, metadata)
-    layer.half()
-    assert layer.conv_weight is not None
-    assert layer.conv_weight.dtype is torch.float16
-    torch.testing.assert_close(layer(*given, served.cache, metadata), first, atol=5e-3, rtol=5e-3)
-    assert weight.dtype is torch.float32
-    assert layer.to("meta").conv_weight.device.type == "meta"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["conv_weight", "conv_bias", "skip"])
@@ -442,47 +393,6 @@ def test_states_from_elsewhere_are_committed_by_hand() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.usefixtures("checked")
-def test_a_kernel_that_loses_digits_refuses_such_decays(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Chunked(TorchStateImpl):
-        least_log_decay = {"prefill": -400.0}  # noqa: RUF012
-
-    monkeypatch.setattr(TorchStateBackend, "impl_cls", Chunked)
-    served = Served()
-    served.add("a", "b")
-    channels, gates = served.inputs(5)
-    gates.log_decay[0] = -1e6  # the decode's
-    gates.log_decay[1] = -399.0
-    metadata = served.build(a=1, b=4)
-    assert served.layer(channels, gates, served.cache, metadata).isfinite().all()
-    gates.log_decay[3] = -401.0
-    with pytest.raises(BatchError, match="log_decay of -401 in prefill: TORCH_STATE loses digits below -400"):
-        served.layer(channels, gates, served.cache, metadata)
-
-
-def test_a_group_builds_what_it_has_states_and_kernels_for() -> None:
-    group = StateGroup(select(CONFIG, "cpu"), phases=["decode"])
-    with pytest.raises(BatchError, match="the group's layers have no states yet"):
-        group.build(prepare_batch([1], [1]), StateSlots([-1], [[0]]))
-    group.allocate(4)
-    with pytest.raises(BatchError, match="1 requests are in prefill: the group serves decode"):
-        group.build(prepare_batch([5], [5]), StateSlots([-1], [[0]]))
-    with pytest.raises(BatchError, match="request 0 has 0 tokens: accepted are requests with tokens to run"):
-        group.build(prepare_batch([0], [3]), StateSlots([-1], [[0]]))
-    with pytest.raises(BatchError, match="common is a NoneType: accepted is a CommonAttentionMetadata"):
-        group.build(None, StateSlots([-1], [[0]]))  # type: ignore[arg-type]
-    with pytest.raises(BatchError, match="slots is a list: accepted is a StateSlots"):
-        group.build(prepare_batch([1], [1]), [[0]])  # type: ignore[arg-type]
-    larger = StatePool(9)
-    larger.add("a")
-    with pytest.raises(BatchError, match="the slots are of a pool of 9: the group's layers have 4 slots"):
-        group.build(prepare_batch([1], [1]), larger.step({"a": 1}))
-    short = prepare_batch([1], [1])
-    short.seq_lens = short.seq_lens[:0]
-    with pytest.raises(BatchError, match=r"seq_lens is torch.int32 \(0,\): accepted is"):
-        group.build(short, StateSlots([-1], [[0]]))
-
-
 def test_memory_of_ones_own_becomes_a_layers_states() -> None:
     served = Served()
     pages = torch.randn(6, 200)  # a state and something else in each page
@@ -499,11 +409,3 @@ def test_memory_of_ones_own_becomes_a_layers_states() -> None:
     with pytest.raises(BatchError, match=r"cache.state is torch.float16"):
         empty.adopt(StateCache(torch.zeros(5, 2, 8, 8).half(), None))
     assert empty.num_slots is None
-
-
-def test_a_group_that_reads_zeros_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchStateBackend, "reads_zeros", True)
-    group = StateGroup(select(CONFIG, "cpu"))
-    cache = group.adopt(StateCache(torch.ones(5, 2, 8, 8), None))
-    assert group.num_slots == 3
-    assert not cache.state[zeros_slot(cache.state)].any()

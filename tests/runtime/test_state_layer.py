@@ -119,12 +119,3 @@ def test_the_weights_of_the_convolution_are_checked() -> None:
         LinearAttention(with_conv, torch.zeros(WIDTH, 4), torch.zeros(4))
     with pytest.raises(ConfigError, match="skip has shape"):
         LinearAttention(without, skip=torch.zeros(2))
-
-
-def test_all_layers_have_as_many_slots() -> None:
-    made = group()
-    made.allocate(3)
-    with pytest.raises(ConfigError, match="num_slots = 4: the group's other layers have 3"):
-        made.allocate(4)
-    with pytest.raises(ConfigError, match="num_slots = 0: accepted are integers from 1"):
-        group().allocate(0)

@@ -44,16 +44,6 @@ def test_a_step_with_drafts_keeps_the_state_that_it_reads() -> None:
         pool.accept("a", kept)
 
 
-def test_a_decode_needs_its_slots() -> None:
-    pool = StatePool(3, num_speculative_tokens=3)
-    pool.add("a")
-    run(pool, {"a": 10})
-    with pytest.raises(OutOfSlotsError, match="needs 3 slots more than its requests hold, and 2 of 3 are free"):
-        pool.step({"a": 4})
-    assert pool.num_free_slots == 2
-    assert pool.step({"a": 3}).read != [-1]
-
-
 def test_a_step_changes_nothing_until_it_is_committed() -> None:
     pool = StatePool(4)
     pool.add("a")
@@ -106,20 +96,6 @@ def test_what_is_committed_is_the_last_step() -> None:
     for slots in (other.step({"a": 1}), StateSlots([-1], [[0]]), [[0]]):
         with pytest.raises(PoolError, match="none that a step of this pool returned"):
             pool.commit(slots)  # type: ignore[arg-type]
-
-
-def test_a_freed_request_takes_its_planned_step_with_it() -> None:
-    pool = StatePool(4)
-    for name in ("a", "b"):
-        pool.add(name)
-    planned = pool.step({"a": 1, "b": 1})
-    pool.free("a")
-    assert pool.num_free_slots == 3
-    with pytest.raises(PoolError, match="request 'a' is not in the pool"):
-        pool.commit(planned)
-    pool.take_back(planned)
-    assert pool.num_free_slots == 4
-    assert pool.step({"b": 2}).read == [-1]
 
 
 def test_misuse_is_refused() -> None:

@@ -50,19 +50,6 @@ def test_layers_of_all_kinds_are_warmed_up(fields: dict[str, Any], capacity: Cap
     assert layer.group is group
 
 
-def test_steps_stay_within_the_capacity() -> None:
-    config = AttentionConfig(**GQA, num_speculative_tokens=3)
-    for most in ((1, 1, 1), (2, 3, 40), (2, 8192, 4096), (300, 8192, 131072)):
-        steps = steps_of(config, most, {"decode", "prefill"}, mixed=True, captured=True)
-        for step in steps:
-            assert len(step.requests) <= most[0]
-            assert sum(query for query, _ in step.requests) <= most[1]
-            assert max(keys for _, keys in step.requests) <= most[2]
-    queries = {query for step in steps for query, _ in step.requests}
-    assert {1, 2, 4, 5, 8, 16, 32, 64, 512, 2048} == queries
-    assert {step.captured for step in steps} == {False, True}
-
-
 def test_decodes_with_and_without_a_tree_are_warmed_up_and_captured_ones_have_one() -> None:
     config = AttentionConfig(**GQA, num_speculative_tokens=3, draft_tree=True)
     steps = steps_of(config, (8, 512, 4096), {"decode", "prefill"}, mixed=True, captured=True)
@@ -75,17 +62,6 @@ def test_decodes_with_and_without_a_tree_are_warmed_up_and_captured_ones_have_on
         mask = batch_of(step, config, 16, torch.device("cpu")).tree_mask
         assert (mask is not None) == step.tree
         assert mask is None or mask.shape == (sum(query for query, _ in step.requests), 4)
-
-
-@pytest.mark.parametrize("drafts", range(16))
-def test_decodes_with_fewer_drafts_have_tiles_of_half_the_rows(drafts: int) -> None:
-    """Whatever number of tokens a decode has, a step that is run has as many or less than twice as many."""
-    config = AttentionConfig(**GQA, num_speculative_tokens=drafts)
-    steps = steps_of(config, (8, 512, 4096), {"decode"}, mixed=False, captured=True)
-    run = {query for step in steps for query, _ in step.requests}
-    assert {query for step in steps for query, _ in step.requests if step.captured} == {1, 1 + drafts}
-    for tokens in range(1, 2 + drafts):
-        assert any(tokens <= query < 2 * tokens for query in run)
 
 
 def test_kernels_are_compiled_before_the_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,17 +96,6 @@ def no_lse_again(forward: Any) -> Any:
     return method
 
 
-def zeros_again(forward: Any) -> Any:
-    """Give zeros from a layer's second call on."""
-
-    def method(self: Any, layer: Any, query: Tensor, *rest: Any) -> Any:
-        output, self.called = forward(self, layer, query, *rest), getattr(self, "called", 0) + 1
-        output[: rest[3].query_start_loc[-1]] *= self.called == 1
-        return output
-
-    return method
-
-
 def first_cache(forward: Any) -> Any:
     """Read the cache of the layer's first call."""
 
@@ -150,19 +139,6 @@ def tiled_heads(attend: Any) -> Any:
     return method
 
 
-def next_token_seen(attend: Any) -> Any:
-    """Let all but the last token see one token too many."""
-
-    def method(self: Any, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Any:
-        output, lse = attend(self, query, keys, values, window)
-        if 1 < len(query) < len(keys) and window is None:
-            more = attend(self, query[:-1], keys, values, window)
-            output, lse = torch.cat([more[0], output[-1:]]), torch.cat([more[1], lse[-1:]])
-        return output, lse
-
-    return method
-
-
 def half_as_exact(attend: Any) -> Any:
     """Round the weighted values to bfloat16, whatever the layer's dtype."""
 
@@ -182,12 +158,6 @@ def keys_of(limit: int) -> Callable[[Any], Any]:
     return few_keys
 
 
-def no_wide_window(attend: Any) -> Any:
-    return lambda self, query, keys, values, window: attend(
-        self, query, keys, values, None if window and window > 64 and len(query) == 1 else window
-    )
-
-
 def multiples_of_64(attend: Any) -> Any:
     """Leave out 16 keys where there are whole tiles of 64."""
 
@@ -204,17 +174,6 @@ def first_requests(forward: Any) -> Any:
     def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
         few = replace(batch, seq_lens=batch.seq_lens[:64])
         return forward(self, layer, query, key, value, cache, few, *rest)
-
-    return method
-
-
-def first_pages(forward: Any) -> Any:
-    """Read the first block in place of those behind 32."""
-
-    def method(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, batch: Any, *rest: Any) -> Any:
-        table = batch.block_table.clone()
-        table[:, 32:] = table[:, :1]
-        return forward(self, layer, query, key, value, cache, replace(batch, block_table=table), *rest)
 
     return method
 
@@ -275,29 +234,12 @@ def cleared_table(forward: Any) -> Any:
     return method
 
 
-def contiguous_output(forward: Any) -> Any:
-    def method(self: Any, layer: Any, *rest: Any) -> Any:
-        return forward(self, layer, *rest[:5], rest[5].contiguous(), *rest[6:])
-
-    return method
-
-
 def kept_slots(update: Any) -> Any:
     """Write to the slots of the first step of as many tokens."""
 
     def method(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         self.slots = getattr(self, "slots", {})
         update(self, layer, key, value, cache, self.slots.setdefault(len(slots), slots.clone()))
-
-    return method
-
-
-def neighbour_too(update: Any) -> Any:
-    def method(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        update(
-            self, layer, key[: len(slots)] * 0, value[: len(slots)] * 0, cache, torch.where(slots < 0, slots, slots ^ 1)
-        )
-        update(self, layer, key, value, cache, slots)
 
     return method
 
@@ -315,28 +257,22 @@ def swapped(update: Any) -> Any:
         (overriding("attend", whole_blocks), "holds NaN or infinity"),
         (overriding("forward", over_padding), "output rows behind num_actual_tokens"),
         (overriding("forward", by_batch), "batch_invariant: request 0"),
-        (overriding("do_kv_cache_update", neighbour_too), "was changed, but belongs to no token of the step"),
         (overriding("do_kv_cache_update", swapped), "differs from the token's number"),
         (overriding("attend", tiled_heads), "output"),
-        (overriding("attend", next_token_seen), "output is off by"),
         (overriding("attend", half_as_exact), "output is off by"),
         (overriding("forward", no_lse_again), "LSE of request"),
-        (overriding("forward", zeros_again), "output is off by"),
         (overriding("forward", first_cache), "output"),
         (overriding("forward", sinks_of_the_first_layer), "output is off by"),
         (overriding("forward", into_the_cache), "bytes of kv_cache"),
         (overriding("attend", keys_of(512)), "output is off by"),
-        (overriding("attend", no_wide_window), "decode by einsum: output is off by"),
         (overriding("attend", multiples_of_64), "AssertionError"),
         (overriding("forward", first_requests), "output of request 64"),
-        (overriding("forward", first_pages), "output"),
         (overriding("forward", small_ids), "output"),
         (overriding("attend", not_shifted), "holds NaN or infinity"),
         (overriding("attend", clamped), "LSE of request"),
         (overriding("attend", usual_scale), "output is off by"),
         (overriding("forward", scaled_query), "query was changed"),
         (overriding("forward", cleared_table), "block_table_tensor was changed"),
-        (overriding("forward", contiguous_output), "holds NaN or infinity"),
         (overriding("do_kv_cache_update", kept_slots), "bytes of kv_cache"),
     ],
     ids=lambda value: value.__closure__[0].cell_contents.__name__ if callable(value) else "",

@@ -18,7 +18,6 @@ from attn_select.testing import (
     attention_options,
     attention_reference,
     merge_reference,
-    varlen_reference,
 )
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
@@ -196,26 +195,6 @@ def test_large_scores_do_not_overflow() -> None:
     assert float(lse.max()) > 1e5
 
 
-def test_nan_where_nobody_looks_changes_nothing() -> None:
-    query, keys, values = tensors(2, 9)
-    expected = attention_reference(query, keys, values, scale=0.3, sliding_window=3)
-    keys[:5] = values[:5] = math.nan  # rows at 7 and 8 see 5 to 8
-    torch.testing.assert_close(
-        attention_reference(query, keys, values, scale=0.3, sliding_window=3), expected, rtol=0, atol=0
-    )
-    values[5] = math.nan
-    output, _ = attention_reference(query, keys, values, scale=0.3, sliding_window=3)
-    assert output[0].isnan().all()
-
-
-def test_long_queries_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, keys, values = tensors(13, 20)
-    expected = attention_reference(query, keys, values, scale=0.3, sliding_window=6)
-    monkeypatch.setattr("attn_select.reference.oracle._MAX_SCORES", 4 * 20 * 3)
-    got = attention_reference(query, keys, values, scale=0.3, sliding_window=6)
-    torch.testing.assert_close(got, expected, **EXACT)
-
-
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 9),
@@ -262,18 +241,6 @@ def test_parts_merge_to_the_whole(
         for index, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
     torch.testing.assert_close(merge_reference(*zip(*parts, strict=True)), whole, **EXACT)
-
-
-def test_varlen_is_one_request_after_another() -> None:
-    config = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=8, attn_type="encoder_only", sliding_window=3)
-    query, keys, values = tensors(12, 12)
-    bounds = torch.tensor([0, 5, 5, 11])  # an empty request, and a row of padding
-    output, lse = varlen_reference(query, keys, values, bounds, bounds, config, 0.3)
-    for part in (slice(0, 5), slice(5, 11)):
-        expected = by_hand(query[part], keys[part], values[part], scale=0.3, causal=False, sliding_window=3)
-        torch.testing.assert_close((output[part], lse[part]), expected, **EXACT)
-    assert not output[11].any()
-    assert lse[11].isneginf().all()
 
 
 def test_a_config_says_what_to_do() -> None:

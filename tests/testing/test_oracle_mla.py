@@ -72,23 +72,6 @@ def test_decompressed_by_hand() -> None:
         assert float(lse[0, head]) == pytest.approx(math.log(sum(weights)))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
-def test_paged_equals_dense(kv_cache_dtype: str) -> None:
-    config = AttentionConfig(**SMALL, kv_cache_dtype=kv_cache_dtype)
-    problem = random_problem(3, config, MLA, requests=[(2, 20), (1, 17), (6, 6)])
-    output, lse = problem.reference()
-    assert output.shape == (9, 3, 16)
-    cache = problem.written_cache()
-    start = 0
-    for row, (query_len, seq_len) in zip(problem.block_table, problem.requests, strict=True):
-        rows = slice(start, start + query_len)
-        start += query_len
-        slots = torch.tensor([int(row[p // 16]) * 16 + p % 16 for p in range(seq_len)])
-        keys, _ = gather_reference(cache, MLA, slots, config, k_scale=problem.k_scale)
-        expected = mla_absorbed_reference(problem.query[rows], keys[:, 0, :16], keys[:, 0, 16:], scale=problem.scale)
-        torch.testing.assert_close((output[rows], lse[rows]), expected)
-
-
 def test_the_656_bytes() -> None:
     """Byte for byte as FlashMLA's README has them."""
     latent = torch.zeros(512)

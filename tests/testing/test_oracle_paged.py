@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,9 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, MLA, PAGED_ATTENTION, cache_shape
+from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, PAGED_ATTENTION, cache_shape
 from attn_select.testing import (
-    attention_reference,
     gather_reference,
     paged_reference,
     quantize_query,
@@ -130,44 +127,6 @@ def test_the_query_is_quantised_likewise() -> None:
     query = torch.tensor([[[300.0], [300.0], [300.0], [300.0]]])
     got = quantize_query(query, "fp8_e4m3", torch.tensor([1.0, 0.5]))  # one scale per KV head, 2 query heads each
     assert got.flatten().tolist() == [288.0, 288.0, 224.0, 224.0]  # 448 / 2: saturated
-
-
-def test_mla_cache_is_key_and_value_at_once() -> None:
-    config = AttentionConfig(num_heads=3, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
-    cache = poisoned(MLA, config)
-    latent, rope = torch.randn(2, 6).bfloat16(), torch.randn(2, 2).bfloat16()
-    write_reference(cache, latent, rope[:, None], torch.tensor([9, 0]), MLA, config)
-    assert torch.equal(cache[2, 1], torch.cat([latent[0], rope[0]]))
-    assert torch.equal(cache[0, 0], torch.cat([latent[1], rope[1]]))
-    assert int(cache.isfinite().sum()) == 16
-    keys, values = gather_reference(cache, MLA, torch.tensor([0, 9]), config)
-    assert torch.equal(keys[:, 0], torch.cat([latent, rope], dim=1).flip(0).double())
-    assert torch.equal(values, keys[..., :6])
-    with pytest.raises(ValueError, match="v_scale"):
-        gather_reference(cache, MLA, torch.tensor([0]), config, v_scale=2.0)
-
-
-@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, PAGED_ATTENTION])
-def test_requests_are_attended_to_one_by_one(layout: str) -> None:
-    """Against the reference for one request on keys gathered by hand; a row of padding belongs to nobody."""
-    config = AttentionConfig(**SIZES, dtype="float32", sliding_window=9, logits_soft_cap=5.0)
-    problem = random_problem(10, config, layout, requests=[(1, 20), (7, 7), (4, 33), (0, 5)], block_size=8)
-    query = torch.cat([problem.query, torch.full((1, 4, 32), math.nan)])
-    cache = problem.written_cache()
-    tables = (problem.block_table, problem.query_start_loc, problem.seq_lens)
-    output, lse = paged_reference(query, cache, layout, *tables, config, problem.scale)
-    assert not output[12].any()
-    assert lse[12].isneginf().all()
-    start = 0
-    for row, (query_len, seq_len) in zip(problem.block_table, problem.requests, strict=True):
-        rows = slice(start, start + query_len)
-        start += query_len
-        slots = torch.tensor([int(row[p // 8]) * 8 + p % 8 for p in range(seq_len)])
-        keys, values = gather_reference(cache, layout, slots, config)
-        expected = attention_reference(
-            query[rows], keys, values, scale=problem.scale, sliding_window=9, logits_soft_cap=5.0
-        )
-        torch.testing.assert_close((output[rows], lse[rows]), expected)
 
 
 @given(

@@ -26,13 +26,6 @@ def test_the_floor_is_the_longer_of_bytes_and_products() -> None:
     assert step_features(GQA, parse_batch_shape("q8k"), H200).floor_us == pytest.approx(LAUNCH_US + flops / 7.81e8)
 
 
-def test_doubling_is_one_step() -> None:
-    one, two = values("64q1s4k"), values("128q1s4k")
-    for name in ("requests", "new_tokens", "tiles"):
-        assert two[name] - one[name] == pytest.approx(1)
-    assert two["mean_keys"] == one["mean_keys"] == 12
-
-
 def test_unlike_lengths_stretch_a_step() -> None:
     """One long request among short ones: kernels that share keys out evenly are told apart from those that do not."""
     even, uneven = values("64q1s4k"), values("63q1s1k_q1s193k")
@@ -74,11 +67,3 @@ def test_each_token_of_a_sparse_layer_has_tiles_of_its_own() -> None:
     latent = {"num_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     assert 2 ** values("q100s8k", AttentionConfig(**latent, sparse_top_k=2048))["tiles"] == pytest.approx(100)
     assert 2 ** values("q100s8k", AttentionConfig(**latent))["tiles"] == pytest.approx(16)
-
-
-def test_a_latent_is_read_once() -> None:
-    """Its keys are its values: the one multiprocessor reads what all the step reads."""
-    rates = Rates(4.19e6, 7.81e8, 1)
-    latent = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    stretch = step_features(latent, parse_batch_shape("16q1s64k"), rates).values["stretch"]
-    assert stretch == pytest.approx(0, abs=0.1)
