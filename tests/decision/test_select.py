@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import random
 from collections import UserDict, UserList
@@ -90,6 +91,21 @@ def test_environments_count_by_value() -> None:
     assert (old.ok, new.ok) == (False, True)
     assert ask("0.6.14") == new
     assert ask("0.6.14", cuda="13.0") != new
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+def test_recent_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector, "_MOST_RECENT", 40)
+    clear_cache()
+    before = alive(Selection)
+    for heads in range(1, 100):
+        select(AttentionConfig(num_heads=heads, head_size=128), "h100")
+    assert 0 < alive(Selection) - before <= 40
+    clear_cache()
 
 
 def drawn(count: int) -> list[AttentionConfig]:

@@ -40,6 +40,7 @@ def heads(q: int, kv: int, size: int, **more: Any) -> dict[str, Any]:
                 "text_config": {
                     "model_type": "gemma4_text",
                     "num_hidden_layers": 6,
+                    "use_bidirectional_attention": "vision",
                     "attention_k_eq_v": True,
                     "num_global_key_value_heads": 2,
                 },

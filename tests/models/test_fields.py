@@ -18,16 +18,20 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
     ("config", "said"),
     [
         ({"num_attention_heads": "32"}, "num_attention_heads = '32': expected an integer from 1 to 10000"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: expected an integer from 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: expected an integer from 1 to 10000"),
         ({"num_key_value_heads": 5}, "num_key_value_heads = 5 does not divide num_attention_heads = 32"),
+        ({"head_dim": 0}, "head_dim = 0: expected an integer from 1 to 8192, or null"),
         ({"hidden_size": 4097}, "hidden_size = 4097 by num_attention_heads = 32 is no head size"),
         ({"sliding_window": -1}, "sliding_window = -1: expected an integer from 0"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window = 'yes': expected true or false"),
         ({"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1: expected a positive number"),
         ({"layer_types": "full_attention"}, "layer_types = 'full_attention': expected a list of layer types"),
         (
             {"layer_types": ["full_attention"] * 31 + ["fuzzy"]},
             "layer_types[31] = 'fuzzy': expected one of full_attention",
         ),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers = 32"),
         ({"layer_types": ["linear_attention"] * 32}, "32 linear_attention, which are a recurrence that is not known"),
         ({"kv_lora_rank": 512}, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim missing beside kv_lora_rank = 512"),
         ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 32 layers"),
@@ -42,6 +46,7 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
             {"model_type": "nemotron_h", "hybrid_override_pattern": "E-"},
             "no layer has attention or a state (1 moe, 1 mlp)",
         ),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern = 'M?'"),
         ({"model_type": "gpt_neo", "attention_types": [["global", 2]]}, "attention_types = [['global', 2]]"),
         ({"model_type": "gpt_neo", "attention_types": [[["global"], 2]]}, "attention_types names 2 layers for"),
         ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [1]}, "hybrid_layer_pattern has 1 entries"),
@@ -116,3 +121,29 @@ def test_null_is_not_the_default(kinds: Kinds) -> None:
     assert kinds({**shape, "sliding_window": None}).kinds[0].config.sliding_window is None
     assert kinds({**shape, "num_key_value_heads": None}).kinds[0].config.num_kv_heads == 32
     assert kinds({**shape, "sliding_window": 0}).kinds[0].kind == "full_attention"
+
+
+@pytest.mark.parametrize(("value", "cap"), [(0.5, 0.5), (30, 30.0), (0, None), (None, None), (False, None)])
+def test_a_positive_number_may_be_small_or_left_out(kinds: Kinds, value: Any, cap: float | None) -> None:
+    found = kinds({**GENERIC, "model_type": "gemma2", "attn_logit_softcapping": value})
+    assert {kind.config.logits_soft_cap for kind in found.kinds} == {cap}
+
+
+def test_listed_layers_count_themselves(kinds: Kinds) -> None:
+    config = {field: value for field, value in GENERIC.items() if field != "num_hidden_layers"}
+    found = kinds({**config, "model_type": "brandnew", "layer_types": ["full_attention"] * 3})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 3)]
+
+
+def test_sliding_layers_without_a_window(kinds: Kinds) -> None:
+    types = ["sliding_attention", "full_attention"]
+    found = kinds({**GENERIC, "model_type": "llama", "num_hidden_layers": 2, "layer_types": types})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 2)]
+    assert found.warnings == ("1 sliding_attention layers, but no sliding_window: counted as full attention",)
+
+
+def test_head_dim_of_mla_is_ignored(kinds: Kinds) -> None:
+    """It is the width of the rotary part, or hidden size by heads: neither is the width of the cache."""
+    for head_dim in (64, 56, None):
+        found = kinds({"model_type": "deepseek_v3", "head_dim": head_dim})
+        assert found.kinds[0].config.head_size == 576
