@@ -212,6 +212,10 @@ def test_what_is_refused_says_what_was_seen_and_what_is_accepted(
     assert str(caught.value).isprintable()
 
 
+def test_a_value_may_have_200_characters() -> None:
+    assert matches({"num_heads": " " * 198 + "32"})
+
+
 @pytest.mark.parametrize(
     ("written", "doubted"),
     [

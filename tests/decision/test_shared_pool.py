@@ -103,6 +103,14 @@ def test_a_backend_that_no_rule_ranks_costs_more_than_any_that_one_does(make_spe
     assert [s.block_size for s in agree_on_pool((FULL, WINDOW), deciding(decider, choice))] == [64, 64]
 
 
+def test_encoders_do_not_take_part(make_spec: Any, make_decider: Any) -> None:
+    encoder = AttentionConfig(num_heads=8, head_size=64, attn_type="encoder")
+    specs = [make_spec("A", layouts=["FLASHINFER_NHD"]), make_spec("B", layouts=[], attn_types=("encoder",))]
+    full, alone = decide(make_decider(specs, RULES), FULL, encoder)
+    assert [s.kv_layout for s in (full, alone)] == ["FLASHINFER_NHD", None]
+    assert alone.config is encoder  # not asked again with the pool's block size
+
+
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [

@@ -39,6 +39,14 @@ def test_without_a_workload_the_default_mix_decides_and_is_said(decider: Any) ->
     assert "over the default mix" in selection_text(selection)
 
 
+def test_in_the_default_mix_each_step_counts_alike(decider: Any) -> None:
+    """Where A is half as fast in one long prompt and twice as fast in all decodes, its decodes count."""
+    times = {"*": {"A": 20.0, "B": 40.0}, "q256s64k": {"A": 40_000.0, "B": 20_000.0}}
+    assert decide(decider(), times, workload=None).selected == {"prefill": "A", "decode": "A"}
+    named = ",".join(str(shape.batch) for shape in default_mix(LAYER).shapes)
+    assert decide(decider(), times, named).selected == {"prefill": "B", "decode": "A"}
+
+
 @pytest.mark.parametrize(
     ("rule", "order"),
     [

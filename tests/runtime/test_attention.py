@@ -186,6 +186,14 @@ def test_wrong_arguments_are_named_before_anything_runs(step: Step, kind: str) -
     assert same_bits(step.cache, before)  # type: ignore[arg-type]
 
 
+def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory) -> None:
+    problem = random_problem(7, CONFIG, FLASH)
+    step = Step(make_group(CONFIG, make_toy("SILENT", returns_lse=())), problem, common_of(problem))
+    with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
+        step(output_lse=torch.zeros(299, 4))
+    step()
+
+
 def test_a_quantised_output(make_group: Factory) -> None:
     config = AttentionConfig(**SMALL, output_quantization="fp8")
     problem = random_problem(8, config, FLASH)
@@ -261,6 +269,15 @@ def test_slopes_and_sinks_reach_the_backend(make_group: Factory) -> None:
     assert (impl.alibi_slopes.dtype, impl.alibi_slopes.tolist()) == (torch.float32, [0, 1, 2, 3])
     assert (impl.sinks.dtype, impl.sinks.tolist()) == (torch.bfloat16, [0, 2, 4, 6])
     assert impl.sinks.is_contiguous()
+
+
+def test_names_of_living_layers_are_unique(make_group: Factory) -> None:
+    group = make_group(CONFIG)
+    first = Attention(group, layer_name="model.layers.0")
+    with pytest.raises(ConfigError, match=r"model.layers.0.: a layer of that name exists\n.*a name of its own"):
+        Attention(group, layer_name="model.layers.0")
+    del first
+    Attention(group, layer_name="model.layers.0")
 
 
 @pytest.mark.parametrize("twin", [False, True])

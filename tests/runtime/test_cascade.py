@@ -89,6 +89,16 @@ def test_each_condition_counts(rule: Callable[..., bool], against: dict[str, Any
     assert not rule(**against)
 
 
+def test_every_plan_must_return_its_lse(make_group: Factory, make_batch: Factory) -> None:
+    """A batch that one backend serves whole may hold prefills, whose plan may say otherwise than decode's."""
+    builder = make_group(AttentionConfig(**SMALL)).backends[0].builder
+    context = builder.context
+    batch = make_batch([(1, 300)] * 8)
+    for phase in ("prefill", "decode"):
+        silent = {**context.plans, phase: replace(context.plans[phase], returns_lse=False)}
+        assert not type(builder)(replace(context, plans=silent)).use_cascade_attention(256, batch)
+
+
 def batch_on_a_prefix(
     prefix: int, requests: list[tuple[int, int]], size: int, spare: int = 0
 ) -> tuple[CommonAttentionMetadata, int]:

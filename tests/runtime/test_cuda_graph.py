@@ -175,6 +175,16 @@ def test_nothing_of_a_larger_batch_is_left(make_group: Any, make_batch: Any, que
     assert padded.slot_mapping.tolist() == [6, -1, -1, -1]
 
 
+@pytest.mark.parametrize(("query_len", "size", "bound"), [(1, 4, 1), (3, 4, 3), (None, 16, 16)])
+def test_launch_grids_are_captured_for_the_longest_query_of_a_size(
+    make_group: Any, make_batch: Any, query_len: int | None, size: int, bound: int
+) -> None:
+    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
+    static = StaticBatch(group, query_len)
+    batch = make_batch([(query_len or 2, 20), (query_len or 7, 33)])
+    assert static.load(batch, size).max_query_len == static.dummy(size).max_query_len == bound
+
+
 def test_a_batch_runs_in_the_smallest_size_that_holds_it(make_group: Any, make_batch: Any) -> None:
     group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
     group.device = torch.device("cuda")  # of tensors without memory: no kernel is launched

@@ -314,3 +314,14 @@ def test_a_broken_plugin_is_named_and_left_out(offer: Offer) -> None:
     offer("quantize_fp8", a_fails=fails)
     with pytest.warns(RuntimeWarning, match="another implementation serves it"):
         assert ops.implementation("quantize_fp8", CPU) == (torch_ops.quantize_fp8, "torch")
+
+
+def test_tiles_of_tiny_latents_have_the_least_scale() -> None:
+    """FlashMLA's floor of 1e-4, rounded up to a power of two; an all-zero tile would divide by zero without it."""
+    config = latent(kv_cache_dtype="fp8_ds_mla", sparse_top_k=64)
+    kv_c = torch.tensor([0.0, 1e-8, 1e-3, 0.02]).repeat_interleave(128).view(1, 512)
+    cache = poisoned(DS, config)
+    ops.concat_and_cache_mla(kv_c, torch.zeros(1, 64), cache, torch.tensor([3]), DS, config, Scales.make(CPU))
+    assert cache[0, 3, 512:528].view(torch.float32).tolist() == [2.0**-13] * 4
+    codes = cache[0, 3, :512].view(torch.float8_e4m3fn).float().view(4, 128)[:, 0]
+    assert codes.tolist() == [0.0, 0.0, 8.0, 160.0]  # 1e-3 and 0.02 times 2**13 are 8.192 and 163.84

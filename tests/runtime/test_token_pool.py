@@ -57,3 +57,10 @@ def test_exhaustion_and_misuse_name_the_request_and_change_nothing() -> None:
     with pytest.raises(PoolError, match="request 'b' has no row"):
         pool.free("b")
     assert slots.num_free_blocks == 2
+
+
+def test_a_request_may_fill_its_row() -> None:
+    pool = ReqToTokenPool(1, 5, TokenToKVPool(6))
+    pool.extend("a", 3)
+    pool.extend("a", 5)
+    assert pool.req_to_token[0].tolist() == list(pool.slots.blocks("a"))

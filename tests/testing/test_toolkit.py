@@ -214,3 +214,18 @@ def test_an_fp8_output_that_saturates_is_compared_with_what_it_can_hold(acme: Ba
         stored = wrong.to(torch.float8_e4m3fn)
         with pytest.raises(AssertionError, match=message):
             check_result(group, problem, result_of(group, problem, stored, None, None, scale))
+
+
+def test_one_wrong_row_among_many_right_ones_is_found(acme: BackendSpec) -> None:
+    selection = selection_of(acme, gqa_layer(num_heads=4, num_kv_heads=2, head_size=64), CPU)
+    group = attention_group(selection, "cpu", Capacity(8, 256, 256))
+    problem = problem_for(group, [(64, 64)] * 4, seed=3)
+    result = run_problem(group, problem)
+    check_result(group, problem, result)
+    reference, bound = problem.reference()[0], error_bound(group.config, selection.plans)
+    size = reference[100, 1].norm()
+    typical = reference.square().sum(dim=-1).mean().sqrt()
+    result.output[100, 1] *= 1 + 2 * bound.row * max(1.0, float(typical / size))
+    assert relative_error(result.output, reference).norm < bound.norm
+    with pytest.raises(AssertionError, match=r"worst in request 1 \(query of 64, 64 keys\), token 36"):
+        check_result(group, problem, result)

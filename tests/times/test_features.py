@@ -67,3 +67,11 @@ def test_each_token_of_a_sparse_layer_has_tiles_of_its_own() -> None:
     latent = {"num_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     assert 2 ** values("q100s8k", AttentionConfig(**latent, sparse_top_k=2048))["tiles"] == pytest.approx(100)
     assert 2 ** values("q100s8k", AttentionConfig(**latent))["tiles"] == pytest.approx(16)
+
+
+def test_a_latent_is_read_once() -> None:
+    """Its keys are its values: the one multiprocessor reads what all the step reads."""
+    rates = Rates(4.19e6, 7.81e8, 1)
+    latent = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    stretch = step_features(latent, parse_batch_shape("16q1s64k"), rates).values["stretch"]
+    assert stretch == pytest.approx(0, abs=0.1)
