@@ -31,6 +31,7 @@ from attn_select.decide import gate, selector
 from attn_select.decide.decide import decide
 from attn_select.decide.selector import environment_for
 from attn_select.errors import UnknownNameError
+from attn_select.layer.config import PHASES
 from attn_select.machine import detection
 from attn_select.machine.detection import Detection
 from attn_select.machine.device import CPU, local_device, lookup
@@ -38,6 +39,17 @@ from attn_select.rules.layers import load_rules
 from attn_select.rules.rule import parse_rule
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
+
+
+def test_a_backend_that_was_asked_for_leads_the_ranked_ones() -> None:
+    by_rules = [candidate.backend for candidate in select(GQA, "a100").ranked(PHASES)]
+    last = by_rules[-1]
+    assert [candidate.backend for candidate in select(GQA, "a100", backend=last).ranked(PHASES)] == [
+        last,
+        *by_rules[:-1],
+    ]
+    halves = select(GQA, "a100", backend=f"decode={last}").ranked(PHASES)
+    assert [candidate.backend for candidate in halves] == by_rules
 
 
 def test_selections_are_cached_by_identity() -> None:

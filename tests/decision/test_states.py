@@ -34,11 +34,33 @@ def test_only_backends_of_states_are_candidates() -> None:
     assert [rule.name for rule in states.rules] == ["states"]
 
 
+def test_the_plan_says_layout_and_bytes() -> None:
+    selection = select(KDA, "cpu")
+    assert selection.selected == {"prefill": "TORCH_STATE", "decode": "TORCH_STATE"}
+    assert (selection.kv_layout, selection.block_size) == ("STATE_KV", None)
+    plan = selection.to_dict()["plan"]
+    assert plan["cache_shape"] == ["num_slots", 8, 128, 128]
+    assert plan["cache_dtype"] == "float32"
+    assert plan["bytes_per_request"] == 8 * 128 * 128 * 4 + 3 * 3 * 8 * 128 * 2
+    assert plan["bytes_per_token"] is None
+    assert selection.cache_format is None
+    assert selection.state_format is not None
+    assert selection.cache_fingerprint == selection.state_format.fingerprint
+    assert "per request and layer, whatever its length" in selection.explain()
+    assert "convolution of 4 tokens" in selection.explain()
+
+
 def test_rules_name_the_recurrence(tmp_path: Path) -> None:
     found = rules(tmp_path, '[[rules]]\nname = "mine"\nwhen = { recurrence = "kda" }\nprefer = ["TORCH_STATE"]\n')
     assert select(KDA, "h200", found).selected["decode"] == "TORCH_STATE"
     mamba = StateConfig(recurrence="mamba2", num_heads=8, head_size=128)
     assert select(mamba, "h200", found).selected["decode"] == "FLA"
+
+
+@pytest.mark.parametrize("condition", ["mla = false", "sliding_window = 'none'", "num_kv_heads = '>=1'"])
+def test_rules_about_attention_do_not_hold_for_states(tmp_path: Path, condition: str) -> None:
+    found = rules(tmp_path, f'[[rules]]\nname = "mine"\nwhen = {{ {condition} }}\ndeny = ["FLA"]\n')
+    assert select(KDA, "h200", found).selected["decode"] == "FLA"
 
 
 def test_a_named_backend_of_attention_is_refused_for_a_state() -> None:
