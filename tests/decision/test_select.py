@@ -41,6 +41,19 @@ from attn_select.rules.rule import parse_rule
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 
 
+DENSE_MLA = {"num_heads": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(("layer", "mla"), [(GQA, False), (AttentionConfig(**DENSE_MLA), True)], ids=["gqa", "mla"])
+def test_backends_of_another_kind_of_layers_have_no_rank(layer: AttentionConfig, mla: bool) -> None:
+    """A priority lists some backends of the layer's kind, and the others of this kind follow it, nothing else."""
+    ranks = {c.backend: c.phases["prefill"].rank for c in select(layer, "h100").candidates}
+    ranked = sorted(rank for rank in ranks.values() if rank is not None)
+    assert ranked == list(range(1, len(ranked) + 1))
+    of_kind = {name for name in ranks if ("MLA" in name) is mla and "SPARSE" not in name}
+    assert {name for name, rank in ranks.items() if rank is not None} == of_kind
+
+
 def test_a_backend_that_was_asked_for_leads_the_ranked_ones() -> None:
     by_rules = [candidate.backend for candidate in select(GQA, "a100").ranked(PHASES)]
     last = by_rules[-1]
