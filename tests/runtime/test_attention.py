@@ -186,14 +186,6 @@ def test_wrong_arguments_are_named_before_anything_runs(step: Step, kind: str) -
     assert same_bits(step.cache, before)  # type: ignore[arg-type]
 
 
-def test_a_backend_that_returns_no_lse(make_toy: Factory, make_group: Factory) -> None:
-    problem = random_problem(7, CONFIG, FLASH)
-    step = Step(make_group(CONFIG, make_toy("SILENT", returns_lse=())), problem, common_of(problem))
-    with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
-        step(output_lse=torch.zeros(299, 4))
-    step()
-
-
 def test_a_quantised_output(make_group: Factory) -> None:
     config = AttentionConfig(**SMALL, output_quantization="fp8")
     problem = random_problem(8, config, FLASH)
@@ -291,6 +283,16 @@ def test_metadata_of_another_group_is_refused(step: Step, make_group: Factory, t
     with forward_context({step.group: metadata}), pytest.raises(BatchError, match="was built by another group"):
         step(attn_metadata=None)
     assert same_bits(step.cache, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("silent", ["prefill", "decode"])
+def test_a_phase_without_lse(make_toy: Factory, make_group: Factory, silent: str) -> None:
+    """Whole batches of one backend hold both phases: both plans have to return the LSE."""
+    speaking = {"prefill", "decode"} - {silent}
+    problem = random_problem(7, CONFIG, FLASH)
+    step = Step(make_group(CONFIG, make_toy("HALF", returns_lse=speaking)), problem, common_of(problem))
+    with pytest.raises(BatchError, match="output_lse given, but HALF returns no LSE"):
+        step(output_lse=torch.zeros(299, 4))
 
 
 @pytest.mark.parametrize("made_by", [copy.copy, copy.deepcopy])
