@@ -149,6 +149,22 @@ def test_a_backend_that_fails_is_named(run: Any, monkeypatch: pytest.MonkeyPatch
     assert as_json["error"]["code"] == "backend-failed"
 
 
+@CPU_ONLY
+@pytest.mark.parametrize(("norm", "row", "code"), [(1e-12, 1.0, 1), (1.0, 1e-12, 1), (1.0, 1.0, 0)])
+def test_one_error_above_its_bound_is_enough_for_exit_1(
+    run: Any, monkeypatch: pytest.MonkeyPatch, norm: float, row: float, code: int
+) -> None:
+    """The norm's bound and the row's are judged each by itself, in the text, in JSON and by the exit code."""
+    bound = serving.ErrorBound(norm, row, 1e-12, "made for this test")
+    monkeypatch.setattr(serving, "error_bound", lambda *_: bound)
+    result = run("run", *SMALL)
+    assert result.code == code
+    assert ("ABOVE" in result.out) == bool(code)
+    as_json = run("run", *SMALL, "--json")
+    assert as_json.code == code
+    assert as_json.json["ok"] == as_json.json["layers"][0]["run"]["ok"] == (not code)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
