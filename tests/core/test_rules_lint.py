@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attn_select import select
 from attn_select.backends import distributions
 from attn_select.backends.registry import Registry
-from attn_select.backends.spec import BackendSpec
+from attn_select.backends.spec import BackendSpec, Library
 from attn_select.decide.selector import environment_for
 from attn_select.layer.config import PHASES, AttentionConfig
 from attn_select.machine.device import Device, lookup
@@ -153,6 +153,19 @@ def test_conditions_that_contradict_each_other_are_named(when: dict[str, Any], t
         assert (file, line) == ("f", 1)
         assert found.startswith("rule 'r' is never reached: ")
         assert text in found
+
+
+def test_libraries_that_nobody_knows_are_doubted(spec: Callable[..., BackendSpec], rules_file: RulesFile) -> None:
+    library = Library("flashinfer-python", "flashinfer", "pip install flashinfer-python")
+    registry = Registry(specs={"MINE": spec("MINE", libraries=[[library]])})
+    body = '[[rules]]\nname = "{0}"\ndeny = ["MINE"]\nwhen = {{ library = {{ {0} = "<1" }} }}\n'
+    names = ("flashinfer", "FlashInfer", "flashinfer-python", "flashinfer_python", "pytest", "flashinfr", "zzz")
+    rules = load_rules([rules_file("".join(map(body.format, names)))])
+    flashinfr, zzz = (each for each in doubts(rules, registry) if "no registered backend" in each[2])
+    assert flashinfr[1] == 2 + 4 * 5
+    assert "rule 'flashinfr': no registered backend uses a library 'flashinfr'" in flashinfr[2]
+    assert "did you mean flashinfer" in flashinfr[2]
+    assert zzz[2].endswith("it is not installed here; they use flashinfer-python")
 
 
 def test_only_rules_of_one_file_beat_each_other(rules_file: RulesFile) -> None:
