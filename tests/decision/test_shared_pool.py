@@ -63,6 +63,18 @@ def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_sp
     )
 
 
+def test_a_backend_that_does_not_read_the_pools_layout_says_so(make_spec: Any, make_decider: Any) -> None:
+    decider = make_decider(
+        [make_spec("A", layouts=["FLASHINFER_HND"]), make_spec("B", layouts=["FLASHINFER_NHD"])], TWO
+    )
+    selection = decider.decide(FULL, Choice(), "FLASHINFER_NHD")
+    assert selection.selected == {"prefill": "B", "decode": "B"}
+    (refused,) = (c.phases["decode"] for c in selection.candidates if c.backend == "A")
+    (reason,) = refused.reasons
+    assert (reason.code, reason.observed, reason.supported) == ("kv-layout", "FLASHINFER_NHD", ["FLASHINFER_HND"])
+    assert reason.message == "the shared pool has KV layout FLASHINFER_NHD (supported: FLASHINFER_HND)"
+
+
 def test_a_block_size_that_a_kind_names_is_the_pools(make_spec: Any, make_decider: Any) -> None:
     specs = [make_spec("A", blocks=[32]), make_spec("B", blocks=[16]), make_spec("C", blocks=[16], sliding_window=True)]
     named = WINDOW.model_copy(update={"block_size": 16})

@@ -313,6 +313,21 @@ def test_tables_of_captured_steps_keep_their_address(
         group.build(make_batch([(1, 210)]))
 
 
+def test_tables_of_captured_steps_hold_the_longest_request(
+    make_toy: Factory, make_group: Factory, make_batch: Factory
+) -> None:
+    """40 tokens are 2 blocks of 32, and so 4 of 16, although 3 of 16 would do."""
+    config = AttentionConfig(**SMALL, block_size=32)
+    toy = make_toy()
+    group = make_group(config, toy, cuda_graphs=True, capacity=Capacity(max_num_seqs=2, max_model_len=40))
+    batch = make_batch([(1, 40), (1, 33)], block_size=32)
+    group.build(make_batch([(1, 9)], block_size=32))
+    group.build(batch)
+    table = toy.builds[-1].common.block_table_tensor
+    assert table.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert table.data_ptr() == toy.builds[0].common.block_table_tensor.data_ptr()
+
+
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
 def test_encoders_have_no_cache(make_toy: Factory, make_group: Factory, attn_type: str) -> None:
     config = AttentionConfig(**SMALL, attn_type=attn_type)

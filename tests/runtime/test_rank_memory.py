@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import _symmetric_memory as symmetric
 
-from attn_select.runtime.context_parallel.collectives import ProcessGroupCollectives
+from attn_select.runtime.context_parallel.collectives import NO_MULTICAST, ProcessGroupCollectives
 from attn_select.runtime.rank_memory import ALIGNED, PROGRAMS, RankLayout, RankMemory
 
 LAYOUT = RankLayout(2, 3, 4, 16, 8, torch.float16)
@@ -72,6 +74,40 @@ def test_sharing_that_fails_on_a_rank_is_said_and_none_share(monkeypatch: pytest
     monkeypatch.setattr(Two, "_symmetric", fail)
     with pytest.warns(RuntimeWarning, match=r"\(rank 0: RuntimeError: no handles\)"):
         assert Two([(platform.node(), 1), True, None]).share_memory(LAYOUT, HERE) is None
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_torch_shares_without_multicast(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    monkeypatch.delenv(NO_MULTICAST, raising=False)
+    if before is not None:
+        monkeypatch.setenv(NO_MULTICAST, before)
+    seen: list[Any] = []
+    waited: list[Any] = []
+    zeros = torch.zeros
+
+    def rendezvous(own: torch.Tensor, group: Any) -> Any:
+        seen.append((os.environ[NO_MULTICAST], bool(own.any())))
+        return SimpleNamespace(
+            get_buffer=lambda rank, shape, dtype: zeros(shape, dtype=dtype).add_(rank),
+            buffer_ptrs=[512, 1024],
+            barrier=lambda *given: waited.append(given),
+        )
+
+    made = {"dtype": torch.uint8}
+    monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.full((size,), 7, **made))
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(device))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    memory = ProcessGroupCollectives._symmetric(Two([]), LAYOUT, HERE)
+    assert seen == [HERE, ("1", False)]  # the zeros are there before another rank can reach them
+    assert os.environ.get(NO_MULTICAST) == before
+    assert memory.addresses == (512, 1024)
+    assert [int(buffer[0]) for buffer in memory.buffers] == [0, 1]
+    assert all(len(buffer) == LAYOUT.num_bytes for buffer in memory.buffers)
+    assert memory.met is not None
+    assert (memory.met.shape, memory.met.dtype, memory.timeout) == ((2 * PROGRAMS,), torch.int32, 90)
+    memory.meet()
+    assert waited == [(0, 90_000)]
 
 
 def test_the_parts_of_a_layout_do_not_overlap() -> None:
