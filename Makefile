@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo site test test-ci test-all test-distributed test-browser test-engines audit mutate check venv format docs bench-select bench-runtime dist clean
+.PHONY: help demo site test test-ci test-all test-distributed test-browser test-engines audit check venv format docs bench-select bench-runtime dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,13 +73,11 @@ test-engines: venv ## Test the adapters of engines and Triton's kernels in other
 audit: venv ## Put drawn commands of `attn-select flags` through the engines' own code (ARGS="--engine vllm --seed 2"; 12 minutes, downloads included)
 	$(TEST_ENV)/bin/python tests/engines/audit/audit.py $(ARGS)
 
-mutate: venv ## Plant 300 faults in core and list those that no test notices (ARGS="--seed 2"; an hour on two cores)
-	$(TEST_ENV)/bin/python tests/mutation/mutate.py $(ARGS)
-
-check: venv ## Lint and type-check
+check: venv ## Lint, type-check and hold the order of imports
 	$(TEST_ENV)/bin/ruff check
 	$(TEST_ENV)/bin/ruff format --check
 	$(TEST_ENV)/bin/mypy --num-workers auto
+	$(TEST_ENV)/bin/lint-imports --no-logo
 
 venv: $(TEST_ENV)/.installed ## Make .venv only: the development tools and all projects, editable
 
@@ -105,7 +103,7 @@ dist: venv ## Build the wheels and sdists of all projects into dist/
 	done
 
 clean: ## Remove both environments, dist/ and all caches
-	rm -rf $(TEST_ENV) $(DEMO_ENV) .venv-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(TEST_ENV) $(DEMO_ENV) .venv-engines build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find core cli measure plugins engines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch alone has a stamp of its own: a change to a pyproject file installs the rest anew, not torch.

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attn_select.errors import ConfigError, UnknownNameError
-from attn_select.machine.device import CPU, find_gpu, known_gpus, local_device, lookup
+from attn_select.machine.device import find_gpu, known_gpus, lookup
 
 DATA = Path(__file__).resolve().parent.parent / "core" / "attn_select" / "machine" / "gpus.json"
 ROWS: list[dict[str, Any]] = json.loads(DATA.read_text("utf-8"))["gpus"]
@@ -20,14 +20,6 @@ REAL_CAPABILITIES = {
     *((7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0)),
     *((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)),
 }
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
-def test_a_row_is_read_whole(row: dict[str, Any]) -> None:
-    found = lookup(row["name"])
-    for name in ("full_name", "sm_count", "memory_gib", "bandwidth_gbps", "bf16_tflops", "fp8_tflops", "source"):
-        assert getattr(found, name) == row[name]
-    assert found.compute_capability == tuple(row["compute_capability"])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
@@ -58,37 +50,17 @@ def test_no_spelling_means_two_gpus() -> None:
     assert len({row["name"] for row in ROWS}) == len(ROWS)
 
 
-def test_the_file_has_one_line_a_row() -> None:
-    lines = [line.strip().rstrip(",") for line in DATA.read_text("utf-8").splitlines()]
-    assert [json.loads(line)["name"] for line in lines if line.startswith('{"')] == [row["name"] for row in ROWS]
-
-
-def test_known_gpus_keeps_the_order_of_the_file() -> None:
-    assert list(known_gpus()) == [row["name"] for row in ROWS]
-    assert not any(device.local or device.is_cpu for device in known_gpus().values())
-
-
 # As the driver spells them. Figures: what nvidia-smi and torch show of these GPUs.
 @pytest.mark.parametrize(
     ("spelling", "name", "capability", "sm_count", "memory_gib"),
     [
         ("Tesla T4", "t4", "7.5", 40, 15),
         ("NVIDIA A100-SXM4-80GB", "a100", "8.0", 108, 80),
-        ("NVIDIA A100 80GB PCIe", "a100-pcie", "8.0", 108, 80),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb", "8.0", 108, 40),
-        ("NVIDIA A10G", "a10g", "8.6", 80, 22.5),
-        ("NVIDIA L4", "l4", "8.9", 58, 22.5),
         ("NVIDIA L40S", "l40s", "8.9", 142, 45),
-        ("NVIDIA GeForce RTX 4090", "rtx4090", "8.9", 128, 24),
         ("NVIDIA H100 80GB HBM3", "h100", "9.0", 132, 79.6),
-        ("NVIDIA H100 PCIe", "h100-pcie", "9.0", 114, 79.6),
-        ("NVIDIA H20", "h20", "9.0", 78, 95.6),
         ("NVIDIA H200", "h200", "9.0", 132, 140.4),
-        ("NVIDIA GH200 480GB", "gh200", "9.0", 132, 95.6),
-        ("NVIDIA B200", "b200", "10.0", 148, 179.1),
-        ("NVIDIA GB200", "gb200", "10.0", 152, 185),
         ("NVIDIA B300 SXM6 AC", "b300", "10.3", 148, 268.6),
-        ("NVIDIA GB300", "gb300", "10.3", 152, 277.5),
         ("NVIDIA GeForce RTX 5090", "rtx5090", "12.0", 170, 31.8),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server", "12.0", 188, 95.6),
         ("NVIDIA GB10", "gb10", "12.1", 48, 128),
@@ -104,25 +76,15 @@ def test_driver_names(spelling: str, name: str, capability: str, sm_count: int, 
 @pytest.mark.parametrize(
     ("spelling", "name"),
     [
-        ("h100", "h100"),
         (" H100 ", "h100"),
-        ("H100-SXM", "h100"),
         ("h100_pcie", "h100-pcie"),
-        ("A100-80GB", "a100"),
         ("a100 40gb", "a100-40gb"),
-        ("rtx4090", "rtx4090"),
         ("RTX 4090", "rtx4090"),
-        ("rtx-4090", "rtx4090"),
         ("4090", "rtx4090"),
         ("GeForce RTX 5090", "rtx5090"),
-        ("tesla t4", "t4"),
-        ("A6000", "rtx-a6000"),
         ("RTX 6000 Ada", "rtx-6000-ada"),
-        ("RTX PRO 6000", "rtx-pro-6000"),
         ("DGX Spark", "gb10"),
         ("cpu", "cpu"),
-        ("CPU", "cpu"),
-        (" cpu\n", "cpu"),
     ],
 )
 def test_what_users_type(spelling: str, name: str) -> None:
@@ -133,17 +95,11 @@ def test_what_users_type(spelling: str, name: str) -> None:
     ("spelling", "name", "capability"),
     [
         ("sm90", "sm90", (9, 0)),
-        ("sm_90", "sm90", (9, 0)),
         ("SM_90a", "sm90", (9, 0)),
-        ("sm-90", "sm90", (9, 0)),
         ("9.0", "sm90", (9, 0)),
-        (" 9.0 ", "sm90", (9, 0)),
-        ("9.0a", "sm90", (9, 0)),
         ("sm75", "sm75", (7, 5)),
         ("sm_100f", "sm100", (10, 0)),
-        ("sm103", "sm103", (10, 3)),
         ("10.3", "sm103", (10, 3)),
-        ("sm_121a", "sm121", (12, 1)),
     ],
 )
 def test_compute_capabilities(spelling: str, name: str, capability: tuple[int, int]) -> None:
@@ -151,15 +107,6 @@ def test_compute_capabilities(spelling: str, name: str, capability: tuple[int, i
     assert (device.name, device.compute_capability) == (name, capability)
     assert (device.sm_count, device.memory_gib, device.bandwidth_gbps) == (None, None, None)
     assert not device.local
-
-
-def test_a_compute_capability_reads_well() -> None:
-    assert lookup("sm_90a").full_name == "any GPU of compute capability 9.0 (Hopper)"
-
-
-def test_every_capability_of_the_table_can_be_named() -> None:
-    for device in known_gpus().values():
-        assert lookup(device.capability_text).compute_capability == device.compute_capability
 
 
 @pytest.mark.parametrize("spelling", ["sm44", "sm00", "9.1", "sm_95", "99.9", "11.5", "13.0"])
@@ -176,11 +123,9 @@ def test_a_capability_that_no_gpu_has(spelling: str) -> None:
     [
         ("h1000", "h100"),
         ("rtx 4099", "rtx4090"),
-        ("4091", "rtx4090"),
         ("rtx6000", "rtx-6000-ada"),  # four GPUs are called that
         ("xyz", None),
         ("\N{ARABIC-INDIC DIGIT NINE}.0", None),  # a digit to Python, not to users
-        ("90", None),
         ("", None),
     ],
 )
@@ -215,28 +160,3 @@ def test_any_text_is_a_device_or_a_documented_error(text: str) -> None:
         assert "\n" not in error.message
         assert len(error.message) < 300
         assert error.hint
-
-
-def test_the_cpu_is_a_device_too() -> None:
-    assert CPU.is_cpu
-    assert CPU.capability_text == "cpu"
-    assert CPU.local
-
-
-def test_to_dict_is_what_json_shows() -> None:
-    assert json.loads(json.dumps(lookup("h20").to_dict())) == {
-        "name": "h20",
-        "full_name": "NVIDIA H20 96 GB",
-        "compute_capability": "9.0",
-        "sm_count": 78,
-        "memory_gib": 95.6,
-        "bandwidth_gbps": 4000,
-        "local": False,
-        "source": lookup("h20").source,
-    }
-
-
-def test_local_device_changes_nothing_else() -> None:
-    device = local_device(lookup("h100"))
-    assert device.local
-    assert {**device.to_dict(), "local": False} == lookup("h100").to_dict()

@@ -6,7 +6,6 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,11 @@ pytest.importorskip("torch", reason="timing a layer needs torch")
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
-from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select_measure import bench_machine, benching, host_memory, prepared
-from attn_select_measure.timed import Timed, failure_text, uncertainty
-from attn_select_torch.runtime import recurrence, sdpa, state
+from attn_select_measure.timed import Timed
+from attn_select_torch.runtime import sdpa
 
 pytestmark = [
     pytest.mark.skipif(benching.torch.cuda.is_available(), reason="pinned to what a CPU selects"),
@@ -92,18 +90,6 @@ def test_what_does_not_fit_in_memory_is_refused(run: Any, monkeypatch: pytest.Mo
     assert "TORCH_SDPA was not compared: the oracle takes 128 MiB, and 40 MiB of this machine's memory" in result.out
 
 
-def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
-    assert host_memory.free_bytes() is None
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    2000 kB\n")
-    (tmp_path / "max").write_text("max\n")
-    (tmp_path / "current").write_text("5000\n")
-    assert host_memory.free_bytes() == 2000 * 1024
-    (tmp_path / "max").write_text("9000\n")
-    assert host_memory.free_bytes() == 4000
-
-
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_mla_is_timed_by_both_of_its_paths(run: Any, dtype: str) -> None:
     workload = "2q1s40,2q9s40_q1s30,q20"
@@ -111,34 +97,6 @@ def test_mla_is_timed_by_both_of_its_paths(run: Any, dtype: str) -> None:
     assert data["ok"], data
     kernels = [batch["backends"][0]["kernel"] for batch in data["layers"][0]["batches"]]
     assert [set(kernel) for kernel in kernels] == [{"decode"}, {"prefill", "decode"}, {"prefill"}]
-
-
-@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla"])
-def test_sparse_mla_is_timed_over_tokens_that_are_chosen_for_it(run: Any, dtype: str) -> None:
-    dims = ("--kv-lora-rank", "512", "--qk-rope-head-dim", "64", "--qk-nope-head-dim", "16", "--v-head-dim", "16")
-    layer = ("--mla", "--num-heads", "2", *dims, "--sparse-top-k", "32", "--kv-cache-dtype", dtype)
-    # Requests of fewer tokens than it may choose, and of more.
-    data = run("bench", *layer, "--workload", "2q1s80_q1s9,2q9s40_q1s30", "--rounds", "1", "--json").json
-    assert data["ok"], data
-    for batch in data["layers"][0]["batches"]:
-        assert 0 < batch["backends"][0]["error"] <= batch["backends"][0]["bound"]
-
-
-def test_a_model_names_its_layers_and_leaves_out_what_cannot_be_run_alone(run: Any, tmp_path: Path) -> None:
-    across = (*LAYER, "--attn-type", "encoder_decoder", "--workload", "2q1s40")
-    result = run("bench", *across)
-    assert result.code == 1
-    assert "not timed: cross-attention needs an encoder's tokens" in result.out
-    kind = run("bench", *across, "--json").json["layers"][0]["kind"]
-    result = run("bench", *across, "--layer", kind)
-    assert result.code == 2
-    assert "cannot be timed alone" in result.err
-
-
-def test_an_encoder_has_no_context(run: Any) -> None:
-    result = run("bench", *LAYER, "--attn-type", "encoder_only", "--workload", "2q1s40")
-    assert result.code == 2
-    assert "attends to the new tokens alone" in result.err
 
 
 def test_a_backend_that_is_not_valid_says_why(run: Any) -> None:
@@ -162,23 +120,6 @@ def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, monkeypatch: py
     assert result.code == 0
     assert "TORCH_SDPA: RuntimeError: the kernel is broken\n" in result.out
     assert "FLEX_ATTENTION  flex-cpp" in result.out
-
-
-def test_an_error_above_its_bound_is_marked(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared.LayerStep, "error", lambda self: 0.5)
-    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
-    assert result.code == 1
-    assert "5.0e-01 ABOVE" in result.out
-
-
-def test_a_result_that_cannot_be_compared_says_why(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(self: Any) -> float:
-        raise benching.torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(prepared.LayerStep, "error", too_large)
-    result = run("bench", *LAYER, "--workload", "2q1s40", *QUICK)
-    assert result.code == 0
-    assert "TORCH_SDPA was not compared: OutOfMemoryError: no memory" in result.out
 
 
 @pytest.fixture
@@ -226,20 +167,6 @@ def test_layers_of_more_ranks_than_processes_are_not_timed(run: Any) -> None:
     config = CONFIG.model_copy(update={"decode_context_parallel_size": 2})
     with pytest.raises(ConfigError, match="this layer cannot be timed alone: its cache lies on 2 ranks"):
         benching.check_runnable(config, parse_batch_shape("2q1s40"))
-
-
-def test_a_workload_is_summed_by_phase(run: Any) -> None:
-    result = run("bench", *LAYER, "--workload", "2q1s40*3,2q1s20", *QUICK)
-    assert "weighted, decode" in result.out
-    assert "weighted, prefill" not in result.out
-
-
-def test_a_terminal_shows_progress(run_on_terminal: Any) -> None:
-    result = run_on_terminal(100, "bench", *LAYER, "--workload", "2q1s40", *QUICK)
-    assert result.code == 0
-    assert "measuring the device's copy and matmul rates" in result.out
-    assert "measuring" not in run_on_terminal(100, "bench", "--help").out
-    assert "torch-sdpa" in result.out
 
 
 def test_candidates_of_a_decode_are_made_for_decode_alone_where_prefill_is_not_theirs() -> None:
@@ -317,14 +244,6 @@ def test_a_graph_runs_as_many_layers_as_keep_l2_cold(gpu_bench: Any, text: str) 
     assert wanted <= graph.count < wanted + len(graph.caches)
 
 
-def test_long_steps_are_few(gpu_bench: Any) -> None:
-    gpu_bench.rates = bench_machine.Rates(1e9, 1e14)
-    timed = timed_by(gpu_bench, CONFIG, "q4096", "TORCH_SDPA")
-    assert timed.failure is None
-    (graph,) = gpu_bench.graphs
-    assert 1 <= graph.count < 10
-
-
 def test_a_backend_that_is_far_slower_than_the_roofline_runs_fewer_layers(
     gpu_bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,80 +263,3 @@ def test_a_backend_that_is_far_slower_than_the_roofline_runs_fewer_layers(
     assert timed.exact  # what is compared ran on the cache that it is compared on
     (graph,) = gpu_bench.graphs
     assert graph.count == 1
-
-
-def test_rounds_end_once_all_medians_are_sure(known_machine: None) -> None:
-    batch, wide = parse_batch_shape("2q1s40"), 1e9
-    for settled, rounds in ((wide, benching.SETTLED_ROUNDS), (0.0, 9), (None, 9)):
-        bench = benching.Bench(rounds=9, settled=settled)
-        found = bench.measure(CONFIG, batch, bench.candidates(CONFIG, batch, ["TORCH_SDPA"]))
-        assert len(found.timed[0].samples_us) == rounds
-
-
-def test_the_uncertainty_of_a_median_is_a_share_of_it() -> None:
-    assert uncertainty([5.0] * 7) == 0.0
-    few, many = [9.0, 10.0, 11.0] * 3, [9.0, 10.0, 11.0] * 12
-    assert uncertainty(few) == pytest.approx(2 * uncertainty(many))
-    assert uncertainty(few) == pytest.approx(1.96 * 1.2533 * 2 / 1.349 / 3 / 10)
-
-
-def test_what_cannot_be_captured_is_eager_and_says_why(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
-    assert (timed.method, timed.why_eager) == ("eager", "its plan supports no CUDA graphs")
-    assert timed.samples_us
-
-    def refuse(calls: Sequence[Any]) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(prepared, "captured", refuse)
-    timed = timed_by(gpu_bench, CONFIG, "q40", "TORCH_SDPA")
-    assert timed.method == "eager"
-    assert timed.why_eager == "RuntimeError: operation not permitted when stream is capturing"
-    assert timed.samples_us
-
-
-def test_an_error_of_memory_without_words_has_some() -> None:
-    assert failure_text(MemoryError()) == "not enough memory"
-
-
-def test_a_batch_that_does_not_fit_says_what_it_takes(gpu_bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benching.torch.cuda, "mem_get_info", lambda device: (4 << 30, 16 << 30))
-    timed = timed_by(gpu_bench, CONFIG, "2q1s40", "TORCH_SDPA")
-    assert timed.failure == (
-        "the batch's cache and weights take 24 KiB for one layer; 4 GiB of device memory are free, and 4 GiB of it "
-        "stay spare: take fewer or shorter requests"
-    )
-
-
-STATES = ("--recurrence", "gated_delta_net", "--num-heads", "2", "--num-v-heads", "4", "--head-size", "16")
-
-
-@pytest.mark.parametrize("more", [(), ("--conv-kernel-size", "4"), ("--speculative-tokens", "2")], ids=str)
-def test_layers_that_keep_a_state_are_timed_and_compared(run: Any, more: tuple[str, ...]) -> None:
-    batches = "3q1s40,2q3s9,q300_2q1s9,2q20s90"
-    result = run("bench", *STATES, *more, "--workload", batches, "--rounds", "3", "--json")
-    assert result.code == 0
-    assert result.json["ok"]
-    (layer,) = result.json["layers"]
-    found = {batch["batch"]: batch["backends"][0] for batch in layer["batches"]}
-    assert {each["backend"] for each in found.values()} == {"TORCH_STATE"}
-    assert all(each["error"] <= each["bound"] for each in found.values())
-    assert all(each["block_size"] is None for each in found.values())
-
-
-def test_a_wrong_state_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*given: Any) -> Any:
-        output, behind = recurrence.one_token(*given)
-        return output * 1.5, behind
-
-    monkeypatch.setattr(state, "one_token", wrong)
-    result = run("bench", *STATES, "--workload", "3q1s40", "--rounds", "3")
-    assert result.code == 1
-    assert "ABOVE" in result.out
-
-
-def test_no_ranks_share_a_state() -> None:
-    config = StateConfig(recurrence="mamba2", num_heads=2, head_size=16)
-    assert benching.untimed(config) is None
-    said = benching.untimed(config, SimpleNamespace(size=2))  # type: ignore[arg-type]
-    assert said == "no ranks share a state: leave --dcp out"

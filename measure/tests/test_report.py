@@ -5,10 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import os
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,7 +18,7 @@ from attn_select.decide.lines import byte_text
 from attn_select.machine.device import lookup
 from attn_select.times import prediction
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.prediction import PACKAGED_FOLDER, load_survey
+from attn_select.times.prediction import load_survey
 from attn_select_measure import charts
 from attn_select_measure.report_page.looks import looks
 
@@ -127,35 +124,10 @@ def test_backends_that_are_not_valid_are_not_drawn(run: Any, tmp_path: Path) -> 
         assert ("TRITON_ATTN" in header) is drawn
 
 
-def test_layers_with_the_same_times_share_their_charts(run: Any) -> None:
-    page = written(run, "--model", "llama-3-8b", "--model", "llama-3.1-8b", "--gpu", "h200")
-    assert len(re.findall(DRAWN, page)) == 3
-    assert "llama-3-8b full_attention, llama-3.1-8b full_attention, h200" in page
-
-
 def test_without_times_there_are_no_charts(run: Any) -> None:
     page = written(run, "--model", "llama-3-8b", "--gpu", "h200", "--no-times")
     assert not re.findall(DRAWN, page)
     assert "No charts: --no-times leaves surveys out." in page
-
-
-def test_why_there_are_no_charts_is_said_where_they_are_counted(run: Any) -> None:
-    told = run("report", "--model", "llama-3-8b", "--gpu", "a100").out.splitlines()
-    assert "1 cell, 0 charts" in told[0]
-    assert told[1] == "No charts of a100: there is no survey of them, so rules alone decide."
-    states = run("report", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--force").out
-    assert "No charts of qwen3-next-80b-a3b gated_delta_net on h200: no survey has such layers." in states
-
-
-def test_a_backend_looks_alike_in_the_matrix_and_in_its_charts(run: Any) -> None:
-    page = written(run, *PAIR, "--model", "deepseek-v3")
-    drawn = re.findall(DRAWN + ".*?</svg>", page, re.DOTALL)
-    shown = set(re.findall(r'--series-(\d)\)"><use href="#sign-\1"/></svg> ([A-Z_]+)<', page))
-    assert len(shown) > 1
-    for series, name in shown:
-        mine = [chart for chart in drawn if f">{name}</text>" in chart]
-        assert mine
-        assert all(f"var(--series-{series})" in chart for chart in mine)
 
 
 def test_no_two_backends_of_one_sort_look_alike() -> None:
@@ -169,27 +141,6 @@ def test_no_two_backends_of_one_sort_look_alike() -> None:
     assert all(len(set(each)) == len(each) for each in by_sort.values())
     assert max(found.values()) < len(charts.COLOURS) == len(charts.SIGNS)
     assert found["FLASH_ATTN"] == found["FLASH_ATTN_MLA"]
-
-
-def test_a_strangers_backend_has_a_look_of_its_own() -> None:
-    specs = load_plugins().specs
-    more = {**specs, "ACME_ATTN": replace(specs["FLASH_ATTN"], name="ACME_ATTN")}
-    found = looks(more)
-    assert found["ACME_ATTN"] not in {found[name] for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TORCH_SDPA")}
-    assert {name: found[name] for name in specs} == looks(specs)
-
-
-def test_a_named_survey_is_drawn(run: Any, tmp_path: Path) -> None:
-    shutil.copy(PACKAGED_FOLDER / "h200.json.gz", tmp_path / "mine.json.gz")
-    page = written(run, "--model", "llama-3-8b", "--gpu", "h200", "--times", "mine.json.gz")
-    assert len(re.findall(DRAWN, page)) == 3
-
-
-def test_a_folder_that_takes_no_files_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    result = run("report", "--output", "page.html")
-    assert result.code == 2
-    assert "Invalid value for --output: page.html cannot be written" in result.err
 
 
 @pytest.mark.parametrize(
@@ -220,14 +171,6 @@ def test_a_report_is_replaced_and_another_file_by_force_alone(run: Any, tmp_path
     assert "bert-base" in (tmp_path / "page.html").read_text()
 
 
-def test_what_is_missing_is_named_before_anything_is_decided(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select_measure.report.find_spec", lambda name: None)
-    result = run("report")
-    assert result.code == 2
-    assert "a report needs jinja2, which is not installed" in result.err
-    assert "pip install 'attn-select-measure[report]'" in result.err
-
-
 def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> None:
     folder = tmp_path / "<script>x"
     folder.mkdir()
@@ -237,19 +180,3 @@ def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> Non
     assert "<script>x" not in page
     assert "&lt;script&gt;x" in page
     assert all("<script>" not in text for text in opened(page).values())
-
-
-def test_a_chart_in_a_page_has_the_pages_colours() -> None:
-    series = [charts.Line("TRITON_ATTN", [(1024, 10.0), (4096, 40.0)], 1), charts.Line("roofline", [(1024, 5.0)], None)]
-    drawn = charts.in_page(charts.lines(series, "tokens", "time (us)"), "c1", 'of <a> "test"')
-    assert drawn.startswith("<svg")
-    assert "var(--series-1)" in drawn
-    assert "#fa0" not in drawn
-    assert 'aria-label="of &lt;a> &quot;test&quot;"' in drawn
-    assert all(name.startswith("c1-") for name in re.findall(r'\bid="([^"]+)"', drawn))
-
-
-def test_missing_folders_are_made(run: Any, tmp_path: Path) -> None:
-    result = run("report", "--model", "bert-base", "--gpu", "t4", "--output", "some/where/page.html")
-    assert result.code == 0, result.err
-    assert (tmp_path / "some" / "where" / "page.html").stat().st_size > 10_000

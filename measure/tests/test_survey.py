@@ -229,35 +229,3 @@ def test_first_calls_run_in_other_processes(first_calls: FirstCalls) -> None:
     for ended in found.values():
         assert ended.failure is None
         assert ended.seconds > 0
-
-
-def test_first_calls_begin_in_their_order(first_calls: FirstCalls) -> None:
-    """Where time is short, the first workloads are timed, which are of all phases in turn."""
-    found = first_calls.run([first_call(number) for number in range(3)], 300)
-    assert [number for _, number, _ in found] == [0, 1, 2]
-
-
-def test_first_calls_that_take_too_long_are_ended(first_calls: FirstCalls) -> None:
-    found = first_calls.run([first_call(0), first_call(1)], 0.05)
-    told = sorted(str(ended.failure) for ended in found.values())
-    assert told[0].startswith("its first call did not end within")
-    assert told[1].startswith("the 0 s for first calls were over")
-    assert first_calls.run([first_call(2)], 300)[0, 2, "TORCH_SDPA"].failure is None  # a new process serves the next
-
-
-def test_what_did_not_compile_in_time_is_not_timed(run: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    class Never:
-        def __init__(self, *_: Any) -> None: ...
-        def close(self) -> None: ...
-        def run(self, tasks: Any, seconds: float) -> Any:
-            asked.extend(tasks)
-            return {task.key: surveying.Ended(seconds, "too long") for task in tasks}
-
-    monkeypatch.setattr(surveying, "FirstCalls", Never)
-    run("survey", "--out", str(out), "--workloads", "1", "--backend", "FLEX_ATTENTION", "--jobs", "1")
-    (line,) = lines(out)
-    assert timed(line, "FLEX_ATTENTION")["failure"] == "too long"
-    (task,) = asked
-    assert task.choice == {"decode": "FLEX_ATTENTION", "prefill": "FLEX_ATTENTION"}

@@ -16,7 +16,6 @@ from attn_select_measure.survey_draw import (
     MOST_US,
     PHASES,
     SPACE,
-    TINY,
     Drawn,
     draw,
     kind_of,
@@ -77,21 +76,3 @@ def test_the_space_is_wide(drawn: list[Drawn]) -> None:
     lengths = sorted(each.batch.max_seq_len for each in drawn)
     assert lengths[ALL // 10] < 1024
     assert lengths[-ALL // 10] > 1 << 16
-
-
-def test_a_kind_is_one_text_for_layers_that_take_the_same_time() -> None:
-    plain = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
-    same = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, block_size=64, kv_cache_dtype="bfloat16")
-    assert kind_of(plain) == kind_of(same) == "32:8 128"
-    fp8 = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8_e4m3", sinks=True)
-    assert kind_of(fp8) == "32:8 128 kv_cache_dtype=fp8_e4m3 sinks=True"
-    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    assert kind_of(AttentionConfig(num_heads=16, **dims)) == "mla 16 512+128+64+128"
-
-
-def test_a_cpu_is_tried_with_small_ones() -> None:
-    for number in range(ALL):
-        each = draw(0, number, TINY)
-        assert each.batch.num_requests <= 8
-        assert each.batch.max_seq_len <= 64
-        assert layer(each).num_heads <= 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from attn_select.times.features import Rates, step_features
 from attn_select.times.prediction import Survey
 from attn_select_measure import survey_records
 from attn_select_measure.survey_draw import draw, kind_of
-from attn_select_measure.survey_fit import extended, fit_count, fit_survey, save
+from attn_select_measure.survey_fit import extended, fit_survey
 from attn_select_measure.survey_records import Record, check_packaged
 
 RATES = Rates(4.19e6, 7.81e8, 132)
@@ -107,20 +106,6 @@ def test_more_times_change_what_lies_near_them(fitted: dict[str, Any]) -> None:
     assert more["workloads"] == fitted["workloads"] + 1
 
 
-def test_the_same_data_are_the_same_bytes(fitted: dict[str, Any], tmp_path: Path) -> None:
-    save(fitted, tmp_path / "one.json.gz")
-    save(fitted, tmp_path / "two.json.gz")
-    assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
-
-
-def test_too_little_is_refused(records: list[Record]) -> None:
-    with pytest.raises(MeasurementError, match="no backend has 5 times"):
-        fit_survey(records[:4])
-    one_kind = [{**records[0], "number": number} for number in range(8)]
-    with pytest.raises(MeasurementError, match="too few kinds of heads and sizes"):
-        fit_survey(one_kind)
-
-
 def test_packaged_times_are_of_the_kernels_that_are_here() -> None:
     checked = check_packaged(load_plugins(), environment_for(lookup("cpu")))
     assert {each.backend for each in checked} >= {"TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN"}
@@ -132,9 +117,3 @@ def test_a_known_stale_backend_needs_a_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(survey_records, "known_stale", lambda: why)
     with pytest.raises(MeasurementError, match=r"known_stale.toml names FLASHMLA: expected at most 3 backends whose"):
         check_packaged(load_plugins(), environment_for(lookup("cpu")))
-
-
-def test_a_fit_says_how_much_of_it_is_done(records: list[Record]) -> None:
-    told: list[None] = []
-    fit_survey(records, lambda: told.append(None))
-    assert 2 < len(told) <= fit_count(records)  # parts with too few times are left out

@@ -17,7 +17,7 @@ from attn_select import AttentionConfig, clear_cache, select
 from attn_select.decide.selector import environment_for
 from attn_select.machine.device import lookup
 from attn_select.times import prediction
-from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.batch_shape import BatchShape
 from attn_select.times.workload import parse_workload, phases_of
 from attn_select_cli import explanation
 from attn_select_measure import benching, surveying, tuning
@@ -164,27 +164,6 @@ def test_a_tune_goes_on(run: Any, kernels: dict[str, Times], survey_file: Path, 
     assert "rest on from now on" not in named.out
 
 
-def test_what_was_tuned_before_stays(run: Any, kernels: dict[str, Times], survey_file: Path) -> None:
-    kernels["times"] = triton_first
-    run(*TUNE)
-    first = content(survey_file)
-    result = run("tune", "--num-heads", "8", *TUNE[3:])
-    assert result.code == 0
-    assert content(survey_file)["workloads"] == first["workloads"] + 24
-
-
-def test_a_workload_limits_what_is_drawn(run: Any, kernels: dict[str, Times], survey_file: Path) -> None:
-    asked = "30q1s4k*0.7,40q1s2k*0.3"
-    assert run(*TUNE, "--workload", asked).code == 0
-    batches = [parse_batch_shape(record["batch"]) for record in records_of(survey_file)]
-    assert [str(batch) for batch in batches[:2]] == ["30q1s4k", "40q1s2k"]
-    for batch in batches:
-        assert batch.is_decode()
-        assert batch.num_requests <= 40
-        assert batch.max_seq_len <= 4096
-    assert len({str(batch) for batch in batches}) > 10
-
-
 @pytest.mark.parametrize(
     ("workload", "phases"),
     [
@@ -201,18 +180,6 @@ def test_every_phase_of_a_workload_is_drawn_and_held_out(workload: str | None, p
     assert 0.3 < sum(map(layer(workload).is_held_out, works)) / len(works) < 0.37
 
 
-def test_the_batches_of_a_workload_take_turns_by_phase() -> None:
-    asked = layer("9q1s4,8q1s4,7q1s4,q20,q9s40_2q1s40,2q20").requested
-    assert [str(batch) for batch in asked] == ["9q1s4", "q20", "q9s40_2q1s40", "8q1s4", "2q20", "7q1s4"]
-
-
-def test_an_encoder_has_prompts_alone() -> None:
-    config = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, attn_type="encoder_only")
-    tuned = tuning.tuned_layer("layer", config, parse_workload("2q1s40,q20"))
-    assert [str(batch) for batch in tuned.requested] == ["q20"]
-    assert {tuned.work(number).row["phase"] for number in range(1, 9)} == {"prefill"}
-
-
 def test_a_gpu_without_a_survey_is_surveyed_first(run: Any, survey_file: Path) -> None:
     (prediction.PACKAGED_FOLDER / "h100.json.gz").unlink()
     result = run(*TUNE)
@@ -220,12 +187,6 @@ def test_a_gpu_without_a_survey_is_surveyed_first(run: Any, survey_file: Path) -
     assert "there is no survey of NVIDIA H100" in result.err
     assert f"attn-select survey --out {survey_file.with_name('h100.records.jsonl')}" in result.err
     assert not survey_file.parent.exists()
-
-
-def test_layers_that_no_survey_has_are_named(run: Any) -> None:
-    result = run("tune", "--recurrence", "gated_delta_net", "--num-heads", "2", "--head-size", "16")
-    assert result.code == 1
-    assert "is not tuned: surveys have no times of such layers" in result.err
 
 
 @pytest.mark.parametrize(
@@ -242,21 +203,3 @@ def test_wrong_input(run: Any, arguments: tuple[str, ...], told: str, survey_fil
     assert result.code == 2
     assert told in result.err
     assert not survey_file.parent.exists()
-
-
-def test_a_cpu_has_nothing_to_tune(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(device=lookup("cpu"), note=None, warnings=())
-    monkeypatch.setattr(explanation, "detect_device", lambda: found)
-    result = run("tune", *LAYER)
-    assert result.code == 2
-    assert "there is nothing to tune on a CPU" in result.err
-
-
-def test_a_survey_of_the_users_own_is_not_replaced(run: Any, survey_file: Path) -> None:
-    survey_file.parent.mkdir()
-    data = (prediction.PACKAGED_FOLDER / "h100.json.gz").read_bytes()
-    survey_file.write_bytes(data)
-    result = run(*TUNE, "--out", str(survey_file))
-    assert result.code == 2
-    assert f"{survey_file} exists, and no tune wrote it" in result.err
-    assert survey_file.read_bytes() == data

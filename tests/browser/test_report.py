@@ -15,7 +15,7 @@ pytest.importorskip("playwright", reason="`make test-browser` installs it")
 
 MODELS = ("llama-3-8b", "gpt-oss-20b", "deepseek-v3", "bert-base")
 GPUS = ("a100", "h200", "b200")
-WIDTHS = (375, 1024, 1600)
+WIDTHS = (375, 1600)
 
 
 @pytest.fixture(scope="module")

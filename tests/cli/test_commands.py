@@ -16,15 +16,12 @@ import click
 import pytest
 
 from attn_select import __version__
-from attn_select.backends.registry import Plugin, Registry, load_plugins
-from attn_select.machine import variables
+from attn_select.backends.registry import Registry
 from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
 from attn_select_cli import main, rules
 from attn_select_cli.main import COMMANDS, OF_MEASURE, OTHERS
-
-jsonschema = pytest.importorskip("jsonschema")
 
 
 def test_version_and_help(run: Any) -> None:
@@ -80,36 +77,12 @@ def test_matrix_is_exit_1_where_a_cell_has_no_backend(run: Any) -> None:
     assert "explain" not in run("matrix", "--model", "llama-3-8b", "--gpu", "h100").out
 
 
-def test_matrix_has_one_format(run: Any) -> None:
-    result = run("matrix", "--gpu", "h100", "--format", "markdown", "--json")
-    assert result.code == 2
-    assert "contradict" in result.json["error"]["message"]
-    assert run("matrix", "--gpu", "h100", "--format", "json").json == run("matrix", "--gpu", "h100", "--json").json
-
-
-def test_diff_between_gpus_says_what_and_why(run: Any) -> None:
-    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--no-times", "--to", "--gpu t4")
-    assert result.code == 1
-    assert "FLASH_ATTN -> TRITON_ATTN" in result.out
-    assert "compute capability 7.5" in result.out
-
-
-def test_diff_names_the_rules_of_the_phase(run: Any) -> None:
-    result = run("diff", "--model", "llama-3-8b", "--gpu", "t4", "--to", "--gpu l40s", "--json")
-    why = {change["phase"]: " ".join(change["why"]) for change in result.json["changes"] if change["what"] == "backend"}
-    assert ("ada-decode" in why["prefill"], "ada-decode" in why["decode"]) == (False, True)
-
-
 def test_diff_says_predicted_times(run: Any) -> None:
     result = run("diff", "--model", "deepseek-v3", "--gpu", "h200", "--no-times", "--to", "--gpu h100", "--json")
     assert result.json["changes"] == []  # what is given for both sides
     result = run("diff", "--model", "deepseek-v3", "--gpu", "a100", "--to", "--gpu h200", "--json")
     why = [" ".join(change["why"]) for change in result.json["changes"] if change["what"] == "backend"]
     assert any("FLASHINFER_MLA is predicted to take " in each for each in why)
-
-
-def test_diff_between_gpus_of_one_kind(run: Any) -> None:
-    assert run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--gpu gh200").code == 0
 
 
 def test_diff_between_rules(run: Any, tmp_path: Path) -> None:
@@ -131,12 +104,6 @@ def test_diff_against_a_golden_file(run: Any, tmp_path: Path) -> None:
     assert result.code == 2
     assert "golden.json" in result.err
     assert run("diff", "--model", "deepseek-v3").code == 2
-
-
-def test_diff_takes_no_empty_side(run: Any) -> None:
-    result = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", " ")
-    assert result.code == 2
-    assert "--to is empty" in result.err
 
 
 def test_backends_lists_all_and_shows_the_source_of_every_fact(run: Any) -> None:
@@ -186,39 +153,6 @@ def test_rules_check(run: Any, tmp_path: Path) -> None:
     assert "use_trtllm" in result.out
     bad.write_text("version = 1\n[[rules]\n")
     assert run("rules", "check", str(bad)).code == 1
-
-
-def test_rules_check_names_unknown_backends_of_broken_rules_too(run: Any, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.toml"
-    bad.write_text(
-        'version = 1\n[[rules]]\nname = "a"\nphase = "middle"\nprefer = ["NOPE", "FLASHINFER"]\ndeny = ["NO"]\n'
-    )
-    said = [problem["message"] for problem in run("rules", "check", str(bad), "--json").json["problems"]]
-    for part in ("unknown backend 'NOPE'", "unknown backend 'NO'", "phase = 'middle'", "exactly one of"):
-        assert [text for text in said if part in text], part
-
-
-def test_rules_check_lists_the_errors_of_a_file_by_line(run: Any, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.toml"
-    rule = '[[rules]]\nname = "a"\nprefer = ["FLASHINFR"]\nphase = "both"\nwhen = { mla = "yes" }\nenabled = 1\n'
-    bad.write_text(f"version = 1\n{rule}[backends.FLASHINFER]\nuse_trtlm = true\n")
-    lines = [problem["line"] for problem in run("rules", "check", str(bad), "--json").json["problems"]]
-    assert len(lines) > 3
-    assert lines == sorted(lines)
-
-
-def test_the_rules_schema_accepts_the_packaged_rules_and_rejects_nonsense(run: Any) -> None:
-    schema = run("rules", "schema").json
-    jsonschema.Draft202012Validator.check_schema(schema)
-    rules = tomllib.loads(packaged_rules_path().read_text())
-    jsonschema.validate(rules, schema)
-    for broken in (
-        {"version": 2},
-        {"version": 1, "rule": []},
-        {"version": 1, "rules": [{"name": "x", "when": {"mlaa": True}}]},
-    ):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(broken, schema)
 
 
 def test_models_and_gpus(run: Any) -> None:
@@ -275,57 +209,6 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
     )
 
 
-def test_doctor_lists_the_variables_that_attn_select_reads(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_SELECT_CHEK", "1")
-    monkeypatch.setenv("ATTN_SELECT_CHECK", "0")
-    found = run("doctor", "--no-import", "--json").json
-    values = {name: entry["value"] for name, entry in found["variables"].items() if name in variables.EFFECTS}
-    assert values == {**dict.fromkeys(variables.EFFECTS), "ATTN_SELECT_CHECK": "0"}
-    assert found["variables_without_effect"]["ATTN_SELECT_CHEK"]["instead"].startswith("did you mean ATTN_SELECT_CHECK")
-
-
-def test_doctor_says_which_libraries_need_a_gpu(run: Any) -> None:
-    libraries = run("doctor", "--no-import", "--json").json["libraries"]
-    assert {name for name, entry in libraries.items() if not entry["needs_gpu"]} == {"torch"}
-    for command in ("doctor", "--no-import"), ("backends",):
-        lines = [line for line in run(*command).out.splitlines() if "pip install " in line]
-        assert all("(needs a GPU machine)" in line for line in lines if "pip install torch" not in line)
-
-
-def test_doctor_names_backends_that_need_another_version(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One installed version serves a backend, and not others."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").touch()
-    metadata = tmp_path / "vllm-0.20.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.20.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    result = run("doctor", "--no-import", "--json")
-    found = json.loads(result.out)
-    (problem,) = found["problems"]
-    assert result.code == 1
-    wanted = "FLASH_ATTN (>=0.26), FLASH_ATTN_MLA (>=0.26), FLASH_ATTN_MLA_SPARSE (>=0.26), "
-    wanted += "FLASHMLA (>=0.26), FLASHMLA_SPARSE (>=0.26)"
-    assert problem == f"vllm 0.20.0 does not serve {wanted}: pip install vllm"
-    assert found["libraries"]["vllm"]["install"] == "pip install vllm"
-
-
-def test_doctor_reports_a_library_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_select_cli.doctor import import_error
-
-    (tmp_path / "broken_kernels.py").write_text(
-        "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert import_error("broken_kernels") == "ImportError: libcudart.so.12: cannot open shared object file"
-    assert import_error("json") is None
-    (tmp_path / "warning_kernels.py").write_text("import warnings; warnings.warn('flash-attn is not installed')\n")
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    assert import_error("warning_kernels") is None
-
-
 @pytest.mark.parametrize("command", ["doctor", "doctor --no-import", "backends", "explain --gpu h100", "run"])
 def test_commands_import_nothing_from_the_working_directory(run: Any, tmp_path: Path, command: str) -> None:
     modules = {
@@ -336,64 +219,6 @@ def test_commands_import_nothing_from_the_working_directory(run: Any, tmp_path: 
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     run(*command.split())
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "counts"), [([], True), (["-P"], True), (["-E"], False), (["-I"], False)], ids=lambda x: str(x)
-)
-def test_a_fresh_interpreter_reads_the_variables_that_this_one_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], counts: bool
-) -> None:
-    (tmp_path / "library_of_the_user.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    code = "from attn_select_cli.doctor import import_error; print(import_error('library_of_the_user'))"
-    done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout == "None\n") is counts, done.stdout
-
-
-def test_doctor_finds_a_broken_rules_file(run: Any, tmp_path: Path) -> None:
-    assert run("doctor", "--no-import").code == 0
-    (tmp_path / "selector_rules.toml").write_text('version = 1\n[[rules]]\nname = "a"\ndenny = ["FLASH_ATTN"]\n')
-    result = run("doctor", "--no-import")
-    assert result.code == 1
-    assert "problem: selector_rules.toml:4: rule 'a': unknown key 'denny'; did you mean deny?" in result.out
-
-
-def test_diff_shows_how_a_backend_runs_otherwise_and_the_size_of_the_model(run: Any) -> None:
-    changes = run("diff", "--model", "llama-3-8b", "--gpu", "h100", "--to", "--model llama-3-70b", "--json").json[
-        "changes"
-    ]
-    assert [(c["what"], c["from"], c["to"]) for c in changes] == [("count", 32, 80)]
-    layer = ("--model", "llama-3-8b", "--gpu", "h100", "--backend", "FLASH_ATTN")
-    arguments = ("diff", *layer, "--to", "--kv-cache-dtype fp8", "--json")
-    found = {(c["phase"], c["what"]): (c["from"], c["to"]) for c in run(*arguments).json["changes"]}
-    assert found["decode", "query_dtype"] == ("bfloat16", "fp8_e4m3")
-    assert found[None, "bytes_per_token"] == (4096, 2048)
-
-
-@pytest.mark.parametrize("command", ["matrix", "report"])
-@pytest.mark.parametrize(("every", "one"), [("--all-models", ("--model", "bert-base")), ("--all-gpus", ("-g", "h100"))])
-def test_all_and_one_by_name(run: Any, command: str, every: str, one: tuple[str, str]) -> None:
-    wrong = run(command, every, *one)
-    assert wrong.code == 2
-    assert f"{every} takes every one: leave out --{every[6:-1]} {one[1]}" in wrong.err
-
-
-def test_matrix_of_one_layer_given_by_flags(run: Any) -> None:
-    result = run("matrix", "--num-heads", "32", "--head-size", "128", "--gpu", "h100", "--json")
-    assert result.code == 0
-    assert [(c["model"], c["kind"]) for c in result.json["cells"]] == [(None, "full_attention")]
-
-
-def test_a_library_that_nobody_asks_about_is_a_warning(run: Any) -> None:
-    result = run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--with", "flashattn==2.8.3", "--json")
-    assert any(
-        "--with flashattn: no backend and no rule asks about it; did you mean flash-attn" in w
-        for w in result.json["warnings"]
-    )
-    assert not run("explain", "--model", "llama-3-8b", "--gpu", "h100", "--with", "triton==3.6.0", "--json").json[
-        "warnings"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -421,61 +246,6 @@ def test_output_that_cannot_be_written_is_no_bug_of_ours(tmp_path: Path) -> None
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
-
-
-def test_a_model_without_its_option_is_told(run: Any) -> None:
-    result = run("explain", "llama-3-8b")
-    assert result.code == 2
-    assert "a model is given by --model" in result.err
-    assert "--model" not in run("backends", "FLASH_ATTN", "FLASHMLA").err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("diff", "--model", "llama-3-8b", "--model", "bert-base", "--to", "--gpu h100"),
-        ("run", "--model", "llama-3-8b", "--model", "bert-base"),
-    ],
-)
-def test_one_model_too_many_is_told(run: Any, arguments: tuple[str, ...]) -> None:
-    result = run(*arguments)
-    assert result.code == 2
-    assert "--model is given 2 times (llama-3-8b, bert-base)" in result.err
-    result = run("diff", "--model", "llama-3-8b", "--to", "--gpu h100 --gpu b200")
-    assert result.code == 2
-    assert "--gpu is given 2 times (h100, b200)" in result.err
-
-
-def test_the_backends_of_a_broken_plugin_are_not_called_missing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = Plugin("torch", "attn-select-torch", "0.1.0", error="ImportError: no such thing")
-    monkeypatch.setattr("attn_select.backends.registry.load_plugins", cache(lambda: Registry(plugins=[plugin])))
-    states = {entry["name"]: (entry["state"], entry["remedy"]) for entry in run("backends", "--json").json["backends"]}
-    assert states["TORCH_SDPA"] == ("plugin-broken", None)
-    assert states["TRITON_ATTN"][0] == "plugin-not-installed"
-    result = run("doctor", "--no-import")
-    assert result.code == 1
-    assert "TORCH_SDPA is not usable: plugin torch (attn-select-torch 0.1.0) is broken: ImportError" in result.out
-    assert "pip install" not in "".join(line for line in result.out.splitlines() if line.startswith("problem"))
-
-
-def test_matrix_and_diff_take_a_workload(run: Any, tmp_path: Path) -> None:
-    rules = tmp_path / "mine.toml"
-    rules.write_text(
-        'version = 1\n[[rules]]\nname = "long"\nwhen = { seq_len = ">=32768" }\nprefer = ["TRITON_ATTN"]\n', "utf-8"
-    )
-    layer = ("--num-heads", "40", "--num-kv-heads", "8", "--head-size", "128", "--gpu", "a100", "--rules", str(rules))
-    for workload, name in (("8q1s32k,q32k", "TRITON_ATTN"), ("8q1s1k", "FLASH_ATTN")):
-        cell = run("matrix", *layer, "--workload", workload, "--json").json["cells"][0]
-        assert cell["selected"]["decode"] == name
-    changed = run("diff", *layer, "--to", "--workload 8q1s32k,q32k", "--json")
-    assert changed.code == 1
-    assert {(c["phase"], c["from"], c["to"]) for c in changed.json["changes"] if c["what"] == "backend"} == {
-        ("prefill", "FLASH_ATTN", "TRITON_ATTN"),
-        ("decode", "FLASH_ATTN", "TRITON_ATTN"),
-    }
-    wrong = run("matrix", *layer, "--workload", "8q1s32g")
-    assert wrong.code == 2
-    assert "batch = '8q1s32g': expected groups such as 64q1s4k" in wrong.err
 
 
 @pytest.mark.parametrize("command", ["explain", "run", "flags", "matrix", "diff", "cache", "bench", "tune", "report"])
@@ -554,24 +324,6 @@ def test_a_broken_command_of_a_distribution_is_named_and_the_others_go_on(
     assert run("models").code == 0
 
 
-def test_entry_points_that_cannot_be_read_take_no_other_command_away(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    distribution(tmp_path / "site", "broken-metadata", "no section = at all\n")
-    result = run("--help")
-    assert result.code == 0
-    assert "survey" in result.out
-    assert "Not here" not in result.out
-
-
-@pytest.mark.parametrize(
-    "arguments", [("-v", "models"), ("models", "-v"), ("rules", "check", "-v"), ("rules", "-v", "check")]
-)
-def test_verbose_is_taken_before_and_behind_a_command(run: Any, arguments: tuple[str, ...]) -> None:
-    assert run(*arguments).code == 0
-
-
 def test_verbose_says_what_is_read_and_decided(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("version = 1\n")
     asked = ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--rules", "mine.toml", "--json")
@@ -618,12 +370,6 @@ def test_warnings_go_to_stderr(run: Any, tmp_path: Path, command: tuple[str, ...
     assert "warning: " not in result.out
     if "--json" in command:
         assert isinstance(result.json, dict)
-
-
-def test_of_several_models_a_warning_names_its_own(run: Any) -> None:
-    result = run("explain", "--model", "gemma-3-27b", "--model", "llama-3-8b", "--gpu", "h100")
-    assert "warning: gemma-3-27b: image tokens attend to each other" in result.err
-    assert "warning: image tokens" in run("explain", "--model", "gemma-3-27b", "--gpu", "h100").err
 
 
 def test_plugins_that_are_not_installed_are_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

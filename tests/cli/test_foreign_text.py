@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from attn_select.times.prediction import PACKAGED_FOLDER
 
 EVIL = "Llama\x1b[2J\r\nFORGED line \x1b]8;;http://evil\x07link\x1b]8;;\x07 \x9b31m \u202e"
 NAME = "m\x1b[31m\nFORGED"
@@ -25,10 +21,7 @@ CONFIG: dict[str, Any] = {
 }
 COMMANDS = {
     "explain": ("explain", "--gpu", "h200"),
-    "times": ("explain", "--gpu", "h200", "--workload", "64q1s4k"),
     "vllm": ("flags", "--gpu", "h200", "--engine", "vllm"),
-    "sglang": ("flags", "--gpu", "h200", "--engine", "sglang"),
-    "matrix": ("matrix", "--gpu", "h200"),
     "markdown": ("matrix", "--gpu", "h200", "--format", "markdown"),
     "json": ("explain", "--gpu", "h200", "--json"),
 }
@@ -73,26 +66,6 @@ def test_the_name_of_a_workload(run: Any, tmp_path: Path) -> None:
         printed(run, "explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", str(path))
 
 
-def test_a_survey(run: Any, tmp_path: Path) -> None:
-    path = tmp_path / "survey.json.gz"
-    asked = ("--model", "llama-3-8b", "--gpu", "h200", "--times", path.name)
-    survey = json.loads(gzip.decompress((PACKAGED_FOLDER / "h200.json.gz").read_bytes()))
-    for key in ("gpu", "date", "v", "rates"):
-        path.write_bytes(gzip.compress(json.dumps({**survey, key: EVIL}).encode()))
-        printed(run, "explain", *asked)
-    survey["backends"]["FLASH_ATTN"]["fingerprint"] = {"vllm": EVIL}
-    survey["families"]["attention"]["backends"][EVIL] = survey["families"]["attention"]["backends"]["FLASH_ATTN"]
-    path.write_bytes(gzip.compress(json.dumps(survey).encode()))
-    printed(run, "explain", *asked, "--with", "vllm==1.0")
-
-
-def test_the_records_of_a_survey(run: Any, tmp_path: Path) -> None:
-    timed = {"backend": "FLASH_ATTN", "failure": None, "fingerprint": {"FLASH_ATTN": {"vllm": EVIL}}}
-    record = {"v": 1, "seed": 0, "number": 0, "timed": [timed, {**timed, "backend": EVIL}]}
-    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n" + EVIL)
-    printed(run, "survey", "--check", "records.jsonl", "--with", "vllm==1.0")
-
-
 def strings_of(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(value, dict):
         return [each for key, inner in value.items() for each in strings_of(inner, (*place, key))]
@@ -113,26 +86,3 @@ def test_a_golden_file(run: Any, tmp_path: Path) -> None:
         inner[place[-1]] += EVIL
         (tmp_path / "golden.json").write_text(json.dumps(copy))
         printed(run, "diff", *asked, "--golden", "golden.json")
-
-
-PATHS: dict[str, Callable[[Path], tuple[str, ...]]] = {
-    "rules": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--rules", str(path)),
-    "rules check": lambda path: ("rules", "check", str(path)),
-    "rules show": lambda path: ("rules", "show", "--rules", str(path)),
-    "rules path": lambda path: ("rules", "path", "--rules", str(path)),
-    "rules init": lambda path: ("rules", "init", "--file", f"{path}2"),
-    "rules deny": lambda path: ("rules", "deny", "FLASHMLA", "--file", f"{path}3", "--model", "llama-3-8b", "--yes"),
-    "a GPU": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", str(path)),
-    "a model": lambda path: ("explain", "--model", str(path), "--gpu", "h200"),
-    "a backend": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--backend", str(path)),
-    "a workload": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--workload", str(path)),
-    "a survey": lambda path: ("explain", "--model", "llama-3-8b", "--gpu", "h200", "--times", str(path)),
-    "a survey's records": lambda path: ("survey", "--check", str(path)),
-}
-
-
-@pytest.mark.parametrize("kind", PATHS)
-def test_names_of_files(run: Any, tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"{NAME}.toml"
-    path.write_text('version = 1\n[[rules]]\nname = "a"\nprefer = ["TRITON_ATTN"]\n')
-    printed(run, *PATHS[kind](path))

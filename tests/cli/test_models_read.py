@@ -88,22 +88,6 @@ def test_a_model_without_any_layer_that_is_served(run: Any, tmp_path: Path, gpu:
     assert "deepseek_v4_csa" in refused.json["error"]["message"]
 
 
-def test_an_option_without_effect_names_the_layers_without_a_kernel_too(run: Any, tmp_path: Path) -> None:
-    mixed = ask(run, "explain", "q4", "--block-size", "32")
-    assert (mixed.code, "(gated_delta_net, qsa)" in mixed.json["error"]["message"]) == (2, True)
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "dtype": "bfloat16"}')
-    alone = run("explain", "--model", str(tmp_path), "--gpu", "h100", "--block-size", "32", "--json")
-    assert (alone.code, "deepseek_v4_csa" in alone.json["error"]["message"]) == (2, True)
-
-
-def test_warnings_about_a_model_go_to_stderr(run: Any) -> None:
-    options = ("--model", "deepseek-v3", "--gpu", "h100")
-    for command in ("explain", "flags --engine vllm", "cache"):
-        result = run(*command.split(), *options)
-        assert "num_nextn_predict_layers" not in result.out
-        assert result.err.startswith("warning: num_nextn_predict_layers = 1: ")
-
-
 def test_a_bias_in_the_scores_is_a_reason_and_no_argument_forces_a_backend(run: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5", "dtype": "bfloat16"}')
     result = run("explain", "--model", str(tmp_path), "--gpu", "h100", "--json")
@@ -122,12 +106,3 @@ def test_a_bias_in_the_scores_is_a_reason_and_no_argument_forces_a_backend(run: 
     assert argument(found.json, "--attention-config.backend_per_kind.cross_attention") == "FLASH_ATTN"
     sglang = run("flags", "--engine", "sglang", "--model", str(tmp_path), "--gpu", "h100", "--json")
     assert argument(sglang.json, "--attention-backend") is None
-
-
-def test_arguments_alone_say_which_layers_the_engine_has_nothing_for(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "dtype": "bfloat16"}')
-    alone = ("flags", "--engine", "vllm", "--model", str(tmp_path), "--arguments", "--gpu")
-    served, not_served = run(*alone, "h100"), run(*alone, "a100")
-    assert (served.code, served.out) == (not_served.code - 1, not_served.out) == (0, "--dtype bfloat16\n")
-    assert "no backend of vLLM is known" in not_served.err
-    assert "no backend of vLLM is known" not in served.err

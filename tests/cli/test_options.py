@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,14 +59,6 @@ def test_an_option_without_effect_is_an_error(run: Any, asked: tuple[str, ...], 
     assert run("explain", *asked, "--json").json["error"]["code"] == "invalid-config"
 
 
-def test_of_several_models_an_option_may_be_for_some(run: Any) -> None:
-    result = run("matrix", "--model", "llama-3-8b", "--model", "bert-base", "--gpu", "h100", "--block-size", "32")
-    assert result.code == 0
-    assert "warning: bert-base: block_size: no effect" in result.err
-    hybrid = run("explain", "--model", "qwen3-next-80b-a3b", "--gpu", "h100", "--block-size", "32")
-    assert "no effect" not in hybrid.err
-
-
 @pytest.mark.parametrize(
     ("command", "to", "write"),
     [
@@ -84,18 +73,3 @@ def test_a_bare_value_of_to_says_which_option_it_wants(run: Any, command: str, t
     result = run(command, *LLAMA, "--to", to)
     assert (result.code, result.out) == (2, "")
     assert f"write {write}" in result.err
-
-
-def test_nvfp4_is_not_offered_and_refused_with_a_reason(run: Any) -> None:
-    assert not re.search("nvfp4", run("explain", "--help").out)
-    result = run("explain", "--model", "llama-3-8b", "--gpu", "b200", "--kv-cache-dtype", "NVFP4", "--json")
-    assert result.code == 1
-    reasons = [r for c in result.json["layers"][0]["candidates"] for p in c["phases"].values() for r in p["reasons"]]
-    assert {reason["observed"] for reason in reasons if reason["code"] == "kv-cache-dtype"} == {"nvfp4"}
-
-
-def test_a_layer_of_run_is_named_in_any_case(run: Any, tmp_path: Path) -> None:
-    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run("run", "--model", str(tmp_path), "--layer", "Full-Attention", "--prompt-tokens", "8", "--json")
-    assert result.code == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,20 +65,6 @@ def test_what_moves_no_byte_does_not_count() -> None:
 def test_kernel_blocks_count_where_a_block_holds_keys_and_then_values() -> None:
     small, large = (made("FLASHINFER_NHD", 64, kernel) for kernel in (16, 64))
     assert small.differences(large) == {"kernel_block_size": (16, 64)}
-
-
-def test_layouts_of_several_heads_and_scales_among_the_numbers() -> None:
-    assert made("PAGED_ATTENTION", num_kv_heads=1).facts()["layout"] == "PAGED_ATTENTION"
-    assert made(kv_cache_dtype="nvfp4").facts()["scales"] == "stored"
-    alone = made()
-    assert alone.interleave == 1
-    assert replace(alone, interleave=4).fingerprint == alone.fingerprint  # one rank interleaves nothing
-
-
-def test_blocks_of_an_allocator_are_laid_out_in_the_kernels() -> None:
-    form = select(AttentionConfig(**GQA, block_size=1024), "b200").cache_format
-    assert (form.layout, form.block_size, form.facts()["block_size"]) == ("FLASHINFER_HND", 1024, 1024)
-    assert form.facts()["kernel_block_size"] == form.kernel_block_size < 1024
 
 
 def test_a_selection_has_the_id_of_its_cache() -> None:

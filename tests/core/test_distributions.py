@@ -29,13 +29,3 @@ def test_elsewhere_it_names_the_distribution(monkeypatch: pytest.MonkeyPatch, tm
     )
     assert distributions.install_command("attn-select-flash-attn") == "pip install attn-select-flash-attn"
     assert distributions.folder_in_clone("attn-select-flash-attn") is None
-
-
-def test_a_folder_with_spaces_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plugin = tmp_path / "my clone" / "plugins" / "torch"
-    plugin.mkdir(parents=True)
-    (plugin / "pyproject.toml").touch()
-    monkeypatch.setattr(
-        distributions, "__file__", str(tmp_path / "my clone" / "core" / "attn_select" / "backends" / "distributions.py")
-    )
-    assert distributions.install_command("attn-select-torch") == f"pip install '{plugin}'"

@@ -32,15 +32,6 @@ def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(said) == 1
 
 
-def test_an_interface_that_moved() -> None:
-    said: list[str] = []
-    adapter("0.26.0", said).interface_moved(AttributeError("no attribute 'choose'"))
-    assert said == [
-        "attn-select-acme takes no part in Acme 0.26.0, which chooses attention by itself: an interface has moved "
-        "(AttributeError: no attribute 'choose')"
-    ]
-
-
 def test_warnings_are_pythons_own_by_default() -> None:
     def register() -> None:
         Adapter("attn-select-acme", "Acme", "9", ("0.26",)).takes_part()

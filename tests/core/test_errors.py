@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import multiprocessing
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 
 from attn_select import AttentionConfig, select
 from attn_select.decide.selection import NoBackendError
-from attn_select.errors import AttnSelectError, RulesError, UnknownNameError, shorten
-from attn_select.machine.device import lookup
+from attn_select.errors import AttnSelectError, RulesError, UnknownNameError
 from attn_select.runtime import PoolError
 
 if importlib.util.find_spec("torch") is not None:
@@ -63,20 +60,9 @@ def check(found: AttnSelectError, error: AttnSelectError) -> None:
     assert {key: value for key, value in vars(found).items() if key != "selection"} == plain
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"), [("a" * 10, "a" * 10), ("a" * 11, "a" * 9 + "…"), ("a\nb\0c", "a b\ufffdc"), ("", "")]
-)
-def test_a_shortened_text_has_one_printable_line(text: str, shown: str) -> None:
-    assert shorten(text, 10) == shown
-
-
 def test_an_error_may_have_a_code_of_its_own() -> None:
     assert AttnSelectError("x", code="own-code").to_dict() == {"code": "own-code", "message": "x", "hint": None}
     assert AttnSelectError("x").code == "error"
-
-
-def test_three_names_are_suggested_at_most() -> None:
-    assert UnknownNameError("gpu", "h10", ("h100", "h101", "h102", "h103")).nearest == ["h103", "h102", "h101"]
 
 
 def test_what_an_error_knows_travels_with_it() -> None:
@@ -87,9 +73,3 @@ def test_what_an_error_knows_travels_with_it() -> None:
     assert pickle.loads(pickle.dumps(PoolError("holds no blocks", ("request", 1)))).request == ("request", 1)
     none = NoBackendError("none", select(GQA, "t4", backend="FLASH_ATTN"))
     assert pickle.loads(pickle.dumps(none)).selection.to_dict() == none.selection.to_dict()
-
-
-def test_a_worker_that_asks_for_an_unknown_gpu_says_so() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn) as pool, pytest.raises(UnknownNameError, match="unknown gpu 'h10'"):
-        pool.submit(lookup, "h10").result()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import find, settings
 
 import attn_select
-import attn_select_cli
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities
 from attn_select.decide import gate
 from attn_select.layer.config import MLA_DIMS, AttentionConfig
@@ -25,8 +18,6 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.testing.conformance_configs import draw_case
 from attn_select.testing.strategies import configs
-from attn_select_cli.explain import command
-from attn_select_cli.layer_options import overrides_from
 
 MakeSpec = Callable[..., BackendSpec]
 MakeCapabilities = Callable[..., Capabilities]
@@ -69,16 +60,6 @@ def test_a_row_agrees_with_the_fields(feature: Feature) -> None:
         if feature.not_in_encoders:
             with pytest.raises(attn_select.ConfigError, match=feature.not_in_encoders):
                 AttentionConfig(**PLAIN, **{feature.field: value}, attn_type="encoder_only")
-
-
-@ROWS
-def test_a_row_is_an_option_of_the_command_line(feature: Feature) -> None:
-    shown = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
-    assert f" {feature.flag} " in shown
-    assert feature.help in shown
-    value = feature.examples[-1]
-    options = command.make_context("explain", [feature.flag, *([] if value is True else [str(value)])]).params
-    assert overrides_from(options) == {feature.field: value}
 
 
 @ROWS
@@ -125,43 +106,3 @@ def test_a_row_is_drawn_by_the_suite_and_by_the_strategies(
 def _declared(feature: Feature, has_it: bool) -> dict[str, Any]:
     kind, value = _kind(feature), feature.examples[-1]
     return {feature.fact: {bool: has_it, tuple: (value,) * has_it, int: value * has_it}[kind]}
-
-
-ROW = '    Feature("dilated_attention", "dilated attention", "Attend to every other token."),\n'
-
-
-def test_a_new_feature_is_a_row_a_field_and_a_fact(tmp_path: Path) -> None:
-    """Three lines are added to a copy of the sources: the command line asks for it, and every backend refuses it."""
-    for package in (attn_select, attn_select_cli):
-        folder = Path(str(package.__file__)).parent
-        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__", "runtime"))
-    for name, before, line in (
-        ("layer/features.py", "FEATURES: tuple[Feature, ...] = (\n", ROW),
-        ("layer/config.py", "    sinks: bool = False\n", "    dilated_attention: bool = False\n"),
-        (
-            "backends/spec.py",
-            '    sinks: Fact[bool] = Fact(False, "default")\n',
-            '    dilated_attention: Fact[bool] = Fact(False, "default")\n',
-        ),
-    ):
-        file = tmp_path / "attn_select" / name
-        text = file.read_text()
-        assert text.count(before) == 1
-        file.write_text(text.replace(before, before + line))
-    arguments = ["explain", "--model", "llama-3-8b", "--gpu", "h100", "--dilated-attention"]
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from attn_select_cli.main import run; sys.exit(run(sys.argv[1:]))",
-            *arguments,
-        ],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 1, run.stderr
-    assert "bfloat16, KV cache auto, dilated attention" in run.stdout
-    assert run.stdout.count("no dilated attention") >= 6

@@ -11,10 +11,6 @@ ONE = Library("one", "attn_select_tests_one", "pip install one", ">=2")
 TWO = Library("two", "attn_select_tests_two", "pip install two")
 
 
-def test_assumed_libraries_are_there(spec: MakeSpec) -> None:
-    assert isinstance(check(spec(libraries=[[ONE], [TWO]]), PLAIN), BackendPlan)
-
-
 def test_missing_libraries(spec: MakeSpec) -> None:
     found = check(spec(libraries=[[ONE, TWO], [TWO]]), {**PLAIN, "sinks": True}, environment=Environment())
     assert isinstance(found, list)
@@ -40,15 +36,6 @@ def test_a_wrong_version_is_named(spec: MakeSpec) -> None:
     (reason,) = found
     assert (reason.code, reason.observed) == ("library-version", {"one": "wrong-version"})
     assert reason.message == "one 1.9 (needs >=2)"
-
-
-def test_a_wrong_version_is_upgraded(spec: MakeSpec) -> None:
-    environment = Environment(assume_installed=True, pins={"one": "1.9"})
-    for install in ("pip install one", "pip install --upgrade one"):
-        library = Library("one", "attn_select_tests_one", install, ">=2")
-        found = check(spec(libraries=[[library]]), PLAIN, environment=environment)
-        assert isinstance(found, list)
-        assert found[0].remedy == "pip install --upgrade one"
 
 
 def test_an_unknown_version_is_not_called_none(spec: MakeSpec) -> None:

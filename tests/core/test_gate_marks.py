@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gate_cases import PLAIN, MakeCapabilities, MakePlan, MakeSpec, marks
+from gate_cases import PLAIN, MakeCapabilities, MakeSpec, marks
 
 from attn_select.backends.spec import ComputeCapabilities, Fact, HeadSizes
 from attn_select.layer.config import PHASES
@@ -68,18 +68,3 @@ def test_a_fact_without_a_source_marks_the_layers_that_use_it(
     assert marks(backend, uses, "prefill") == (f"no source proves the capability {fact}",)
     if leaves is not None:
         assert marks(backend, leaves, "prefill") == ()
-
-
-def test_a_quantised_cache_is_no_mixed_one(spec: MakeSpec, capabilities: MakeCapabilities) -> None:
-    known = capabilities(kv_cache_dtypes=("bfloat16", "fp8_e4m3"))
-    both = replace(known, mixed_kv_cache_dtype=Fact(True, "unverified"))
-    backend = spec(capabilities={"prefill": both, "decode": both})
-    assert marks(backend, {**PLAIN, "kv_cache_dtype": "fp8_e4m3"}) == ()
-
-
-def test_a_plan_keeps_its_own_marks_in_front(spec: MakeSpec, capabilities: MakeCapabilities, plan: MakePlan) -> None:
-    shared = plan(unverified=("never run on this GPU",))
-    backend = spec(plan=lambda *_: shared, capabilities={"decode": capabilities(output_quantizations=("fp4",))})
-    assert marks(backend, PLAIN) == ("never run on this GPU",)
-    assert marks(backend, {**PLAIN, "output_quantization": "fp4"}) == ("never run on this GPU", FP4)
-    assert shared.unverified == ("never run on this GPU",)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.engines.observed import KEPT, SHORT, ObservedSteps, observes, shape_of, workload_in_an_engine
+from attn_select.engines.observed import SHORT, ObservedSteps, observes, shape_of, workload_in_an_engine
 from attn_select.machine.variables import WORKLOAD
 from attn_select.times.workload import Workload, parse_workload
 
@@ -64,25 +61,6 @@ def test_requests_of_few_new_tokens_count_as_decodes(folder: Path, query_lens: l
     assert bound == "# Of each kind at most 100 are held, drawn at random."
 
 
-def test_lengths_of_a_quarter_of_an_octave_are_one_group() -> None:
-    assert str(shape_of([1, 1, 1, 1], [1050, 1150, 1250, 2100])) == "q1s2100_q1s1250_2q1s1100"
-    assert str(shape_of([16, 15, 17, 18], [2000] * 4)) == "2q18s2000_q16s2000_q15s2000"
-
-
-def test_a_random_sample_stands_for_all_steps_of_its_kind(folder: Path) -> None:
-    steps, draw = ObservedSteps("vLLM", print), random.Random(3)
-    for step in range(20_000):
-        steps.count([1] * (8 if step < 10_000 else 4), [draw.choice([100, 1000])] * (8 if step < 10_000 else 4))
-    for _ in range(2_000):
-        steps.count([500], [500])
-    steps.write()
-    shapes = written(folder).shapes
-    assert sum(shape.weight for shape in shapes if shape.batch.is_decode()) == pytest.approx(20 / 22)
-    early = sum(shape.weight for shape in shapes if shape.batch.num_requests == 8)
-    assert early / (20 / 22) == pytest.approx(0.5, abs=4 * (0.25 / KEPT) ** 0.5)
-    assert steps.to_toml().count("[[shapes]]") == 2 * KEPT
-
-
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 200_000)), min_size=1, max_size=300))
 def test_a_shape_keeps_requests_and_tokens(requests: list[tuple[int, int]]) -> None:
     query_lens, seq_lens = [new for new, _ in requests], [new + cached for new, cached in requests]
@@ -108,32 +86,6 @@ def test_it_is_written_at_the_first_step_and_at_growing_intervals(folder: Path) 
     changes = [second for second in range(1, 400) if seen[second] != seen[second - 1]]
     assert seen[0] == "1"
     assert changes == [1, 2, 4, 8, 16, 32, 64, 124, 184, 244, 304, 364]
-
-
-def test_a_folder_that_takes_no_files_is_said_and_nothing_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "attn-select").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said: list[str] = []
-    ObservedSteps("SGLang 0.5", said.append).count([1], [10])
-    assert len(said) == 1
-    assert said[0].startswith("the observed workload cannot be written to ")
-
-
-def _serve(steps: ObservedSteps) -> None:
-    for length in (100, 200, 300):
-        steps.count([1], [length])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_that_ends_writes_what_it_saw(folder: Path) -> None:
-    steps = ObservedSteps("vLLM", lambda _: None)  # made before the fork, as plugins are loaded
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(steps,))
-    process.start()
-    process.join()
-    assert [str(shape.batch) for shape in written(folder).shapes] == ["q1s100", "q1s200", "q1s300"]
-    assert steps.file is None
 
 
 def test_an_observed_engine_is_chosen_for_without_a_workload(monkeypatch: pytest.MonkeyPatch) -> None:

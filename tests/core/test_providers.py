@@ -44,21 +44,11 @@ def pin_kernel(kernel: str) -> Pin[Any]:
     return Pin("backends.ACME.kernel", kernel, lambda build: build.kernel == kernel)
 
 
-def test_names_of_a_build() -> None:
-    assert RED_BUILD.label == "Acme2 of acme-red"
-    assert RED_BUILD.provider == "acme-red (acme_red.attention)"
-
-
 def test_the_first_installed_build_that_serves_is_chosen() -> None:
     assert chosen(Environment(assume_installed=True), {}) is RED_BUILD
     assert chosen(here(BLUE, OLD), {}) is BLUE_BUILD
     assert chosen(here(RED, BLUE), {RED_BUILD: [SINKS]}) is BLUE_BUILD
     assert chosen(here(BLUE, old=[RED]), {}) is BLUE_BUILD
-
-
-def test_a_pin_is_kept_even_where_a_preferred_build_serves() -> None:
-    assert chosen(here(RED, BLUE), {}, pin_provider("ACME", "acme-blue")) is BLUE_BUILD
-    assert pin_provider("ACME", "auto") == ()
 
 
 def test_objections_become_one_reason_per_code_that_says_what_each_build_accepts() -> None:
@@ -69,25 +59,6 @@ def test_objections_become_one_reason_per_code_that_says_what_each_build_accepts
             "sinks", "attention sinks (Acme2: at most 64; Acme1 of acme-old: none)", True, ["at most 64", "none"]
         )
     }
-
-
-def test_labels_name_the_distributions_where_not_all_builds_of_a_kernel_agree() -> None:
-    few = SINKS._replace(accepts="at most 64")
-    found = reasons(here(RED, BLUE, OLD), {RED_BUILD: [few], BLUE_BUILD: [SINKS], OLD_BUILD: [SINKS]})
-    assert found["sinks"].message == (
-        "attention sinks (Acme2 of acme-red: at most 64; Acme2 of acme-blue and Acme1 of acme-old: none)"
-    )
-
-
-def test_further_objections_of_a_build_that_lacks_more_are_left_out() -> None:
-    merged = merge([(RED_BUILD, [SINKS]), (BLUE_BUILD, [SINKS, FP8])])
-    assert [reason.code for reason in merged] == ["sinks"]
-    assert merged[0].message == "attention sinks (Acme2: none)"
-    both = merge([(RED_BUILD, [SINKS]), (BLUE_BUILD, [FP8])])
-    assert [(reason.code, reason.remedy) for reason in both] == [
-        ("sinks", None),
-        ("kv-cache-dtype", "--kv-cache-dtype auto"),
-    ]
 
 
 def test_block_sizes_are_merged_to_the_next_size_that_one_build_takes() -> None:
@@ -128,22 +99,6 @@ def test_a_version_that_is_too_old_is_a_reason_of_its_own() -> None:
     assert reason.remedy == "pip install --upgrade acme-red"
 
 
-def test_a_pinned_build_that_is_missing_is_installed_unless_another_serves_already() -> None:
-    blue = pin_provider("ACME", "acme-blue")
-    alone = reasons(here(), {}, blue)["library-missing"]
-    assert alone.message == (
-        'no usable package has Acme2 for compute capability 9.0 with backends.ACME.provider = "acme-blue": '
-        "acme-blue is not installed"
-    )
-    assert alone.remedy == "pip install acme-blue"
-    assert reasons(here(OLD), {}, blue)["library-missing"].remedy == 'backends.ACME.provider = "auto"'
-
-
-def test_a_command_that_brings_another_distribution_is_no_remedy_under_a_pin() -> None:
-    old = pin_provider("ACME", "acme-old")
-    assert reasons(here(), {}, old)["library-missing"].remedy == 'backends.ACME.provider = "auto"'
-
-
 def test_a_pin_is_loosened_before_the_layer_is_changed_where_that_helps() -> None:
     blue = pin_provider("ACME", "acme-blue")
     against = {BLUE_BUILD: [FP8]}
@@ -158,14 +113,3 @@ def test_pins_that_allow_no_build_say_what_there_is() -> None:
     assert reason.observed == 'backends.ACME.kernel = "Acme1", backends.ACME.provider = "acme-blue"'
     assert reason.supported == ["Acme2 of acme-red", "Acme2 of acme-blue", "Acme1 of acme-old"]
     assert "no such kernel for compute capability 9.0" in reason.message
-
-
-def test_of_two_pins_the_one_is_loosened_that_is_enough() -> None:
-    pins = (pin_kernel("Acme1"), *pin_provider("ACME", "acme-blue"))
-    assert reasons(here(OLD), {}, pins)["pinned-kernel"].remedy == 'backends.ACME.provider = "auto"'
-    assert reasons(here(BLUE), {}, pins)["pinned-kernel"].remedy == 'backends.ACME.kernel = "auto"'
-    assert reasons(here(RED), {}, pins)["pinned-kernel"].remedy == 'backends.ACME.kernel = "auto"'
-
-
-def test_pins_of_numbers_are_shown_as_written() -> None:
-    assert str(Pin("backends.ACME.version", 2, lambda build: True)) == "backends.ACME.version = 2"

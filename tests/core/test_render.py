@@ -11,18 +11,15 @@ from attn_select import select
 from attn_select.backends import distributions
 from attn_select.backends.registry import Registry
 from attn_select.backends.spec import BackendSpec, Capabilities, HeadSizes, Library
-from attn_select.decide.config_text import config_text
 from attn_select.decide.explicit import Choice
-from attn_select.decide.lines import STYLES, byte_text, plain
+from attn_select.decide.lines import plain
 from attn_select.decide.selection import Selection
 from attn_select.decide.text import (
     brief_lines,
-    device_lines,
     layer_lines,
-    note_lines,
+    plain,
     plan_lines,
     selection_text,
-    warning_lines,
 )
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import Device, local_device
@@ -50,50 +47,6 @@ def decide(
     return Decider(registry, RuleSet(rules=[rule]), device, environment).decide(config, Choice())
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1 << 20, "1 MiB"),
-        (1 << 30, "1 GiB"),
-        (5 << 40, "5120 GiB"),
-    ],
-)
-def test_bytes_are_in_the_largest_unit_that_they_fill(count: int, text: str) -> None:
-    assert byte_text(count) == text
-
-
-def test_a_layer_is_one_line() -> None:
-    plain = AttentionConfig(num_heads=32, num_kv_heads=1, head_size=128)
-    assert config_text(plain) == "32 query heads, 1 KV head, head size 128, bfloat16, KV cache auto"
-    rich = AttentionConfig(
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        v_head_size=64,
-        block_size=32,
-        kv_cache_dtype="fp8",
-        sliding_window=128,
-        logits_soft_cap=30.0,
-        sinks=True,
-        decode_context_parallel_size=2,
-        num_speculative_tokens=3,
-        cuda_graph="UNIFORM_BATCH",
-    )
-    parts = [
-        "32 query heads, 8 KV heads, head size 128, V head size 64, bfloat16, KV cache fp8_e4m3, block size 32",
-        "window 128, soft cap 30, sinks",
-        "DCP 2",
-        "3 speculative tokens",
-        "CUDA graphs UNIFORM_BATCH",
-    ]
-    for part in parts:
-        assert part in config_text(rich)
-
-
 def test_candidates_are_listed_once_where_both_phases_say_the_same(
     spec: MakeSpec, capabilities: MakeCapabilities
 ) -> None:
@@ -104,21 +57,6 @@ def test_candidates_are_listed_once_where_both_phases_say_the_same(
         "  Candidates for prefill",
         "  Candidates for decode",
     ]
-
-
-def test_where_plugins_come_from_is_said_only_where_one_is_missing() -> None:
-    rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
-    assert any(verdict.reasons for each in rejected.candidates for verdict in each.phases.values())
-    assert "note: " not in selection_text(rejected)
-
-
-@pytest.mark.parametrize(("folder", "said"), [(None, True), ("./plugins/triton", False)])
-def test_outside_a_clone_a_missing_plugin_comes_with_a_note(
-    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, folder: str | None, said: bool
-) -> None:
-    monkeypatch.setattr(distributions, "folder_in_clone", lambda distribution: folder)
-    text = plain(note_lines([decide([spec("A")], ["TRITON_ATTN", "A"])]))
-    assert (distributions.NOT_ON_AN_INDEX in text) is said
 
 
 def test_of_kernels_that_an_engine_runs_itself_no_facts_are_shown() -> None:
@@ -176,27 +114,3 @@ def test_brief_counts_the_reasons_that_it_leaves_out(
     rejected = decide([spec(capabilities=dict.fromkeys(("prefill", "decode"), served))], ["PLAIN"])
     (line,) = [line for line in plain(brief_lines(rejected)).splitlines() if "PLAIN: " in line]
     assert line.removeprefix("  rejected").strip() == says
-
-
-def test_brief_folds_only_backends_that_never_serve_such_a_layer() -> None:
-    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8")
-    text = plain(brief_lines(select(config, "t4")))
-    (folded,) = [line for line in text.splitlines() if " others " in line]
-    assert "12 others serve other layers (--full names them)" in folded
-    for backend in ("FLASH_ATTN:", "FLASHINFER:"):
-        assert any(backend in line.split() for line in text.splitlines()), text
-
-
-def test_every_style_is_a_known_one() -> None:
-    rejected = select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8"), "a100")
-    lines = [*device_lines(rejected), *layer_lines(rejected), *plan_lines(rejected), *warning_lines(["beware"])]
-    used = {style for line in lines for _, style in line}
-    assert used - {"", "hang"} == set(STYLES)
-
-
-def test_the_cache_is_one_line() -> None:
-    text = selection_text(select(AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128), "h100"))
-    (line,) = [line.split() for line in text.splitlines() if line.strip().startswith("KV cache")]
-    assert " ".join(line) == (
-        "KV cache FLASH_ATTN_NHD (2, num_blocks, 16, 8, 128) bfloat16, block size 16, 4096 bytes per token and layer"
-    )

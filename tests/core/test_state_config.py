@@ -19,13 +19,6 @@ QWEN3_NEXT: dict[str, Any] = {
 }
 
 
-def test_what_is_left_out_follows() -> None:
-    config = StateConfig(recurrence="lightning", num_heads=8, head_size=96)
-    assert (config.num_v_heads, config.v_head_size) == (8, 96)
-    assert (config.dtype, config.state_dtype, config.conv_kernel_size) == ("bfloat16", "float32", 0)
-    assert (config.sort, config.phases, config.conv_dim) == ("state", ("prefill", "decode"), 0)
-
-
 def test_sizes() -> None:
     config = StateConfig(**QWEN3_NEXT)
     assert config.conv_dim == 2 * 16 * 128 + 32 * 128
@@ -68,12 +61,6 @@ def test_refused(changes: dict[str, Any], fields: list[str], accepted: str) -> N
         StateConfig(**{**QWEN3_NEXT, **changes})
     assert list(caught.value.fields) == fields
     assert accepted in caught.value.message
-
-
-def test_a_missing_field_is_named() -> None:
-    with pytest.raises(ConfigError, match="recurrence is required") as caught:
-        StateConfig(num_heads=4, head_size=8)  # type: ignore[call-arg]
-    assert list(caught.value.fields) == ["recurrence"]
 
 
 def test_copies_are_checked_and_dumps_make_the_same_layer() -> None:

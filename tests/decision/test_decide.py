@@ -8,13 +8,12 @@ import pytest
 
 from attn_select.backends import distributions
 from attn_select.backends.registry import Plugin
-from attn_select.backends.spec import BackendPlan, Library, Reason
+from attn_select.backends.spec import BackendPlan
 from attn_select.decide.explicit import Choice, parse_choice
 from attn_select.decide.outcome import Candidate
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError, UnknownNameError
 from attn_select.layer.config import AttentionConfig
-from attn_select.machine.environment import Environment
 
 
 def candidate(selection: Selection, name: str) -> Candidate:
@@ -51,15 +50,6 @@ def test_a_backend_that_no_rule_ranks_is_never_chosen(make_spec: Any, make_decid
     assert candidate(selection, "B").phases["decode"].rank is None
 
 
-def test_an_unranked_backend_says_how_it_is_chosen(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
-    specs = [make_spec("A", phases=["prefill"]), make_spec("MY_B", phases=["decode"])]
-    rules = [{**priority("A"), "only": True}]
-    text = make_decider(specs, rules).decide(gqa, Choice()).explain()
-    assert "no rule ranks it; --backend MY_B chooses it" in text
-    named = make_decider(specs, rules).decide(gqa, Choice(decode="MY_B"))
-    assert named.selected["decode"] == "MY_B"
-
-
 def test_without_a_priority_rule_the_registered_order_counts_and_a_warning_says_so(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
@@ -86,17 +76,6 @@ def test_without_a_phase_rule_one_backend_for_all_phases_beats_a_better_ranked_p
     assert make_decider(specs, [priority("D", "B")]).decide(gqa, Choice()).selected == {"prefill": "B", "decode": "B"}
     by_phase = [priority("D", "B", phase="decode"), priority("B", phase="prefill")]
     assert make_decider(specs, by_phase).decide(gqa, Choice()).selected == {"prefill": "B", "decode": "D"}
-
-
-def test_pairs_are_ordered_by_decode_rank_first(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
-    specs = [
-        make_spec("A", phases=["decode"], layouts=["FLASHINFER_NHD"]),
-        make_spec("B", phases=["decode"]),
-        make_spec("P"),
-        make_spec("Q", layouts=["FLASHINFER_NHD"]),
-    ]
-    rules = [priority("A", "B", phase="decode"), priority("P", "Q", phase="prefill")]
-    assert make_decider(specs, rules).decide(gqa, Choice()).selected == {"prefill": "Q", "decode": "A"}
 
 
 def test_no_common_layout_is_said_and_nothing_is_chosen(
@@ -147,15 +126,6 @@ def test_dense_mla_prefill_does_not_bind_the_cache(make_spec: Any, make_decider:
     assert selection.bytes_per_token == 576
 
 
-def test_an_encoder_has_one_phase_and_no_cache(make_spec: Any, make_decider: Any) -> None:
-    config = AttentionConfig(num_heads=12, head_size=64, attn_type="encoder_only")
-    spec = make_spec("A", attn_types=("encoder_only",), layouts=[])
-    selection = make_decider([spec], [priority("A")]).decide(config, Choice())
-    assert selection.selected == {"prefill": "A"}
-    assert selection.kv_layout is None
-    assert selection.cache_shape is None
-
-
 def test_deny_rejects_whatever_prefers_and_names_the_rule(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
@@ -186,23 +156,6 @@ def test_an_explicit_choice_that_fails_the_gate_is_never_replaced(
     assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": None}
 
 
-def test_an_explicit_choice_for_one_phase_leaves_the_other_to_the_rules(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    decider = make_decider([make_spec("A"), make_spec("B")], [priority("A", "B")])
-    assert decider.decide(gqa, Choice(decode="B")).selected == {"prefill": "A", "decode": "B"}
-    assert decider.decide(gqa, Choice(prefill="B")).selected == {"prefill": "B", "decode": "A"}
-
-
-def test_an_explicit_choice_is_part_of_the_outcome(make_spec: Any, make_decider: Any, gqa: AttentionConfig) -> None:
-    decider = make_decider([make_spec("A"), make_spec("B", head_sizes=_sizes(64))], [priority("A", "B")])
-    chosen = decider.decide(gqa, Choice(decode="A"))
-    assert chosen.to_dict()["explicit"] == {"decode": "A"}
-    assert "asked for by name" in chosen.explain()
-    assert decider.decide(gqa, Choice()).to_dict()["explicit"] == {}
-    assert "B, asked for by name, cannot run this" in decider.decide(gqa, Choice(default="B")).explain()
-
-
 def test_an_explicit_choice_applies_to_the_phases_that_the_backend_serves(
     make_spec: Any, make_decider: Any, gqa: AttentionConfig
 ) -> None:
@@ -211,37 +164,6 @@ def test_an_explicit_choice_applies_to_the_phases_that_the_backend_serves(
     assert decider.decide(gqa, Choice(decode="D")).selected == {"prefill": "A", "decode": "D"}
     assert decider.decide(gqa, Choice(default="A", decode="D")).selected == {"prefill": "A", "decode": "D"}
     assert decider.decide(gqa, Choice(prefill="D")).selected == {"prefill": None, "decode": "A"}
-
-
-def test_a_choice_for_a_phase_that_the_layer_lacks_warns(make_spec: Any, make_decider: Any) -> None:
-    config = AttentionConfig(num_heads=12, head_size=64, attn_type="encoder_only")
-    decider = make_decider([make_spec("A", attn_types=("encoder_only",), layouts=[])], [priority("A")])
-    selection = decider.decide(config, Choice(decode="A"))
-    assert selection.selected == {"prefill": "A"}
-    assert any("decode=A has no effect" in w for w in selection.warnings)
-
-
-def test_a_backend_of_another_kind_says_of_each_layer_what_that_layer_asks(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    decider = make_decider([make_spec("M", mla=True, decode_context_parallel=True)])
-
-    def observed(**fields: Any) -> list[Any]:
-        reasons = candidate(decider.decide(gqa.model_copy(update=fields), Choice()), "M").phases["decode"].reasons
-        return [(reason.code, reason.observed, reason.supported) for reason in reasons[1:]]
-
-    assert observed() == []
-    for window in (128, 256, 128):
-        assert observed(sliding_window=window) == [("sliding-window", window, False)]
-    for size, width in ((128, 64), (192, 64), (192, 192), (128, 64)):
-        expected = [] if size == width else [("v-head-size", width, size)]
-        assert observed(head_size=size, v_head_size=width) == expected
-    for size in (8, 16, 24):
-        expected = [("block-size", size, "multiples of 16")] if size % 16 else []
-        assert observed(block_size=size) == expected
-    for ranks in (2, 4):
-        distance = ("decode-context-parallel-distance", ranks, 1)
-        assert observed(decode_context_parallel_size=ranks, alibi=True) == [distance, ("alibi", True, False)]
 
 
 def test_known_backends_without_a_plugin_are_candidates(
@@ -267,79 +189,6 @@ def test_a_known_backend_of_a_broken_plugin_says_what_is_broken(
     assert reason.message == "plugin triton (attn-select-triton 1.0) is broken: ImportError: no libcuda"
     assert reason.remedy is None
     assert codes(selection, "TORCH_SDPA") == ["plugin-not-installed"]
-
-
-def test_a_name_registered_twice_is_unusable_and_names_its_owners(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    selection = make_decider([make_spec("A")], [priority("TWICE", "A")], conflicts={"TWICE": ("one", "two")}).decide(
-        gqa, Choice()
-    )
-    assert codes(selection, "TWICE") == ["duplicate-backend"]
-    assert "registered by one and by two" in candidate(selection, "TWICE").phases["decode"].reasons[0].message
-
-
-def test_a_plan_that_raises_or_returns_rubbish_is_shown_and_does_not_spread(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    def raising(*_: Any) -> Any:
-        raise KeyError("oops")
-
-    specs = [
-        make_spec("A", plan=raising),
-        make_spec("B", plan=lambda *_: "yes"),
-        make_spec("C", plan=lambda *_: []),
-        make_spec("D"),
-    ]
-    selection = make_decider(specs, [priority("A", "B", "C", "D")]).decide(gqa, Choice())
-    assert selection.selected["decode"] == "D"
-    for name, text in (("A", "KeyError: 'oops'"), ("B", "'yes'"), ("C", "[]")):
-        reason = candidate(selection, name).phases["decode"].reasons[0]
-        assert reason.code == "plugin-error"
-        assert text in reason.message
-
-
-def test_every_reason_is_given_not_only_the_first(make_spec: Any, make_decider: Any) -> None:
-    config = AttentionConfig(
-        num_heads=8, head_size=96, dtype="float32", sinks=True, alibi=True, block_size=24, sliding_window=128
-    )
-    spec = make_spec("A", head_sizes=_sizes(64), reasons=lambda c: [Reason("special", "nothing fits")])
-    selection = make_decider([spec], [priority("A")]).decide(config, Choice())
-    assert set(codes(selection, "A")) == {
-        "head-size",
-        "dtype",
-        "sinks",
-        "alibi",
-        "block-size",
-        "sliding-window",
-        "special",
-    }
-
-
-def test_missing_libraries_are_a_reason_on_this_machine_only(
-    make_spec: Any, make_decider: Any, gqa: AttentionConfig
-) -> None:
-    library = Library("no-such-kernels", "no_such_kernels", "pip install no-such-kernels", ">=2")
-    spec = make_spec("A", libraries=[[library]])
-    local = make_decider([spec], [priority("A")], environment=Environment()).decide(gqa, Choice())
-    assert codes(local, "A") == ["library-missing"]
-    assert candidate(local, "A").phases["decode"].reasons[0].remedy == "pip install no-such-kernels"
-    assumed = make_decider([spec], [priority("A")], environment=Environment(assume_installed=True)).decide(
-        gqa, Choice()
-    )
-    assert assumed.selected["decode"] == "A"
-    pinned = Environment(assume_installed=True, pins={"no-such-kernels": "1.9"})
-    assert codes(make_decider([spec], [priority("A")], environment=pinned).decide(gqa, Choice()), "A") == [
-        "library-version"
-    ]
-
-
-def test_a_wished_cuda_graph_level_is_compared_with_the_plan(make_spec: Any, make_decider: Any) -> None:
-    config = AttentionConfig(num_heads=8, head_size=64, cuda_graph="UNIFORM_BATCH")
-    specs = [make_spec("A", level="UNIFORM_SINGLE_TOKEN_DECODE"), make_spec("B", level="ALWAYS")]
-    selection = make_decider(specs, [priority("A", "B")]).decide(config, Choice())
-    assert codes(selection, "A") == ["cuda-graph-level"]
-    assert selection.selected["decode"] == "B"
 
 
 def test_an_unverified_plan_is_valid_marked_and_ranked_last_unless_a_user_says_otherwise(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from attn_select import AttentionConfig, select
 from attn_select.engines.own_kernels import rests_on_our_times
 from attn_select.testing.toolkit import GQA_FIELDS
@@ -33,25 +31,3 @@ def test_what_a_user_asks_for_does_not(tmp_path: Path) -> None:
     assert not rests(rules=rules)
     rules.write_text('version = 1\n[[rules]]\nname = "mine"\npriority = ["TRITON_ATTN", "FLASH_ATTN"]\n')
     assert not rests(rules=rules)
-
-
-def test_what_a_rule_puts_behind_does_not(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.toml"
-    rules.write_text(USERS.replace("prefer", "avoid").replace("TRITON_ATTN", "FLASH_ATTN"))
-    assert not rests(rules=rules)
-    assert rests(rules=rules, instead="FLASHINFER")
-
-
-def test_a_place_before_what_a_rule_prefers_rests_on_times(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.toml"
-    rules.write_text(USERS.replace("TRITON_ATTN", "FLEX_ATTENTION"))
-    assert rests(rules=rules, instead="FLEX_ATTENTION")
-
-
-def test_what_nothing_proves_is_behind_for_another_reason() -> None:
-    config = AttentionConfig(**{**GQA_FIELDS, "dtype": "float16"})
-    selection = select(config, "t4")
-    (plan,) = [c.phases["decode"].plan for c in selection.candidates if c.backend == "FLASHINFER"]
-    if plan is None or not plan.unverified:
-        pytest.fail("FLASHINFER is no longer unverified on a T4: take another example")
-    assert not rests_on_our_times(selection, "TRITON_ATTN", "decode", "FLASHINFER")

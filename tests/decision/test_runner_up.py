@@ -41,15 +41,6 @@ def test_the_rule_that_put_the_chosen_one_first_is_named(
     assert lost(decider(*rules).decide(GQA, Choice())) == expected
 
 
-def test_without_a_rule_about_either_the_rank_decides(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A"), make_spec("B")]
-    assert lost(make_decider(specs, []).decide(GQA, Choice())) == ("B", "rank", None)
-
-
-def test_an_explicit_choice_is_said_as_such(decider: Any) -> None:
-    assert lost(decider().decide(GQA, Choice(default="C"))) == ("A", "name", None)
-
-
 def test_what_is_unproved_loses_to_what_is_proved_unless_a_user_places_it(spec: Any, decider: Any) -> None:
     specs = [spec("A", unverified=("never run",)), spec("B")]
     assert lost(decider(specs=specs).decide(GQA, Choice())) == ("A", "unverified", None)
@@ -79,22 +70,6 @@ def test_what_was_not_timed_loses_to_times_or_to_the_rules(decider: Any) -> None
     assert lost(decide(decider(), {"*": {"A": 125, "C": 100}})) == ("B", "untimed", None)
     assert lost(decide(decider(), {"*": {"A": 100, "C": 125}})) == ("B", "rule", "packaged-order")
     assert lost(decide(decider(), {"*": {"B": 125, "C": 100}})) == ("C", "rule", "packaged-order")
-
-
-def test_both_phases_say_it_once_where_they_say_the_same(decider: Any) -> None:
-    alike = plain(plan_lines(decider().decide(GQA, Choice())))
-    assert alike.count("  before  ") == 1
-    assert "before           B by rule packaged-order\n" in f"{alike}\n"
-    rule = {"name": "mine", "avoid": ["B"], "phase": "decode"}
-    apart = plain(plan_lines(decider(rule).decide(GQA, Choice())))
-    assert "before           B in prefill by rule packaged-order\n" in apart
-    assert apart.endswith("C in decode by rule packaged-order")
-
-
-def test_the_only_valid_backend_has_no_runner_up(spec: Any, decider: Any) -> None:
-    selection = decider(specs=[spec("A")]).decide(GQA, Choice())
-    assert selection.runners_up == {}
-    assert selection.to_dict()["runners_up"] == {}
 
 
 def test_of_real_layers_a_runner_up_is_valid_and_not_the_chosen_one() -> None:

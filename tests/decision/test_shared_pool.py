@@ -28,13 +28,6 @@ def deciding(decider: Any, choice: Choice) -> Any:
     return lambda config, kv_layout=None: decider.decide(config, choice, kv_layout)
 
 
-def test_kinds_that_already_agree_stay_as_they_are(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A"), make_spec("B", sliding_window=True)]
-    full, window = decide(make_decider(specs, TWO), FULL, WINDOW)
-    assert (full.selected["decode"], window.selected["decode"]) == ("A", "B")
-    assert full.warnings == ()
-
-
 def test_kinds_that_disagree_take_the_combination_of_the_least_ranks(make_spec: Any, make_decider: Any) -> None:
     specs = [
         make_spec("A", layouts=["FLASHINFER_NHD"]),
@@ -56,21 +49,6 @@ def test_a_kind_that_prefers_another_layout_takes_the_pools(make_spec: Any, make
     full, window = decide(make_decider(specs, TWO), FULL, WINDOW)
     assert full.kv_layout == window.kv_layout == "FLASHINFER_HND"
     assert window.cache_shape == ["num_blocks", 2, 8, 16, 64]
-
-
-def test_block_sizes_are_made_equal(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A", blocks=[16]), make_spec("B", blocks=[64], sliding_window=True)]
-    full, window = decide(make_decider(specs, RULES), FULL, WINDOW)
-    assert full.block_size == window.block_size == 64
-    assert full.selected["decode"] == "A"
-
-
-def test_block_sizes_without_a_common_wish_meet_at_their_least_common_multiple(
-    make_spec: Any, make_decider: Any
-) -> None:
-    specs = [make_spec("A", blocks=[48]), make_spec("B", blocks=[64], sliding_window=True)]
-    full, window = decide(make_decider(specs, TWO), FULL, WINDOW)
-    assert full.block_size == window.block_size == 192
 
 
 def test_where_nothing_fits_all_each_keeps_its_own_and_a_warning_says_so(make_spec: Any, make_decider: Any) -> None:
@@ -104,17 +82,6 @@ def test_a_block_size_that_a_kind_names_is_the_pools(make_spec: Any, make_decide
     full, window = decide(make_decider(specs, RULES), FULL, named)
     assert full.block_size == window.block_size == 16
     assert (full.selected["decode"], window.selected["decode"]) == ("B", "C")
-
-
-def test_a_kind_that_cannot_run_with_the_named_block_size_says_why(make_spec: Any, make_decider: Any) -> None:
-    specs = [make_spec("A", blocks=[32]), make_spec("B", blocks=[16], sliding_window=True, head_sizes=HeadSizes((32,)))]
-    named = WINDOW.model_copy(update={"block_size": 16, "head_size": 32})
-    full, window = decide(make_decider(specs, TWO), FULL, named)
-    assert (window.selected["decode"], window.block_size) == ("B", 16)
-    assert not full.ok
-    (refused,) = (c.phases["decode"] for c in full.candidates if c.backend == "A")
-    assert [(reason.code, reason.observed) for reason in refused.reasons] == [("block-size", 16)]
-    assert "block size 16, which another layer kind of the pool names, has no backend for this kind" in full.warnings
 
 
 def test_two_named_block_sizes_in_one_pool_are_refused(make_spec: Any, make_decider: Any) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from attn_select import AttentionConfig, ConfigError, NoBackendError, select, select_model
-from attn_select.decide.selection import Selection
+from attn_select import AttentionConfig, NoBackendError, select, select_model
 from attn_select.layer.state import StateConfig
 
 KDA = StateConfig(recurrence="kda", num_heads=8, head_size=128, conv_kernel_size=4)
@@ -51,23 +50,11 @@ def test_the_plan_says_layout_and_bytes() -> None:
     assert "convolution of 4 tokens" in selection.explain()
 
 
-def test_attention_has_no_state() -> None:
-    assert select(GQA, "cpu").bytes_per_request is None
-    assert select(GQA, "cpu").state_format is None
-
-
 def test_rules_name_the_recurrence(tmp_path: Path) -> None:
     found = rules(tmp_path, '[[rules]]\nname = "mine"\nwhen = { recurrence = "kda" }\nprefer = ["TORCH_STATE"]\n')
     assert select(KDA, "h200", found).selected["decode"] == "TORCH_STATE"
     mamba = StateConfig(recurrence="mamba2", num_heads=8, head_size=128)
     assert select(mamba, "h200", found).selected["decode"] == "FLA"
-
-
-@pytest.mark.parametrize("condition", ["num_v_heads = 8", "state_dtype = 'float32'", "conv_kernel_size = '>=2'"])
-def test_rules_may_ask_for_any_field_of_a_state(tmp_path: Path, condition: str) -> None:
-    found = rules(tmp_path, f'[[rules]]\nname = "mine"\nwhen = {{ {condition} }}\ndeny = ["FLA"]\n')
-    assert select(KDA, "h200", found).selected["decode"] == "TORCH_STATE"
-    assert "mine" not in [rule.name for rule in select(GQA, "h200", found).rules]
 
 
 @pytest.mark.parametrize("condition", ["mla = false", "sliding_window = 'none'", "num_kv_heads = '>=1'"])
@@ -91,27 +78,6 @@ def test_a_named_backend_counts_for_the_layers_that_it_is_for() -> None:
     assert (state.selected["decode"], attention.selected["decode"]) == ("FLA", "TRITON_ATTN")
     state, attention = select_model(both, "h200", backend="TORCH_STATE")
     assert (state.selected["decode"], attention.explicit) == ("TORCH_STATE", {})
-
-
-def test_every_reason_is_given() -> None:
-    layer = StateConfig(recurrence="kda", num_heads=2, head_size=512, dtype="float32")
-    fla = next(candidate for candidate in select(layer, "cpu").candidates if candidate.backend == "FLA")
-    codes = {reason.code for reason in fla.phases["prefill"].reasons}
-    assert {"compute-capability", "dtype", "head-size"} <= codes
-
-
-def test_a_workload_changes_nothing_yet() -> None:
-    assert select(KDA, "h200", workload="8q1s1k").selected == select(KDA, "h200").selected
-
-
-def test_select_takes_configs_alone() -> None:
-    with pytest.raises(ConfigError, match="an AttentionConfig or a StateConfig"):
-        select({"recurrence": "kda"}, "cpu")  # type: ignore[type-var]
-
-
-def test_a_selection_is_cached() -> None:
-    first: Selection[StateConfig] = select(KDA, "h200")
-    assert select(KDA, "h200") is first
 
 
 def test_no_survey_times_states_so_the_rules_decide() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from timed_kernels import LAYER, decide, known, ranks, why
+from timed_kernels import LAYER, decide, ranks, why
 
-from attn_select.decide.explicit import Choice
 from attn_select.decide.text import selection_text
 from attn_select.layer.config import AttentionConfig
-from attn_select.times.workload import default_mix, parse_workload
+from attn_select.times.workload import default_mix
 
 ABC = {"*": {"A": 125.0, "B": 113.0, "C": 140.0}}
 
@@ -40,25 +39,12 @@ def test_without_a_workload_the_default_mix_decides_and_is_said(decider: Any) ->
     assert "over the default mix" in selection_text(selection)
 
 
-def test_the_default_mix_decodes_with_the_layers_drafts() -> None:
-    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, num_speculative_tokens=3)
-    lengths = {group.query_len for shape in default_mix(config).shapes for group in shape.batch.groups}
-    assert min(lengths) == 4
-    assert default_mix(config).of_phase("decode", config)
-
-
 def test_in_the_default_mix_each_step_counts_alike(decider: Any) -> None:
     """Where A is half as fast in one long prompt and twice as fast in all decodes, its decodes count."""
     times = {"*": {"A": 20.0, "B": 40.0}, "q256s64k": {"A": 40_000.0, "B": 20_000.0}}
     assert decide(decider(), times, workload=None).selected == {"prefill": "A", "decode": "A"}
     named = ",".join(str(shape.batch) for shape in default_mix(LAYER).shapes)
     assert decide(decider(), times, named).selected == {"prefill": "B", "decode": "A"}
-
-
-def test_rules_about_batches_need_a_workload(decider: Any) -> None:
-    made = decider({"name": "many", "prefer": ["C"], "when": {"batch": ">=64"}})
-    assert made.decide(LAYER, Choice(), workload=parse_workload("64q1s4k")).selected["decode"] == "C"
-    assert made.decide(LAYER, Choice(), evidence=known(ABC)).selected["decode"] == "B"
 
 
 @pytest.mark.parametrize(
@@ -89,16 +75,6 @@ def test_packaged_rules_of_every_effect_yield_to_times(decider: Any) -> None:
         assert ranks(decide(decider(rule), ABC)) == ["B", "A", "C"]
     off = {"name": "packaged-off", "layer": 0, "evidence": False}
     assert ranks(decide(decider(off), ABC)) == ["A", "B", "C"]
-
-
-def test_why_the_rules_decide_is_said(decider: Any) -> None:
-    priority = decide(decider({"name": "mine", "priority": ["A", "B"]}), ABC)
-    assert why(priority) == "rule 'mine' (rules.toml:2) places A"
-    prefer = decide(decider({"name": "mine", "prefer": ["C"]}), ABC)
-    assert why(prefer) == "rule 'mine' (rules.toml:2) places C"
-    off = decide(decider({"name": "mine", "evidence": False}), ABC)
-    assert why(off) == "rule 'mine' (rules.toml:2) keeps times out"
-    assert why(decide(decider(), ABC, backend="C")) == "C is asked for by name"
 
 
 def test_an_explicit_choice_beats_everything(decider: Any) -> None:
@@ -134,12 +110,6 @@ def test_a_pair_shares_a_mixed_step_where_that_takes_less(decider: Any) -> None:
     assert whole.selected == {"prefill": "B", "decode": "B"}
 
 
-def test_a_pair_has_to_share_a_cache(decider: Any, spec: Any) -> None:
-    specs = [spec("A"), spec("B", layouts=("FLASHINFER_NHD",))]
-    times = {"q1k": {"A": 10.0, "B": 50.0}, "64q1s2k": {"A": 20.0, "B": 15.0}}
-    assert decide(decider(specs=specs), times, "q1k,64q1s2k").selected == {"prefill": "A", "decode": "A"}
-
-
 def test_a_stale_time_counts_longer_and_is_said(decider: Any) -> None:
     times = {"*": {"A": 104.0, "B": 100.0, "C": 140.0}}
     assert ranks(decide(decider(), times)) == ["B", "A", "C"]
@@ -164,23 +134,6 @@ def test_an_unverified_candidate_that_was_surveyed_moves_up(decider: Any, spec: 
     specs = [spec("A", unverified=("never executed",)), spec("B"), spec("C")]
     assert ranks(decide(decider(specs=specs), {})) == ["B", "C", "A"]
     assert ranks(decide(decider(specs=specs), {"*": {"A": 100, "B": 120, "C": 140}})) == ["A", "B", "C"]
-
-
-def test_no_phase_without_a_backend_is_chosen_by_times(decider: Any, spec: Any) -> None:
-    specs = [spec("A", phases=("decode",)), spec("B", phases=("decode",))]
-    selection = decide(decider(specs=specs), {"*": {"A": 140, "B": 100}})
-    assert selection.selected == {"prefill": None, "decode": "B"}
-
-
-def test_what_was_measured_nearby_is_told(decider: Any) -> None:
-    selection = decide(decider(), ABC)
-    timing = {c.backend: c.phases["decode"].timing for c in selection.candidates}["A"]
-    assert timing is not None
-    assert timing.near == pytest.approx(125 / 113)
-    assert (timing.first_call_s, timing.workspace_bytes) == (2.5, 4096)
-    assert "took 1.11 times as long in the nearest measured layer, first call 2.5 s, workspace 4 KiB" in selection_text(
-        selection
-    )
 
 
 def test_prefills_of_mla_compare_by_their_part_of_mixed_steps(decider: Any, spec: Any, mla: AttentionConfig) -> None:

@@ -50,23 +50,6 @@ def test_models_generate_the_tokens_of_one_process(
     assert run_processes(size, tmp_path, programs.generation, name, prompts, queries, interleave) == [alone] * size
 
 
-def test_another_number_of_ranks_than_selected(tmp_path: Path) -> None:
-    asked = [{"decode_context_parallel_size": 4}] * 2
-    for text in run_processes(2, tmp_path, programs.group_of, asked):
-        assert text.startswith("ConfigError: decode_context_parallel_size = 4, but the process group has 2 ranks")
-
-
-def test_another_number_of_ranks_on_one_of_them(tmp_path: Path) -> None:
-    first, second = run_processes(2, tmp_path, programs.group_of, [{}, {"decode_context_parallel_size": 4}])
-    assert first.startswith("RankError: attention_group: rank 1: ConfigError: decode_context_parallel_size = 4")
-    assert second.startswith("ConfigError: decode_context_parallel_size = 4")
-
-
-def test_different_selections(tmp_path: Path) -> None:
-    for text in run_processes(2, tmp_path, programs.group_of, [{}, {"num_kv_heads": 1}]):
-        assert text.startswith("RankError: attention_group: the ranks of the group have different configs (rank 0: ")
-
-
 def test_different_lengths_in_checked_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in run_processes(2, tmp_path, programs.steps, [20, 21], environment={"ATTN_SELECT_CHECK": "1"}):
         assert text.startswith(

@@ -85,14 +85,6 @@ def test_a_scale_per_head(kinds: Kinds) -> None:
     assert [c.per_head_quant_scales for c in plain.attention_configs] == [False]
 
 
-def test_a_scheme_of_llm_compressor_is_not_for_mla(kinds: Kinds) -> None:
-    latent = {"model_type": "deepseek_v3"}
-    found = kinds(config({**PACKED, "kv_cache_scheme": SCHEME}, **latent))
-    assert stored(found) == {"auto"}
-    assert any("not for MLA" in warning for warning in found.warnings)
-    assert stored(kinds(config({**MODELOPT, "kv_cache_scheme": FP8}, **latent))) == {"fp8_e4m3"}
-
-
 @pytest.mark.parametrize("scheme", [INT8, {**PACKED, "kv_cache_scheme": {**SCHEME, "strategy": "channel"}}])
 def test_what_vllm_does_not_load_is_refused_by_name(kinds: Kinds, scheme: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="kv_cache_scheme") as caught:
@@ -101,21 +93,6 @@ def test_what_vllm_does_not_load_is_refused_by_name(kinds: Kinds, scheme: dict[s
     found = kinds(config(scheme), overrides={"kv_cache_dtype": "bfloat16"})
     assert stored(found) == {"bfloat16"}
     assert any("vLLM 0.33.0 does not load" in warning for warning in found.warnings)
-
-
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("fp8_e5m2", "fp8_e5m2")])
-def test_an_option_beats_the_checkpoint(kinds: Kinds, asked: str, dtype: str) -> None:
-    """``auto`` becomes the compute dtype by name: an engine's own ``auto`` would be the checkpoint's."""
-    found = kinds(config({**MODELOPT, "kv_cache_scheme": FP8}), overrides={"kv_cache_dtype": asked})
-    assert stored(found) == {dtype}
-    assert any(f"asked for is {dtype}" in warning for warning in found.warnings)
-
-
-def test_encoders_keep_no_cache(kinds: Kinds) -> None:
-    quantization = {**MODELOPT, "kv_cache_quant_algo": "FP8"}
-    found = kinds({"model_type": "bart", "dtype": "bfloat16", "quantization_config": quantization})
-    by_type = {c.attn_type: c.kv_cache_dtype for c in found.attention_configs}
-    assert by_type == {"encoder": "auto", "decoder": "fp8_e4m3", "encoder_decoder": "fp8_e4m3"}
 
 
 def test_the_file_beside_an_older_checkpoint(tmp_path: Path) -> None:

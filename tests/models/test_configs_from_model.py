@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import attn_select
-from attn_select import AttentionConfig, configs_from_model, select_model
-from attn_select.errors import ConfigError, ModelError, UnknownNameError
+from attn_select import AttentionConfig, configs_from_model
+from attn_select.errors import ConfigError
 from attn_select.layer.models import LayerKind
 from attn_select.layer.models.kv_sharing import CacheOwners
 
@@ -52,47 +52,12 @@ def test_every_form_of_a_model_gives_the_same_configs(tmp_path: Path) -> None:
         assert found.configs == [kind.config for kind in EXPECTED]
 
 
-def test_a_preset_by_name_and_what_its_configs_are_for() -> None:
-    found = configs_from_model("gpt-oss-20b", tensor_parallel=8)
-    assert [(kind.kind, kind.count, kind.config.num_heads) for kind in found.kinds] == [
-        ("sliding_attention", 12, 8),
-        ("full_attention", 12, 8),
-    ]
-    selections = select_model(found.configs, "h100")
-    assert [selection.config.sliding_window for selection in selections] == [128, None]
-
-
-def test_the_callers_mapping_is_left_alone() -> None:
-    raw = json.loads(json.dumps(GEMMA))
-    configs_from_model(raw, overrides={"num_heads": 16})
-    assert raw == GEMMA
-
-
 def test_device_and_overrides() -> None:
     turing = configs_from_model(
         {**GEMMA, "model_type": "llama"}, device=attn_select.Device("t4", (7, 5)), overrides={"block_size": 32}
     )
     assert [(config.dtype, config.block_size) for config in turing.configs] == [("float16", 32)]
     assert any("has no bfloat16" in warning for warning in turing.warnings)
-
-
-@pytest.mark.parametrize("model", [7, None, b"llama-3-8b", ["llama-3-8b"], dict, Configuration, object()])
-def test_what_is_no_model_is_refused(model: object) -> None:
-    with pytest.raises(ModelError, match="expected a preset's name, a path, a cached repository"):
-        configs_from_model(model)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ({"tensor_parallel": 3}, ConfigError, "tensor_parallel_size = 3 does not divide num_heads = 8"),
-        ({"tensor_parallel": 0}, ConfigError, "tensor_parallel_size = 0"),
-        ({"overrides": {"heads": 3}}, UnknownNameError, "heads"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        configs_from_model(GEMMA, **arguments)
 
 
 def test_torch_dtypes_are_dtypes() -> None:

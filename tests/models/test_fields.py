@@ -18,33 +18,20 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
     ("config", "said"),
     [
         ({"num_attention_heads": "32"}, "num_attention_heads = '32': expected an integer from 1 to 10000"),
-        ({"num_attention_heads": True}, "num_attention_heads = True: expected an integer"),
-        ({"num_attention_heads": 32.0}, "num_attention_heads = 32.0: expected an integer"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0: expected an integer from 1"),
-        ({"num_attention_heads": -8}, "num_attention_heads = -8: expected an integer from 1"),
-        ({"num_attention_heads": 10**30}, "num_attention_heads = 1000000000000000000000000000000: expected"),
-        ({"num_attention_heads": [8, 8]}, "num_attention_heads = [8, 8]: expected an integer"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: expected an integer from 1 to 10000"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads = 0: expected an integer from 1"),
         ({"num_key_value_heads": 5}, "num_key_value_heads = 5 does not divide num_attention_heads = 32"),
-        ({"head_dim": 10_000}, "head_dim = 10000: expected an integer from 0 to 8192"),
         ({"head_dim": 0}, "head_dim = 0: expected an integer from 1 to 8192, or null"),
         ({"hidden_size": 4097}, "hidden_size = 4097 by num_attention_heads = 32 is no head size"),
         ({"sliding_window": -1}, "sliding_window = -1: expected an integer from 0"),
-        ({"sliding_window": "4k"}, "sliding_window = '4k': expected an integer from 0"),
         ({"use_sliding_window": "yes"}, "use_sliding_window = 'yes': expected true or false"),
-        ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping = '50': expected a positive number, or null"),
         ({"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1: expected a positive number"),
-        ({"attn_logit_softcapping": 10**400}, "expected a positive number"),
-        ({"alibi": 1}, "alibi = 1: expected true or false"),
         ({"layer_types": "full_attention"}, "layer_types = 'full_attention': expected a list of layer types"),
-        ({"layer_types": []}, "layer_types = []: expected from 1 to 10000 layer types"),
-        ({"layer_types": [1, 2]}, "layer_types = [1, 2]: expected a list of layer types"),
-        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers = 32"),
         (
             {"layer_types": ["full_attention"] * 31 + ["fuzzy"]},
             "layer_types[31] = 'fuzzy': expected one of full_attention",
         ),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers = 32"),
         ({"layer_types": ["linear_attention"] * 32}, "32 linear_attention, which are a recurrence that is not known"),
         ({"kv_lora_rank": 512}, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim missing beside kv_lora_rank = 512"),
         ({"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 32 layers"),
@@ -59,25 +46,11 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
             {"model_type": "nemotron_h", "hybrid_override_pattern": "E-"},
             "no layer has attention or a state (1 moe, 1 mlp)",
         ),
-        ({"model_type": "bamba", "attn_layer_indices": "all"}, "attn_layer_indices = 'all': expected a list"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern = 'M?'"),
-        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M" * 10_001}, "hybrid_override_pattern = 'MMM"),
         ({"model_type": "gpt_neo", "attention_types": [["global", 2]]}, "attention_types = [['global', 2]]"),
-        ({"model_type": "gpt_neo", "attention_types": 7}, "attention_types = 7"),
         ({"model_type": "gpt_neo", "attention_types": [[["global"], 2]]}, "attention_types names 2 layers for"),
-        ({"model_type": "recurrent_gemma", "block_types": ["x"]}, "block_types = ['x']"),
-        (
-            {
-                "model_type": "minimax_m3_vl",
-                "text_config": {"num_hidden_layers": 2, "sparse_attention_config": {"sparse_attention_freq": [1]}},
-            },
-            "sparse_attention_config.sparse_attention_freq = [1]: expected 0 or 1 for each of 2 layers",
-        ),
-        ({"model_type": "llama4_text", "no_rope_layers": [1]}, "no_rope_layers has 1 entries"),
         ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [1]}, "hybrid_layer_pattern has 1 entries"),
-        ({"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": 4}}, "full_attn_layers = 4"),
         ({"model_type": "nemotron-nas", "num_attention_heads": 8}, "block_configs = None: expected a list"),
-        ({"model_type": "nemotron-nas", "block_configs": [7]}, "block_configs[] = 7: expected an object"),
         (
             {
                 "model_type": "nemotron-nas",
@@ -86,18 +59,6 @@ GENERIC = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
             },
             "n_heads_in_group = 3: expected a divisor of 8 heads",
         ),
-        (
-            {
-                "model_type": "step3p5",
-                "attention_other_setting": {"num_attention_heads": 0},
-                "layer_types": ["sliding_attention"] * 45,
-            },
-            "attention_other_setting: num_attention_heads = 0",
-        ),
-        ({"model_type": "whisper", "decoder_layers": "x"}, "decoder_layers = 'x'"),
-        ({"model_type": "llava", "text_config": [1]}, "text_config = [1]: expected an object"),
-        ({"model_type": "llava", "text_config": {"model_type": 3}}, "text_config: model_type = 3: expected a string"),
-        ({"model_type": "llava", "text_config": {"num_attention_heads": 0}}, "text_config: num_attention_heads = 0"),
         ({"text_config": {"text_config": {"text_config": {}}}}, "configs inside configs inside configs"),
     ],
 )
@@ -129,26 +90,6 @@ def test_missing_essentials_of_an_unknown_model(kinds: Kinds, missing: str, said
     assert hint in str(caught.value.hint)
 
 
-def test_flags_can_give_what_is_missing(kinds: Kinds) -> None:
-    config = {"model_type": "brandnew", "num_hidden_layers": 4}
-    found = kinds(config, overrides={"num_heads": 8, "head_size": 64, "num_kv_heads": 2, "dtype": "float16"})
-    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 4)]
-    layer = found.kinds[0].config
-    assert (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype) == (8, 2, 64, "float16")
-
-
-@pytest.mark.parametrize(("value", "cap"), [(0.5, 0.5), (30, 30.0), (0, None), (None, None), (False, None)])
-def test_a_positive_number_may_be_small_or_left_out(kinds: Kinds, value: Any, cap: float | None) -> None:
-    found = kinds({**GENERIC, "model_type": "gemma2", "attn_logit_softcapping": value})
-    assert {kind.config.logits_soft_cap for kind in found.kinds} == {cap}
-
-
-def test_listed_layers_count_themselves(kinds: Kinds) -> None:
-    config = {field: value for field, value in GENERIC.items() if field != "num_hidden_layers"}
-    found = kinds({**config, "model_type": "brandnew", "layer_types": ["full_attention"] * 3})
-    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 3)]
-
-
 def test_unknown_model_type_is_read_generically(kinds: Kinds) -> None:
     found = kinds({**GENERIC, "model_type": "brandnew", "num_key_value_heads": 2, "sliding_window": 100})
     assert [(kind.kind, kind.count, kind.config.num_kv_heads) for kind in found.kinds] == [("sliding_attention", 4, 2)]
@@ -173,15 +114,6 @@ def test_unknown_model_type_with_mla_and_layer_types(kinds: Kinds) -> None:
     assert "2 of 4 layers are left out, since no backend has a kernel for them: 1 linear_attention" in found.warnings[2]
 
 
-def test_class_defaults_that_stand_in_are_said(kinds: Kinds) -> None:
-    """The text part of LLaVA 1.5 is published as ``{"model_type": "llama"}``: Llama's defaults are meant."""
-    config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "torch_dtype": "float16"}
-    found = kinds(config)
-    assert found.kinds[0].config.num_heads == 32
-    said = "not in the config, so the class defaults of llama: num_hidden_layers = 32, num_attention_heads = 32"
-    assert found.warnings == (f"{said}, hidden_size = 4096",)
-
-
 def test_null_is_not_the_default(kinds: Kinds) -> None:
     """As in transformers: Mistral's window is 4096 where it is left out, and none where it is null."""
     shape = {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 32}
@@ -189,6 +121,18 @@ def test_null_is_not_the_default(kinds: Kinds) -> None:
     assert kinds({**shape, "sliding_window": None}).kinds[0].config.sliding_window is None
     assert kinds({**shape, "num_key_value_heads": None}).kinds[0].config.num_kv_heads == 32
     assert kinds({**shape, "sliding_window": 0}).kinds[0].kind == "full_attention"
+
+
+@pytest.mark.parametrize(("value", "cap"), [(0.5, 0.5), (30, 30.0), (0, None), (None, None), (False, None)])
+def test_a_positive_number_may_be_small_or_left_out(kinds: Kinds, value: Any, cap: float | None) -> None:
+    found = kinds({**GENERIC, "model_type": "gemma2", "attn_logit_softcapping": value})
+    assert {kind.config.logits_soft_cap for kind in found.kinds} == {cap}
+
+
+def test_listed_layers_count_themselves(kinds: Kinds) -> None:
+    config = {field: value for field, value in GENERIC.items() if field != "num_hidden_layers"}
+    found = kinds({**config, "model_type": "brandnew", "layer_types": ["full_attention"] * 3})
+    assert [(kind.kind, kind.count) for kind in found.kinds] == [("full_attention", 3)]
 
 
 def test_sliding_layers_without_a_window(kinds: Kinds) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_select.errors import ModelError, UnknownNameError
+from attn_select.errors import ModelError
 from attn_select.layer.models import load
 
 OLD, NEW = "0" * 40, "1" * 40
@@ -44,19 +44,6 @@ def test_main_is_the_revision(home: Path) -> None:
     assert (found.name, found.source) == ("org/some-model", str(folder / "snapshots" / OLD / "config.json"))
     assert layers_of("org/some-model") == layers_of(folder) == layers_of(f"{folder}/") == 1
     assert layers_of(folder / "snapshots" / NEW) == 2
-
-
-def test_a_repository_without_an_organisation(home: Path) -> None:
-    cache(home / "hub", "gpt2-of-old", {NEW: 3}, main=NEW)
-    cache(home / "hub", "phi-2", {NEW: 3}, main=NEW)
-    assert layers_of("gpt2-of-old") == 3
-    assert layers_of("phi-2") == 32  # the preset
-
-
-def test_a_name_with_two_dashes_is_no_organisation(home: Path) -> None:
-    cache(home / "hub", "org/model", {NEW: 3}, main=NEW)
-    with pytest.raises(UnknownNameError):
-        load("org--model")
 
 
 def test_without_main_the_only_snapshot_counts(home: Path) -> None:
@@ -112,11 +99,3 @@ def test_where_the_cache_is(
         monkeypatch.setenv(name, value if value.startswith("~") else str(tmp_path / value))
     cache(tmp_path / hub, "org/name", {NEW: 6}, main=NEW)
     assert layers_of("org/name") == 6
-
-
-def test_an_error_says_where_was_looked(home: Path) -> None:
-    with pytest.raises(ModelError, match="no such file or folder") as caught:
-        load("org/absent")
-    assert str(home / "hub") in str(caught.value.hint)
-    with pytest.raises(UnknownNameError):
-        load("absent-altogether")

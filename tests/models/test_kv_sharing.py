@@ -38,12 +38,6 @@ def test_configs_of_the_trial(trial: Path, name: str, kib: float, sources: dict[
     assert sorted(layer for kind in found.kinds for layer in kind.layers) == [*range(sum(k.count for k in found.kinds))]
 
 
-def test_a_model_that_shares_nothing(kinds: Kinds) -> None:
-    (kind,) = kinds({"model_type": "llama", "num_hidden_layers": 3}).kinds
-    assert kind.layers == (0, 1, 2)
-    assert kind.owners == (3, 0, {})
-
-
 def test_sources_that_are_listed(kinds: Kinds) -> None:
     """Mistral Large 4 (transformers 5.24.0, MistralLarge4TextConfig)."""
     config = {"model_type": "mistral_large4_text", "num_hidden_layers": 4, "kv_source_layers": [0, 0, 2, 2]}

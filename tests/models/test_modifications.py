@@ -61,17 +61,6 @@ def test_a_bias_is_read_of_any_model_type(kinds: Kinds, fields: dict[str, Any], 
     assert not plain.position_bias
 
 
-def test_inkling(trial: Path) -> None:
-    """InklingTextConfig of transformers 5.24.0, and vLLM 0.33.0's models/inkling: a bias in every layer."""
-    found = configs_from_model(str(trial / "ink.json"))
-    assert found.type_known
-    assert [(k.kind, k.count) for k in found.kinds] == [("sliding_attention", 5), ("full_attention", 1)]
-    for config in found.attention_configs:
-        assert config.position_bias
-        assert "position-bias" in codes(config)
-    assert any("short convolutions" in warning for warning in found.warnings)
-
-
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "brandnew"])
 def test_dual_chunk_attention(kinds: Kinds, model_type: str) -> None:
     config = {**UNKNOWN, "model_type": model_type, "dual_chunk_attention_config": CHUNKS}
@@ -93,17 +82,6 @@ def test_a_learnable_sink_that_is_switched_off(trial: Path, kinds: Kinds, sinks:
     assert config.sinks is sinks
     (other,) = kinds({**UNKNOWN, "learnable_sink": sinks}).attention_configs
     assert other.sinks is sinks
-
-
-def test_layers_of_minimax_m1(kinds: Kinds) -> None:
-    """MiniMax-M1 publishes ``attn_type_list``: 1 is softmax attention, 0 lightning attention."""
-    config = {"model_type": "minimax_m1", "num_hidden_layers": 8, "num_attention_heads": 64, "head_dim": 128}
-    found = kinds({**config, "num_key_value_heads": 8, "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1]})
-    assert found.type_known
-    assert [(kind.kind, kind.layers) for kind in found.kinds] == [
-        ("lightning", (0, 1, 2, 3, 4, 5, 6)),
-        ("full_attention", (7,)),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -160,22 +138,3 @@ def test_layers_that_only_drafts_run(
     assert max(layer for kind in with_drafts.kinds for layer in kind.layers) >= 4
     silent = kinds({**config, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0, "layer_types": None})
     assert not any("only drafts run" in warning for warning in silent.warnings)
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"])
-def test_a_missing_top_k_is_said(kinds: Kinds, model_type: str) -> None:
-    found = kinds({"model_type": model_type, "num_hidden_layers": 2})
-    assert [config.sparse_top_k for config in found.attention_configs] == [2048]
-    assert any("class defaults" in warning and "index_topk = 2048" in warning for warning in found.warnings)
-    given = kinds({"model_type": model_type, "num_hidden_layers": 2, "index_topk": 1024})
-    assert not any("index_topk" in warning for warning in given.warnings)
-
-
-def test_pools_of_an_indexer_are_said(kinds: Kinds) -> None:
-    found = kinds({"model_type": "glm5_next_text", "num_hidden_layers": 4})
-    assert any(warning.startswith("index_kpool = 16") for warning in found.warnings)
-
-
-def test_sparse_attention_that_vllm_runs_dense_is_said(kinds: Kinds) -> None:
-    found = kinds({**UNKNOWN, "model_type": "minicpm", "sparse_config": {"topk": 64, "block_size": 64}})
-    assert any(warning.startswith("sparse_config") for warning in found.warnings)

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
-from attn_select.layer.config import AttentionConfig
-from attn_select.layer.models import LayerKinds, ModelSource, load, presets
+from attn_select.layer.models import LayerKinds, ModelSource
 from attn_select.layer.models.data_files import defaults
-from attn_select.machine.device import CPU, Device
 
 T = TypeVar("T")
 RAW = [json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("data/configs/*/config.json"))]
@@ -29,8 +27,6 @@ NAMES = sorted(
     | {"attention_other_setting", "num_attention_heads_per_layer", "use_mla", "is_causal", "hybrid_layer_ids"}
     | {"use_bidirectional_attention", "attn_config", "n_head_kv", "multi_query_attention", "num_nextn_predict_layers"}
 )
-FLAGS = [*AttentionConfig.model_fields, "nonsense"]
-DEVICES = [None, CPU, Device("sm75", (7, 5)), Device("sm90", (9, 0)), Device("sm52", (5, 2))]
 
 words = ["full_attention", "sliding_attention", "mamba", "M*-", "bfloat16", "float32", "all", *TYPES]
 scalars = (
@@ -46,8 +42,6 @@ keys = st.sampled_from(NAMES) | st.text(max_size=4)
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(keys, inner, max_size=6), max_leaves=12
 )
-objects = st.dictionaries(keys, values, max_size=12)
-flag_values = scalars | st.sampled_from(["fp8", "encoder", "encoder_only", "encoder_decoder", "ALWAYS"])
 
 
 def outcome(call: Callable[[], T]) -> T | str:
@@ -72,11 +66,6 @@ def check_read(raw: dict[str, Any], **arguments: Any) -> LayerKinds | None:
     return found
 
 
-@given(raw=objects, model_type=st.sampled_from(TYPES) | st.none(), device=st.sampled_from(DEVICES))
-def test_any_object(raw: dict[str, Any], model_type: str | None, device: Device | None) -> None:
-    check_read({**raw, "model_type": model_type} if model_type else raw, device=device)
-
-
 @given(data=st.data(), raw=st.sampled_from(RAW), changes=st.integers(1, 4), ranks=st.sampled_from([1, 2, 3, 8, 128]))
 def test_any_mutation_of_a_published_config(data: st.DataObject, raw: dict[str, Any], changes: int, ranks: int) -> None:
     """Fields replaced, taken out or added, in the config and in its text part."""
@@ -90,32 +79,6 @@ def test_any_mutation_of_a_published_config(data: st.DataObject, raw: dict[str, 
         else:
             part.pop(name, None)
     check_read(changed, tensor_parallel_size=ranks)
-
-
-@given(
-    name=st.sampled_from(list(presets())),
-    overrides=st.dictionaries(st.sampled_from(FLAGS), flag_values, max_size=4),
-    ranks=st.integers(-1, 200),
-    device=st.sampled_from(DEVICES),
-)
-def test_any_flags(name: str, overrides: dict[str, Any], ranks: int, device: Device | None) -> None:
-    check_read(load(name).raw, tensor_parallel_size=ranks, overrides=overrides, device=device)
-
-
-@given(content=st.binary(max_size=200) | (values.map(json.dumps) | st.text()).map(str.encode))
-def test_any_file(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    source = outcome(lambda: load(str(path)))
-    if isinstance(source, str):
-        assert str(path) in source
-    else:
-        check_read(source.raw)
-
-
-@given(name=st.text(max_size=30) | st.sampled_from(list(presets())).map(lambda name: name[1:]))
-def test_any_name(name: str) -> None:
-    assert outcome(lambda: load(name))
 
 
 @given(
@@ -140,11 +103,3 @@ def test_layers_add_up(model_type: str, count: int, heads: int, ranks: int) -> N
     assert [(kind.kind, kind.count) for kind in shared.kinds] == [(kind.kind, kind.count) for kind in found.kinds]
     whole = [config.num_heads for config in found.attention_configs]
     assert [config.num_heads * ranks for config in shared.attention_configs] == whole
-
-
-def test_values_too_deep_to_print() -> None:
-    deep: list[Any] = []
-    for _ in range(100_000):
-        deep = [deep]
-    assert check_read({"model_type": "llama", "num_attention_heads": deep}) is None
-    assert check_read({"model_type": "llama", "text_config": deep}) is None

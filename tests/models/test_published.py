@@ -123,15 +123,6 @@ def test_what_is_said(published: Path) -> None:
     assert all(text in warning for text, warning in zip(said, warnings, strict=True))
 
 
-def test_source(published: Path) -> None:
-    source = load(str(published))
-    assert source.name == str(published)
-    assert source.source == str(published / "config.json")
-    assert source.model_type == source.raw["model_type"]
-    assert source.architecture == source.raw["architectures"][0]
-    assert load(str(published / "config.json")).raw == source.raw
-
-
 def test_origin(published: Path, origins: dict[str, dict[str, Any]]) -> None:
     """Each file has its origin written down, and is as long as it was there."""
     origin = origins[published.name]

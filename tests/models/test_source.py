@@ -9,7 +9,6 @@ import pytest
 
 from attn_select.errors import ModelError, UnknownNameError
 from attn_select.layer.models import load
-from attn_select.layer.models.source import MAX_BYTES
 
 LLAMA = '{"model_type": "llama", "num_hidden_layers": 2}'
 
@@ -17,11 +16,6 @@ LLAMA = '{"model_type": "llama", "num_hidden_layers": 2}'
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
-
-
-@pytest.mark.parametrize("name", ["llama-3-8b", "LLAMA-3-8B", "Llama_3_8B", "llama 3 8b", " llama-3-8b "])
-def test_preset_names_in_any_spelling(name: str) -> None:
-    assert load(name).name == "llama-3-8b"
 
 
 @pytest.mark.parametrize(
@@ -36,14 +30,6 @@ def test_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
     assert "config.json" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("name", ["", "?!", "x" * 5000, "llama\n3", "модель"])
-def test_unknown_name_without_a_likeness_lists_all(name: str) -> None:
-    with pytest.raises((UnknownNameError, ModelError)) as caught:
-        load(name)
-    if isinstance(caught.value, UnknownNameError) and not caught.value.nearest:
-        assert "deepseek-v3.2" in str(caught.value.hint)
-
-
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3-8B", "./nowhere", "nowhere.json", "/no/where/config.json"])
 def test_missing_path(name: str) -> None:
     with pytest.raises(ModelError, match="no such file or folder") as caught:
@@ -52,12 +38,6 @@ def test_missing_path(name: str) -> None:
     assert "nothing is downloaded" in str(caught.value.hint)
     if "Llama" in name:
         assert "llama-3-8b" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize("name", ["a\0b", "\ud800", "/a\0/b.json", "x/" * 3000])
-def test_names_that_no_file_can_have(name: str) -> None:
-    with pytest.raises(ModelError):
-        load(name)
 
 
 def test_paths_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,40 +54,19 @@ def test_paths_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load("my.json").layer_kinds().kinds[0].count == 2
 
 
-def test_folder_without_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checkpoint").mkdir()
-    for name in (".", "checkpoint", "./checkpoint"):
-        with pytest.raises(ModelError, match=r"this folder holds no config\.json"):
-            load(name)
-    with pytest.raises(ModelError, match=r"this folder holds no config\.json"):
-        load(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"", "the file is empty"),
-        (b"  \n\t ", "the file is empty"),
         (b"{", "not JSON"),
-        (b"{} {}", "not JSON"),
-        (b"{'model_type': 'llama'}", "not JSON"),
-        (b'{"model_type": "llama",}', "not JSON"),
         (b"[1, 2]", "expected a JSON object, got [1, 2]"),
-        (b'"llama"', "expected a JSON object, got 'llama'"),
         (b"null", "expected a JSON object, got None"),
-        (b"NaN", "expected a JSON object, got nan"),
         (LLAMA.encode("utf-16"), "not UTF-8 (looks like UTF-16 or UTF-32)"),
-        (LLAMA.encode("utf-16-le"), "not UTF-8 (looks like UTF-16 or UTF-32)"),
-        (LLAMA.encode("utf-32"), "not UTF-8 (looks like UTF-16 or UTF-32)"),
         ('{"model_type": "café"}'.encode("latin-1"), "not UTF-8"),
-        (b"\x80\x81\x82", "not UTF-8"),
         (b'{"a": {"b": 1, "c": 2, "b": 3}}', "key 'b' appears twice in one object"),
         (b'{"a": ' * 200_000, "nested too deeply"),
-        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "not JSON"),
         (b'{"model_type": 7}', "model_type = 7: expected a string"),
-        (b'{"model_type": ["llama"]}', "model_type = ['llama']: expected a string"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -121,30 +80,6 @@ def test_broken_files(file: Path, content: bytes, said: str) -> None:
     assert caught.value.__cause__ is None
 
 
-def test_byte_order_mark_is_no_error(file: Path) -> None:
-    file.write_bytes(b"\xef\xbb\xbf" + LLAMA.encode())
-    assert load(str(file)).model_type == "llama"
-
-
-def test_numbers_that_json_has_not(file: Path) -> None:
-    """Bamba and Nemotron-H publish ``"time_step_limit": [0.0, Infinity]``: only where a number is read it matters."""
-    file.write_text('{"model_type": "llama", "time_step_limit": [0.0, Infinity]}')
-    assert load(str(file)).layer_kinds().kinds[0].count == 32
-    file.write_text('{"model_type": "llama", "num_hidden_layers": Infinity}')
-    with pytest.raises(ModelError, match="num_hidden_layers = inf: expected an integer from 1 to 10000"):
-        load(str(file)).layer_kinds()
-    file.write_text('{"model_type": "gemma2", "attn_logit_softcapping": NaN}')
-    with pytest.raises(ModelError, match="attn_logit_softcapping = nan: expected a positive number"):
-        load(str(file)).layer_kinds()
-
-
-def test_huge_file_is_not_read(file: Path) -> None:
-    with file.open("wb") as stream:
-        stream.truncate(MAX_BYTES + 1)
-    with pytest.raises(ModelError, match=f"{MAX_BYTES + 1} bytes; a config.json has at most {MAX_BYTES}"):
-        load(str(file))
-
-
 def test_unreadable_things(file: Path) -> None:
     os.mkfifo(file)  # opening it would wait for a writer
     with pytest.raises(ModelError, match="not a regular file"):
@@ -155,23 +90,6 @@ def test_unreadable_things(file: Path) -> None:
         load(str(file))
     with pytest.raises(ModelError, match="not a regular file"):
         load(str(file.parent))
-
-
-def test_unreadable_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    file.write_text(LLAMA)
-    with monkeypatch.context() as patch:  # root may read everything: the mode of the file would not do
-        patch.setattr("builtins.open", refuse)
-        with pytest.raises(ModelError, match="Permission denied"):
-            load(str(file))
-
-
-def test_a_file_in_place_of_a_folder(file: Path) -> None:
-    file.write_text(LLAMA)
-    with pytest.raises(ModelError, match="Not a directory"):
-        load(str(file / "config.json"))
 
 
 def test_a_link_that_leads_nowhere(file: Path) -> None:

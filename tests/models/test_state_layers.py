@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from attn_select import ConfigError, configs_from_model
-from attn_select.errors import ModelError
 from attn_select.layer.models import LayerKinds
 from attn_select.layer.state import StateConfig
 
@@ -38,12 +37,6 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         },
     ),
     (
-        "olmo_hybrid",
-        {},
-        3,
-        {"recurrence": "gated_delta_net", "num_heads": 8, "num_v_heads": 8, "head_size": 24, "v_head_size": 48},
-    ),
-    (
         "kimi_linear",
         {
             "linear_attn_config": {
@@ -56,12 +49,6 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         },
         3,
         {"recurrence": "kda", "num_heads": 6, "num_v_heads": 6, "head_size": 64, "conv_kernel_size": 3},
-    ),
-    (
-        "bailing_hybrid",
-        {"head_dim": 32, "num_hidden_layers": 6},
-        5,
-        {"recurrence": "kda", "num_heads": 8, "head_size": 32, "conv_kernel_size": 4},
     ),
     (
         "nemotron_h",
@@ -89,12 +76,6 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
         {"recurrence": "mamba2", "num_v_heads": 16, "v_head_size": 32},
     ),
     (
-        "mamba2",
-        {"num_heads": 24, "head_dim": 64, "n_groups": 1, "state_size": 64},
-        4,
-        {"recurrence": "mamba2", "num_heads": 1, "num_v_heads": 24, "head_size": 64, "v_head_size": 64},
-    ),
-    (
         "minimax",
         {"attn_type_list": [0, 0, 0, 1], "head_dim": 48},
         3,
@@ -110,13 +91,6 @@ def test_families(model_type: str, fields: dict[str, Any], count: int, expected:
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_a_layer_with_both_is_counted_in_two_kinds() -> None:
-    found = read("falcon_h1")
-    assert [(kind.kind, kind.count) for kind in found.kinds] == [("mamba2", 4), ("full_attention", 4)]
-    assert len(found.attention_configs) == 1
-    assert len(found.configs) == 2
-
-
 @pytest.mark.parametrize(
     ("model_type", "fields", "words"),
     [
@@ -129,11 +103,6 @@ def test_what_nothing_describes_is_named(model_type: str, fields: dict[str, Any]
     found = read(model_type, **fields)
     assert states(found) == []
     assert any(words in warning and "left out" in warning for warning in found.warnings)
-
-
-def test_layers_of_neither_are_named() -> None:
-    found = read("nemotron_h", hybrid_override_pattern="MM*-E", num_hidden_layers=5)
-    assert "2 of 5 layers have neither attention nor a state: 1 mlp, 1 moe" in found.warnings
 
 
 def test_tensor_parallelism_shares_value_heads() -> None:
@@ -160,24 +129,3 @@ def test_flags_beat_the_model_where_they_are_no_sizes() -> None:
     ((_, config),) = states(found)
     assert (config.state_dtype, config.num_speculative_tokens, config.num_heads) == ("bfloat16", 2, 16)
     assert found.attention_configs[0].num_heads == 4
-
-
-def test_a_flag_that_no_layer_has_is_named() -> None:
-    found = configs_from_model({"model_type": "llama", **ATTENTION}, overrides={"state_dtype": "bfloat16"})
-    assert any(warning.startswith("state_dtype: no effect") for warning in found.warnings)
-
-
-def test_a_wide_model_is_read() -> None:
-    ((_, config),) = states(read("bamba", attn_layer_indices=[1], hidden_size=16384, num_attention_heads=128))
-    assert config.v_head_size == 2 * 16384 // 128
-
-
-def test_a_missing_size_is_named() -> None:
-    with pytest.raises(ModelError, match="mamba_num_heads is missing, which its state layers need"):
-        read("nemotron_h", hybrid_override_pattern="MM*-", mamba_num_heads=None)
-
-
-@pytest.mark.parametrize(("named", "kept"), [("auto", "float32"), ("bfloat16", "bfloat16")])
-def test_a_model_that_leaves_its_states_dtype_open_keeps_float32(named: str, kept: str) -> None:
-    (config,) = [c for c in read("qwen3_next", mamba_ssm_cache_dtype=named).configs if c.sort == "state"]
-    assert config.model_dump()["state_dtype"] == kept

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from attn_select import AttentionConfig
 from attn_select.errors import ModelError
 from attn_select.layer.models import configs_from_model, load
 from attn_select.layer.models.data_files import defaults, family
@@ -296,7 +295,7 @@ def test_remote_types_have_no_class() -> None:
 
 
 def test_published_config_as_transformers_reads_it(published: Path) -> None:
-    """Head sizes, heads, KV heads, windows and the number of layers of each kind."""
+    """An object of its class gives the same layers as its file, which test_published.py writes down."""
     raw = json.loads((published / "config.json").read_text())
     model_type = {"kimi_k2": "deepseek_v3"}.get(raw["model_type"], raw["model_type"])  # as vLLM 0.33.0 reads it
     if published.name == "llava-v1.5-7b":
@@ -304,36 +303,4 @@ def test_published_config_as_transformers_reads_it(published: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = config_class(model_type).from_dict(raw | {"model_type": model_type})
-        text = config.get_text_config()
-    kinds = load(str(published)).layer_kinds().kinds
-    assert configs_from_model(config).kinds == kinds
-    found = [kind for kind in kinds if isinstance(kind.config, AttentionConfig)]
-    if text.is_encoder_decoder:
-        layers = [config.num_hidden_layers, *[resolved(config, "decoder_layers") or config.num_decoder_layers] * 2]
-        assert [kind.count for kind in found] == layers
-        assert {kind.config.num_heads for kind in found} == {config.num_attention_heads}
-        size = resolved(config, "d_kv") or config.hidden_size // config.num_attention_heads
-        assert {kind.config.head_size for kind in found} == {size}
-        return
-    types = list(resolved(text, "layer_types") or [])
-    window = resolved(text, "sliding_window")
-    if not types:
-        types = ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
-    assert len(types) == text.num_hidden_layers
-    names = {"mla": "full_attention", "sparse_mla": "indexed_attention", "encoder_only": "full_attention"}
-    names["encoder_only_sliding"] = "sliding_attention"
-    counted = {
-        names.get(kind.kind, "linear_attention" if kind not in found else kind.kind): kind.count for kind in kinds
-    }
-    assert counted == {kind: types.count(kind) for kind in types}
-    for kind in found:
-        assert kind.config.num_heads == text.num_attention_heads
-        if kind.config.sliding_window is not None:
-            assert kind.config.sliding_window == window + (kind.config.attn_type == "encoder_only")
-        if kind.config.mla:
-            assert kind.config.head_size == text.kv_lora_rank + raw["qk_rope_head_dim"]
-            assert kind.config.qk_nope_head_dim == text.qk_nope_head_dim
-            assert kind.config.v_head_dim == text.v_head_dim
-            continue
-        assert kind.config.num_kv_heads == (resolved(text, "num_key_value_heads") or text.num_attention_heads)
-        assert kind.config.head_size == (resolved(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+    assert configs_from_model(config).kinds == load(str(published)).layer_kinds().kinds

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attn_select.errors import ConfigError, ModelError
-from attn_select.layer.models import LayerKinds, configs_from_model
+from attn_select.errors import ModelError
+from attn_select.layer.models import LayerKinds
 
 Kinds = Callable[..., LayerKinds]
 QSA = {
@@ -39,18 +38,6 @@ V41 = {
 }
 
 
-@pytest.mark.parametrize("name", ["qa", "qb", "q4"])
-def test_configs_of_the_trial_read_alike(trial: Path, name: str) -> None:
-    found = configs_from_model(str(trial / f"{name}.json"))
-    assert [(kind.kind, kind.layers) for kind in found.kinds] == [("gated_delta_net", (0, 1, 2, 4, 5, 6))]
-    (sparse,) = found.unserved
-    assert (sparse.kind, sparse.layers, sparse.num_kv_heads, sparse.head_size) == ("qsa", (3, 7), 2, 256)
-    assert (sparse.tokens, sparse.indexer_heads, sparse.indexer_head_size) == (2048, 4, 128)
-    # K and V of two heads of 256 in bfloat16; the published two have one key of 128 for four tokens beside them.
-    assert sparse.bytes_per_token == 2048
-    assert (sparse.block_size, sparse.indexer_bytes_per_token) == ((None, 0) if name == "q4" else (4, 64))
-
-
 @pytest.mark.parametrize("spelled", [None, *SPARSE_TYPES])
 def test_sparse_layers_of_qwen4exp_in_every_form(kinds: Kinds, spelled: str | None) -> None:
     listed = {} if spelled is None else {"layer_types": (["linear_attention"] * 3 + [spelled]) * 2}
@@ -76,12 +63,6 @@ def test_blocks_of_minimax_m3(kinds: Kinds, fields: dict[str, Any]) -> None:
     assert (sparse.kind, sparse.count, sparse.num_heads, sparse.num_kv_heads) == ("msa", 4, 8, 1)
     assert (sparse.tokens, sparse.block_size, sparse.indexer_heads) == (16 * 128, 128, 4)
     assert (sparse.bytes_per_token, sparse.indexer_bytes_per_token) == (2 * 128 * 2, 128 * 2)
-
-
-def test_fields_of_minimax_m3_beside_the_older_object(kinds: Kinds) -> None:
-    older = {"sparse_attention_freq": [1] * 5, "sparse_block_size": 64, "sparse_topk_blocks": 8}
-    (sparse,) = kinds({**M3, "sparse_attention_config": older}).unserved
-    assert (sparse.tokens, sparse.block_size) == (8 * 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -144,26 +125,3 @@ def test_keys_that_layers_of_deepseek_v41_share(kinds: Kinds) -> None:
 def test_what_cannot_be_is_refused_by_name(kinds: Kinds, config: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"compress_rat|kv_source_layer_ids"):
         kinds(config)
-
-
-def test_a_cache_dtype_and_ranks(kinds: Kinds) -> None:
-    stored = kinds(QSA, overrides={"kv_cache_dtype": "fp8"}).unserved[0]
-    assert (stored.cache_dtype, stored.bytes_per_token) == ("fp8_e4m3", 1024)
-    with pytest.raises(ConfigError, match="deepseek_v4_hca"):
-        kinds({"model_type": "deepseek_v4", "num_hidden_layers": 2}, tensor_parallel_size=5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("reference_sliding_attention", "of the prompt"), ("indexed_attention", "with keys and values per head")],
-)
-def test_a_kind_of_which_little_is_known(kinds: Kinds, kind: str, words: str) -> None:
-    (sparse,) = kinds({"model_type": "llama", "num_hidden_layers": 2, "layer_types": [kind] * 2}).unserved
-    assert (sparse.kind, sparse.tokens, sparse.bytes_per_token) == (kind, None, None)
-    assert words in sparse.attends_to
-
-
-def test_options_without_effect_are_said(kinds: Kinds) -> None:
-    found = kinds(QSA, overrides={"kv_cache_dtype": "fp8", "block_size": 64, "num_speculative_tokens": 2})
-    (said,) = [warning for warning in found.warnings if "no effect" in warning]
-    assert said.startswith("block_size: no effect")

@@ -12,7 +12,6 @@ import attn_select
 from attn_select.backends import distributions
 
 pytestmark = pytest.mark.long
-slow = pytest.mark.slow(guard="a clone in one command, and each plugin by its name: the remedies outside a clone")
 PLUGIN_NAMES = sorted(set(distributions.known_backends().values()))
 
 LIST = """
@@ -33,29 +32,6 @@ def listing(environment) -> dict:
     return json.loads(environment.run("python", "-c", LIST))
 
 
-@slow
-def test_plugin_installs_by_name_and_registers(dist, plugin, make_environment, root):
-    environment = make_environment()
-    environment.pip("install", "--find-links", dist.folder, plugin.distribution)
-    found = listing(environment)
-    backends, version, file = found["plugins"].pop(plugin.distribution)
-    assert found["plugins"] == {}
-    assert backends == list(plugin.backends)
-    assert version == attn_select.__version__
-    assert file.startswith(str(environment.path))
-    assert found["core"].startswith(str(environment.path))
-    assert found["rules"] == (root / "selector_rules.toml").read_text()
-    assert not found["torch"]
-
-
-@slow
-def test_extra_all_installs_every_plugin(dist, make_environment):
-    environment = make_environment("numpy", "scipy")
-    environment.pip("install", "--find-links", dist.folder, "attn-select[all]")
-    expected = {project.distribution: list(project.backends) for project in dist.built if project.backends}
-    assert {name: backends for name, (backends, _, _) in listing(environment)["plugins"].items()} == expected
-
-
 def test_clone_installs_in_one_command(tree, make_environment, root):
     environment = make_environment()
     environment.pip("install", ".", "./plugins/torch", cwd=tree)
@@ -66,64 +42,10 @@ def test_clone_installs_in_one_command(tree, make_environment, root):
     assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
 
 
-@slow
-def test_clone_installs_editable_in_one_command(tree, make_environment, root):
-    environment = make_environment()
-    environment.pip("install", "-e", ".", "-e", "./plugins/torch", cwd=tree)
-    found = listing(environment)
-    assert found["core"] == str(tree / "core/attn_select/__init__.py")
-    assert found["plugins"]["attn-select-torch"][2] == str(tree / "plugins/torch/attn_select_torch/plugin.py")
-    assert found["rules"] == (root / "selector_rules.toml").read_text()
-    assert environment.run("attn-select", "--version").strip().endswith(attn_select.__version__)
-
-
-@slow
-def test_clone_installs_into_a_folder(tree, dist, make_environment, tmp_path):
-    environment = make_environment()
-    folder = tmp_path / "site"
-    projects = [f"./{project.folder}" for project in dist.built]
-    environment.pip("install", "--no-deps", "--target", folder, *projects, cwd=tree)
-    script = f"import sys; sys.path.insert(0, {str(folder)!r})\n{LIST}"
-    found = json.loads(environment.run("python", "-c", script))
-    assert set(found["plugins"]) == {
-        project.distribution for project in dist.built if project.folder.startswith("plugins/")
-    }
-    assert found["core"] == str(folder / "attn_select/__init__.py")
-
-
-def test_uninstall_leaves_nothing(dist, make_environment):
-    environment = make_environment()
-    before = sorted(environment.path.rglob("*"))
-    environment.pip("install", "--find-links", dist.folder, "--no-compile", "attn-select-torch")
-    assert sorted(environment.path.rglob("*")) != before
-    environment.pip("uninstall", "--yes", "attn-select-torch", "attn-select")
-    assert sorted(environment.path.rglob("*")) == before
-
-
 def run_remedy(environment, command: str, **options) -> None:
     program, *arguments = shlex.split(command)
     assert program == "pip"
     environment.pip(*arguments, **options)
-
-
-@slow
-def test_remedies_in_a_clone_install_the_plugins(tree, make_environment):
-    """`explain` prints them, so core is there already."""
-    environment = make_environment()
-    environment.pip("install", "-e", ".", cwd=tree)
-    for cwd in (tree, environment.path):  # by the folder relative to the clone, and from elsewhere by its path
-        shown = environment.run(
-            "attn-select", "explain", "--full", "--model", "qwen3-next-80b-a3b", "--gpu", "h100", code=1, cwd=cwd
-        )
-        assert distributions.NOT_ON_AN_INDEX not in shown
-        remedies = sorted(set(re.findall(r"; try (pip install .*)", shown)))
-        clone = "." if cwd == tree else tree
-        folders = [name.removeprefix("attn-select-").replace("-", "_") for name in PLUGIN_NAMES]
-        assert remedies == [f"pip install {clone}/plugins/{folder}" for folder in folders]
-        for remedy in remedies:
-            run_remedy(environment, remedy, cwd=cwd)
-        assert sorted(listing(environment)["plugins"]) == PLUGIN_NAMES
-        environment.pip("uninstall", "--yes", *PLUGIN_NAMES)
 
 
 def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make_environment, monkeypatch):
@@ -155,18 +77,3 @@ def test_remedies_outside_a_clone_install_the_plugins_from_the_wheels(dist, make
     assert "pip install" not in explained
     examined = environment.run("attn-select", "doctor", "--no-import", code=1)
     assert distributions.NOT_ON_AN_INDEX not in examined
-
-
-@slow
-def test_remedies_for_libraries_say_what_needs_a_gpu(dist, make_environment):
-    """Without torch and kernels: torch helps on every machine, kernels on one with a GPU."""
-    environment = make_environment("numpy", "scipy")
-    environment.pip("install", "--find-links", dist.folder, "attn-select[all]")
-    for command, code in ((["backends"], 0), (["doctor", "--no-import"], 1)):
-        shown = environment.run("attn-select", *command, code=code)
-        for line in shown.splitlines():
-            for remedy in re.findall(r"pip install (?!torch)\S+", line):
-                assert f"({distributions.NEEDS_GPU})" in line, remedy
-    assert re.search(
-        r"TORCH_SDPA.* pip install torch numpy *$", environment.run("attn-select", "backends"), re.MULTILINE
-    )

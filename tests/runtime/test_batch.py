@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select.errors import ConfigError
 from attn_select.runtime import (
     BatchError,
     BlockPool,
     BlockTable,
-    CommonAttentionMetadata,
-    ReqToTokenPool,
-    TokenToKVPool,
     common_prefix_len,
     prepare_batch,
 )
@@ -92,15 +86,6 @@ class TestStaleRows:
         assert common.slot_mapping is not None
         assert common.slot_mapping.tolist() == [6, 16, 17, 18, 19, 20, 21, 22]
 
-    @pytest.mark.parametrize(("query_len", "seq_len"), [(4, 4), (4, 8), (4, 12)])
-    def test_a_decode_row_taken_over(self, query_len: int, seq_len: int) -> None:
-        """Also where the new request has blocks of a cached prefix, so that it does not begin at token 0."""
-        table = self.table()
-        prepare_batch([1, 1], [7, 6], table)
-        table.append_row(1, [2, 6])
-        with pytest.raises(BatchError, match="row 1 of the block table is stale"):
-            prepare_batch([1, query_len], [8, seq_len], table)
-
     def test_requests_that_go_on_are_fine(self) -> None:
         table = self.table()
         prepare_batch([6, 5], [6, 5], table)  # the same step again, for a second group
@@ -119,12 +104,6 @@ class TestStaleRows:
         assert common.slot_mapping is not None
         assert common.slot_mapping.tolist() == [19, 32, 33, 34]
 
-    def test_unchecked_tables_do_not_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("ATTN_SELECT_CHECK", "0")
-        table = self.table()
-        table.append_row(1, [4, 5])
-        assert prepare_batch([1, 7], [7, 7], table).num_reqs == 2
-
 
 def test_commit_is_as_wide_as_the_longest_row_and_stays_where_it_is() -> None:
     table = BlockTable(3, 8, 4, "cpu")
@@ -140,51 +119,6 @@ def test_commit_is_as_wide_as_the_longest_row_and_stays_where_it_is() -> None:
     assert again.tolist() == [[5, 4, 3, 0, 7]]
     assert again.data_ptr() == committed.data_ptr() == table.device_table.data_ptr()
     assert table.commit(3).shape == (3, 5)
-
-
-def test_every_change_of_a_row_is_committed() -> None:
-    """A table that has not changed is returned as it was; the width follows each change."""
-    table = BlockTable(3, 8, 4, "cpu")
-    table.append_row(0, [5, 6, 7])
-    committed = table.commit(2)
-    assert table.commit(2) is committed
-    assert table.commit(1).shape == (1, 3)
-    table.move_row(0, 2)
-    assert table.commit(2).shape == (2, 1)
-    table.swap_rows(1, 2)
-    assert table.commit(2).tolist() == [[0, 0, 0], [5, 6, 7]]
-    table.set_row(1, [9])
-    assert table.commit(2).tolist() == [[0], [9]]
-    table.clear_row(1)
-    assert table.commit(2).tolist() == [[0], [0]]
-
-
-def test_commit_of_empty_rows_has_one_column() -> None:
-    assert BlockTable(2, 3, 4, "cpu").commit(2).shape == (2, 1)
-
-
-@pytest.mark.parametrize("num_reqs", [0, 3, -1])
-def test_commit_of_rows_that_do_not_exist(num_reqs: int) -> None:
-    with pytest.raises(BatchError, match=rf"{num_reqs} requests: the block table has rows for 1 to 2 \(max_num_reqs\)"):
-        BlockTable(2, 3, 4, "cpu").commit(num_reqs)
-
-
-def test_a_row_without_room_keeps_what_it_has() -> None:
-    table = BlockTable(2, 3, 4, "cpu")
-    table.append_row(1, [1, 2])
-    with pytest.raises(
-        BatchError, match=r"row 1 of the block table: 4 blocks, but max_num_blocks_per_req = 3\n.*room for the longest"
-    ):
-        table.append_row(1, [3, 4])
-    assert table.num_blocks_per_row.tolist() == [0, 2]
-
-
-@pytest.mark.parametrize("wrong", ["max_num_reqs", "max_num_blocks_per_req", "block_size"])
-def test_sizes_of_a_block_table(wrong: str) -> None:
-    sizes = {"max_num_reqs": 2, "max_num_blocks_per_req": 3, "block_size": 4} | {wrong: 0}
-    with pytest.raises(ConfigError, match=f"{wrong} = 0: accepted are integers from 1") as caught:
-        BlockTable(**sizes, device="cpu")
-    assert caught.value.fields == (wrong,)
 
 
 Lens = list[tuple[int, int]]
@@ -250,21 +184,6 @@ def test_cross_attention_writes_the_encoders_tokens(requests: Lens, query_lens: 
     assert common.slot_mapping.tolist() == reference_slots(table, requests)
 
 
-@pytest.mark.parametrize("wrong", [None, 37])
-def test_a_decode_of_many_requests(wrong: int | None) -> None:
-    requests = [(1, 1 + 3 * r) for r in range(40)]
-    table = table_for(requests, 4, 1)
-    seq_lens = [0 if row == wrong else seq_len for row, (_, seq_len) in enumerate(requests)]
-    if wrong is not None:
-        with pytest.raises(BatchError, match=f"request {wrong}: query_lens = 1 with seq_lens = 0"):
-            prepare_batch([1] * 40, seq_lens, table)
-        return
-    common = prepare_batch([1] * 40, seq_lens, table)
-    assert common.slot_mapping is not None
-    assert common.slot_mapping.tolist() == reference_slots(table, requests)
-    assert (common.num_actual_tokens, common.max_query_len) == (40, 1)
-
-
 @pytest.mark.parametrize("number", [32, 33, 1025])
 def test_bounds_and_room_of_many_single_tokens(number: int) -> None:
     """Few are checked one by one, more at once, and the bounds of up to 1024 are ready."""
@@ -291,29 +210,6 @@ def test_slots_beyond_32_bits(number: int, query_len: int) -> None:
     assert common.slot_mapping is not None
     last = [(2**31 - 1 - row) * 16 + 15 for row in range(number)]
     assert common.slot_mapping[query_len - 1 :: query_len].tolist() == last
-
-
-def test_requests_without_queries_beside_longer_ones() -> None:
-    """As many tokens as requests, but not one each."""
-    table = table_for([(2, 6), (0, 5)], 4, 1)
-    common = prepare_batch([2, 0], [6, 5], table)
-    assert common.slot_mapping is not None
-    assert common.slot_mapping.tolist() == reference_slots(table, [(2, 6), (0, 5)])
-
-
-def test_a_batch_without_a_cache() -> None:
-    common = prepare_batch([4, 2], [4, 2], causal=False)
-    assert common.block_table_tensor is None
-    assert common.slot_mapping is None
-    assert common.query_start_loc.tolist() == [0, 4, 6]
-    assert not common.causal
-    assert prepare_batch([1], [1]).causal
-
-
-def test_image_ranges_are_passed_on() -> None:
-    ranges = [[(0, 3)], []]
-    assert prepare_batch([4, 2], [4, 2], mm_prefix_ranges=ranges).mm_prefix_ranges is ranges
-    assert prepare_batch([4, 2], [4, 2]).mm_prefix_ranges is None
 
 
 def long_enough() -> BlockTable:
@@ -355,12 +251,6 @@ def test_new_keys_that_cannot_be(query_lens: list[int], new_lens: list[int], mes
         prepare_batch(query_lens, [8, 3], long_enough(), new_lens=new_lens)
 
 
-def test_nothing_is_checked_against_a_table_that_is_not_there() -> None:
-    with pytest.raises(BatchError, match="request 0: query_lens = 3 with seq_lens = 2"):
-        prepare_batch([3], [2])
-    assert prepare_batch([2], [10**6]).max_seq_len == 10**6
-
-
 def test_a_shared_prefix_from_the_block_pool() -> None:
     """Two requests on one prefix: the same blocks in front, blocks of their own behind, and slots only there."""
     pool = BlockPool(12, 4)
@@ -380,31 +270,3 @@ def test_a_shared_prefix_from_the_block_pool() -> None:
     pool.free("a")
     pool.allocate("c", 12)
     assert not set(pool.blocks("c")) & set(pool.blocks("b"))
-
-
-def test_rows_of_the_token_pool_are_block_tables_of_block_size_1() -> None:
-    pool = ReqToTokenPool(4, 16, TokenToKVPool(40))
-    pool.extend("other", 3)
-    first = pool.extend("a", 5)
-    pool.extend("b", 2)
-    second = pool.extend("a", 7)
-    table = BlockTable(2, 16, 1, "cpu")
-    for row, request in enumerate("ab"):
-        table.append_row(row, pool.slots.blocks(request))
-    common = prepare_batch([2, 2], [7, 2], table)
-    assert common.block_table_tensor is not None
-    assert common.slot_mapping is not None
-    assert common.block_table_tensor[0].tolist() == [*first.tolist(), *second.tolist()]
-    assert torch.equal(common.block_table_tensor[0], pool.req_to_token[pool.row("a"), :7])
-    assert common.slot_mapping.tolist() == [*second.tolist(), *pool.slots.blocks("b")]
-
-
-def test_host_and_device_of_a_cpu_batch_are_one_memory() -> None:
-    """There is nothing to copy, and nothing to fall apart."""
-    common: CommonAttentionMetadata = prepare_batch([1, 2], [3, 4], long_enough())
-    pairs: list[tuple[Any, Any]] = [
-        (common.query_start_loc, common.query_start_loc_cpu),
-        (common.seq_lens, common.seq_lens_cpu),
-    ]
-    for here, there in pairs:
-        assert here.data_ptr() == there.data_ptr()

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from attn_select.errors import ConfigError
 from attn_select.runtime.block_pool import BlockPool, OutOfBlocksError, PoolError
 
 BLOCKS, SIZE = 12, 4
@@ -98,12 +97,6 @@ def test_misuse_names_the_request_and_leaves_the_pool_intact() -> None:
     assert pool.requests() == ("a",)
     assert pool.num_free_blocks == 1
     assert len(pool.blocks("a")) == 3
-
-
-@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (4, 0), (-1, 1)])
-def test_an_empty_pool_is_refused(blocks: int, size: int) -> None:
-    with pytest.raises(ConfigError, match=r"(num_blocks|block_size) = (0|-1): accepted are integers from 1"):
-        BlockPool(blocks, size)
 
 
 def test_freed_blocks_are_handed_out_first_and_in_their_order() -> None:

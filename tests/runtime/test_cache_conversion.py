@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_select import AttentionConfig, ConfigError, select
+from attn_select import AttentionConfig, ConfigError
 from attn_select.layer import layouts
 from attn_select.layer.cache_format import CacheFormat
 from attn_select.reference.oracle_quant import decode, encode, pack_fp8_ds_mla, unpack_fp8_ds_mla
-from attn_select.runtime import Scales, attention_group, convert_kv_cache
+from attn_select.runtime import Scales, convert_kv_cache
 from attn_select.runtime.kv_cache import allocate_kv_cache
 from attn_select.testing import gather_reference, same_bits, write_reference
 
@@ -169,21 +169,3 @@ def test_latents_are_no_keys_and_values_of_one_head() -> None:
     with pytest.raises(ConfigError, match="store other heads: mla = True and False") as caught:
         convert_kv_cache(torch.zeros(2, 16, 48), latent, CacheFormat(headed, layouts.FLASHINFER_NHD, 16, 16))
     assert caught.value.hint == "`attn-select cache` names options that help"
-
-
-def test_where_tokens_lie_one_behind_the_other_blocks_may_have_any_size() -> None:
-    form = CacheFormat(AttentionConfig(num_heads=2, head_size=32, dtype="float32"), layouts.FLASH_ATTN_NHD, 16, 16)
-    cache = torch.randn(2, 6, 8, 2, 32)
-    made = convert_kv_cache(cache, form, form)
-    assert same_bits(made, cache.view(2, 3, 16, 2, 32))
-
-
-def test_a_group_has_the_format_of_the_caches_that_it_allocates() -> None:
-    selection = select(AttentionConfig(num_heads=2, head_size=32, block_size=48), "cpu")
-    group = attention_group(selection)
-    form = group.cache_format
-    assert form == selection.cache_format
-    blocks = group.allocate_kv_cache(3)
-    assert convert_kv_cache(blocks, form, form).shape == blocks.shape
-    encoder = AttentionConfig(num_heads=2, head_size=32, attn_type="encoder_only")
-    assert attention_group(select(encoder, "cpu")).cache_format is None

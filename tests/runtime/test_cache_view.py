@@ -39,17 +39,6 @@ def test_they_are_made_once_and_keep_no_cache_alive(mode: type[torch.no_grad]) -
     assert memory() is None
 
 
-def test_another_cache_has_other_views() -> None:
-    views = key_and_value()
-    caches = [allocate_kv_cache(FLASHINFER_NHD, CONFIG, count, 16, "cpu") for count in (5, 5, 7)]
-    for cache in (*caches, caches[0]):
-        assert views(cache)[0].data_ptr() == cache.data_ptr()
-        assert len(views(cache)[0]) == len(cache)
-    caches.pop()
-    gc.collect()
-    assert views(caches[0])[0].data_ptr() == caches[0].data_ptr()
-
-
 def test_a_cache_that_got_other_memory_has_other_views() -> None:
     views = key_and_value()
     cache = allocate_kv_cache(FLASHINFER_NHD, CONFIG, 5, 16, "cpu")

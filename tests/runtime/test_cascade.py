@@ -28,24 +28,6 @@ SMALL: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "dty
 Factory = Callable[..., Any]
 
 
-@pytest.mark.parametrize(
-    ("tables", "computed", "expected"),
-    [
-        ([(1, 2, 3), (1, 2, 4), (1, 2, 5)], [12, 10, 9], 8),
-        ([(1, 2, 3), (1, 2, 4)], [12, 7], 4),  # the second block is not complete yet
-        ([(1, 2, 3), (1, 2, 3)], [8, 12], 8),  # what is shared but was not cached does not count
-        ([(1, 2), (5, 2)], [8, 8], 0),
-        ([(1, 2), (1,)], [8, 4], 4),
-        ([(1, 2, 3)], [11], 8),
-        ([(1, 2), (1, 2)], [0, 8], 0),
-        ([(), (1,)], [0, 4], 0),
-        ([], [], 0),
-    ],
-)
-def test_common_prefix(tables: list[tuple[int, ...]], computed: list[int], expected: int) -> None:
-    assert common_prefix_len(tables, computed, 4) == expected
-
-
 @given(
     st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=4),
     st.lists(st.integers(0, 20), min_size=4, max_size=4),
@@ -84,12 +66,6 @@ def rule(make_toy: Factory, make_group: Factory, make_batch: Factory) -> Callabl
         return said
 
     return ask
-
-
-def test_the_rule_is_met(rule: Callable[..., bool]) -> None:
-    assert rule()
-    assert rule(prefix=10 * MIN_PREFIX, requests=40)
-    assert rule(sinks=True, logits_soft_cap=10.0, kv_cache_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize(
@@ -164,18 +140,6 @@ def test_how_a_batch_is_cut() -> None:
     assert common.seq_lens.tolist() == [11, 14]
 
 
-def test_tables_of_both_halves_keep_the_width_that_the_kernel_wants() -> None:
-    common, _ = batch_on_a_prefix(20, [(1, 9), (1, 7)], 4)
-    split = split_for_cascade(common, 20, 4, width_multiple=4)
-    prefix, suffix = split.prefix.block_table_tensor, split.suffix.block_table_tensor
-    assert prefix is not None
-    assert suffix is not None
-    assert prefix.tolist() == [[0, 1, 2, 3, 4, 0, 0, 0]]
-    assert suffix.shape == (2, 4)
-    assert suffix[0, :3].tolist() == [5, 6, 7]
-    assert suffix[1, :2].tolist() == [8, 9]
-
-
 @pytest.mark.parametrize("layout", ["FLASH_ATTN_NHD", "FLASHINFER_HND"])
 @pytest.mark.parametrize("width_multiple", [1, 4])
 @pytest.mark.parametrize(
@@ -235,9 +199,3 @@ def test_a_prefix_that_is_none(make_group: Factory, make_batch: Factory, prefix:
     group = make_group(AttentionConfig(**SMALL))
     with pytest.raises(BatchError, match=message):
         group.build(make_batch([(1, 40), (3, 33)]), prefix)
-
-
-def test_a_short_prefix_is_not_worth_it(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    toy = make_toy()
-    make_group(AttentionConfig(**SMALL), toy).build(make_batch([(1, 40), (3, 38)]), 32)
-    assert toy.builds[-1].prefix_len == 0

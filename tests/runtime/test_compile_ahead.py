@@ -55,11 +55,6 @@ def test_all_layers_are_compiled_side_by_side(contexts: list[str]) -> None:
     assert (done.kernels, done.steps) == (2, 0)
 
 
-def test_phases_that_an_engine_runs_elsewhere_are_left_out(contexts: list[str]) -> None:
-    selection = select(AttentionConfig(num_heads=4, dtype="float32", **LATENT), "cpu")
-    assert compile_ahead([selection], CPU, CAPACITY, phases=("decode",)).kernels == 2
-
-
 def test_where_nothing_is_compiled_no_group_is_made(contexts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_select_torch.runtime.sdpa import SDPABackend
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +11,10 @@ from torch import Tensor
 from attn_select import AttentionConfig, select
 from attn_select.errors import ConfigError
 from attn_select.runtime import (
-    Attention,
-    BatchError,
-    BlockTable,
     Capacity,
     ContextParallel,
     RankError,
     attention_group,
-    prepare_batch,
 )
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.shares import Shares
@@ -52,21 +47,6 @@ def test_every_position_lies_on_one_rank_in_a_slot_of_its_own(size: int, interle
         assert torch.equal((local[1:] >= 0).nonzero().flatten(), own)
         assert local[0] == -1
         assert local[local >= 0].tolist() == list(range(13 * 8))
-
-
-def test_a_rank_keeps_its_own_of_the_chosen_slots_in_order() -> None:
-    shares = [Shares(rank, 2, 1, 4, "cpu") for rank in range(2)]  # even and odd positions; blocks of 8 slots
-    slots = torch.tensor([[17, 3, 2, 8, -1, -1], [6, 4, 2, 0, 16, 1], [-1] * 6], dtype=torch.int32)
-    first, second = (share.chosen(slots) for share in shares)
-    assert first.dtype == second.dtype == torch.int32
-    assert first.is_contiguous()
-    assert first.tolist() == [[1, 4, -1, -1, -1, -1], [3, 2, 1, 0, 8, -1], [-1] * 6]
-    assert second.tolist() == [[8, 1, -1, -1, -1, -1], [0, -1, -1, -1, -1, -1], [-1] * 6]
-
-
-def test_an_interleave_that_does_not_divide_the_block_size() -> None:
-    with pytest.raises(ConfigError, match="interleave = 3: accepted are divisors of the block size, 8"):
-        Shares(0, 2, 3, 8, "cpu")
 
 
 def test_arguments_are_checked() -> None:
@@ -145,19 +125,6 @@ def test_steps_one_after_the_other_through_the_same_memory(sharded: bool) -> Non
     run_ranks(size, run)
 
 
-def test_results_elsewhere_and_of_another_dtype_are_merged_too() -> None:
-    def run(collectives: ThreadCollectives) -> None:
-        merger = Merger(collectives, 1, True)
-        assert merger.share_memory(4, 4, 16, 8, torch.float32, torch.device("cpu"))
-        for dtype in (torch.float32, torch.float64):
-            partial, lse = torch.ones(3, 4, 8, dtype=dtype), torch.zeros(3, 4)
-            output = torch.full((3, 2, 8), torch.nan, dtype=dtype)
-            merger.merge("a2a", partial * (1 + collectives.rank), lse, output)
-            assert torch.equal(output, torch.full_like(output, 1.5))
-
-    run_ranks(2, run)
-
-
 class Apart(ThreadCollectives):
     """Ranks that share no memory."""
 
@@ -196,17 +163,6 @@ def test_when_memory_is_shared(fields: dict[str, Any], merge: str, shares: bool)
     assert run_ranks(2, run) == [shares] * 2
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_gathered_heads_stay_with_their_kv_head(kv_heads: int, tokens: int) -> None:
-    heads = torch.arange(2 * 4).view(2, 4).float()  # per rank the numbers of its heads
-    rows = heads[:, None, :, None].expand(2, tokens, 4, 5)
-    gathered = run_ranks(2, lambda each: Merger(each, kv_heads, True).gather_heads(rows[each.rank]))
-    wanted = heads.view(2, kv_heads, -1).transpose(0, 1).flatten()
-    for found in gathered:
-        assert torch.equal(found, wanted[None, :, None].expand(tokens, 8, 5))
-
-
 def test_the_cache_is_a_share_and_the_tables_are_the_schedulers() -> None:
     selection = select(layer(), "cpu")
 
@@ -220,19 +176,6 @@ def test_the_cache_is_a_share_and_the_tables_are_the_schedulers() -> None:
     alone = attention_group(select(layer(decode_context_parallel_size=1), "cpu"), capacity=CAPACITY)
     numel = alone.allocate_kv_cache(10).numel()  # blocks of half as many tokens
     assert run_ranks(2, run) == [(16, numel, alone.reorder_batch_threshold)] * 2
-
-
-def test_another_number_of_ranks_than_selected() -> None:
-    selection = select(layer(decode_context_parallel_size=4), "cpu")
-
-    def run(collectives: ThreadCollectives) -> str:
-        with pytest.raises(ConfigError) as error:
-            attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
-        return str(error.value)
-
-    text = "decode_context_parallel_size = 4, but the process group has 2 ranks"
-    hint = "select with decode_context_parallel_size = 2, or start 4 ranks"
-    assert all(text in found and hint in found for found in run_ranks(2, run))
 
 
 def _errors_of(make: Any) -> list[Exception]:
@@ -263,68 +206,3 @@ def test_a_rank_that_cannot_make_its_group_tells_the_others() -> None:
     assert isinstance(right, RankError)
     assert "rank 1: ConfigError: decode_context_parallel_size = 4" in str(right)
     assert isinstance(left, ConfigError)
-
-
-def test_what_ranks_cannot_run_is_refused() -> None:
-    first = select(layer(batch_invariant=True), "cpu")
-    for merge in ("ag_rs", "symm"):
-        for error in _errors_of(partial(lambda rank, merge: (first, {"merge": merge}), merge=merge)):
-            assert f"merge = '{merge}' with batch_invariant = True" in str(error)
-
-
-def test_a_group_of_decodes_refuses_longer_queries() -> None:
-    selection = select(layer(), "cpu")
-
-    def run(collectives: ThreadCollectives) -> None:
-        ranks = ContextParallel(collectives)
-        group = attention_group(selection, capacity=CAPACITY, context_parallel=ranks, phases=["decode"])
-        table = BlockTable(1, 4, group.block_size or 0, "cpu")
-        table.set_row(0, [0, 1])
-        group.build(prepare_batch([1], [20], table))
-        with pytest.raises(BatchError, match="queries of up to 5 tokens: this group was made for decodes"):
-            group.build(prepare_batch([5], [24], table))
-
-    run_ranks(2, run)
-
-
-def test_a_table_of_the_ranks_own_blocks_is_refused() -> None:
-    selection = select(layer(), "cpu")
-
-    def run(collectives: ThreadCollectives) -> None:
-        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
-        table = BlockTable(1, 4, 8, "cpu")
-        table.set_row(0, [0, 1])
-        with pytest.raises(BatchError, match="this group's cache has blocks of 16"):
-            group.build(prepare_batch([1], [12], table))
-
-    run_ranks(2, run)
-
-
-def test_a_failing_rank_ends_the_others() -> None:
-    def run(collectives: ThreadCollectives) -> None:
-        if collectives.rank == 1:
-            raise ValueError("out of luck")
-        collectives.all_reduce(torch.zeros(1))
-
-    with pytest.raises(ValueError, match="out of luck"):
-        run_ranks(2, run)
-
-
-def test_copies_of_a_layer_compute_the_same() -> None:
-    import copy
-
-    selection = select(layer(), "cpu")
-
-    def run(collectives: ThreadCollectives) -> tuple[Tensor, Tensor]:
-        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
-        one = Attention(group)
-        table = BlockTable(1, 4, group.block_size or 0, "cpu")
-        table.set_row(0, [1, 0])
-        cache = group.allocate_kv_cache(2)
-        draw = torch.Generator().manual_seed(1)
-        query, key, value = (torch.randn(20, heads, 16, generator=draw) for heads in (4, 2, 2))
-        metadata = group.build(prepare_batch([20], [20], table))
-        return one(query, key, value, cache, metadata), copy.deepcopy(one)(query, key, value, cache, metadata)
-
-    for first, second in run_ranks(2, run):
-        assert torch.equal(first, second)

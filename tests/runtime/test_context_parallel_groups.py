@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from attn_select import AttentionConfig, select
-from attn_select.reference.layer_step import LayerStep
 from attn_select.runtime import (
     Attention,
     BatchError,
-    BlockPool,
     BlockTable,
     Capacity,
     ContextParallel,
@@ -42,15 +40,6 @@ def layer_of(group: Any) -> Any:
 
 
 @LAYERS
-def test_explain_names_what_runs_on_each_rank(config: AttentionConfig) -> None:
-    alone = attention_group(select(config, "cpu"), capacity=CAPACITY).explain().splitlines()
-    for text in run_ranks(2, lambda each: group_of(each, config).explain()):
-        lines = text.splitlines()
-        assert [line.split()[:2] for line in lines[:-1]] == [line.split()[:2] for line in alone[:-1]]
-        assert lines[-1].startswith("workspace")
-
-
-@LAYERS
 def test_workspace_counts_both_parts_and_what_ranks_share(config: AttentionConfig) -> None:
     def run(collectives: ThreadCollectives) -> None:
         group = group_of(collectives, config)
@@ -63,15 +52,6 @@ def test_workspace_counts_both_parts_and_what_ranks_share(config: AttentionConfi
             assert found[name] >= sum(part.workspace_bytes.get(name, 0) for part in parts)
         if not config.mla:
             assert found["scratch"] == group.scratch.nbytes
-
-    run_ranks(2, run)
-
-
-def test_workspace_without_decodes_or_longer_queries() -> None:
-    def run(collectives: ThreadCollectives) -> None:
-        assert "scratch" not in group_of(collectives, DENSE, phases=["decode"]).workspace_bytes
-        prefill = group_of(collectives, mla_layer(block_size=8), phases=["prefill"])
-        assert set(prefill.workspace_bytes) == {"TORCH_MLA", "ranks"}
 
     run_ranks(2, run)
 
@@ -104,29 +84,6 @@ def test_zeroed_blocks_are_the_schedulers(config: AttentionConfig) -> None:
         assert bool((by_block[:, ~clean.flatten()] == 1).all())
         with pytest.raises(ValueError, match="block_ids holds 5: accepted are the cache's blocks, 0 to 4"):
             group.zero_blocks(cache, [5])
-
-    run_ranks(2, run)
-
-
-@LAYERS
-def test_a_nan_behind_a_requests_end_is_left_alone_as_the_group_says(config: AttentionConfig) -> None:
-    def run(collectives: ThreadCollectives) -> None:
-        group = group_of(collectives, config)
-        alone = attention_group(select(config, "cpu"), capacity=CAPACITY)
-        assert group.nan_tail_safe is alone.nan_tail_safe
-        layer, pool = layer_of(group), BlockPool(3, group.block_size)
-        table = BlockTable(1, 2, group.block_size, "cpu")
-        cache = group.allocate_kv_cache(3).fill_(torch.nan)
-        pool.allocate(0, 11)
-        table.set_row(0, pool.blocks(0))
-        if not group.nan_tail_safe:
-            group.zero_blocks(cache, pool.blocks(0))
-        for new, length in ((9, 9), (1, 10), (1, 11)):
-            given = layer.dummy_inputs(new)
-            metadata = group.build(prepare_batch([new], [length], table))
-            given = {name: torch.ones_like(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-            output = layer(**given, kv_cache=cache, attn_metadata=metadata)
-            assert output.isfinite().all()
 
     run_ranks(2, run)
 
@@ -191,20 +148,5 @@ def test_slots_beyond_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
                 continue
             with pytest.raises(BatchError, match="32"):
                 layer(**given, kv_cache=cache, attn_metadata=metadata)
-
-    run_ranks(2, run)
-
-
-@LAYERS
-def test_a_timed_step_has_a_share_of_the_cache_on_each_rank(config: AttentionConfig) -> None:
-    def run(collectives: ThreadCollectives) -> None:
-        selection = select(config.model_copy(update={"decode_context_parallel_size": 2}), "cpu")
-        step = LayerStep(selection, [(1, 20), (1, 9)], context_parallel=ContextParallel(collectives))
-        cache = step.group.allocate_kv_cache(3)  # blocks of 16 tokens: two and one
-        assert (step.cache_shape, step.cache_bytes) == (tuple(cache.shape), cache.nbytes)
-        step.make_layers([cache.fill_(0.5)])
-        for call in step.calls():
-            call()
-        assert step.output.isfinite().all()
 
     run_ranks(2, run)

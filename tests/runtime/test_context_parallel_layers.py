@@ -11,7 +11,6 @@ from torch import Tensor
 from attn_select import AttentionConfig, select
 from attn_select.runtime import (
     Attention,
-    BatchError,
     BlockTable,
     Capacity,
     ContextParallel,
@@ -99,20 +98,6 @@ def test_all_kinds_of_steps(config: AttentionConfig, sinks: bool, merge: str, qu
         for (output, lse), (whole_output, whole_lse) in zip(found, wanted, strict=True):
             torch.testing.assert_close(output, whole_output[:, heads_of(rank)], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(lse, whole_lse[:, heads_of(rank)], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [DENSE, LATENT], ids=["dense", "mla"])
-def test_a_batch_is_checked_before_it_is_captured(config: AttentionConfig) -> None:
-    selection = select(config.model_copy(update={"decode_context_parallel_size": SIZE}), "cpu")
-
-    def run(collectives: ThreadCollectives) -> None:
-        group = attention_group(selection, capacity=CAPACITY, context_parallel=ContextParallel(collectives))
-        table = BlockTable(1, 4, 4, "cpu")  # in blocks of one rank
-        table.set_row(0, [0, 1])
-        with pytest.raises(BatchError, match="this group's cache has blocks of 8"):
-            group.build_for_cudagraph_capture(prepare_batch([1], [7], table))
-
-    run_ranks(SIZE, run)
 
 
 def test_what_all_ranks_must_have_in_common() -> None:

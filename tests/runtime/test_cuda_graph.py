@@ -90,27 +90,6 @@ def test_padding_changes_no_row(make_group: Any, make_batch: Any, mixed: bool) -
     assert torch.equal(plain_cache, padded_cache)
 
 
-def test_a_capture_batch_writes_nothing_and_is_as_large_as_said(make_group: Any) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    for query_len, size, requests, tokens in ((2, 3, 3, 6), (None, 20, 6, 20)):
-        common = StaticBatch(group, query_len).dummy(size)
-        assert (common.num_reqs, common.num_actual_tokens) == (requests, tokens)
-        assert common.query_start_loc_cpu[-1] == tokens
-        assert common.max_seq_len == CAPACITY.max_model_len
-        assert common.slot_mapping is not None
-        assert (common.slot_mapping == -1).all()
-
-
-def test_a_batch_that_is_not_uniform_is_refused(make_group: Any, make_batch: Any) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    with pytest.raises(BatchError, match=r"request 1 has a query of 2 tokens: .* uniform batches of 1"):
-        StaticBatch(group, 1).load(make_batch([(1, 20), (2, 33)]), 4)
-    with pytest.raises(
-        BatchError, match=r"block_table_tensor of 7 columns: max_model_len = 96 reserved 6\n.*larger max_model_len"
-    ):
-        StaticBatch(group, 1).load(make_batch([(1, 100)]), 4)
-
-
 @pytest.mark.parametrize(
     ("level", "query_len", "mixed", "said"),
     [
@@ -135,39 +114,6 @@ def test_levels(
         return
     with pytest.raises(ConfigError, match=said):
         check_level(group, query_len, mixed)
-
-
-def test_decode_graphs_do_not_ask_what_serves_prefill(make_group: Any, make_toy: Any) -> None:
-    toys = make_toy("FIRST", phases=("prefill",), level="NEVER"), make_toy("SECOND", phases=("decode",))
-    group = make_group(CONFIG, *toys, capacity=CAPACITY, cuda_graphs=True)
-    check_level(group)
-    with pytest.raises(ConfigError, match=r"FIRST with SECOND is at UNIFORM_BATCH\n.*cuda_graph = 'ALWAYS'"):
-        check_level(group, mixed=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes", "said"),
-    [
-        (
-            {"cuda_graphs": False},
-            [1],
-            r"made without cuda_graphs=True[\s\S]*attention_group\(selection, cuda_graphs=True\)",
-        ),
-        ({"cuda_graphs": True}, [], r"sizes = \[\]: accepted are integers from 1"),
-        ({"cuda_graphs": True}, [0, 4], r"sizes = \[0, 4\]"),
-        (
-            {"cuda_graphs": True},
-            [8],
-            "size 8 is 8 requests and 8 tokens: a group was made for max_num_seqs = 6 .*\n.*leave that size out",
-        ),
-        ({"cuda_graphs": True}, [4], "device = cpu: CUDA graphs need a CUDA device"),
-    ],
-)
-def test_what_a_runner_refuses(make_group: Any, options: dict[str, bool], sizes: Sequence[int], said: str) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, **options)
-    layer = Attention(group)
-    with pytest.raises(ConfigError, match=said):
-        CudaGraphRunner(function_of(layer, group.allocate_kv_cache(4)), [group], inputs_for(group, 1), sizes)
 
 
 def random_batch(group: AttentionGroup, query_lens: Sequence[int], rng: random.Random) -> CommonAttentionMetadata:
@@ -237,19 +183,6 @@ def test_launch_grids_are_captured_for_the_longest_query_of_a_size(
     static = StaticBatch(group, query_len)
     batch = make_batch([(query_len or 2, 20), (query_len or 7, 33)])
     assert static.load(batch, size).max_query_len == static.dummy(size).max_query_len == bound
-
-
-def test_tables_of_another_block_size_are_refused(make_group: Any, make_batch: Any) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    with pytest.raises(BatchError, match=r"block_size = 8: .* this group's cache has blocks of 16"):
-        StaticBatch(group, 1).load(make_batch([(1, 20)], block_size=8), 4)
-
-
-@pytest.mark.parametrize("missing", ["slot_mapping", "block_table_tensor"])
-def test_a_step_takes_no_slots_and_no_table_of_the_step_before(make_group: Any, make_batch: Any, missing: str) -> None:
-    group = make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True)
-    with pytest.raises(BatchError, match=f"{missing} is None: layers with a KV cache need it"):
-        StaticBatch(group, 1).load(replace(make_batch([(1, 20)]), **{missing: None}), 4)
 
 
 def test_a_batch_runs_in_the_smallest_size_that_holds_it(make_group: Any, make_batch: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,14 +94,6 @@ def test_one_graph_with_the_same_result(make_toy: Factory, make_group: Factory, 
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_model_needs_its_context(make_group: Factory) -> None:
-    group, problem = make_group(CONFIG), random_problem(1, CONFIG, FLASH)
-    compiled = torch.compile(Model(group), fullgraph=True, backend="aot_eager")
-    with torch.no_grad(), pytest.raises(BatchError, match="the forward context has none for its group"):
-        compiled(problem.query, problem.key, problem.value, problem.kv_cache)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("extra", ["attn_metadata", "output_lse"])
 def test_what_a_compiled_call_cannot_take(make_group: Factory, extra: str) -> None:
     group, problem = make_group(CONFIG), random_problem(1, CONFIG, FLASH)
@@ -133,32 +124,6 @@ def test_schema_and_fake_implementation_agree_with_the_real_one(make_group: Fact
     with forward_context({group: group.build(common_of(problem))}):
         results = torch.library.opcheck(torch.ops.attn_select.attention.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
-
-
-def test_the_operator_writes_into_its_arguments(make_group: Factory) -> None:
-    group, problem = make_group(CONFIG), random_problem(3, CONFIG, FLASH)
-    layer = Attention(group, layer_name="the.layer")
-    cache, output = problem.kv_cache.clone(), torch.zeros_like(problem.query)  # type: ignore[union-attr]
-    with forward_context({group: group.build(common_of(problem))}):
-        made = torch.ops.attn_select.attention(problem.query, problem.key, problem.value, cache, output, "the.layer")
-    assert made is None
-    assert relative_error(output, problem.reference()[0]).row < 1e-5
-    assert same_bits(cache, problem.written_cache())
-    del layer
-    gc.collect()
-    with pytest.raises(
-        BatchError, match=r"layer_name = 'the\.layer': the layer that a compiled graph calls no longer exists"
-    ):
-        torch.ops.attn_select.attention(problem.query, None, None, cache, output, "the.layer")
-
-
-def test_operators_of_both_kinds_of_layers_are_there() -> None:
-    for name, arguments in (("attention", 3), ("mla_attention", 4)):
-        schema = getattr(torch.ops.attn_select, name).default._schema
-        written = [argument.name for argument in schema.arguments if argument.is_write]
-        assert written == ["kv_cache", "output"]
-        assert len(schema.arguments) == arguments + 3
-        assert not schema.returns
 
 
 def test_contexts_nest_and_end_with_an_error(make_group: Factory) -> None:

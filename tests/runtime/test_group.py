@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_select import NoBackendError, select
+from attn_select import select
 from attn_select.backends.spec import BackendOptions
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
@@ -20,9 +20,7 @@ from attn_select.runtime import (
     BatchError,
     Capacity,
     CommonAttentionMetadata,
-    MLAAttentionGroup,
     attention_group,
-    prepare_batch,
 )
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.testing import Problem, lse_error, random_problem, relative_error, same_bits
@@ -138,18 +136,6 @@ def test_a_group_says_who_runs_and_what_they_reserve(make_toy: Factory, make_gro
         assert group.nan_tail_safe is safe
 
 
-@pytest.mark.parametrize("requests", [MIXED[:3], MIXED[3:]], ids=["decodes", "prefills"])
-def test_a_batch_of_one_phase_is_one_part(
-    make_toy: Factory, make_group: Factory, requests: tuple[tuple[int, int], ...]
-) -> None:
-    decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
-    group = make_group(CONFIG, decode, prefill)
-    problem = random_problem(5, CONFIG, "FLASH_ATTN_NHD", requests=requests)
-    solved(group, problem, common_of(problem))
-    assert len(decode.builds) == (requests == MIXED[:3])
-    assert len(prefill.builds) == (requests == MIXED[3:])
-
-
 @pytest.mark.parametrize("backends", [1, 2])
 def test_no_backend_is_asked_for_requests_without_tokens_alone(
     make_toy: Factory, make_group: Factory, make_batch: Factory, backends: int
@@ -162,17 +148,6 @@ def test_no_backend_is_asked_for_requests_without_tokens_alone(
     parts = group.build(make_batch([(0, 9), (30, 40)])).parts
     assert [part.rows for part in parts] == [slice(0, 30)]
     assert [len(toy.builds) for toy in toys] == ([1] if backends == 1 else [0, 1])
-
-
-def test_speculative_queries_are_decodes(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
-    group = make_group(AttentionConfig(**SMALL, num_speculative_tokens=3), decode, prefill)
-    assert group.reorder_batch_threshold == 4
-    group.build(make_batch([(4, 40), (4, 7), (5, 17)]))
-    assert decode.builds[0].common.query_lens_cpu.tolist() == [4, 4]
-    # A builder that takes fewer tokens for a decode has its way.
-    short = make_toy("DECODER", phases=("decode",), reorder=2)
-    assert make_group(group.config, short, prefill).reorder_batch_threshold == 2
 
 
 def test_decodes_must_come_first_where_the_batch_is_split(
@@ -199,11 +174,6 @@ def test_a_group_of_one_phase_refuses_the_other(make_toy: Factory, make_group: F
         other.build(make_batch([(1, 17), (4, 9)]))
 
 
-def test_a_phase_without_a_backend(make_toy: Factory, make_group: Factory) -> None:
-    with pytest.raises(NoBackendError, match="no backend for prefill"):
-        make_group(CONFIG, make_toy(phases=("decode",)))
-
-
 @pytest.mark.parametrize(
     ("requests", "capacity", "message"),
     [
@@ -221,18 +191,6 @@ def test_a_batch_beyond_capacity(
     group.build(make_batch(requests[:-1]))
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-def test_capacities_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} = 0: accepted are integers from 1"):
-        Capacity(**{name: 0})
-
-
-@pytest.mark.parametrize("name", ["block_table_tensor", "slot_mapping"])
-def test_a_cache_needs_its_map(make_group: Factory, make_batch: Factory, name: str) -> None:
-    with pytest.raises(BatchError, match=f"{name} is None: layers with a KV cache need it"):
-        make_group(CONFIG).build(replace(make_batch([(1, 9)]), **{name: None}))
-
-
 def test_a_tree_mask_needs_layers_that_were_chosen_for_it(make_group: Factory, make_batch: Factory) -> None:
     batch = replace(make_batch([(3, 9), (1, 4)]), tree_mask=torch.ones(4, 3, dtype=torch.bool))
     with pytest.raises(BatchError, match="tree_mask given, but the layers were selected with draft_tree = False"):
@@ -247,13 +205,6 @@ def test_a_tree_mask_needs_layers_that_were_chosen_for_it(make_group: Factory, m
     ):
         with pytest.raises(BatchError, match=text):
             group.build(replace(batch, **changes))
-
-
-def test_image_ranges_need_layers_that_were_chosen_for_them(make_group: Factory, make_batch: Factory) -> None:
-    batch = make_batch([(4, 9)], mm_prefix_ranges=[[(0, 3)]])
-    with pytest.raises(BatchError, match=r"selected with mm_prefix = False\n.*select with mm_prefix = True"):
-        make_group(CONFIG).build(batch)
-    make_group(AttentionConfig(**SMALL, mm_prefix=True)).build(batch)
 
 
 class ToyOptions(BackendOptions):
@@ -275,12 +226,6 @@ def test_what_a_builder_is_told(make_toy: Factory, make_group: Factory, make_bat
     group.build(make_batch([(1, 9)]), fast_build=True)
     group.build(make_batch([(1, 9)]))
     assert [built.fast_build for built in toy.builds] == [True, False]
-
-
-def test_options_come_from_the_selection(make_toy: Factory, choose: Factory) -> None:
-    toy = make_toy(options=ToyOptions)
-    selection = replace(choose(CONFIG, toy), options={"TOY": ToyOptions(chunk=8)})
-    assert AttentionGroup(selection).distinct[0].context.options.chunk == 8
 
 
 BLOCKS: Mapping[str, tuple[dict[str, Any], int, int | None]] = {
@@ -326,17 +271,6 @@ def test_tables_are_as_wide_as_the_kernel_wants(
     assert (table is batch.block_table_tensor) == (multiple == 1)
 
 
-def test_the_multiple_of_all_plans_of_a_backend(make_toy: Factory, choose: Factory, make_batch: Factory) -> None:
-    toy = make_toy()
-    selection = choose(CONFIG, toy)
-    (toys,) = (candidate for candidate in selection.candidates if candidate.backend == "TOY")
-    for verdict, multiple in zip(toys.phases.values(), (4, 6), strict=True):
-        assert verdict.plan is not None
-        verdict.plan = replace(verdict.plan, block_table_width_multiple=multiple)
-    AttentionGroup(selection).build(make_batch([(1, 40)]))
-    assert toy.builds[0].common.block_table_tensor.shape == (1, 12)
-
-
 @pytest.mark.parametrize("requests", [MIXED, MIXED[:3], MIXED[3:]], ids=["mixed", "decodes", "prefills"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_kernels_of_different_blocks(
@@ -357,19 +291,6 @@ def test_two_kernels_of_different_blocks(
         assert group.allocate_kv_cache(5).shape[1] == 10
         assert all(shape[2] == 24 for shape in decode.caches)
         assert all(shape[2] == 16 for shape in prefill.caches)
-
-
-def test_two_kernels_without_a_common_block_size(make_toy: Factory, make_group: Factory) -> None:
-    config = AttentionConfig(**SMALL, block_size=48)
-    toys = [
-        make_toy("DECODER", phases=("decode",), layouts=("FLASHINFER_NHD",), kernel_block_sizes=(24,)),
-        make_toy("PREFILLER", phases=("prefill",), layouts=("FLASHINFER_NHD",), kernel_block_sizes=(16,)),
-    ]
-    text = "block_size = 48: kernels of PREFILLER and DECODER share no block size in FLASHINFER_NHD "
-    with pytest.raises(
-        ConfigError, match=text + r"\(their sizes that divide it: PREFILLER: 16; DECODER: 24\)\n.*without block"
-    ):
-        make_group(config, *toys)
 
 
 def test_tables_of_captured_steps_keep_their_address(
@@ -407,16 +328,6 @@ def test_tables_of_captured_steps_hold_the_longest_request(
     assert table.data_ptr() == toy.builds[0].common.block_table_tensor.data_ptr()
 
 
-def test_backends_have_tables_of_their_own(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    decode = make_toy("DECODER", phases=("decode",), width_multiple=4)
-    prefill = make_toy("PREFILLER", phases=("prefill",), width_multiple=8)
-    group = make_group(CONFIG, decode, prefill, cuda_graphs=True)
-    batch = make_batch([(1, 40), (5, 9)])
-    group.build(batch)
-    assert torch.equal(decode.builds[0].common.block_table_tensor[0, :3], batch.block_table_tensor[0])
-    assert torch.equal(prefill.builds[0].common.block_table_tensor[0, :3], batch.block_table_tensor[1])
-
-
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
 def test_encoders_have_no_cache(make_toy: Factory, make_group: Factory, attn_type: str) -> None:
     config = AttentionConfig(**SMALL, attn_type=attn_type)
@@ -431,14 +342,6 @@ def test_encoders_have_no_cache(make_toy: Factory, make_group: Factory, attn_typ
     assert toy.calls == ["forward"]
     with pytest.raises(ConfigError, match=f"attn_type = '{attn_type}': its layers keep no KV cache"):
         group.allocate_kv_cache(4)
-
-
-def test_allocation(make_toy: Factory, make_group: Factory) -> None:
-    group = make_group(AttentionConfig(**SMALL, block_size=48), make_toy(kernel_block_sizes=(16,)))
-    assert group.allocate_kv_cache(5).shape == (2, 15, 16, 2, 32)
-    for blocks in (0, -3):
-        with pytest.raises(ConfigError, match=f"num_blocks = {blocks}: accepted are integers from 1"):
-            group.allocate_kv_cache(blocks)
 
 
 @pytest.mark.parametrize(
@@ -460,16 +363,6 @@ def test_two_backends_capture_decodes_alone(
     ]
     assert make_group(CONFIG, *toys).cudagraph_support == both
     assert make_group(CONFIG, make_toy(level=decode)).cudagraph_support == decode
-
-
-def test_what_is_captured(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    decode, prefill = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
-    group = make_group(AttentionConfig(**SMALL, num_speculative_tokens=1), decode, prefill)
-    metadata = group.build_for_cudagraph_capture(make_batch([(2, 9), (2, 7)]))
-    assert [(part.phase, part.rows) for part in metadata.parts] == [("decode", slice(0, 4))]
-    metadata = group.build_for_cudagraph_capture(make_batch([(3, 9), (3, 7)]))
-    assert [(part.phase, part.rows) for part in metadata.parts] == [("prefill", slice(0, 6))]
-    assert (len(decode.builds), len(prefill.builds)) == (1, 1)
 
 
 def test_cross_attention(make_toy: Factory, make_group: Factory) -> None:
@@ -497,22 +390,6 @@ def test_cross_attention(make_toy: Factory, make_group: Factory) -> None:
     assert toy.calls == ["update", "forward", "forward"]
 
 
-def test_the_group_that_fits(make_group: Factory, make_toy: Factory, choose: Factory) -> None:
-    made = attention_group(choose(CONFIG, make_toy()), "cpu", Capacity(max_num_seqs=3), cuda_graphs=True)
-    assert type(made) is AttentionGroup
-    assert (made.capacity.max_num_seqs, made.cuda_graphs) == (3, True)
-    with pytest.raises(ConfigError, match="the selection's layers are not MLA"):
-        MLAAttentionGroup(choose(CONFIG, make_toy()))
-
-
-def test_metadata_tells_what_layers_need(make_group: Factory) -> None:
-    config = AttentionConfig(**SMALL, attn_type="encoder_only")
-    metadata = make_group(config).build(prepare_batch([3, 4], [3, 4]))
-    assert metadata.num_actual_tokens == 7
-    assert metadata.slot_mapping is None
-    assert [(part.phase, part.rows) for part in metadata.parts] == [("prefill", slice(0, 7))]
-
-
 @pytest.mark.parametrize("build", ["build", "build_for_cudagraph_capture"])
 def test_tables_of_another_block_size_are_refused(
     make_toy: Factory, make_group: Factory, make_batch: Factory, build: str
@@ -528,18 +405,6 @@ def test_tables_of_another_block_size_are_refused(
     assert len(toy.builds) == 2
 
 
-def test_builders_see_their_tables_block_size(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    toy = make_toy(kernel_block_sizes=(16,))
-    make_group(AttentionConfig(**SMALL, block_size=32), toy).build(make_batch([(1, 40)], block_size=32))
-    assert toy.builds[0].common.block_size == 16
-
-
-def test_encoders_share_no_prefix(make_group: Factory) -> None:
-    group = make_group(AttentionConfig(**SMALL, attn_type="encoder"))
-    with pytest.raises(BatchError, match="common_prefix_len = 16: layers without a KV cache share no prefix; pass 0"):
-        group.build(prepare_batch([3, 4], [3, 4]), common_prefix_len=16)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:1"])
 def test_a_selection_for_another_device(device: str | None) -> None:
@@ -549,14 +414,3 @@ def test_a_selection_for_another_device(device: str | None) -> None:
     assert caught.value.fields == ("device",)
     assert caught.value.hint is not None
     assert "select(config)" in caught.value.hint
-
-
-def test_a_selection_for_a_gpu_of_another_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
-    selection = select(AttentionConfig(num_heads=8, head_size=64), "h100", backend="FLEX_ATTENTION")
-    said = r"made for h100 \(compute capability 9.0\), but cuda:0 is a NVIDIA A100-SXM4-80GB \(8.0\)"
-    with pytest.raises(ConfigError, match=said):
-        attention_group(selection)

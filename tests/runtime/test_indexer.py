@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_select import select
-from attn_select.errors import ConfigError
 from attn_select.reference.oracle_indexer import index_scores_reference, quantized_rows, wrong_choice
 from attn_select.reference.oracle_mla import mla_reference
 from attn_select.runtime import (
@@ -119,21 +118,6 @@ def test_the_best_tokens_are_chosen(cache_dtype: CacheDType, dtype: str, device:
     step.check(step.run())
 
 
-def test_decodes_alone_and_a_wide_padding(device: str) -> None:
-    step = Step(((1, 100), (1, 5), (1, 24), (1, 25)), "fp8_e4m3", device)
-    step.query = torch.cat([step.query, torch.full_like(step.query[:3], torch.nan)])
-    step.weights = torch.cat([step.weights, torch.full_like(step.weights[:3], torch.nan)])
-    chosen = step.run()
-    assert chosen.shape == (7, TOP_K)
-    step.check(chosen[:4])
-
-
-def test_few_scores_at_a_time_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = Step(REQUESTS, "fp8_e4m3", "cpu").run()
-    monkeypatch.setattr("attn_select.runtime.torch_indexer.MOST_SCORES", 300)
-    assert torch.equal(Step(REQUESTS, "fp8_e4m3", "cpu").run(), wanted)
-
-
 def test_the_fp8_cache_is_in_the_published_layout() -> None:
     """A block: the codes of all its tokens, then their scales; what was not written stays as it was."""
     step = Step(((5, 5),), "fp8_e4m3", "cpu")
@@ -148,13 +132,6 @@ def test_the_fp8_cache_is_in_the_published_layout() -> None:
     assert bool((raw[BLOCK * DIM + 20 :] == 0xFF).all())
     views = index_key_views(step.cache, DIM)
     assert views[0].data_ptr() == step.cache.data_ptr()
-
-
-def test_bytes_per_token() -> None:
-    group = group_on("cpu", dtype="bfloat16")
-    assert SparseIndexer(group).bytes_per_token == 132
-    assert SparseIndexer(group, cache_dtype="auto").bytes_per_token == 256
-    assert SparseIndexer(group).allocate_cache(3).shape == (3, BLOCK, 132)
 
 
 def test_a_layer_attends_to_what_its_indexer_chose() -> None:
@@ -199,39 +176,6 @@ def test_wrong_arguments_are_named() -> None:
     other = Step(((2, 2),), "fp8_e4m3", "cpu")
     with pytest.raises(BatchError, match="built by another group"):
         other.indexer(step.query, key, step.weights, step.cache, step.metadata)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"num_heads": 0}, "num_heads = 0: accepted are integers from 1"),
-        ({"head_dim": 30}, "head_dim = 30: accepted are multiples of 4"),
-        ({"cache_dtype": "fp4"}, "cache_dtype = 'fp4': accepted are fp8_e4m3, auto"),
-    ],
-)
-def test_wrong_options_are_named(options: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        SparseIndexer(group_on("cpu"), **options)
-
-
-def test_dense_layers_have_no_indexer() -> None:
-    dense = MLAAttentionGroup(select(mla_layer(dtype="float32"), device="cpu"), "cpu")
-    with pytest.raises(ConfigError, match="not sparse MLA"):
-        SparseIndexer(dense)
-
-
-@pytest.mark.parametrize("wrong", [-2, 60 * BLOCK])
-def test_checked_mode_names_an_index_that_is_no_slot(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_SELECT_CHECK", "1")
-    group = group_on("cpu")
-    step = Step(((2, 5),), "fp8_e4m3", "cpu", group)
-    chosen = step.run()
-    layer = MLAAttention(group, torch.zeros(3 * (16 + 24), 32))
-    inputs = (torch.randn(2, 3, 24), torch.randn(2, 32), torch.randn(2, 8), group.allocate_kv_cache(60), step.metadata)
-    layer(*inputs, topk_indices=chosen)
-    chosen[1, 3] = wrong
-    with pytest.raises(BatchError, match=rf"topk_indices\[1, 3\] = {wrong}: accepted are slots 0 to 959, and -1 for"):
-        layer(*inputs, topk_indices=chosen)
 
 
 @pytest.mark.parametrize("whose", ["another request's", "never written"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.runtime import BatchError, CommonAttentionMetadata, decodes_first, split_decodes_and_prefills
-from attn_select.runtime.metadata import Split, prefix_sums
+from attn_select.runtime.metadata import Split
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
 
@@ -48,23 +47,6 @@ def test_split_of_uniform_decodes(
 ) -> None:
     common = make_batch([(length, 20) for length in query_lens])
     assert split_decodes_and_prefills(common, threshold, require_uniform=True) == expected
-
-
-def test_a_decode_behind_a_prefill_is_named_with_it(make_batch: MakeBatch) -> None:
-    common = make_batch([(1, 9), (6, 9), (8, 9), (2, 9), (1, 9)])
-    text = (
-        r"request 3 \(query of 2 tokens\) is a decode behind request 1 \(query of 6 tokens\), a prefill: decodes of up "
-        r"to 4 tokens must come first"
-    )
-    with pytest.raises(BatchError, match=text) as caught:
-        split_decodes_and_prefills(common, 4)
-    assert caught.value.hint == "order the batch with attn_select.runtime.decodes_first(query_lens, threshold)"
-
-
-def test_a_loose_bound_on_the_query_changes_nothing(make_batch: MakeBatch) -> None:
-    common = make_batch([(1, 9), (1, 3)])
-    common.max_query_len = 8
-    assert split_decodes_and_prefills(common) == Split(2, 0, 2, 0)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 5))
@@ -115,38 +97,3 @@ def test_requests_of_a_batch(make_batch: MakeBatch) -> None:
     # Views: what is written to the batch shows in its part.
     common.seq_lens[2] = 29
     assert part.seq_lens[1] == 29
-
-
-def test_the_first_requests_keep_their_prefix_sums(make_batch: MakeBatch) -> None:
-    common = make_batch([(1, 9), (4, 7), (2, 30)])
-    part = common.requests(0, 2)
-    assert part.query_start_loc.tolist() == [0, 1, 5]
-    assert part.query_start_loc.data_ptr() == common.query_start_loc.data_ptr()
-    assert (part.max_query_len, part.max_seq_len) == (4, 9)
-
-
-def test_all_requests_are_the_batch_itself(make_batch: MakeBatch) -> None:
-    common = make_batch([(1, 9), (4, 7)])
-    assert common.requests(0, 2) is common
-
-
-def test_no_requests(make_batch: MakeBatch) -> None:
-    none = make_batch([(1, 9), (4, 7)]).requests(1, 1)
-    assert (none.num_reqs, none.num_actual_tokens, none.max_query_len, none.max_seq_len) == (0, 0, 0, 0)
-    assert none.query_start_loc.tolist() == [0]
-
-
-def test_a_batch_without_a_cache_is_cut_as_well() -> None:
-    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
-    lens = torch.tensor([3, 2], dtype=torch.int32)
-    part = CommonAttentionMetadata(bounds, bounds, lens, lens, 2, 5, 3, 3).requests(1, 2)
-    missing: list[Any] = [part.block_table_tensor, part.slot_mapping, part.mm_prefix_ranges, part.dcp_local_seq_lens]
-    assert missing == [None] * 4
-    assert part.seq_lens.tolist() == [2]
-
-
-def test_prefix_sums() -> None:
-    sums = prefix_sums(torch.tensor([3, 0, 4], dtype=torch.int32))
-    assert sums.dtype == torch.int32
-    assert sums.tolist() == [0, 3, 3, 7]
-    assert prefix_sums(torch.zeros(0, dtype=torch.int32)).tolist() == [0]

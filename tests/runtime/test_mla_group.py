@@ -17,17 +17,13 @@ from torch import Tensor
 from attn_select import AttentionConfig
 from attn_select.backends.spec import BackendSpec
 from attn_select.decide.selection import Selection
-from attn_select.errors import ConfigError
 from attn_select.runtime import (
     AttentionBackend,
     AttentionMetadataBuilder,
     BatchError,
-    Capacity,
     CommonAttentionMetadata,
-    MLAAttention,
     MLAAttentionGroup,
     VarlenMetadata,
-    attention_group,
 )
 from attn_select.runtime.mla_context import context_chunks, context_parts
 from attn_select.testing import load_path_of
@@ -121,15 +117,6 @@ def test_chunks_cover_every_context_once(
     assert len(parts) == sum(fewest)
 
 
-def test_batch_invariant_cuts_depend_on_the_request_alone(make_batch: MakeBatch) -> None:
-    def pieces(contexts: list[int], request: int) -> list[tuple[int, int]]:
-        parts = cut(contexts, 16, [3] * len(contexts), make_batch, batch_invariant=True)
-        found = [(int(starts[request]), int(lengths[request])) for starts, lengths in parts]
-        return [piece for piece in found if piece[1]]
-
-    assert pieces([40], 0) == pieces([7, 40, 33], 1) == [(0, 16), (16, 16), (32, 8)]
-
-
 def test_images_reach_behind_the_window(make_batch: MakeBatch) -> None:
     """Rows 50 to 59 of a request: the image that ends at 49 is out of reach, those that touch a row are not."""
     config = AttentionConfig(**MLA, mm_prefix=True, sliding_window=4)
@@ -188,33 +175,6 @@ def test_steps_in_both_directions(non_causal: bool, causal: bool, choose: Choose
     assert [varlen.causal for _, varlen in backend.built] == [causal and not non_causal, False]
 
 
-def test_images_are_relative_to_the_first_key(choose: Choose, make_batch: MakeBatch) -> None:
-    backend = toy()
-    group = MLAAttentionGroup(choose(AttentionConfig(**MLA, mm_prefix=True), backend), workspace_tokens=5)
-    group.build(make_batch([(4, 12)], mm_prefix_ranges=[[(6, 9)]]))
-    assert [varlen.mm_prefix_ranges for _, varlen in backend.built] == [[[(-2, 1)]], [[(6, 9)]], [[(1, 4)]]]
-
-
-def test_prefill_alone_reads_contexts_in_the_selections_blocks(choose: Choose, make_batch: MakeBatch) -> None:
-    """Dense prefill reads no cache through its backend, so none says how large the kernel's blocks are."""
-    group = attention_group(choose(CONFIG, toy()), capacity=Capacity(4, 64, 128), phases=["prefill"])
-    assert group.kernel_block_size == group.block_size
-    (part,) = group.build(make_batch([(4, 12)])).parts
-    assert len(part.chunks) == 1
-
-
-def test_context_needs_the_lse(choose: Choose, make_batch: MakeBatch) -> None:
-    group = MLAAttentionGroup(choose(CONFIG, toy("SILENT", returns_lse=False)))
-    assert group.build(make_batch([(4, 4), (6, 6)])).parts[0].chunks == ()
-    with pytest.raises(BatchError, match=r"a prefill with 7 cached tokens: SILENT returns no LSE"):
-        group.build(make_batch([(4, 4), (6, 13)]))
-    problem = torch.zeros(160, 32)
-    layer, metadata = MLAAttention(group, problem), group.build(make_batch([(4, 4)]))
-    tensors = [torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((4, 24), (32,), (8,))]
-    with pytest.raises(BatchError, match="output_lse given, but SILENT returns no LSE"):
-        layer(*tensors, group.allocate_kv_cache(2), metadata, output_lse=torch.zeros(4, 4))
-
-
 @pytest.mark.parametrize(
     ("backend", "fields", "threshold"),
     [
@@ -238,12 +198,6 @@ def test_what_counts_as_a_decode(
     )
 
 
-def test_a_decode_behind_a_prefill(choose: Choose, make_batch: MakeBatch) -> None:
-    group = MLAAttentionGroup(choose(CONFIG, toy()))
-    with pytest.raises(BatchError, match=r"request 1 \(query of 1 tokens\) is a decode behind request 0"):
-        group.build(make_batch([(9, 9), (1, 5)]))
-
-
 def test_one_sparse_backend_builds_once(choose: Choose, make_batch: MakeBatch) -> None:
     """Its builder may keep persistent tensors, which a second build would overwrite."""
     config, batch = AttentionConfig(**MLA, sparse_top_k=8), make_batch([(1, 5), (9, 9), (2, 20)])
@@ -259,20 +213,6 @@ def test_one_sparse_backend_builds_once(choose: Choose, make_batch: MakeBatch) -
         [("build", 2)],
     ]
     assert [(part.phase, part.rows) for part in metadata.parts] == [("decode", slice(0, 1)), ("prefill", slice(1, 12))]
-
-
-def test_two_backends(choose: Choose, make_batch: MakeBatch) -> None:
-    pair = toy("DECODES", phases=("decode",)), toy("PREFILLS", phases=("prefill",))
-    group = MLAAttentionGroup(choose(CONFIG, *pair))
-    group.build(make_batch([(1, 5), (9, 20)]))
-    assert [[kind for kind, _ in backend.built] for backend in pair] == [["build"], ["prefill", "prefill"]]
-
-
-def test_captured_are_decodes(choose: Choose, make_batch: MakeBatch) -> None:
-    backend = toy()
-    metadata = MLAAttentionGroup(choose(CONFIG, backend)).build_for_cudagraph_capture(make_batch([(1, 1), (1, 1)]))
-    assert [kind for kind, _ in backend.built] == ["capture"]
-    assert [(part.phase, part.rows, part.chunks) for part in metadata.parts] == [("decode", slice(0, 2), ())]
 
 
 @pytest.mark.parametrize(
@@ -307,28 +247,3 @@ def test_batch_invariant_layers_project_request_by_request(choose: Choose, make_
     assert spans[0] == [(slice(None),)] * 4
     one, two = slice(0, 1), slice(1, 2)
     assert spans[1] == [(one, two), (slice(0, 3), slice(3, 7)), (slice(0, 6),), (slice(0, 20),), (slice(0, 6),)]
-
-
-def test_workspace(choose: Choose) -> None:
-    selection = choose(CONFIG, toy())
-    assert MLAAttentionGroup(selection, workspace_tokens=50).workspace.shape == (50, 40)
-    assert MLAAttentionGroup(selection, phases=("decode",)).workspace.shape == (0, 40)
-    sparse = choose(AttentionConfig(**MLA, sparse_top_k=8), toy(sparse=True))
-    assert MLAAttentionGroup(sparse).workspace.shape == (0, 40)
-    with pytest.raises(ConfigError, match="workspace_tokens = 0: accepted are integers from 1"):
-        MLAAttentionGroup(selection, workspace_tokens=0)
-
-
-def test_the_kind_of_group_follows_the_layers(choose: Choose, make_group: Callable[..., Any]) -> None:
-    assert isinstance(attention_group(choose(CONFIG, toy())), MLAAttentionGroup)
-    other = make_group(AttentionConfig(num_heads=4, head_size=16))
-    with pytest.raises(ConfigError, match="layers are not MLA: make their group with attention_group"):
-        MLAAttentionGroup(other.selection)
-
-
-def test_capacity(choose: Choose, make_batch: MakeBatch) -> None:
-    group = MLAAttentionGroup(choose(CONFIG, toy()), capacity=Capacity(2, 10, 64))
-    with pytest.raises(BatchError, match="a batch of 3 requests and 3 tokens"):
-        group.build(make_batch([(1, 5)] * 3))
-    with pytest.raises(BatchError, match="a batch of 3 requests and 3 tokens"):
-        group.build_for_cudagraph_capture(make_batch([(1, 5)] * 3))

@@ -56,21 +56,6 @@ def test_compiled_in_one_graph(backend: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_a_compiled_layer_takes_no_metadata() -> None:
-    config = AttentionConfig(**SMALL, dtype="float32")
-    problem = random_mla_problem(0, config, requests=[(1, 5)])
-    group = MLAAttentionGroup(select(config, device="cpu", backend="TORCH_MLA"))
-    layer, step = layer_of(group, problem), problem.step
-
-    def model(query: Tensor) -> Tensor:
-        output: Tensor = layer(query, step.key, step.value, step.kv_cache, output_lse=torch.empty(1, 4))
-        return output
-
-    with pytest.raises(Exception, match="attn_metadata and output_lse must be None"):
-        torch.compile(model, backend="eager")(problem.query)
-    torch._dynamo.reset()
-
-
 def test_a_copied_layer_runs_its_own_weights() -> None:
     """A compiled graph finds its layer by name: the copy's name must not lead to the original."""
     problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)

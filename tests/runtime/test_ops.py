@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,27 +102,6 @@ def test_reshape_and_cache_with_a_narrower_value_and_scales_per_head(layout: str
     assert same_bits(found, expected)
 
 
-def test_reshape_and_cache_from_views() -> None:
-    """Keys and values as they lie in the output of one projection."""
-    config, slot_mapping = headed(), torch.tensor([3, 8, -1])
-    (both,) = drawn((3, 2, 96))
-    key, value = both[..., 64:], both[..., :32]
-    expected, found = poisoned(NHD, config), poisoned(NHD, config)
-    write_reference(expected, key, value, slot_mapping, NHD, config)
-    ops.reshape_and_cache(key, value, found, slot_mapping, NHD, config, Scales.make(CPU))
-    assert same_bits(found, expected)
-
-
-def test_chosen_slots_go_in_front_of_padding() -> None:
-    chosen = torch.tensor([[-1, 7, -5, 3], [1, 2, 3, 0], [-1, -1, -1, -2], [4, -1, -1, -1]], dtype=torch.int32)
-    for given in (chosen, chosen[:0], torch.cat([chosen, chosen], dim=1)[:, 4:]):
-        slots, counts = ops.slots_in_front(given)
-        assert slots.dtype == counts.dtype == torch.int32
-        assert slots.is_contiguous()
-        assert slots.tolist() == [[7, 3, -1, -1], [1, 2, 3, 0], [-1] * 4, [4, -1, -1, -1]][: len(given)]
-        assert counts.tolist() == [2, 4, 0, 1][: len(given)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_quantize_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
@@ -132,16 +110,6 @@ def test_quantize_saturates_and_keeps_nan(dtype: torch.dtype) -> None:
     assert made.dtype == dtype
     assert made.float()[[0, 1, 2, 4, 5]].tolist() == [most, -most, most, most, 0.5]
     assert made.float()[3].isnan()
-
-
-def test_a_query_in_two_parts_is_joined_and_quantised() -> None:
-    latent, rope = torch.arange(12.0).view(2, 3, 2), -torch.arange(6.0).view(3, 2, 1).transpose(0, 1)
-    made = ops.concat_and_quantize_mla_q(latent, rope, torch.tensor(2.0), torch.float8_e4m3fn)
-    assert made.dtype == torch.float8_e4m3fn
-    assert made.float().tolist() == [
-        [[0, 0.5, 0], [1, 1.5, -1], [2, 2.5, -2]],
-        [[3, 3.5, -0.5], [4, 4.5, -1.5], [5, 5.5, -2.5]],
-    ]
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -200,16 +168,6 @@ def test_gather_cache_mla(kv_cache_dtype: str) -> None:
     assert (output[16:] == 7).all()
 
 
-def test_gather_nothing() -> None:
-    config = latent(dtype="float32")
-    output = torch.full((2, 576), 7.0)
-    none = torch.zeros(3, dtype=torch.int32)
-    ops.gather_cache_mla(
-        poisoned(MLA, config), output, none[:2, None], none[:2], none, 0, BLOCK, config, Scales.make(CPU)
-    )
-    assert (output == 7).all()
-
-
 def partials(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
     """Two partial results: ordinary rows, dead ones on either side that hold NaN, both dead, and far apart."""
     generator = torch.Generator().manual_seed(3)
@@ -237,28 +195,6 @@ def test_merge(dtype: torch.dtype) -> None:
     assert torch.equal(output[1], b[1])
     assert torch.equal(output[2], a[2])
     assert torch.equal(output[4], a[4])
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_merge_into_one_of_its_inputs(which: int) -> None:
-    (a, b), (lse_a, lse_b) = partials()
-    output, lse = torch.empty_like(a), torch.empty_like(lse_a)
-    ops.merge_attn_states(output, a, lse_a, b, lse_b, lse)
-    target, target_lse = ((a, lse_a), (b, lse_b))[which]
-    ops.merge_attn_states(target, a, lse_a, b, lse_b, target_lse)
-    assert same_bits(target, output)
-    assert same_bits(target_lse, lse)
-
-
-def test_merge_without_lse() -> None:
-    (a, b), (lse_a, lse_b) = partials()
-    output, same = torch.empty_like(a), torch.empty_like(a)
-    before = lse_a.clone(), lse_b.clone()
-    ops.merge_attn_states(output, a, lse_a, b, lse_b, torch.empty_like(lse_a))
-    ops.merge_attn_states(same, a, lse_a, b, lse_b)
-    assert same_bits(same, output)
-    assert same_bits(lse_a, before[0])
-    assert same_bits(lse_b, before[1])
 
 
 @pytest.fixture
@@ -314,16 +250,6 @@ def test_a_gpu_merges_and_gathers_without_waiting(cuda: torch.device) -> None:
     assert gathered.any()
 
 
-@pytest.mark.parametrize("lengths", [[3], [0, 4, 1, 0], [0, 0]])
-def test_flattened_tables_lie_one_row_behind_the_other(lengths: list[int]) -> None:
-    table = torch.arange(4 * 5, dtype=torch.int32).view(4, 5)[: len(lengths)]
-    indptr = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    out = torch.full((7,), -1, dtype=torch.int32)
-    ops.flatten_block_table(table, indptr, out)
-    wanted = [block for row, length in zip(table.tolist(), lengths, strict=True) for block in row[:length]]
-    assert out.tolist() == wanted + [-1] * (7 - len(wanted))
-
-
 Offer = Callable[..., None]
 
 
@@ -370,27 +296,6 @@ def test_a_plugin_serves_its_devices(offer: Offer) -> None:
     assert ops.implementation("quantize_fp8", meta) == (torch_ops.quantize_fp8, "torch")
     assert asked == [CPU, meta]
     assert ops.implementation("merge_attn_states", CPU) == (torch_ops.merge_attn_states, "torch")
-
-
-def test_the_first_plugin_that_serves_a_device_does(offer: Offer) -> None:
-    def one(*_: Any) -> Any: ...
-    def two(*_: Any) -> Any: ...
-
-    offer("quantize_fp8", a_none=lambda device: None, b_one=lambda device: one, c_two=lambda device: two)
-    assert ops.implementation("quantize_fp8", CPU) == (one, "made_up_ops:b_one")
-
-
-def test_a_plugin_whose_library_warns_is_not_left_out(offer: Offer) -> None:
-    """Under ``-W error`` too, which these tests run with."""
-
-    def works(*_: Any) -> Any: ...
-
-    def warns(device: torch.device) -> Any:
-        warnings.warn("a library is not installed", stacklevel=1)
-        return works
-
-    offer("quantize_fp8", a_warns=warns)
-    assert ops.implementation("quantize_fp8", CPU) == (works, "made_up_ops:a_warns")
 
 
 def test_a_broken_plugin_is_named_and_left_out(offer: Offer) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
-from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -67,11 +63,6 @@ def test_another_signature_is_refused(
     assert str(info.value.hint).startswith(HINT)
 
 
-def test_a_function_that_hands_its_arguments_on_is_not_refused(module: Any) -> None:
-    module.attend = lambda *args, **kwargs: None
-    assert InstalledBuild(BUILD).function("attend", ("query", "cache"), ("scale",)) is module.attend
-
-
 def test_a_function_that_is_gone_is_named(module: Any) -> None:
     with pytest.raises(KernelMismatchError, match=r"Acme of acme-attention: acme\.attention\.plan does not exist"):
         InstalledBuild(BUILD).function("plan")
@@ -102,19 +93,3 @@ def test_a_module_that_cannot_be_imported_says_why(
     assert info.value.__cause__ is error
     assert f"acme.attention cannot be imported ({type(error).__name__}: {error})" in info.value.message
     assert info.value.hint == "install it: pip install acme-attention"
-
-
-def test_a_module_without_package_metadata_is_used_as_it_is(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_select.machine.environment.installed_version", lambda name: None)
-    assert InstalledBuild(BUILD).module is module
-
-
-def test_what_a_build_warns_of_at_import_is_logged(
-    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "acme_warns.py").write_text("import warnings\nwarnings.warn('no GPU here')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with caplog.at_level(logging.INFO, "attn_select"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert InstalledBuild(replace(BUILD, module="acme_warns")).module.__name__ == "acme_warns"
-    assert caplog.messages == ["import of acme_warns: UserWarning: no GPU here"]

@@ -4,7 +4,6 @@ and no graph is kept."""
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("attn_select_torch")
 
-from attn_select import AttentionConfig, AttnSelectError, ConfigError, select  # noqa: E402
+from attn_select import AttentionConfig, ConfigError, select  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
-from attn_select.reference.state_step import StateStep  # noqa: E402
 from attn_select.runtime import BatchError, Capacity, attention_group, prepare_batch  # noqa: E402
 from attn_select.runtime.block_pool import PoolError  # noqa: E402
 from attn_select.runtime.cuda_graph import StaticBatch, load_step  # noqa: E402
@@ -29,14 +27,10 @@ from attn_select.runtime.states import (  # noqa: E402
     StateGroup,
     StateMetadata,
     StatePool,
-    StateSlots,
     StaticStates,
-    zeros_slot,
 )
-from attn_select.runtime.timer import Call  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
-from attn_select_torch.runtime.state import TorchStateBackend, TorchStateImpl  # noqa: E402
 
 CONFIG = StateConfig(recurrence="gated_delta_net", num_heads=2, head_size=8, dtype="float32")
 """Both layouts of its states have one shape."""
@@ -105,33 +99,6 @@ def test_no_graph_is_kept() -> None:
         assert [tensor.requires_grad for tensor in kept if tensor is not None] == [False] * 5
 
 
-@pytest.mark.parametrize("on", ["0", "1"])
-def test_a_refused_batch_takes_no_token(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
-    """The step is planned anew, or its slots are built with a batch that is right."""
-    monkeypatch.setenv("ATTN_SELECT_CHECK", on)
-    for again in (True, False):
-        served = Served(conv_kernel_size=2)
-        served.cache.state.fill_(torch.nan)
-        served.cache.conv.fill_(torch.nan)  # type: ignore[union-attr]
-        served.add("a", "b")
-        for _ in range(2):
-            wanted = {"b": 5, "a": 1}
-            slots = served.pool.step(wanted)
-            with pytest.raises(BatchError, match="is a decode behind request 0"):
-                served.group.build(prepare_batch([5, 1], [served.seen["b"] + 5, served.seen["a"] + 1]), slots)
-            with pytest.raises(BatchError, match="of a batch of 1: accepted is one entry per request"):
-                served.group.build(prepare_batch([5], [5]), slots)
-            if again:
-                metadata = served.build(a=1, b=5)
-            else:
-                served.pool.take_back(slots)
-                slots = served.pool.step({"a": 1, "b": 5})
-                with pytest.raises(BatchError, match="request 1 has 4 tokens in the batch, and 5 by the pool's step"):
-                    served.group.build(prepare_batch([1, 4], [1, 4]), slots)
-                metadata = served.group.build(served.batch(a=1, b=5), slots)
-            assert served.layer(*served.inputs(6), served.cache, metadata).isfinite().all()
-
-
 def test_groups_of_one_pool_build_a_step_together() -> None:
     served, other = Served(), StateGroup(select(CONFIG, "cpu"))
     other.allocate(6)
@@ -149,30 +116,6 @@ def test_groups_of_one_pool_build_a_step_together() -> None:
     assert served.pool.step({"a": 1}).read == slots.write[0]
 
 
-def test_a_step_that_is_over_is_not_built() -> None:
-    served = Served()
-    served.add("a")
-    old = served.pool.step({"a": 1})
-    served.group.build(prepare_batch([1], [1]), old)
-    served.group.build(prepare_batch([1], [2]), served.pool.step({"a": 1}))
-    with pytest.raises(PoolError, match="was taken back, or that a later one followed"):
-        served.group.build(prepare_batch([1], [1]), old)
-
-
-def test_a_static_step_is_committed_or_refused_too() -> None:
-    group = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu"), cuda_graphs=True)
-    group.allocate(6)
-    pool, static = StatePool(6), StaticStates(group, 1, 4)
-    pool.add("a")
-    slots = pool.step({"a": 2})
-    with pytest.raises(BatchError, match="these graphs were captured for uniform"):
-        static.load(prepare_batch([2], [2]), slots, 2)
-    group.build(prepare_batch([2], [2]), slots)  # it runs eagerly instead
-    step = pool.step({"a": 1})
-    static.load(prepare_batch([1], [3]), step, 2)
-    assert pool.step({"a": 1}).read == step.write[0]
-
-
 def test_what_attention_refuses_is_not_committed() -> None:
     states = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu"), cuda_graphs=True)
     states.allocate(6)
@@ -188,66 +131,6 @@ def test_what_attention_refuses_is_not_committed() -> None:
     with pytest.raises(BatchError, match="slots are missing of a group of layers that keep a state"):
         load_step(batches, {states: common, attention: common}, {}, 2)
     assert pool.step({"a": 1}).read == [-1]
-
-
-def test_a_step_runs_again_and_gives_the_same() -> None:
-    for changes, lens in (({}, (4, 2, 1)), ({"conv_kernel_size": 4, "num_speculative_tokens": 2}, (9, 3, 3))):
-        served = Served(**changes)
-        served.add("a")
-        for tokens in lens:
-            metadata, given = served.build(a=tokens), served.inputs(tokens)
-            first = served.layer(*given, served.cache, metadata)
-            assert torch.equal(served.layer(*given, served.cache, metadata), first)
-
-
-def test_threads_share_a_pool() -> None:
-    pool, errors = StatePool(64), []
-
-    def serve(thread: int) -> None:
-        try:
-            for number in range(200):
-                pool.add((thread, number))
-                pool.commit(pool.step({(thread, number): 1}))
-                pool.free((thread, number))
-        except AttnSelectError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert pool.num_free_slots == 64
-
-
-def test_inputs_have_any_strides() -> None:
-    served = Served()
-    served.add("a", "b")
-    channels, gates = served.inputs(4)
-    strided = torch.empty(served.config.width, 4).T.copy_(channels)
-    cut = Gates(*(torch.stack([each, each], -1)[..., 0] for each in (gates.log_decay, gates.write_strength)))
-    expected = served.layer(channels, gates, served.cache, served.build(a=4))
-    torch.testing.assert_close(served.layer(strided, cut, served.cache, served.build(b=4)), expected)
-
-
-def test_weights_go_where_the_module_goes() -> None:
-    served = Served(conv_kernel_size=4)
-    served.add("a")
-    weight, bias = served.weight(), torch.randn(served.config.conv_dim)
-    layer = LinearAttention(served.group, weight, bias, skip=torch.randn(2))
-    assert not layer.state_dict()  # they are the model's
-    assert not [*layer.parameters()]
-    assert {name for name, _ in layer.named_buffers()} == {"conv_weight", "conv_bias", "skip"}
-    given = served.inputs(4)
-    metadata = served.build(a=4)
-    first = layer(*given, served.cache, metadata)
-    layer.half()
-    assert layer.conv_weight is not None
-    assert layer.conv_weight.dtype is torch.float16
-    torch.testing.assert_close(layer(*given, served.cache, metadata), first, atol=5e-3, rtol=5e-3)
-    assert weight.dtype is torch.float32
-    assert layer.to("meta").conv_weight.device.type == "meta"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["conv_weight", "conv_bias", "skip"])
@@ -318,18 +201,12 @@ ALWAYS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
         with_state(torch.Tensor.half),
         r"cache.state is torch.float16 \(6, 2, 8, 8\) on cpu: accepted is",
     ),
-    "other heads": (with_state(lambda state: state[:, :1]), "cache.state is torch.float32"),
     "too few slots": (with_state(lambda state: state[:0]), r"cache.state is torch.float32 \(0, 2, 8, 8\)"),
-    "too many slots": (with_state(lambda state: torch.cat([state, state])), r"cache.state is torch.float32 \(12, 2"),
     "a transposed view": (with_state(lambda state: state.mT), "cache.state has strides"),
-    "slots in one place": (with_state(lambda state: state[:1].expand(6, 2, 8, 8)), "cache.state has strides"),
     "elsewhere": (with_state(lambda state: state.to("meta")), r"cache.state is torch.float32 \(6, 2, 8, 8\) on meta"),
     "no window": (with_conv(lambda conv: None), r"cache.conv is None: accepted is torch.float32 \(6, 3, 48\) on cpu"),
-    "a shorter window": (with_conv(lambda conv: conv[:, 1:]), r"cache.conv is torch.float32 \(6, 2, 48\)"),
     "no cache": (with_argument("cache", torch.zeros(6, 2, 8, 8)), "cache is a Tensor: accepted is a StateCache"),
     "no gates": (with_argument("gates", torch.zeros(4, 2)), "gates is a Tensor: accepted is Gates"),
-    "inputs elsewhere": (with_argument("channels", torch.zeros(4, 48, device="meta")), "on meta: accepted is"),
-    "a number": (with_argument("channels", torch.tensor(1.0)), r"channels is torch.float32 \(\) on cpu: accepted is"),
     "an output elsewhere": (with_argument("output", torch.zeros(4, 2, 8, device="meta")), "output is torch.float32"),
 }
 """What each mode refuses, and how it is named."""
@@ -361,10 +238,6 @@ def in_the_states(served: Served, given: dict[str, Any]) -> None:
     given["output"] = served.cache.state[4:].flatten()[:64].view(4, 2, 8)
 
 
-def in_one_place(served: Served, given: dict[str, Any]) -> None:
-    given["output"] = torch.zeros(1, 2, 8).expand(4, 2, 8)
-
-
 CONTENTS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
     "NaN channels": (numbers("channels", torch.nan), r"channels\[2\] holds NaN or infinity \(token 2 of request 0\)"),
     "NaN decay": (
@@ -372,14 +245,10 @@ CONTENTS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
         r"log_decay\[2\] = nan \(of request 0\): accepted are numbers up to",
     ),
     "positive decay": (numbers("log_decay", 0.5, 0), r"log_decay\[0\] = 0.5 \(of request 0\)"),
-    "infinite strength": (numbers("write_strength", torch.inf), r"write_strength\[2\] holds NaN or infinity"),
     "raw a": (raw_number("a"), r"a\[3\] holds NaN or infinity"),
-    "raw b": (raw_number("b"), r"b\[3\] holds NaN or infinity"),
     "raw A_log": (raw_number("A_log"), "A_log holds NaN or infinity"),
-    "raw dt_bias": (raw_number("dt_bias"), "dt_bias holds NaN or infinity"),
     "an output inside the channels": (inside, "output and channels overlap"),
     "an output inside the states": (in_the_states, "output and cache.state overlap"),
-    "an output in one place": (in_one_place, "several elements share one address"),
 }
 """What checked mode refuses beside it."""
 
@@ -524,47 +393,6 @@ def test_states_from_elsewhere_are_committed_by_hand() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.usefixtures("checked")
-def test_a_kernel_that_loses_digits_refuses_such_decays(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Chunked(TorchStateImpl):
-        least_log_decay = {"prefill": -400.0}  # noqa: RUF012
-
-    monkeypatch.setattr(TorchStateBackend, "impl_cls", Chunked)
-    served = Served()
-    served.add("a", "b")
-    channels, gates = served.inputs(5)
-    gates.log_decay[0] = -1e6  # the decode's
-    gates.log_decay[1] = -399.0
-    metadata = served.build(a=1, b=4)
-    assert served.layer(channels, gates, served.cache, metadata).isfinite().all()
-    gates.log_decay[3] = -401.0
-    with pytest.raises(BatchError, match="log_decay of -401 in prefill: TORCH_STATE loses digits below -400"):
-        served.layer(channels, gates, served.cache, metadata)
-
-
-def test_a_group_builds_what_it_has_states_and_kernels_for() -> None:
-    group = StateGroup(select(CONFIG, "cpu"), phases=["decode"])
-    with pytest.raises(BatchError, match="the group's layers have no states yet"):
-        group.build(prepare_batch([1], [1]), StateSlots([-1], [[0]]))
-    group.allocate(4)
-    with pytest.raises(BatchError, match="1 requests are in prefill: the group serves decode"):
-        group.build(prepare_batch([5], [5]), StateSlots([-1], [[0]]))
-    with pytest.raises(BatchError, match="request 0 has 0 tokens: accepted are requests with tokens to run"):
-        group.build(prepare_batch([0], [3]), StateSlots([-1], [[0]]))
-    with pytest.raises(BatchError, match="common is a NoneType: accepted is a CommonAttentionMetadata"):
-        group.build(None, StateSlots([-1], [[0]]))  # type: ignore[arg-type]
-    with pytest.raises(BatchError, match="slots is a list: accepted is a StateSlots"):
-        group.build(prepare_batch([1], [1]), [[0]])  # type: ignore[arg-type]
-    larger = StatePool(9)
-    larger.add("a")
-    with pytest.raises(BatchError, match="the slots are of a pool of 9: the group's layers have 4 slots"):
-        group.build(prepare_batch([1], [1]), larger.step({"a": 1}))
-    short = prepare_batch([1], [1])
-    short.seq_lens = short.seq_lens[:0]
-    with pytest.raises(BatchError, match=r"seq_lens is torch.int32 \(0,\): accepted is"):
-        group.build(short, StateSlots([-1], [[0]]))
-
-
 def test_memory_of_ones_own_becomes_a_layers_states() -> None:
     served = Served()
     pages = torch.randn(6, 200)  # a state and something else in each page
@@ -581,22 +409,3 @@ def test_memory_of_ones_own_becomes_a_layers_states() -> None:
     with pytest.raises(BatchError, match=r"cache.state is torch.float16"):
         empty.adopt(StateCache(torch.zeros(5, 2, 8, 8).half(), None))
     assert empty.num_slots is None
-
-
-def test_a_group_that_reads_zeros_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchStateBackend, "reads_zeros", True)
-    group = StateGroup(select(CONFIG, "cpu"))
-    cache = group.adopt(StateCache(torch.ones(5, 2, 8, 8), None))
-    assert group.num_slots == 3
-    assert not cache.state[zeros_slot(cache.state)].any()
-
-
-@pytest.mark.usefixtures("checked")
-def test_a_step_to_be_timed_passes() -> None:
-    step = StateStep(select(CONFIG, "cpu"), [(1, 5), (7, 7), (1, 1), (4, 9)])
-    step.make_layers(step.memory(2).caches(step))
-    calls: list[Call] = step.calls()
-    for _ in range(2):
-        for call in calls:
-            call()
-    assert step.error() < 2e-5

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("attn_select_torch")
 
-from attn_select import ConfigError, select  # noqa: E402
+from attn_select import ConfigError  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.layer.state_format import StateFormat  # noqa: E402
 from attn_select.runtime import prepare_batch  # noqa: E402
@@ -93,15 +93,3 @@ def test_states_of_another_format_are_named(states: StateCache, text: str) -> No
     own = StateFormat(CONFIG, "STATE_KV")
     with pytest.raises(ConfigError, match=text):
         convert_states(states, own, own)
-
-
-def test_other_heads_are_refused() -> None:
-    here, there = (StateFormat(CONFIG.model_copy(update={"num_v_heads": heads}), "STATE_KV") for heads in (4, 8))
-    states = StateCache(torch.zeros(2, 4, 8, 16), torch.zeros(2, 3, 96))
-    with pytest.raises(ConfigError, match="source and target store other states: num_v_heads = 4 and 8"):
-        convert_states(states, here, there)
-
-
-def test_the_selection_says_the_format() -> None:
-    form = select(CONFIG, "cpu").state_format
-    assert form == StateFormat(CONFIG, "STATE_KV")

@@ -20,7 +20,6 @@ from attn_select.runtime.states import (  # noqa: E402
     StateGroup,
     StateImpl,
     StatePool,
-    zeros_slot,
 )
 
 CONFIG = StateConfig(recurrence="gated_delta_net", num_heads=2, num_v_heads=4, head_size=8, dtype="float32")
@@ -128,14 +127,3 @@ def test_a_kernel_that_activates_gates_refuses_numbers(monkeypatch: pytest.Monke
         BatchError, match="gates are numbers, and TORCH_STATE activates them itself in decode: accepted"
     ):
         layer(torch.randn(1, CONFIG.width), gates, cache, metadata)
-
-
-def test_a_slot_of_zeros_lies_behind_the_requests_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    selection = select(CONFIG, "cpu")
-    spec = selection.backends["decode"]
-    monkeypatch.setattr(type(spec), "get_class", lambda _: ActivatingBackend)
-    for graphs in (False, True):
-        states = StateGroup(selection, cuda_graphs=graphs).allocate(3).state
-        assert len(states) == 5
-        assert zeros_slot(states) == 3
-        assert (states[3] == 0).all()

@@ -11,12 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("attn_select_torch")
 
-from attn_select import ConfigError  # noqa: E402
 from attn_select.backends.spec import BackendPlan  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
 from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
-from attn_select.runtime.cuda_graph import CudaGraphRunner, check_level  # noqa: E402
 from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StateSlots, StaticStates  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
@@ -82,19 +80,6 @@ def test_padding_changes_no_slot(each: int) -> None:
             assert bool((states[slot] == 7.0).all()) is (slot not in written)
 
 
-def test_a_step_leaves_nothing_of_a_larger_one() -> None:
-    group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
-    group.allocate(6)
-    static = StaticStates(group, 1, 4)
-    part = static.metadata(4).decode
-    assert part is not None
-    static.load(prepare_batch([1, 1, 1], [3, 3, 3]), StateSlots([0, 1, 2], [[0], [1], [2]]), 4)
-    static.load(prepare_batch([1], [4]), StateSlots([2], [[5]]), 4)
-    assert static.metadata(4).decode is part
-    assert part.read_slots.tolist() == [2, -1, -1, -1]
-    assert part.write_slots.tolist() == [5, -1, -1, -1]
-
-
 def test_what_static_states_refuse() -> None:
     group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
     group.allocate(6)
@@ -103,22 +88,3 @@ def test_what_static_states_refuse() -> None:
         static.load(prepare_batch([1, 3], [3, 3]), StateSlots([0, 1], [[0], [1]]), 4)
     with pytest.raises(BatchError, match="slot 6 to write: accepted are integers from 0 to 5"):  # the padding's own
         static.load(prepare_batch([1], [3]), StateSlots([0], [[6]]), 4)
-
-
-def test_levels_are_those_of_the_decode_backend() -> None:
-    single = StateGroup(capturable("UNIFORM_SINGLE_TOKEN_DECODE"), cuda_graphs=True)
-    check_level(single)
-    with pytest.raises(ConfigError, match="query length 3 need level UNIFORM_BATCH: TORCH_STATE is at UNIFORM_SINGLE"):
-        check_level(single, 3)
-    always = StateGroup(capturable("ALWAYS"), cuda_graphs=True)
-    with pytest.raises(ConfigError, match="mixed batches need level ALWAYS: TORCH_STATE is at UNIFORM_BATCH"):
-        check_level(always, mixed=True)
-
-
-def test_a_runner_takes_groups_that_keep_a_state() -> None:
-    group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
-    with pytest.raises(ConfigError, match="device = cpu: CUDA graphs need a CUDA device"):
-        CudaGraphRunner(lambda inputs, metadata: inputs["x"], [group], {"x": torch.empty(1, 1)}, [4])
-    plain = StateGroup(capturable("UNIFORM_BATCH"))
-    with pytest.raises(ConfigError, match=r"StateGroup\(selection, cuda_graphs=True\)"):
-        CudaGraphRunner(lambda inputs, metadata: inputs["x"], [plain], {"x": torch.empty(1, 1)}, [4])

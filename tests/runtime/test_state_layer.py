@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attn_select import AttentionConfig, ConfigError, select  # noqa: E402
+from attn_select import ConfigError, select  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
 from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StatePool, StateSlots  # noqa: E402
@@ -28,20 +28,6 @@ def group(**changes: Any) -> StateGroup:
 
 def inputs(tokens: int) -> tuple[Any, Any, Any]:
     return torch.randn(tokens, WIDTH), -torch.rand(tokens, 4), torch.rand(tokens, 4)
-
-
-def test_padding_is_neither_read_nor_written() -> None:
-    made = group()
-    layer, cache = LinearAttention(made), made.allocate(1)
-    pool = StatePool(1)
-    pool.add("a")
-    metadata = made.build(prepare_batch([3], [3]), pool.step({"a": 3}))
-    channels, decay, strength = (torch.cat([each, torch.full_like(each[:2], torch.nan)]) for each in inputs(3))
-    output = torch.full((5, 4, 16), 7.0)
-    assert layer(channels, Gates(decay, strength), cache, metadata, output) is output
-    assert output[:3].isfinite().all()
-    assert (output[3:] == 7).all()
-    assert cache.state.isfinite().all()
 
 
 def test_values_are_added_to_the_output() -> None:
@@ -121,13 +107,6 @@ def test_the_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[st
     assert f"$ python examples/state_layer.py\n{capsys.readouterr().out}```" in shown
 
 
-def test_decodes_come_first() -> None:
-    made = group()
-    made.allocate(2)
-    with pytest.raises(BatchError, match="decodes of up to 1 tokens must come first"):
-        made.build(prepare_batch([4, 1], [4, 1]), StateSlots([-1, -1], [[0], [1]]))
-
-
 def test_the_weights_of_the_convolution_are_checked() -> None:
     with_conv, without = group(conv_kernel_size=4), group()
     with pytest.raises(ConfigError, match="conv_weight is missing with conv_kernel_size = 4"):
@@ -140,18 +119,3 @@ def test_the_weights_of_the_convolution_are_checked() -> None:
         LinearAttention(with_conv, torch.zeros(WIDTH, 4), torch.zeros(4))
     with pytest.raises(ConfigError, match="skip has shape"):
         LinearAttention(without, skip=torch.zeros(2))
-
-
-def test_groups_are_of_states() -> None:
-    attention: Any = select(AttentionConfig(num_heads=2, head_size=8), "cpu")
-    with pytest.raises(ConfigError, match=r"what attn_select\.select returns for a StateConfig"):
-        StateGroup(attention)
-
-
-def test_all_layers_have_as_many_slots() -> None:
-    made = group()
-    made.allocate(3)
-    with pytest.raises(ConfigError, match="num_slots = 4: the group's other layers have 3"):
-        made.allocate(4)
-    with pytest.raises(ConfigError, match="num_slots = 0: accepted are integers from 1"):
-        group().allocate(0)

@@ -21,15 +21,6 @@ def run(pool: StatePool, num_tokens: dict[str, int]) -> StateSlots:
     return slots
 
 
-def test_a_new_request_reads_no_slot_and_then_its_own() -> None:
-    pool = StatePool(2)
-    pool.add("a")
-    first = run(pool, {"a": 5})
-    assert (first.read, len(first.write[0])) == ([-1], 1)
-    second = run(pool, {"a": 1})
-    assert second.read == first.write[0]
-
-
 def test_a_step_writes_beside_the_state_that_it_reads_while_a_slot_is_free() -> None:
     pool = StatePool(3)
     for name in ("a", "b"):
@@ -51,59 +42,6 @@ def test_a_step_with_drafts_keeps_the_state_that_it_reads() -> None:
         assert drafts.read[0] not in drafts.write[0]
         assert pool.num_free_slots == 2
         pool.accept("a", kept)
-
-
-def test_a_reused_slot_starts_from_zero() -> None:
-    pool = StatePool(1)
-    pool.add("a")
-    run(pool, {"a": 1})
-    pool.free("a")
-    pool.add("b")
-    assert pool.step({"b": 1}).read == [-1]
-
-
-def test_a_fork_shares_the_state_until_both_have_written() -> None:
-    pool = StatePool(3)
-    pool.add("a")
-    shared = run(pool, {"a": 1}).write[0][0]
-    pool.fork("a", "b")
-    assert pool.num_free_slots == 2
-    step = run(pool, {"a": 1, "b": 1})
-    assert step.read == [shared, shared]
-    assert shared not in (step.write[0][0], step.write[1][0])
-    assert step.write[0] != step.write[1]
-    assert pool.num_free_slots == 1
-
-
-def test_one_of_a_fork_may_go_on_alone() -> None:
-    pool = StatePool(2)
-    pool.add("a")
-    shared = run(pool, {"a": 1}).write[0][0]
-    pool.fork("a", "b")
-    run(pool, {"a": 1})
-    assert run(pool, {"b": 1}).read == [shared]
-    pool.free("a")
-    assert pool.num_free_slots == 1
-
-
-def test_rejected_drafts_are_undone() -> None:
-    pool = StatePool(4, num_speculative_tokens=3)
-    pool.add("a")
-    run(pool, {"a": 10})
-    drafts = run(pool, {"a": 4})
-    assert len(set(drafts.write[0])) == 4
-    pool.accept("a", 2)
-    assert pool.step({"a": 4}).read == [drafts.write[0][1]]
-
-
-def test_a_decode_needs_its_slots() -> None:
-    pool = StatePool(3, num_speculative_tokens=3)
-    pool.add("a")
-    run(pool, {"a": 10})
-    with pytest.raises(OutOfSlotsError, match="needs 3 slots more than its requests hold, and 2 of 3 are free"):
-        pool.step({"a": 4})
-    assert pool.num_free_slots == 2
-    assert pool.step({"a": 3}).read != [-1]
 
 
 def test_a_step_changes_nothing_until_it_is_committed() -> None:
@@ -158,20 +96,6 @@ def test_what_is_committed_is_the_last_step() -> None:
     for slots in (other.step({"a": 1}), StateSlots([-1], [[0]]), [[0]]):
         with pytest.raises(PoolError, match="none that a step of this pool returned"):
             pool.commit(slots)  # type: ignore[arg-type]
-
-
-def test_a_freed_request_takes_its_planned_step_with_it() -> None:
-    pool = StatePool(4)
-    for name in ("a", "b"):
-        pool.add(name)
-    planned = pool.step({"a": 1, "b": 1})
-    pool.free("a")
-    assert pool.num_free_slots == 3
-    with pytest.raises(PoolError, match="request 'a' is not in the pool"):
-        pool.commit(planned)
-    pool.take_back(planned)
-    assert pool.num_free_slots == 4
-    assert pool.step({"b": 2}).read == [-1]
 
 
 def test_misuse_is_refused() -> None:

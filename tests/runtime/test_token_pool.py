@@ -59,12 +59,6 @@ def test_exhaustion_and_misuse_name_the_request_and_change_nothing() -> None:
     assert slots.num_free_blocks == 2
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(0, 4), (4, 0)])
-def test_an_empty_map_is_refused(rows: int, columns: int) -> None:
-    with pytest.raises(ValueError, match=r"max_(requests|context_len) = 0: accepted are integers from 1"):
-        ReqToTokenPool(rows, columns, TokenToKVPool(4))
-
-
 def test_a_request_may_fill_its_row() -> None:
     pool = ReqToTokenPool(1, 5, TokenToKVPool(6))
     pool.extend("a", 3)

@@ -23,7 +23,7 @@ from attn_select.reference.running import (
     problem_for,
     run_problem,
 )
-from attn_select.runtime import BatchError, Capacity, attention_group
+from attn_select.runtime import Capacity, attention_group
 from attn_select.runtime.cuda_graph import StaticBatch, check_level
 from attn_select.runtime.tree_group import DraftTreeGroup
 
@@ -108,34 +108,3 @@ def test_mixed_steps_are_not_captured(level: str, here: str, make_trees: MakeTre
     assert group.cudagraph_support == here
     with pytest.raises(ConfigError, match="CUDA graphs of mixed batches need level ALWAYS"):
         check_level(group, mixed=True)
-
-
-def test_a_batch_that_does_not_fit_is_refused_before_a_capture(make_trees: MakeTrees) -> None:
-    group = make_trees(options={"cuda_graphs": True})
-    with pytest.raises(BatchError, match="max_num_seqs = 16"):
-        group.build_for_cudagraph_capture(StaticBatch(make_large(group), 1).dummy(17))
-
-
-def make_large(group: DraftTreeGroup) -> DraftTreeGroup:
-    """Return a group of the same layers for more requests."""
-    return DraftTreeGroup(group.selection, "cpu", Capacity(32, 64, 512), cuda_graphs=True)
-
-
-def test_both_parts_serve_the_phases_that_are_asked_for(make_trees: MakeTrees) -> None:
-    group = make_trees(options={"phases": ("decode",)})
-    assert [*group.backends] == [*group.plain.backends] == [*group.context.backends] == ["decode"]
-
-
-def test_the_plans_of_both_parts_are_made_anew_unless_asked_otherwise(
-    make_trees: MakeTrees, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = make_trees()
-    asked: list[bool] = []
-    for part in (group.plain, group.context):
-        build = part.build
-        monkeypatch.setattr(part, "build", lambda *given, build=build: (asked.append(given[2]), build(*given))[1])
-    common = common_of(problem_for(group, TREE_REQUESTS))
-    group.build(common)
-    assert asked == [False, False]
-    group.build(common, fast_build=True)
-    assert asked == [False, False, True, True]

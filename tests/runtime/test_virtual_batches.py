@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.running import common_of, reblocked
-from attn_select.runtime import Attention, AttentionGroup, BatchError, Capacity, split_decodes_and_prefills
+from attn_select.runtime import Attention, AttentionGroup, Capacity, split_decodes_and_prefills
 from attn_select.runtime.metadata import Split
 from attn_select.testing import lse_error, random_problem, relative_error
 
@@ -54,11 +54,6 @@ def test_every_chunk_is_a_request(
     assert built.common.max_seq_len <= size
 
 
-@pytest.mark.parametrize("fields", [{"alibi": True}, {"sinks": True}, {"logits_soft_cap": 4.0}], ids=str)
-def test_other_features_keep_their_meaning(make_group: Factory, fields: dict[str, Any]) -> None:
-    assert_solved(make_group(chunked(32, **fields)), 1, MIXED)
-
-
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), min_size=1, max_size=6), st.sampled_from([4, 8, 20]))
 def test_any_batch(make_toy: Factory, make_group: Factory, requests: list[tuple[int, int]], size: int) -> None:
@@ -69,20 +64,6 @@ def test_any_batch(make_toy: Factory, make_group: Factory, requests: list[tuple[
         group = make_group(chunked(size, block_size=4), toy, capacity=Capacity(len(requests), queries, 40))
         assert_solved(group, queries, requests, block_size=4)
         assert toy.builds[0].common.num_reqs <= group.distinct[0].context.max_num_seqs
-
-
-def test_chunks_of_one_token_see_themselves_alone(make_toy: Factory, make_group: Factory) -> None:
-    toy = make_toy(kernel_block_sizes=(1,))
-    assert_solved(make_group(chunked(1, block_size=4), toy), 11, ((1, 1), (3, 3), (2, 5), (4, 2)), block_size=4)
-    assert toy.builds[0].common.query_lens_cpu.tolist()[:6] == [1] * 6
-
-
-def test_blocks_are_split_until_they_divide_a_chunk(make_toy: Factory, make_group: Factory) -> None:
-    toy = make_toy(kernel_block_sizes=(16, 8), width_multiple=4)
-    group = make_group(chunked(24, block_size=16), toy)
-    assert (group.block_size, group.distinct[0].context.block_size) == (16, 8)
-    assert_solved(group, 5, MIXED)
-    assert {built.common.block_table_tensor.shape[1] for built in toy.builds} == {4}
 
 
 def test_two_backends_share_a_batch(make_toy: Factory, make_group: Factory) -> None:
@@ -114,30 +95,3 @@ def test_drafts_that_cross_a_border_stay_decodes(make_toy: Factory, make_group: 
     assert common.query_lens_cpu.tolist() == [2, 2, 4, 16, 4]
     assert split_decodes_and_prefills(common, 4) == Split(3, 2, 8, 20)
     assert split_decodes_and_prefills(common, 4, require_uniform=True) == Split(2, 3, 4, 24)
-
-
-def test_captured_tensors_stay_where_they_are(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    toy = make_toy()
-    group = make_group(chunked(32), toy, cuda_graphs=True, capacity=Capacity(4, 64, 100))
-    assert group.cudagraph_support == "UNIFORM_SINGLE_TOKEN_DECODE"
-    group.build_for_cudagraph_capture(make_batch([(1, 100), (1, 1), (1, 33)]))
-    group.build(make_batch([(1, 64), (1, 65), (1, 7)]))
-    captured, replayed = (
-        (built.common.query_start_loc, built.common.seq_lens, built.common.block_table_tensor) for built in toy.builds
-    )
-    assert [tensor.data_ptr() for tensor in captured] == [tensor.data_ptr() for tensor in replayed]
-    assert [tensor.stride() for tensor in captured] == [tensor.stride() for tensor in replayed]
-    assert replayed[1].tolist() == [32, 1, 7]
-    assert replayed[2][:, 0].tolist() == [2, 8, 9]  # the first chunk ends with block 1, the next two with block 7
-
-
-def test_a_shared_prefix_is_not_used(make_toy: Factory, make_group: Factory, make_batch: Factory) -> None:
-    toy = make_toy()
-    group = make_group(chunked(32), toy, capacity=Capacity(64, 64, 1024))
-    group.build(make_batch([(1, 600)] * 32), common_prefix_len=512)
-    assert toy.builds[0].prefix_len == 0
-
-
-def test_a_step_in_both_directions_is_refused(make_group: Factory, make_batch: Factory) -> None:
-    with pytest.raises(BatchError, match=r"causal = False, but the layers attend inside chunks"):
-        make_group(chunked(32)).build(make_batch([(4, 20)], causal=False))

@@ -11,9 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from attn_select import AttentionConfig, select  # noqa: E402
-from attn_select.errors import ConfigError  # noqa: E402
 from attn_select.runtime import Attention, Capacity, MLAAttention, attention_group  # noqa: E402
-from attn_select.runtime.warm_up import Step, batch_of, steps_of  # noqa: E402
+from attn_select.runtime.warm_up import batch_of, steps_of  # noqa: E402
 
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
@@ -51,25 +50,6 @@ def test_layers_of_all_kinds_are_warmed_up(fields: dict[str, Any], capacity: Cap
     assert layer.group is group
 
 
-def test_without_a_layer_it_says_what_to_do() -> None:
-    group = attention_group(select(AttentionConfig(**GQA), device="cpu"))
-    with pytest.raises(ConfigError, match="make the layers before"):
-        group.warm_up()
-
-
-def test_steps_stay_within_the_capacity() -> None:
-    config = AttentionConfig(**GQA, num_speculative_tokens=3)
-    for most in ((1, 1, 1), (2, 3, 40), (2, 8192, 4096), (300, 8192, 131072)):
-        steps = steps_of(config, most, {"decode", "prefill"}, mixed=True, captured=True)
-        for step in steps:
-            assert len(step.requests) <= most[0]
-            assert sum(query for query, _ in step.requests) <= most[1]
-            assert max(keys for _, keys in step.requests) <= most[2]
-    queries = {query for step in steps for query, _ in step.requests}
-    assert {1, 2, 4, 5, 8, 16, 32, 64, 512, 2048} == queries
-    assert {step.captured for step in steps} == {False, True}
-
-
 def test_decodes_with_and_without_a_tree_are_warmed_up_and_captured_ones_have_one() -> None:
     config = AttentionConfig(**GQA, num_speculative_tokens=3, draft_tree=True)
     steps = steps_of(config, (8, 512, 4096), {"decode", "prefill"}, mixed=True, captured=True)
@@ -82,28 +62,6 @@ def test_decodes_with_and_without_a_tree_are_warmed_up_and_captured_ones_have_on
         mask = batch_of(step, config, 16, torch.device("cpu")).tree_mask
         assert (mask is not None) == step.tree
         assert mask is None or mask.shape == (sum(query for query, _ in step.requests), 4)
-
-
-@pytest.mark.parametrize("drafts", range(16))
-def test_decodes_with_fewer_drafts_have_tiles_of_half_the_rows(drafts: int) -> None:
-    """Whatever number of tokens a decode has, a step that is run has as many or less than twice as many."""
-    config = AttentionConfig(**GQA, num_speculative_tokens=drafts)
-    steps = steps_of(config, (8, 512, 4096), {"decode"}, mixed=False, captured=True)
-    run = {query for step in steps for query, _ in step.requests}
-    assert {query for step in steps for query, _ in step.requests if step.captured} == {1, 1 + drafts}
-    for tokens in range(1, 2 + drafts):
-        assert any(tokens <= query < 2 * tokens for query in run)
-
-
-def test_a_step_reads_block_0_and_writes_nothing() -> None:
-    batch = batch_of(Step(((1, 70), (64, 64))), AttentionConfig(**GQA), 16, torch.device("cpu"))
-    assert batch.query_start_loc.tolist() == [0, 1, 65]
-    assert batch.block_table_tensor is not None
-    assert batch.block_table_tensor.shape == (2, 5)
-    assert not batch.block_table_tensor.any()
-    assert batch.slot_mapping is not None
-    assert (batch.slot_mapping == -1).all()
-    assert str(Step(((1, 70), (1, 70), (64, 64)))) == "2 x 1 tokens over 70 keys and 1 x 64 tokens over 64 keys"
 
 
 def test_kernels_are_compiled_before_the_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,21 +138,3 @@ def test_decodes_and_prefills_are_mixed_where_one_backend_takes_both(
     group, layer = group_with_layer(LAYERS["MLA"], capacity)
     group.unified = False  # as with two backends, which MLA layers have in most batches
     assert mixed in warmed(group, layer)[0]
-
-
-def test_kernels_of_two_backends_are_not_compiled_first(
-    make_toy: Callable[..., Any], make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    toys = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
-    group = make_group(AttentionConfig(**GQA), *toys, capacity=Capacity(4, 128, 128))
-    for served in group.distinct:
-
-        @contextmanager
-        def compiling(progress: Any) -> Any:
-            raise AssertionError
-            yield
-
-        monkeypatch.setattr(served.backend, "compiling", staticmethod(compiling))
-    layer = Attention(group)
-    assert group.warm_up().steps > 0
-    assert layer.group is group

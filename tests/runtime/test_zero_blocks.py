@@ -22,7 +22,7 @@ from attn_select.runtime import (
     attention_group,
     prepare_batch,
 )
-from attn_select.runtime.kv_cache import allocate_kv_cache, check_cache_shape, zero_blocks
+from attn_select.runtime.kv_cache import allocate_kv_cache, zero_blocks
 from attn_select.testing import attention_reference, mla_layer, relative_error
 
 FLASH, NHD, HND, MLA, DS, CLASSIC = layouts.LAYOUTS
@@ -63,19 +63,6 @@ def test_whole_blocks_of_every_layout_become_zero_and_no_others(layout: str, con
     cache = filled(allocate_kv_cache(layout, config, 11, 64, "cpu"))
     zero_blocks(cache, layout, config, torch.tensor([3, 10, 3]))
     assert zeroed(cache, 11) == [3, 10]
-
-
-@pytest.mark.parametrize("layout", HEADED)
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_ids_are_the_allocators(make_group: Make, make_toy: Make, layout: str, as_tensor: bool) -> None:
-    toy = make_toy(layouts=(layout,), kernel_block_sizes=(16,))
-    group: AttentionGroup = make_group(headed(block_size=48), toy)
-    cache = filled(group.allocate_kv_cache(5))
-    assert check_cache_shape(cache, layout, group.config) == (15, 16)
-    ids = [1, 4]
-    group.zero_blocks(cache, torch.tensor(ids, dtype=torch.int32) if as_tensor else ids)
-    assert zeroed(cache, 15) == [3, 4, 5, 12, 13, 14]
-    group.zero_blocks(cache, [])
 
 
 def test_what_is_no_block_is_refused(make_group: Make) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from attn_select.backends.spec import BackendPlan, ComputeCapabilities, Fact, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.testing import conformance
-from attn_select.testing.conformance_summary import SuiteCounts, summary_lines
 
 pytestmark = pytest.mark.long
 
@@ -58,13 +57,6 @@ def test_refusing_takes_a_reason(right: Variant) -> None:
     assert failures(refuse([Reason("acme-sinks", "no sinks today")]).suite()) == []
 
 
-def test_a_plan_that_raises_is_found(right: Variant) -> None:
-    def plan(config: AttentionConfig, *rest: Any) -> Any:
-        return {}[config.head_size]
-
-    assert "plan() raised KeyError" in failures(replace(right, spec=replace(right.spec, plan=plan)).suite())[0]
-
-
 def test_the_gate_is_compared_with_the_kernel(right: Variant) -> None:
     class Asked(right.suite()):  # type: ignore[misc]
         def kernel_accepts(self, config: AttentionConfig, phase: str) -> bool | None:
@@ -92,21 +84,6 @@ def test_what_this_machine_lacks_is_skipped_in_the_gates_words(right: Variant) -
     assert failures(right.declaring(compute_capabilities=hopper).suite(device="cpu", gate_device="h100")) == []
 
 
-def test_the_counts_of_several_processes_are_one_line() -> None:
-    first = SuiteCounts(
-        suite="TestOne (ACME_ATTN)", seed=3, tally={"accepted": 2, "run": 1, "batches": 4}, not_run={"no GPU": 1}
-    )
-    second = {**first, "tally": {"accepted": 1, "rejected": 2, "failed": 1}}
-    other = {**first, "seed": 4, "tally": {"rejected": 1}, "not_run": {}}
-    assert summary_lines([first, second, other]) == [  # type: ignore[list-item]
-        "TestOne (ACME_ATTN): 5 configurations of seed 3: 3 accepted, 2 rejected, "
-        "1 run (4 batches, 0 graph replays), 1 failed, 2 not run",
-        "  2 not run: no GPU",
-        "TestOne (ACME_ATTN): 1 configurations of seed 4: 0 accepted, 1 rejected, "
-        "0 run (0 batches, 0 graph replays), 0 failed, 0 not run",
-    ]
-
-
 def test_configurations_of_one_compile_key_go_to_one_process(right: Variant) -> None:
     keyed = replace(right, spec=replace(right.spec, compile_key=lambda config: config.head_size)).suite()
     groups: dict[str, set[int | None]] = {}
@@ -116,13 +93,6 @@ def test_configurations_of_one_compile_key_go_to_one_process(right: Variant) -> 
     assert len(groups) > 2
     assert all(len(sizes) == 1 for sizes in groups.values())
     assert not any(hasattr(param, "marks") for param in params_of(keyed, grouped=False))  # where xdist is missing
-
-
-def test_a_plugin_without_runtime_is_skipped(right: Variant) -> None:
-    suite = replace(right, spec=replace(right.spec, load="acme_facts_alone:AcmeBackend")).suite()
-    assert failures(suite) == []
-    why = "backend ACME_ATTN: load = 'acme_facts_alone:AcmeBackend': no module acme_facts_alone"
-    assert suite.summary()[1:] == [f"  {ACCEPTED} not run: {why}"]
 
 
 def test_a_backend_that_masks_other_ranks_contexts_is_found(right: Variant) -> None:

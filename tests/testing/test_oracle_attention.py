@@ -18,8 +18,6 @@ from attn_select.testing import (
     attention_options,
     attention_reference,
     merge_reference,
-    varlen_reference,
-    visible_keys,
 )
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
@@ -164,42 +162,6 @@ def test_equals_torch_sdpa(causal: bool, rows: int, seq_len: int, kv_heads: int)
     torch.testing.assert_close(output, expected[0].transpose(0, 1), **EXACT)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_window_as_flash_attention_builds_it(causal: bool) -> None:
-    """vLLM passes ``(window - 1, 0)``, without causality ``(window - 1, window - 1)``; inclusive, right-aligned."""
-    rows, seq_len, window = 5, 12, 4
-    left, right = window - 1, 0 if causal else window - 1
-    row = torch.arange(rows)[:, None] + seq_len - rows
-    column = torch.arange(seq_len)[None]
-    band = (column >= row - left) & (column <= row + right)
-    positions = torch.arange(seq_len - rows, seq_len)
-    assert torch.equal(visible_keys(positions, seq_len, causal=causal, sliding_window=window), band)
-
-    query, keys, values = tensors(rows, seq_len, kv_heads=4)
-    expected = scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (query, keys, values)), attn_mask=band, scale=0.3
-    )
-    output, _ = attention_reference(query, keys, values, scale=0.3, causal=causal, sliding_window=window)
-    torch.testing.assert_close(output, expected.transpose(0, 1), **EXACT)
-
-
-def test_a_window_counts_the_row_itself() -> None:
-    seen = visible_keys(torch.tensor([5]), 8, sliding_window=3)
-    assert seen[0].nonzero().flatten().tolist() == [3, 4, 5]
-    seen = visible_keys(torch.tensor([5]), 10, causal=False, sliding_window=3)
-    assert seen[0].nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
-
-
-def test_image_tokens_see_each_other_and_what_lies_before_them() -> None:
-    seen = visible_keys(torch.tensor([1, 2, 4, 5]), 7, mm_prefix_ranges=[(2, 4)])
-    assert [row.nonzero().flatten().tolist() for row in seen] == [
-        [0, 1],
-        [0, 1, 2, 3, 4],
-        [0, 1, 2, 3, 4],
-        [0, 1, 2, 3, 4, 5],
-    ]
-
-
 def test_rows_without_keys() -> None:
     query, keys, values = tensors(3, 1)
     output, lse = attention_reference(query, keys, values, scale=1.0)
@@ -231,26 +193,6 @@ def test_large_scores_do_not_overflow() -> None:
     assert output.isfinite().all()
     assert lse.isfinite().all()
     assert float(lse.max()) > 1e5
-
-
-def test_nan_where_nobody_looks_changes_nothing() -> None:
-    query, keys, values = tensors(2, 9)
-    expected = attention_reference(query, keys, values, scale=0.3, sliding_window=3)
-    keys[:5] = values[:5] = math.nan  # rows at 7 and 8 see 5 to 8
-    torch.testing.assert_close(
-        attention_reference(query, keys, values, scale=0.3, sliding_window=3), expected, rtol=0, atol=0
-    )
-    values[5] = math.nan
-    output, _ = attention_reference(query, keys, values, scale=0.3, sliding_window=3)
-    assert output[0].isnan().all()
-
-
-def test_long_queries_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, keys, values = tensors(13, 20)
-    expected = attention_reference(query, keys, values, scale=0.3, sliding_window=6)
-    monkeypatch.setattr("attn_select.reference.oracle._MAX_SCORES", 4 * 20 * 3)
-    got = attention_reference(query, keys, values, scale=0.3, sliding_window=6)
-    torch.testing.assert_close(got, expected, **EXACT)
 
 
 @given(
@@ -301,52 +243,6 @@ def test_parts_merge_to_the_whole(
     torch.testing.assert_close(merge_reference(*zip(*parts, strict=True)), whole, **EXACT)
 
 
-def test_cascade() -> None:
-    """The shared prefix once, for the rows of all requests together and without a mask; then every suffix by itself."""
-    prefix, suffixes = 11, [(1, 4), (3, 3), (2, 9)]
-    shared_keys, shared_values = randn(prefix, 2, 8, seed=90), randn(prefix, 2, 6, seed=91)
-    problems = [tensors(rows, suffix, seed=10 * rows) for rows, suffix in suffixes]
-    all_rows = torch.cat([query for query, _, _ in problems])
-    common = attention_reference(all_rows, shared_keys, shared_values, scale=0.3, causal=False)
-    start = 0
-    for query, keys, values in problems:
-        rows = slice(start, start + len(query))
-        start = rows.stop
-        own = attention_reference(query, keys, values, scale=0.3)
-        merged = merge_reference([common[0][rows], own[0]], [common[1][rows], own[1]])
-        whole = attention_reference(
-            query, torch.cat([shared_keys, keys]), torch.cat([shared_values, values]), scale=0.3
-        )
-        torch.testing.assert_close(merged, whole, **EXACT)
-
-
-def test_merging_nothing_but_empty_parts() -> None:
-    output, lse = torch.full((2, 3, 4), math.nan), torch.full((2, 3), -math.inf)
-    merged, merged_lse = merge_reference([output, output], [lse, lse])
-    assert torch.equal(merged, torch.zeros(2, 3, 4, dtype=torch.float64))
-    assert merged_lse.isneginf().all()
-
-
-def test_merge_does_not_overflow() -> None:
-    output = torch.ones(1, 1, 2, dtype=torch.float64)
-    lse = torch.full((1, 1), 5000.0, dtype=torch.float64)
-    merged, merged_lse = merge_reference([output, 3 * output], [lse, lse])
-    torch.testing.assert_close(merged, 2 * output, **EXACT)
-    torch.testing.assert_close(merged_lse, lse + math.log(2), **EXACT)
-
-
-def test_varlen_is_one_request_after_another() -> None:
-    config = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=8, attn_type="encoder_only", sliding_window=3)
-    query, keys, values = tensors(12, 12)
-    bounds = torch.tensor([0, 5, 5, 11])  # an empty request, and a row of padding
-    output, lse = varlen_reference(query, keys, values, bounds, bounds, config, 0.3)
-    for part in (slice(0, 5), slice(5, 11)):
-        expected = by_hand(query[part], keys[part], values[part], scale=0.3, causal=False, sliding_window=3)
-        torch.testing.assert_close((output[part], lse[part]), expected, **EXACT)
-    assert not output[11].any()
-    assert lse[11].isneginf().all()
-
-
 def test_a_config_says_what_to_do() -> None:
     sizes = {"num_heads": 2, "head_size": 8}
     assert attention_options(AttentionConfig(**sizes, logits_soft_cap=30.0))["logits_soft_cap"] == 30.0
@@ -363,11 +259,3 @@ def test_a_config_says_what_to_do() -> None:
         attention_options(AttentionConfig(**sizes, sinks=True))
     with pytest.raises(ValueError, match="alibi_slopes given"):
         attention_options(AttentionConfig(**sizes), alibi_slopes=torch.ones(2))
-
-
-def test_shapes_that_do_not_go_together() -> None:
-    query, keys, values = tensors(2, 5)
-    with pytest.raises(ValueError, match=r"\(2, 3, 8\)"):
-        attention_reference(query[:, :3], keys, values, scale=1.0)
-    with pytest.raises(ValueError, match=r"keys \(4, 2, 8\)"):
-        attention_reference(query, keys[:4], values, scale=1.0)

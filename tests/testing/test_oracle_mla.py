@@ -16,7 +16,6 @@ from attn_select.layer.layouts import FP8_DS_MLA, MLA
 from attn_select.testing import (
     absorb_query,
     gather_reference,
-    merge_reference,
     mla_absorbed_reference,
     mla_reference,
     pack_fp8_ds_mla,
@@ -24,7 +23,6 @@ from attn_select.testing import (
     random_problem,
     sparse_mla_reference,
     unpack_fp8_ds_mla,
-    write_reference,
 )
 
 SMALL = {"num_heads": 3, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -72,36 +70,6 @@ def test_decompressed_by_hand() -> None:
         total = sum(w * (w_uv[:, head].T @ kv_c[s]) for s, w in enumerate(weights))
         torch.testing.assert_close(output[0, head], total / sum(weights))
         assert float(lse[0, head]) == pytest.approx(math.log(sum(weights)))
-
-
-def test_prefill_over_cached_context_in_chunks() -> None:
-    """New tokens under a causal mask, the context in chunks without one, merged: as an engine runs MLA prefill."""
-    rows, context = 5, 14
-    q_nope, q_pe, kv_c, k_pe, w_uk, w_uv = inputs(rows, context + rows, 6)
-    weights = (w_uk, w_uv)
-    whole = mla_reference(q_nope, q_pe, kv_c, k_pe, *weights, scale=0.2)
-    parts = [mla_reference(q_nope, q_pe, kv_c[context:], k_pe[context:], *weights, scale=0.2)]
-    for start in range(0, context, 6):
-        part = slice(start, min(start + 6, context))
-        parts.append(mla_reference(q_nope, q_pe, kv_c[part], k_pe[part], *weights, scale=0.2, causal=False))
-    torch.testing.assert_close(merge_reference(*zip(*parts, strict=True)), whole)
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
-def test_paged_equals_dense(kv_cache_dtype: str) -> None:
-    config = AttentionConfig(**SMALL, kv_cache_dtype=kv_cache_dtype)
-    problem = random_problem(3, config, MLA, requests=[(2, 20), (1, 17), (6, 6)])
-    output, lse = problem.reference()
-    assert output.shape == (9, 3, 16)
-    cache = problem.written_cache()
-    start = 0
-    for row, (query_len, seq_len) in zip(problem.block_table, problem.requests, strict=True):
-        rows = slice(start, start + query_len)
-        start += query_len
-        slots = torch.tensor([int(row[p // 16]) * 16 + p % 16 for p in range(seq_len)])
-        keys, _ = gather_reference(cache, MLA, slots, config, k_scale=problem.k_scale)
-        expected = mla_absorbed_reference(problem.query[rows], keys[:, 0, :16], keys[:, 0, 16:], scale=problem.scale)
-        torch.testing.assert_close((output[rows], lse[rows]), expected)
 
 
 def test_the_656_bytes() -> None:
@@ -153,11 +121,6 @@ def test_packing_and_back(seed: int, exponent: float, power_of_two_scales: bool,
         assert torch.equal(numbers.bfloat16().double(), numbers)  # what FlashMLA computes with
 
 
-def test_only_656_bytes_are_unpacked() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 576\)"):
-        unpack_fp8_ds_mla(torch.zeros(2, 576, dtype=torch.uint8))
-
-
 @pytest.mark.parametrize(("layout", "kv_cache_dtype"), [(MLA, "auto"), (FP8_DS_MLA, "fp8_ds_mla")])
 def test_sparse_over_all_tokens_is_dense(layout: str, kv_cache_dtype: str) -> None:
     config = AttentionConfig(**DEEPSEEK, sparse_top_k=64, kv_cache_dtype=kv_cache_dtype)
@@ -197,13 +160,3 @@ def test_sparse_attends_to_the_choice_alone() -> None:
     torch.testing.assert_close((output[1], lse[1]), by_hand(1, [a, a, b]))
     assert not output[2].any()
     assert lse[2].isneginf().all()
-
-
-def test_fp8_ds_mla_cache_holds_packed_tokens() -> None:
-    config = AttentionConfig(**DEEPSEEK, sparse_top_k=64, kv_cache_dtype="fp8_ds_mla")
-    cache = torch.full((2, 64, 656), 0xFF, dtype=torch.uint8)
-    latent, rope = torch.randn(2, 512).bfloat16(), torch.randn(2, 64).bfloat16()
-    write_reference(cache, latent, rope, torch.tensor([70, -1]), FP8_DS_MLA, config, power_of_two_scales=False)
-    assert torch.equal(cache[1, 6], pack_fp8_ds_mla(latent[0], rope[0], power_of_two_scales=False))
-    cache[1, 6] = 0xFF
-    assert bool((cache == 0xFF).all())

@@ -53,13 +53,6 @@ def test_the_text_of_a_batch_means_the_same_batch(groups: list[RequestGroup]) ->
     assert pickle.loads(pickle.dumps(batch)) == batch
 
 
-def test_decode_is_by_the_longest_query() -> None:
-    assert parse_batch_shape("64q1s4k").is_decode()
-    assert not parse_batch_shape("q2s10_64q1s4k").is_decode()
-    assert parse_batch_shape("q2s10_64q1s4k").is_decode(2)
-    assert not parse_batch_shape("q4s10").is_decode(3)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -87,15 +80,6 @@ def test_what_is_no_batch_is_refused(text: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_a_text_that_is_too_long_is_refused() -> None:
-    text = "_".join(f"q1s{length}" for length in range(1000, 2250))
-    assert len(text) == 9999
-    assert parse_batch_shape(text).num_requests == 1250
-    with pytest.raises(ConfigError, match="10003 characters; expected at most 10000") as caught:
-        parse_batch_shape(text + "_q17")
-    assert len(str(caught.value)) < 500
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -109,14 +93,6 @@ def test_lengths_that_cannot_be_are_refused(text: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
         parse_batch_shape(text)
     assert f"batch = {text!r}" in str(caught.value)
-
-
-def test_groups_and_batches_made_by_hand_are_checked() -> None:
-    for bad in (0, True, 1.0, "4"):
-        with pytest.raises(ConfigError, match="count"):
-            RequestGroup(bad, 1, 1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least one request"):
-        BatchShape(())
 
 
 def test_tokens_and_pairs_are_those_of_all_requests() -> None:

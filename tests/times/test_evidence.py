@@ -67,7 +67,3 @@ def test_what_is_known_to_be_of_older_kernels_says_nothing(tmp_path: Path, monke
     assert "FLASHINFER" not in loaded(tmp_path, "FLASHINFER", {"flashinfer-python": "0.0.1"}).predict(GQA, DECODE)
     here = {"flashinfer-python": "0.6.18"}  # it was measured again
     assert "FLASHINFER" in loaded(tmp_path, "FLASHINFER", here).predict(GQA, DECODE)
-
-
-def test_a_device_that_was_not_surveyed_has_no_evidence() -> None:
-    assert load_evidence(lookup("a100"), HERE, SPECS) is None

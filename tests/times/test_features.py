@@ -26,13 +26,6 @@ def test_the_floor_is_the_longer_of_bytes_and_products() -> None:
     assert step_features(GQA, parse_batch_shape("q8k"), H200).floor_us == pytest.approx(LAUNCH_US + flops / 7.81e8)
 
 
-def test_doubling_is_one_step() -> None:
-    one, two = values("64q1s4k"), values("128q1s4k")
-    for name in ("requests", "new_tokens", "tiles"):
-        assert two[name] - one[name] == pytest.approx(1)
-    assert two["mean_keys"] == one["mean_keys"] == 12
-
-
 def test_unlike_lengths_stretch_a_step() -> None:
     """One long request among short ones: kernels that share keys out evenly are told apart from those that do not."""
     even, uneven = values("64q1s4k"), values("63q1s1k_q1s193k")

@@ -85,14 +85,6 @@ def test_other_code_has_another_hash(plugin: Callable[..., str], file: str, text
     assert plugin() != plugin(**{file: text})
 
 
-def test_a_runtime_that_is_not_there(plugin: Callable[..., str]) -> None:
-    plugin()
-    with pytest.raises(ModuleNotFoundError, match=r"no module acme_times\.runtime\.gone"):
-        sources_hash("acme_times.runtime.gone")
-    with pytest.raises(ModuleNotFoundError, match="no package acme_absent"):
-        sources_hash("acme_absent.runtime")
-
-
 def spec(*groups: tuple[str, ...]) -> BackendSpec:
     """Return a spec that needs one library of each group."""
     libraries = [[Library(name, name, f"pip install {name}") for name in group] for group in groups]
@@ -108,14 +100,6 @@ def spec(*groups: tuple[str, ...]) -> BackendSpec:
 
 def environment(**pins: str) -> Environment:
     return Environment(assume_installed=True, pins={name.replace("_", "-"): version for name, version in pins.items()})
-
-
-def test_a_library_counts_by_its_release() -> None:
-    one = spec(("torch",), ("acme-kernels", "acme-nightly"), ("acme-cubins",))
-    here = environment(torch="2.11.0", acme_kernels="1.2.3", acme_nightly="7", acme_cubins="4.0")
-    assert fingerprint(one, here) == {"acme-kernels": "1.2.3", "acme-cubins": "4.0"}
-    assert fingerprint(one, here, "acme-nightly (acme.nightly)") == {"acme-nightly": "7"}
-    assert fingerprint(one, environment(acme_cubins="4.0")) == {"acme-cubins": "4.0"}  # of the other none is known
 
 
 def test_own_kernels_count_by_their_sources_and_their_compiler(plugin: Callable[..., str]) -> None:

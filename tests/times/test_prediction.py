@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from attn_select import AttentionConfig, StateConfig, clear_cache, select
-from attn_select.errors import ConfigError, MeasurementError
+from attn_select import AttentionConfig, clear_cache, select
+from attn_select.errors import MeasurementError
 from attn_select.machine.device import lookup
-from attn_select.times import prediction
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.prediction import load_survey, read_survey_file, user_path
 
@@ -83,15 +82,6 @@ def test_a_predicted_time_is_the_floor_times_what_was_learned(home: Path) -> Non
     assert far.likeness == pytest.approx(math.exp(-3))
 
 
-def test_layers_that_no_survey_times_have_no_prediction() -> None:
-    survey = load_survey(lookup("h200"))
-    assert survey is not None
-    state = StateConfig(recurrence="kda", num_heads=32, head_size=128)
-    encoder = AttentionConfig(num_heads=8, head_size=64, attn_type="encoder")
-    assert survey.predict(state, DECODE) == survey.predict(encoder, DECODE) == {}
-    assert survey.nearest(encoder, DECODE) == []
-
-
 def test_the_users_survey_stands_before_the_packaged_one() -> None:
     device = lookup("h200")
     packaged = load_survey(device)
@@ -147,29 +137,9 @@ def test_a_file_that_is_no_survey_is_named(home: Path, content: bytes, told: str
     assert str(path) in str(caught.value)
 
 
-def test_times_are_a_switch_or_a_path() -> None:
-    with pytest.raises(ConfigError, match=r"times = 3: expected True, False, or the path"):
-        select(GQA, "h200", times=3)  # type: ignore[arg-type]
-
-
-def test_packaged_files_are_small_and_quickly_read() -> None:
-    paths = sorted(prediction.PACKAGED_FOLDER.glob("*.json.gz"))
-    assert paths
-    for path in paths:
-        assert path.stat().st_size <= 200_000
-
-
 def test_a_file_that_was_written_anew_is_read_again(home: Path) -> None:
     path = written(home / "mine.json.gz", data(TRITON_ATTN=250.0, FLASH_ATTN=100.0))
     assert select(GQA, "h200", times=path).selected["decode"] == "FLASH_ATTN"
     written(path, data(TRITON_ATTN=50.0, FLASH_ATTN=100.0))
     clear_cache()
     assert select(GQA, "h200", times=path).selected["decode"] == "TRITON_ATTN"
-
-
-def test_a_survey_of_another_gpu_is_refused(home: Path) -> None:
-    path = written(home / "mine.json.gz", data(TRITON_ATTN=250.0))
-    with pytest.raises(MeasurementError, match="a survey of NVIDIA H200 says nothing of NVIDIA A100") as caught:
-        select(GQA, "a100", times=path)
-    assert str(path) in str(caught.value)
-    assert select(GQA, "h100", times=path).evidence is not None

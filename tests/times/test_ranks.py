@@ -41,12 +41,6 @@ def test_collectives_of_latents(tokens: int, measured_us: float) -> None:
     assert collectives_us(config(num_heads=64, **MLA), tokens) == pytest.approx(measured_us, rel=0.2)
 
 
-def test_more_ranks_than_a_host_has_use_collectives() -> None:
-    eight, sixteen = (collectives_us(config(ranks, num_heads=8, num_kv_heads=8, head_size=128), 1) for ranks in (8, 16))
-    assert 8.5 < eight < 9
-    assert 20.3 < sixteen < 21.5
-
-
 def test_a_decode_that_reads_memory_is_shared_and_pays_from_some_context_on() -> None:
     selection = select(config(2), "h200", workload="1q1s128k,8q1s128k")
     costs = selection.rank_costs
@@ -71,10 +65,3 @@ def test_heads_that_keep_each_rank_busy_save_no_time() -> None:
     assert costs is not None
     assert [step.pays_from for step in costs.steps] == [None]
     assert "saves memory, no time" in selection.explain()
-
-
-def test_a_cpu_has_no_known_times() -> None:
-    costs = select(config(2), "cpu").rank_costs
-    assert costs is not None
-    assert costs.steps == ()
-    assert "times of collectives on cpu are not known" in select(config(2), "cpu").explain()

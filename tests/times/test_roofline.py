@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.machine.device import Device, lookup
+from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.roofline import is_decode, keys_read, roofline_us, step_work, visible_keys
+from attn_select.times.roofline import keys_read, roofline_us, step_work, visible_keys
 
 GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 MLA = AttentionConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -34,20 +32,6 @@ def test_keys_are_counted_as_one_by_one(query_len: int, seq_len: int, window: in
     assert keys_read(config, query_len, seq_len) == len(set().union(*each))
 
 
-@pytest.mark.parametrize(("query_len", "seq_len"), [(1, 1), (1, 100), (7, 7), (5, 30), (30, 31), (1, 64), (3, 66)])
-@pytest.mark.parametrize("chunk", [1, 8, 32, 200])
-def test_keys_of_a_chunk_are_counted_as_one_by_one(query_len: int, seq_len: int, chunk: int) -> None:
-    config = GQA.model_copy(update={"attention_chunk_size": chunk})
-    each = [set(range(query // chunk * chunk, query + 1)) for query in range(seq_len - query_len, seq_len)]
-    assert visible_keys(config, query_len, seq_len) == sum(len(keys) for keys in each)
-    assert keys_read(config, query_len, seq_len) == len(set().union(*each))
-
-
-@pytest.mark.parametrize("change", [{"non_causal": True}, {"attn_type": "encoder_only"}], ids=str)
-def test_bidirectional_layers_see_all(change: dict[str, Any]) -> None:
-    assert visible_keys(GQA.model_copy(update=change), 7, 20) == 7 * 20
-
-
 def test_sparse_queries_see_their_choice() -> None:
     config = MLA.model_copy(update={"sparse_top_k": 64})
     assert visible_keys(config, 1, 1000) == 64
@@ -62,13 +46,6 @@ def test_decode_by_hand() -> None:
     assert work.cache_write_bytes == 4 * 2 * token
     assert work.flops == 4 * 1024 * 32 * 2 * 2 * 128
     assert step_work(GQA, parse_batch_shape("4q1s1k"), cache_write=False).cache_write_bytes == 0
-
-
-@pytest.mark.parametrize(("dtype", "share"), [("fp8_e4m3", 1 / 2), ("nvfp4", 1 / 4 + 1 / 32)])
-def test_quantised_caches_read_less(dtype: str, share: float) -> None:
-    batch = parse_batch_shape("4q1s1k")
-    config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype=dtype)  # type: ignore[arg-type]
-    assert step_work(config, batch).kv_bytes == share * step_work(GQA, batch).kv_bytes
 
 
 def test_mla_decodes_read_latents_and_prefills_decompress() -> None:
@@ -92,27 +69,12 @@ def test_mla_decodes_read_latents_and_prefills_decompress() -> None:
     assert step_work(MLA, parse_batch_shape("2q2k"), projections=False).projection_flops == 0
 
 
-def test_sparse_caches_hold_fp8_latents_with_scales() -> None:
-    config = MLA.model_copy(update={"sparse_top_k": 64, "kv_cache_dtype": "fp8_ds_mla"})
-    work = step_work(config, parse_batch_shape("8q1s2k"))
-    assert work.kv_bytes == 8 * 64 * 656
-    assert work.cache_write_bytes == 8 * (576 * 2 + 656)
-
-
 @pytest.mark.parametrize("config", [GQA, MLA])
 def test_ranks_share_the_keys_and_each_serves_the_heads_of_all(config: AttentionConfig) -> None:
     batch = parse_batch_shape("8q1s2k")
     one, two = (step_work(config.model_copy(update={"decode_context_parallel_size": n}), batch) for n in (1, 2))
     assert (two.kv_bytes, two.attention_flops) == (one.kv_bytes / 2, one.attention_flops)
     assert (two.query_bytes, two.projection_flops) == (one.query_bytes, one.projection_flops)
-
-
-@pytest.mark.parametrize(("drafts", "longest"), [(0, 1), (3, 4)])
-def test_decodes_are_as_long_as_the_drafts_allow(drafts: int, longest: int) -> None:
-    config = MLA.model_copy(update={"num_speculative_tokens": drafts})
-    assert is_decode(config, longest)
-    assert not is_decode(config, longest + 1)
-    assert not is_decode(GQA.model_copy(update={"attn_type": "encoder_only"}), 1)
 
 
 def test_a_mixed_batch_is_the_sum_of_its_requests() -> None:
@@ -127,10 +89,3 @@ def test_time_is_the_longer_of_bytes_and_flops() -> None:
     assert roofline_us(GQA, prefill, H100) == pytest.approx(step_work(GQA, prefill).flops / 989e6)
     fp8 = GQA.model_copy(update={"kv_cache_dtype": "fp8_e4m3"})
     assert roofline_us(fp8, prefill, H100) == pytest.approx(step_work(GQA, prefill).flops / 1978e6)
-
-
-def test_unknown_rates() -> None:
-    batch = parse_batch_shape("q8k")
-    assert roofline_us(GQA, batch, Device("sm90", (9, 0))) is None
-    bytes_alone = Device("gpu", (9, 0), bandwidth_gbps=1000)
-    assert roofline_us(GQA, batch, bytes_alone) == pytest.approx(step_work(GQA, batch).bytes / 1e6)
