@@ -16,7 +16,7 @@ import click
 import pytest
 
 from attn_select import __version__
-from attn_select.backends.registry import Registry
+from attn_select.backends.registry import Registry, load_plugins
 from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path

@@ -243,7 +243,7 @@ def test_engines_choose_kernels_of_states_by_themselves(run: Any, tmp_path: Path
         ("llama-3-8b", ("-tp", "8", "--dcp", "3"), "3 does not divide the 8 ranks of tensor parallelism"),
         ("llama-3-8b", ("-tp", "8", "--dcp", "2"), "8 ranks hold one copy of each of the 8 KV heads"),
         ("llama-3-8b", ("-tp", "32", "--dcp", "4"), ""),
-        ("gpt-oss-120b", ("-tp", "16"), "vLLM divides the 8 KV heads among the ranks of this model"),
+        ("gpt-oss-120b", ("-tp", "16"), "vLLM divides the 8 KV heads of this model among the ranks"),
         ("qwen3-next-80b-a3b", ("--batch-invariant",), "vLLM 0.33.0 refuses it for layers that keep a state"),
     ],
 )

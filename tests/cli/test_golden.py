@@ -29,11 +29,10 @@ def diff(run: Any, folder: Path, golden: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "value", "text"),
     [
-        (("schema_version",), 2, "schema_version: expected 1, got 2"),
-        (("layers",), [], "layers: expected at least one layer, got []"),
-        (("layers", 0, "selected", "decode"), 5, "layers[0].selected.decode: expected a string, got 5"),
-        (("layers", 0, "candidates", 2, "backend"), {}, "layers[0].candidates[2].backend: expected a string, got {}"),
-        (("layers", 0, "plan", "phases"), {}, "and plan.phases has no 'prefill'"),
+        (("schema_version",), 2, "expected schema_version 1 and a layer"),
+        (("layers",), [], "expected schema_version 1 and a layer"),
+        (("layers", 0), {}, "'kind' is missing"),
+        (("layers", 0), None, "not what `explain --json` writes"),
     ],
 )
 def test_a_file_of_another_shape_is_refused(
@@ -46,9 +45,16 @@ def test_a_file_of_another_shape_is_refused(
         part = part[key]
     part[last] = value
     result = diff(run, tmp_path, golden)
-    assert result.code == 2
-    assert said in result.err
+    assert (result.code, result.out) == (2, "")
+    assert text in result.err
     assert "golden.json" in result.err
+
+
+def test_a_file_from_before_states_is_read(run: Any, tmp_path: Path) -> None:
+    golden = document(run)
+    for layer in golden["layers"]:
+        del layer["plan"]["bytes_per_request"]
+    assert diff(run, tmp_path, golden).code == 0
 
 
 def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:

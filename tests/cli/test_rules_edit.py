@@ -13,6 +13,29 @@ from attn_select.errors import RulesError
 from attn_select.machine import files
 from attn_select_cli import rules_file
 
+WRITTEN_BY_HAND = """\
+# ours
+version = 1 # the format
+
+# about a
+[[rules]]
+name = "a" # why
+prefer = ["TRITON_ATTN"]   # fast here
+
+[backends.FLASH_ATTN]
+version = 2
+
+# about b
+[[rules]]
+name = "b"
+deny = ["FLASHMLA"]
+[rules.when]
+# old ones
+library.flash-mla = "<1" # known bad
+
+# the end
+"""
+
 
 @pytest.fixture
 def user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -119,6 +142,12 @@ def test_a_preference_below_a_denial_names_the_denial(run: Any, user_file: Path)
     assert "no effect" not in other.err
 
 
+def test_a_narrower_denial_is_no_reason_to_warn(run: Any, user_file: Path) -> None:
+    deny = ("rules", "deny", "FLASHINFER", "--phase", "decode", "--when", "kv_cache_dtype=fp8*", "--yes")
+    assert run(*deny, "--model", "llama-3-8b").code == 0
+    assert "no effect" not in run("rules", "prefer", "FLASHINFER", "--yes", "--model", "llama-3-8b").err
+
+
 def test_a_broken_file_is_left_alone(run: Any, user_file: Path) -> None:
     user_file.parent.mkdir(parents=True)
     user_file.write_text("version = 1\n[[rules]\n")
@@ -150,28 +179,26 @@ def test_undo_of_a_new_file_removes_it(run: Any, user_file: Path) -> None:
     run("rules", "init")
     assert run("rules", "undo", "--model", "llama-3-8b", "--yes").code == 0
     assert not user_file.exists()
-    assert "nothing to take back" in run("rules", "undo", "--yes").err
 
 
-def test_a_change_is_made_of_what_the_file_has_by_then(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process writes a rule of the same name while this one compares decisions."""
-    path, other = tmp_path / "rules.toml", {"name": "deny-flashinfer", "when": {"sinks": True}, "deny": ["FLASHINFER"]}
-    compare = Proposal._changes
+def test_another_file_than_the_users(run: Any, user_file: Path, tmp_path: Path) -> None:
+    result = run("rules", "deny", "FLASH_ATTN", "--gpu", "h100", "--file", "mine.toml", "--yes")
+    assert "rules undo --file mine.toml" in result.out
+    assert "FLASH_ATTN" in result.out
+    assert rules(tmp_path / "mine.toml")[0]["deny"] == ["FLASH_ATTN"]
+    assert not user_file.exists()
 
-    def meanwhile(self: Any, *rules: Any) -> Any:
-        rules_file.write(path, lambda text: rules_file.with_rule(text, other))
-        return compare(self, *rules)
 
-    monkeypatch.setattr(Proposal, "_changes", meanwhile)
-    asked = ("--file", str(path), "--model", "llama-3-8b", "--gpu", "h100", "--yes")
-    assert run("rules", "deny", "FLASHINFER", *asked).code == 0
-    assert [rule["name"] for rule in rules(path)] == ["deny-flashinfer", "deny-flashinfer-h100"]
-    monkeypatch.undo()
-    undo = Proposal(path, "version = 1\n# older\n", str)
-    with pytest.raises(RulesError, match="has changed"):
-        rules_file.undo(undo.path, undo.seen)
+def test_a_link_and_permissions_stay(run: Any, user_file: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "dotfiles.toml"
+    kept.write_text(WRITTEN_BY_HAND)
+    kept.chmod(0o600)
+    user_file.parent.mkdir(parents=True)
+    user_file.symlink_to(kept)
+    assert run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes").code == 0
+    assert user_file.is_symlink()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert kept.read_text().startswith(WRITTEN_BY_HAND.rstrip())
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,3 +210,31 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(RulesError, match="cannot be written: File exists"):
         rules_file.write(path, "version = 1\n")
     assert victim.read_text() == "mine"
+
+
+def test_replacing_a_rule_keeps_all_else() -> None:
+    old = {"name": "b", "deny": ["FLASHMLA"], "when": {"library": {"flash-mla": "<1"}}}
+    assert rules_file.with_rule(WRITTEN_BY_HAND, old) == WRITTEN_BY_HAND
+    new = {"name": "b", "avoid": ["FLASHMLA"], "when": {"library": {"flash-mla": "<2"}, "gpu": "h20"}}
+    text = rules_file.with_rule(WRITTEN_BY_HAND, new)
+    assert tomllib.loads(text)["rules"] == [tomllib.loads(WRITTEN_BY_HAND)["rules"][0], new]
+    for comment in (
+        "# ours",
+        "# the format",
+        "# about a\n[[rules]]",
+        "# about b\n[[rules]]",
+        "# old ones",
+        "# the end",
+    ):
+        assert comment in text
+    first = {"name": "a", "prefer": ["FLASHINFER"]}
+    assert rules_file.with_rule(WRITTEN_BY_HAND, first) == WRITTEN_BY_HAND.replace("TRITON_ATTN", "FLASHINFER")
+
+
+def test_adding_a_rule() -> None:
+    long = {"dtype": ["float16", "bfloat16"], "library": {f"library-{i}": ">=1.0,<2.0" for i in range(5)}}
+    for when in ({"gpu": "h20", "library": {"flashinfer-python": "0.6"}}, long):
+        rule = {"name": 'c "quoted"', "when": when, "prefer": ["FLASHINFER"], "because": "x\\y"}
+        text = rules_file.with_rule(WRITTEN_BY_HAND, rule)
+        assert text.startswith(WRITTEN_BY_HAND.rstrip())
+        assert tomllib.loads(text)["rules"][2] == rule

@@ -17,7 +17,6 @@ from attn_select.decide.selection import Selection
 from attn_select.decide.text import (
     brief_lines,
     layer_lines,
-    plain,
     plan_lines,
     selection_text,
 )

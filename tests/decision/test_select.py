@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import multiprocessing
+import os
 import pickle
 import random
 from collections import UserDict, UserList
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -34,14 +37,12 @@ from attn_select.errors import UnknownNameError
 from attn_select.layer.config import PHASES
 from attn_select.machine import detection
 from attn_select.machine.detection import Detection
-from attn_select.machine.device import CPU, local_device, lookup
-from attn_select.rules.layers import load_rules
+from attn_select.machine.device import CPU, Device, local_device, lookup
+from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.rules.rule import parse_rule
 
-GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
-
-
 DENSE_MLA = {"num_heads": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+GQA = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 
 
 @pytest.mark.parametrize(("layer", "mla"), [(GQA, False), (AttentionConfig(**DENSE_MLA), True)], ids=["gqa", "mla"])
@@ -73,6 +74,13 @@ def test_selections_are_cached_by_identity() -> None:
     clear_cache()
     assert select(GQA, "h100") is not first
     assert select(GQA, "h100").selected == first.selected
+
+
+def test_arguments_that_change_under_one_identity_are_read_again(tmp_path: Path) -> None:
+    backend = ["TRITON_ATTN"]
+    assert select(GQA, "h100", backend=backend).selected["decode"] == "TRITON_ATTN"
+    backend[0] = "FLASHINFER"
+    assert select(GQA, "h100", backend=backend).selected["decode"] == "FLASHINFER"
 
 
 RULE = 'version = 1\n[[rules]]\nname = "first"\nprefer = ["{}"]\n'
@@ -107,6 +115,15 @@ def test_a_rule_set_that_changes_is_read_again() -> None:
     assert select(GQA, "a100", rules).selected["decode"] == "FLASHINFER"
 
 
+def test_options_of_a_rule_set_that_change_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text("version = 1\n[backends.FLASHINFER]\nuse_trtllm = false\n")
+    rules = load_rules([file])
+    assert select(GQA, "b200", rules).options["FLASHINFER"].use_trtllm is False  # type: ignore[attr-defined]
+    rules.options["FLASHINFER"].values["use_trtllm"] = "auto"
+    assert select(GQA, "b200", rules).options["FLASHINFER"].use_trtllm == "auto"  # type: ignore[attr-defined]
+
+
 def test_environments_count_by_value() -> None:
     def ask(version: str, **more: str) -> Selection:
         environment = Environment(assume_installed=True, pins={"flashinfer-python": version}, **more)  # type: ignore[arg-type]
@@ -123,14 +140,22 @@ def alive(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
 
 
-def test_recent_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selector, "_MOST_RECENT", 40)
-    clear_cache()
-    before = alive(Selection)
-    for heads in range(1, 100):
-        select(AttentionConfig(num_heads=heads, head_size=128), "h100")
-    assert 0 < alive(Selection) - before <= 40
-    clear_cache()
+@pytest.mark.parametrize(
+    ("backend", "fields", "kernel", "marked"),
+    [
+        ({"decode": "CUTLASS_MLA"}, {**DENSE_MLA, "block_size": 128}, "cutlass-mla", False),
+        ("FLASHINFER", {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}, "trtllm-gen", False),
+        ({"decode": "FLASHINFER_MLA"}, DENSE_MLA, "trtllm-gen", False),
+        ({"decode": "FLASHINFER_MLA"}, {**DENSE_MLA, "block_size": 16}, "fa2", True),
+    ],
+)
+def test_a_kernel_that_its_own_project_runs_on_such_a_gpu_is_not_marked(
+    backend: Any, fields: dict[str, Any], kernel: str, marked: bool
+) -> None:
+    """As docs/decisions.md says; none of these ran on a GPU of 10.x here."""
+    plan = select(AttentionConfig(**fields), "b200", backend=backend).plans["decode"]
+    assert plan.kernel_name == kernel
+    assert bool(plan.unverified) is marked
 
 
 def drawn(count: int) -> list[AttentionConfig]:
@@ -148,7 +173,7 @@ def drawn(count: int) -> list[AttentionConfig]:
 @pytest.mark.parametrize("name", ["h100", "b200", "t4"])
 def test_of_every_layer_all_is_said_that_the_gate_says_of_it_alone(name: str) -> None:
     """What a decider keeps of one layer is for those that it holds for: the gate, asked afresh, says the same."""
-    layers, device = drawn(60), lookup(name)
+    layers, device = drawn(150), lookup(name)
     situation = selector.situation_for(device, None, None)
     options = select(GQA, device).options
     for config in [*layers, *layers[::-1]]:
@@ -159,6 +184,18 @@ def test_of_every_layer_all_is_said_that_the_gate_says_of_it_alone(name: str) ->
             for phase, verdict in said[backend].items():
                 judged = gate.check(spec, config, device, situation.environment, options[backend], phase)
                 assert judged == (verdict.plan or [each for each in verdict.reasons if each.code != gate.DENIED])
+
+
+def test_environments_of_many_gpus_are_bounded() -> None:
+    clear_cache()
+    before = alive(Environment)
+    for sm_count in range(1, 401):
+        select(GQA, Device("a GPU of many", (9, 0), sm_count=sm_count), RULES_OF_NOBODY)
+    assert 0 < alive(Environment) - before <= 256  # one per decider, and those that were asked for last
+    clear_cache()
+
+
+RULES_OF_NOBODY = RuleSet()
 
 
 def test_a_selection_holds_the_declared_variables_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +212,15 @@ def test_a_selection_holds_the_declared_variables_and_no_others(monkeypatch: pyt
 MLA = AttentionConfig(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
-@pytest.mark.parametrize("gpu", ["t4", "h100"])
+def test_what_a_cache_stores() -> None:
+    sparse = MLA.model_copy(update={"sparse_top_k": 2048, "kv_cache_dtype": "fp8_ds_mla"})
+    assert select(GQA, "h100").stored_dtype == "bfloat16"
+    assert select(GQA.model_copy(update={"kv_cache_dtype": "fp8_e4m3"}), "h100").stored_dtype == "fp8_e4m3"
+    assert select(sparse, "h100").stored_dtype == "fp8_ds_mla"
+    assert select(GQA.model_copy(update={"attn_type": "encoder_only"}), "h100").stored_dtype is None
+
+
+@pytest.mark.parametrize("gpu", ["t4", "h100", "b200", "rtx5090", "cpu"])
 @pytest.mark.parametrize("config", [GQA, MLA, MLA.model_copy(update={"sparse_top_k": 2048})])
 def test_a_selection_can_be_pickled_and_copied(config: AttentionConfig, gpu: str) -> None:
     selection = select(config, gpu)
@@ -195,6 +240,19 @@ def check_copy(found: Selection, selection: Selection) -> None:
         selection.options,
     )
     assert all(found.backends[phase] is spec for phase, spec in selection.backends.items())
+
+
+def load_in_worker(selection: Selection) -> tuple[int, list[str], Selection]:
+    return os.getpid(), [backend.__name__ for backend in selection.load().values()], selection
+
+
+def test_a_worker_loads_a_selection_and_sends_it_back() -> None:
+    selection = select(GQA, CPU, backend="TORCH_SDPA")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pid, loaded, back = pool.submit(load_in_worker, selection).result()
+    assert pid != os.getpid()
+    assert loaded == [backend.__name__ for backend in selection.load().values()]
+    check_copy(back, selection)
 
 
 def test_a_foreign_gpu_does_not_get_this_machines_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +300,13 @@ def test_wrong_arguments_are_documented_errors(arguments: Any, error: type[Excep
         select(*arguments)
 
 
+def test_auto_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    clear_cache()
+    assert select(GQA, "auto").device == select(GQA).device
+    assert select(GQA).device.is_cpu
+
+
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "h100", "b200", "rtx5090"])
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_kinds_of_one_pool_agree_on_layout_and_block_size(gpu: str, cache: str) -> None:
@@ -257,3 +322,21 @@ def test_every_public_name_can_be_had() -> None:
         assert getattr(attn_select, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = attn_select.no_such_name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "backends"),
+    [
+        ("l40s", {}, ("FLASH_ATTN", "FLASHINFER")),
+        ("rtx4090", {}, ("FLASH_ATTN", "FLASHINFER")),
+        ("rtx4090", {"sliding_window": 1024}, ("FLASH_ATTN", "FLASH_ATTN")),  # no such times behind the rule
+        ("l40s", {"num_speculative_tokens": 3}, ("FLASH_ATTN", "FLASH_ATTN")),
+        ("l40s", {"sinks": True}, ("TRITON_ATTN", "TRITON_ATTN")),
+        ("a100", {}, ("FLASH_ATTN", "FLASH_ATTN")),
+        ("rtx5090", {}, ("FLASH_ATTN", "FLASH_ATTN")),
+    ],
+    ids=str,
+)
+def test_decodes_on_ada_run_on_flashinfer(gpu: str, changes: dict[str, Any], backends: tuple[str, str]) -> None:
+    selection = select(GQA.model_copy(update=changes), gpu)
+    assert tuple(spec.name for spec in selection.backends.values() if spec is not None) == backends

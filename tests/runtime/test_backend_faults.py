@@ -31,9 +31,7 @@ REQUESTS = [(1, 20), (7, 9)]
 
 def acme(backend: Any, name: str = "TORCH_SDPA") -> BackendSpec:
     """The spec of a backend of ours with another runtime, as a stranger's distribution would register it."""
-    spec = replace(load_plugins().specs[name], load=load_path_of(backend))
-    spec.distribution = "acme-attention 1.0"
-    return spec
+    return replace(load_plugins().specs[name], load=load_path_of(backend), distribution="acme-attention 1.0")
 
 
 def runtime(name: str = "TORCH_SDPA") -> Any:
