@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from attn_select.rules.plugins import load_plugins
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendPlan, BackendSpec, StateCapabilities
 from attn_select.layer.config import AttentionConfig
 from attn_select.testing import check_answers

@@ -47,6 +47,18 @@ def test_in_the_default_mix_each_step_counts_alike(decider: Any) -> None:
     assert decide(decider(), times, named).selected == {"prefill": "B", "decode": "A"}
 
 
+def test_without_a_workload_small_gains_do_not_leave_the_favourite(decider: Any) -> None:
+    near, far = {"*": {"A": 125.0, "B": 120.0, "C": 140.0}}, {"*": {"A": 125.0, "B": 113.0, "C": 140.0}}
+    stays = decide(decider(), near, workload=None, favourite="A")
+    assert stays.selected == {"prefill": "A", "decode": "A"}
+    assert ranks(stays) == ["A", "B", "C"]
+    assert stays.runners_up["decode"].lost_by == "times"
+    assert "B by times: it would take 0.96 times as long" in selection_text(stays)
+    assert "too little to leave the fastest of most surveyed layers" in selection_text(stays)
+    assert decide(decider(), far, workload=None, favourite="A").selected == {"prefill": "B", "decode": "B"}
+    assert decide(decider(), near, favourite="A").selected["decode"] == "B"  # a named workload says what counts
+
+
 @pytest.mark.parametrize(
     ("rule", "order"),
     [

@@ -29,8 +29,11 @@ class Written:
     gpu, source, date, digest = HOPPER.full_name, "written", "2026-11-28T00:00:00+00:00", "d1"
     workloads, margin = 1, 1.5
 
-    def __init__(self, times: Times) -> None:
-        self._times = times
+    def __init__(self, times: Times, favourite: str | None = None) -> None:
+        self._times, self._favourite = times, favourite
+
+    def favourite(self, config: LayerConfig) -> str | None:
+        return self._favourite
 
     def predict(self, config: LayerConfig, batch: BatchShape) -> dict[str, float]:
         return dict(self._times.get(str(batch), self._times.get("*", {})))
@@ -40,9 +43,9 @@ class Written:
         return [Near(1.0, times, {"A": 2.5}, {"A": 4096.0}, dict.fromkeys(times, 90.0))]
 
 
-def known(times: Times, host_time: bool = False, **stale: str) -> Evidence:
+def known(times: Times, host_time: bool = False, favourite: str | None = None, **stale: str) -> Evidence:
     """Return evidence of these times; ``stale`` says of which backends they are not the kernels that are here."""
-    return Evidence(Written(times), stale, frozenset(), host_time)  # type: ignore[arg-type]
+    return Evidence(Written(times, favourite), stale, frozenset(), host_time)  # type: ignore[arg-type]
 
 
 def decide(

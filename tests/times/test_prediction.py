@@ -82,6 +82,18 @@ def test_a_predicted_time_is_the_floor_times_what_was_learned(home: Path) -> Non
     assert far.likeness == pytest.approx(math.exp(-3))
 
 
+def test_the_favourite_was_the_fastest_most_often(home: Path) -> None:
+    content = data(A=100.0, B=90.0, C=80.0)
+    family = content["families"]["attention"]
+    family["features"]["requests"]["values"] = [6, 7, 8, 9]
+    rows = {"A": [100, 50, 70, None], "B": [90, 60, 71, None], "C": [80, None, 90, None]}
+    for name, times in rows.items():
+        family["backends"][name] |= {"times_us": times, "weights": [0.0] * 4}
+    survey = read_survey_file(written(home / "mine.json.gz", content), "mine")
+    assert survey.favourite(GQA) == "A"
+    assert survey.favourite(AttentionConfig(num_heads=8, head_size=64, attn_type="encoder")) is None
+
+
 def test_the_users_survey_stands_before_the_packaged_one() -> None:
     device = lookup("h200")
     packaged = load_survey(device)

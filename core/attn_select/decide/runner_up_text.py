@@ -42,7 +42,10 @@ def _why_lost(selection: Outcome[Any], phase: Phase, found: RunnerUp) -> str:
         other = next((name for p, name in selection.selected.items() if p != phase and name is not None), "")
         return f", which shares no cache with {other}"
     if found.lost_by == "times":
-        return f" by times: it would take {_relative_time(verdict)}"
+        little = (
+            ", too little to leave the fastest of most surveyed layers" if (verdict.relative_time or 1.0) < 1 else ""
+        )
+        return f" by times: it would take {_relative_time(verdict)}{little}"
     if found.lost_by == "pair":
         return f" by times: it would take {_relative_time(verdict)}, and prefill and decode together would take longer"
     return f" {_LOST[found.lost_by]}"

@@ -413,7 +413,9 @@ def check_sources(spec: BackendSpec, *holders: Any, least: int = 1) -> None:
 
 def with_other_texts(plan: BackendPlan) -> BackendPlan:
     """Return the plan with other words in its texts, which are for people and decide nothing: it runs what it ran."""
-    return dataclasses.replace(plan, path=f"renamed {plan.path}", because="other", notes=("other",), provider="other (other)")
+    return dataclasses.replace(
+        plan, path=f"renamed {plan.path}", because="other", notes=("other",), provider="other (other)"
+    )
 
 
 _MADE_BACKENDS = "attn_select_made_backends"

@@ -15,6 +15,7 @@ import gzip
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -85,6 +86,15 @@ class _Family:
         columns = [[each["scale"] * value for value in each["values"]] for each in features.values()]
         self.places = [*zip(*columns, strict=True)]
 
+    @functools.cached_property
+    def favourite(self) -> str:
+        """The backend that was the fastest in the most of the workloads."""
+        rows = zip(*[each["times_us"] for each in self.backends.values()], strict=True)
+        fastest = [
+            min((us, name) for name, us in zip(self.backends, row, strict=True) if us) for row in rows if any(row)
+        ]
+        return Counter(name for _, name in fastest).most_common(1)[0][0]
+
     def likeness(self, features: StepFeatures) -> list[float]:
         """Return how like each measured workload is to this one, from 0 to 1."""
         here = [features.values[name] * scale for name, scale in self.scales.items()]
@@ -141,6 +151,11 @@ class Survey:
                 deviation = family.levels[name] + family.amplitude * sum(map(mul, likeness, weights))
                 found[name] = features.floor_us * math.exp(deviation)
         return found
+
+    def favourite(self, config: LayerConfig) -> str | None:
+        """Return the backend that was the fastest in most workloads of a layer's family; None where none was timed."""
+        family = self._families.get(family_of(config) or "")
+        return None if family is None else family.favourite
 
     def nearest(self, config: LayerConfig, batch: BatchShape) -> list[Near]:
         """Return the measured workloads that are most like this one, the nearest first."""
