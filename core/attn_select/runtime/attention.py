@@ -70,11 +70,14 @@ class Attention(nn.Module):
         elsewhere = caller_writes or kv_sharing_target is not None or config.attn_type == "encoder_decoder"
         self._may_write_nothing = config.has_cache and elsewhere
         self.impls: dict[Phase, AttentionImpl[Any]] = {}
+        # Layers that run in parts make their impls inside the parts: here none is made twice.
         for own in group.distinct if self._in_parts is None else ():
             self.impls |= dict.fromkeys(own.context.plans, own.impl(self.terms))
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
         separate = [phase for phase, s in group.backends.items() if not s.backend.forward_includes_kv_cache_update]
         self._writer: Phase | None = separate[0] if separate and config.has_cache else None
+        # Only where a phase's kernel reads other blocks than the cache is laid out in: elsewhere no view is made per
+        # call.
         self._block_sizes = {
             phase: own.context.block_size
             for phase, own in group.backends.items()
@@ -309,12 +312,7 @@ _OF_A_CACHE = attrgetter(
 
 
 def _check_shared(layer: Attention, target: Attention) -> None:
-    """Compare a layer with the one whose cache it reads.
-
-    Raises:
-        ConfigError: the target is no layer or keeps no cache of its own, or the two differ in what a cache is or in
-            its scales.
-    """
+    """Raise ConfigError if the target keeps no cache of its own, or the layers differ in what a cache is."""
     if not isinstance(target, Attention):
         text = f"kv_sharing_target = {show(target)}: accepted is the Attention layer whose cache is read"
         raise ConfigError(text, fields=["kv_sharing_target"])

@@ -19,17 +19,9 @@ from attn_select.machine import variables
 
 
 def load_backend(spec: BackendSpec, base: type, **parts: tuple[type, ...]) -> Any:
-    """Return the class that a spec's ``load`` names, made ready.
-
-    Args:
-        spec: of the backend.
-        base: what the class inherits from.
-        parts: names of its attributes that are classes, with what each inherits from, one of these.
-
-    Raises:
-        RuntimeMissingError, ImportError: as ``BackendSpec.get_class``.
-        PluginError: it is not what the runtime calls: another base class, a missing part or method, another signature.
-    """
+    """Return the class that a spec's ``load`` names, made ready; ``parts`` are its attributes that are classes."""
+    # Each part inherits from one of the classes given. Raises as ``BackendSpec.get_class`` does, and PluginError where
+    # the class is not what the runtime calls: another base class, a missing part or method, another signature.
     found = spec.get_class()
     if problem := _problem(found, base, tuple(parts.items())):
         raise PluginError(spec.bug(problem))
@@ -55,6 +47,8 @@ def _problem(backend: Any, base: type, parts: tuple[tuple[str, tuple[type, ...]]
 
 def _signature_problems(part: type, base: type) -> Iterator[str]:
     """Yield a problem for each method that cannot be called as the base's is, with all that it takes."""
+    # A private method is the plugin's own matter, but ``__init__`` is called by the runtime. ``bind`` takes any
+    # strings.
     for name, method in vars(base).items():
         own = getattr(part, name)
         if not inspect.isfunction(method) or own is method or (name.startswith("_") and name != "__init__"):
@@ -76,16 +70,7 @@ def _path(base: type) -> str:
 
 
 def blame(spec: BackendSpec, call: str, error: Exception) -> None:
-    """Raise ``BackendError`` for what a backend raised. Returns for what is documented: errors of ours, and of memory.
-
-    Args:
-        spec: of the backend.
-        call: what raised, such as ``forward()``.
-        error: what it raised.
-
-    Raises:
-        BackendError: names the backend, its distribution and the error.
-    """
+    """Raise BackendError for what a backend raised; return for what is documented: errors of ours, and of memory."""
     if isinstance(error, (AttnSelectError, ImportError, MemoryError, torch.OutOfMemoryError)):
         return
     raise BackendError(

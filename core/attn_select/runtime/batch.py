@@ -150,23 +150,16 @@ class BlockTable:
             of_row[[first, second]] = of_row[[second, first]]
 
     def note_step(self, new_lens: Sequence[int], seq_lens: Tensor) -> None:
-        """Compare a step with the last step of each row, and remember it (checked mode; ``prepare_batch`` calls it).
-
-        A request goes on behind its last step's first token (drafts may have been rejected), at most where it ended.
-        The same step may be prepared twice. Anything else is another request in a row that was not cleared.
-
-        Args:
-            new_lens: tokens of each request that this step caches.
-            seq_lens: int32 ``(B,)`` on the host, tokens after it.
-
-        Raises:
-            BatchError: names the row, where its last step ended and where this one begins.
-        """
+        """Compare a step with the last step of each row, and remember it (checked mode; ``prepare_batch`` calls it)."""
+        # A request goes on behind its last step's first token (drafts may have been rejected), at most where it ended.
+        # The same step may be prepared twice. Anything else is another request in a row that was not cleared.
+        # ``new_lens`` are the tokens that this step caches, ``seq_lens`` (int32, on the host) those after it.
         if self._last_step is None:
             return
         first_positions = seq_lens - torch.tensor(new_lens, dtype=torch.int32)
         last, row_blocks = self._last_step[: len(seq_lens)], self.num_blocks_per_row[: len(seq_lens)]
         began, ended, row_blocks_then = last.unbind(1)
+        # Neither a new block nor another length: it is the same step again, and may begin where the last one began.
         goes_on = (row_blocks > row_blocks_then) | (seq_lens != ended)
         least = torch.minimum(began + goes_on.int(), ended)
         stale = (ended > 0) & ((first_positions < least) | (first_positions > ended))
@@ -190,12 +183,7 @@ class BlockTable:
         return found
 
     def few_slots(self, seq_lens: Sequence[int], new_lens: Sequence[int]) -> list[int]:
-        """Return the slots of new keys of the first rows' requests, ``block * block_size + offset``.
-
-        Args:
-            seq_lens: keys of each request.
-            new_lens: how many of them are new, the last ones.
-        """
+        """Return the slots of the first rows' new keys, their last ones: ``block * block_size + offset``."""
         ids, size, width = self._ids, self.block_size, self.host.shape[1]
         return [
             ids[row * width + position // size] * size + position % size
@@ -232,13 +220,8 @@ class BlockTable:
             )
 
     def commit(self, num_reqs: int) -> Tensor:
-        """Copy the first rows to the device, not waiting; return int32 ``(num_reqs, W)``, W the longest row in use.
-
-        Nothing is copied where the device has them already: most steps of a few decodes add no block.
-
-        Raises:
-            BatchError: no request, or more than there are rows.
-        """
+        """Copy the first rows to the device, not waiting; return int32 ``(num_reqs, W)``, W the longest row in use."""
+        # Nothing is copied where the device has them already: most steps of a few decodes add no block.
         table = self._returned
         if table is not None and not self._changed and table.shape[0] == num_reqs:
             return table
@@ -250,6 +233,8 @@ class BlockTable:
         if self._changed or num_reqs > rows or width > columns:
             self._changed, self._committed = False, (num_reqs, width)
             if self.device_table is not self.host:
+                # Fresh pinned memory each time: the copy may still read the last one when the next step changes
+                # ``host``.
                 pinned = torch.empty(num_reqs, width, dtype=torch.int32, pin_memory=True)
                 pinned.copy_(self.host[:num_reqs, :width])
                 table.copy_(pinned, non_blocking=True)
@@ -308,6 +293,7 @@ def prepare_batch(
         table = None if block_table is None else block_table.commit(num_reqs)
         # One buffer for slots, which are int64, bounds and lengths. Python packs lists faster than numpy.
         num_slots = 0 if table is None else num_tokens if single else sum(new_lens)
+        # The slots come first, so that they are aligned to 8 bytes; they count twice, being two int32 each.
         sizes = (2 * num_slots, num_reqs + 1, num_reqs)
         host = staging(sum(sizes), target)
         slots_cpu, bounds_cpu, seq_lens_cpu = host.split_with_sizes(sizes)
@@ -318,6 +304,7 @@ def prepare_batch(
         else:
             struct.pack_into(f"{num_reqs + 1}i", numbers.data, 8 * num_slots, 0, *accumulate(query_lens))
         struct.pack_into(f"{num_reqs}i", lens.data, 0, *seq_lens)
+        # ``single`` skipped the checks: one token a request is wrong only where a request has no key.
         if single and lens.min() < 1:
             _check_lens("query_lens", query_lens, seq_lens)
         if block_table is not None:

@@ -23,15 +23,10 @@ _OF_BATCHES = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mappin
 
 
 class BatchChecks:
-    """Checks the steps of one group.
+    """Checks the steps of one group; ``checked``: their contents too, which synchronises with the device."""
 
-    Args:
-        config: the layers.
-        capacity: bounds of a batch.
-        block_size: tokens per block of the batches' tables; None without a cache.
-        cache: of the layers; across ranks its blocks are a rank's share of the tables' ones.
-        checked: whether contents are checked too, which synchronises with the device.
-    """
+    # ``block_size`` counts tokens per block of the batches' tables; across ranks the cache's blocks are a rank's
+    # share.
 
     def __init__(
         self,
@@ -106,6 +101,7 @@ class BatchChecks:
         """As ``LayerGroup.check_contents``."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
+        # The builders' buffers persist, so metadata of an earlier step now holds numbers of the later one.
         if common is not self._last_batch:
             raise BatchError(
                 "attn_metadata is of an earlier step: group.build has since built another one in the same memory",

@@ -129,6 +129,7 @@ class BlockPool:
                 "share a prefix before it allocates",
                 request,
             )
+        # Nothing below here may fail: the pool changes whole or not at all.
         for block in shared:
             self._references[block] += 1
         self._blocks[request] = list(shared)
@@ -147,6 +148,7 @@ class BlockPool:
             if self._references[block] == 0:
                 released.append(block)
         del self._blocks[request]
+        # Reversed, so that the request's first block is handed out first again.
         self._free += reversed(released)
         return tuple(released)
 

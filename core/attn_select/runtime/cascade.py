@@ -25,11 +25,10 @@ more than is saved well above them, so a builder that was measured asks for more
 
 @dataclass(slots=True)
 class CascadeSplit:
-    """One batch as two: every query against the shared prefix, and each request against its own rest.
+    """One batch as two: every query against the shared prefix, and each request against its own rest."""
 
-    The prefix is one request that holds all T queries, not causal. The suffix's tables and lengths start behind the
-    prefix. Sinks are counted in the suffix.
-    """
+    # The prefix is one request that holds all T queries, not causal. The suffix's tables and lengths start behind the
+    # prefix. Sinks are counted in the suffix.
 
     prefix: CommonAttentionMetadata
     suffix: CommonAttentionMetadata
@@ -62,13 +61,10 @@ def common_prefix_len(block_tables: list[tuple[int, ...]], num_computed_tokens: 
 def split_for_cascade(
     common: CommonAttentionMetadata, prefix_len: int, block_size: int, width_multiple: int = 1
 ) -> CascadeSplit:
-    """Cut a batch into prefix and suffix. No device synchronisation.
-
-    Args:
-        prefix_len: tokens, a multiple of ``block_size``, at most what every request had cached before this step.
-        block_size: tokens per block of the batch's tables.
-        width_multiple: the plan's ``block_table_width_multiple``; above 1 the halves of the tables are copies.
-    """
+    """Cut a batch into prefix and suffix, after whole blocks. No device synchronisation."""
+    # At most what every request had cached before this step: then no query stands inside the prefix, and it needs no
+    # mask. ``width_multiple`` is the plan's ``block_table_width_multiple``; above 1 the halves of the tables are
+    # copies.
     table = common.block_table_tensor
     assert table is not None
     assert prefix_len % block_size == 0

@@ -24,11 +24,7 @@ from attn_select.runtime.scales import Scales
 
 
 def checks_enabled() -> bool:
-    """Whether ``ATTN_SELECT_CHECK`` asks for checked mode.
-
-    Raises:
-        BatchError: it holds something other than 0 or 1.
-    """
+    """Whether ``ATTN_SELECT_CHECK`` asks for checked mode; BatchError where it holds something other than 0 or 1."""
     value = os.environ.get(variables.CHECK, "")
     if value not in ("", "0", "1"):
         raise BatchError(f"{variables.CHECK} = {value!r}: accepted are 1 (check everything), 0 and nothing")
@@ -36,11 +32,7 @@ def checks_enabled() -> bool:
 
 
 def check_lengths(common: CommonAttentionMetadata) -> None:
-    """Compare the shapes and dtypes of a batch's lengths with its number of requests. Cheap: no device is asked.
-
-    Raises:
-        BatchError: names the argument, what was seen and what is accepted.
-    """
+    """Compare the shapes and dtypes of a batch's lengths with its number of requests. Cheap: no device is asked."""
     count = common.num_reqs
     for name, tensor, length, size in (
         ("query_start_loc", common.query_start_loc, count + 1, "num_reqs + 1"),
@@ -54,14 +46,7 @@ def check_lengths(common: CommonAttentionMetadata) -> None:
 
 
 def check_shapes(common: CommonAttentionMetadata, config: AttentionConfig, block_size: int | None) -> None:
-    """Compare the shapes and dtypes of a batch with its own numbers. Cheap: no device is asked.
-
-    Args:
-        block_size: tokens per block of the batch's table; None: unknown.
-
-    Raises:
-        BatchError: names the argument, what was seen and what is accepted.
-    """
+    """Compare a batch's shapes and dtypes with its own numbers, its table in blocks of ``block_size`` tokens. Cheap."""
     check_lengths(common)
     count, decodes = common.num_reqs, common.num_decodes
     if decodes is not None and not 0 <= decodes <= count:
@@ -98,11 +83,7 @@ def check_common(
     block_size: int | None,
     max_model_len: int,
 ) -> None:
-    """Check the contents of a batch whose shapes are right. Synchronises.
-
-    Raises:
-        BatchError: a device or length does not fit; names argument, request and bound.
-    """
+    """Check the contents of a batch whose shapes are right. Synchronises."""
     count = common.num_reqs
     for name in ("block_table_tensor", "slot_mapping"):
         _check_device(name, getattr(common, name), device)
@@ -148,11 +129,7 @@ def check_common(
 
 
 def check_copies(common: CommonAttentionMetadata, device: torch.device) -> None:
-    """Compare a batch's lengths on the device with those on the host. Synchronises.
-
-    Raises:
-        BatchError: they differ, or one lies elsewhere; names argument, request and values.
-    """
+    """Compare a batch's lengths on the device with those on the host. Synchronises."""
     for name in ("query_start_loc", "seq_lens"):
         _check_device(name, getattr(common, name), device)
         _check_device(f"{name}_cpu", getattr(common, f"{name}_cpu"), torch.device("cpu"))
@@ -171,14 +148,7 @@ def check_blocks(
     num_blocks: int,
     block_size: int,
 ) -> None:
-    """Check every block id and slot that the batch uses against one layer's cache. Synchronises.
-
-    Args:
-        num_blocks: blocks of ``block_size`` tokens, the allocator's, that the cache holds.
-
-    Raises:
-        BatchError: a block id or slot lies outside; names the request and its position in the table.
-    """
+    """Check block ids and slots against a cache of ``num_blocks`` of the allocator's blocks. Synchronises."""
     table = common.block_table_tensor
     assert table is not None
     rows = table.cpu()
@@ -197,6 +167,7 @@ def check_blocks(
     outside = ((slots < -1) | (slots >= num_blocks * block_size)).nonzero().flatten()
     if len(outside):
         token = int(outside[0])
+        # Counts the requests that end at or before the token (right=True), which is the number of its own request.
         request = int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
         owner = f"of request {request}" if config.attn_type == "decoder" else "of the encoder"
         raise BatchError(
@@ -219,7 +190,9 @@ def _check_slots(slots: Tensor, rows: Tensor, common: CommonAttentionMetadata, b
     bounds, lens = common.query_start_loc_cpu, common.query_lens_cpu
     tokens = torch.arange(int(bounds[-1]))
     request = torch.repeat_interleave(lens)
+    # A request's new tokens are its last ones: its first one stands at seq_len - query_len.
     positions = tokens + (common.seq_lens_cpu - lens - bounds[:-1])[request]
+    # Negative positions are of padded requests, which have queries and no keys.
     written = (slots[: len(tokens)] >= 0) & (positions >= 0)
     tokens, request, positions = tokens[written], request[written], positions[written]
     wanted = rows[request, positions // block_size].long() * block_size + positions % block_size
@@ -234,14 +207,9 @@ def _check_slots(slots: Tensor, rows: Tensor, common: CommonAttentionMetadata, b
 
 
 def check_finite(name: str, tensor: Tensor, common: CommonAttentionMetadata, of_requests: bool) -> None:
-    """Check that no token holds NaN or infinity in ``tensor`` ``(T', ...)``. Synchronises.
-
-    Args:
-        of_requests: its rows are the batch's tokens, what lies behind them is padding; else the encoder's tokens.
-
-    Raises:
-        BatchError: names the argument, the request and its first such token.
-    """
+    """Check that no token holds NaN or infinity in ``tensor`` ``(T', ...)``. Synchronises."""
+    # ``of_requests``: its rows are the batch's tokens, and what lies behind them is padding; else they are the
+    # encoder's.
     bounds = common.query_start_loc_cpu
     wrong = ~tensor[: int(bounds[-1]) if of_requests else len(tensor)].flatten(1).isfinite().all(dim=1)
     if bool(wrong.any()):
@@ -252,11 +220,7 @@ def check_finite(name: str, tensor: Tensor, common: CommonAttentionMetadata, of_
 
 
 def check_scales(scales: Scales) -> None:
-    """Check that the scales on the device are positive, finite and equal to those on the host. Synchronises.
-
-    Raises:
-        BatchError: names the scale and its value.
-    """
+    """Check that the scales on the device are positive, finite and equal to those on the host. Synchronises."""
     for name in ("q", "k", "v"):
         values = getattr(scales, name).flatten().cpu()
         for value in values.tolist():
@@ -271,12 +235,7 @@ def check_scales(scales: Scales) -> None:
 def check_cache(
     kv_cache: Tensor | None, layout: str, config: AttentionConfig, device: torch.device, block_size: int
 ) -> int:
-    """Check one layer's cache: presence, shape, strides, dtype, device, tokens per block. Cheap. Return its number
-    of blocks.
-
-    Raises:
-        BatchError, ConfigError: names what was seen and what is accepted.
-    """
+    """Check one layer's cache: presence, shape, strides, dtype, device, tokens per block. Cheap. Return its blocks."""
     if kv_cache is None:
         raise BatchError(f"kv_cache is None: attn_type = {config.attn_type!r} keeps one in layout {layout}")
     num_blocks, block_tokens = check_cache_shape(kv_cache, layout, config)
@@ -293,11 +252,7 @@ def check_cache(
 
 
 def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, least_tokens: int) -> None:
-    """Check a ``(tokens, *shape)`` tensor of a layer call. Cheap: no device is asked.
-
-    Raises:
-        BatchError: names argument, shape or dtype, and what is accepted.
-    """
+    """Check a ``(tokens, *shape)`` tensor of a layer call. Cheap: no device is asked."""
     if tensor.shape[1:] != shape or tensor.ndim != len(shape) + 1 or tensor.shape[0] < least_tokens:
         extents = ", ".join(map(str, shape))
         raise BatchError(
@@ -308,11 +263,7 @@ def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
 
 
 def check_strides(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Check that the last dimension is contiguous and the tensor lives on ``device``.
-
-    Raises:
-        BatchError: names argument, strides or device.
-    """
+    """Check that the last dimension is contiguous and the tensor lives on ``device``."""
     if tensor.device != device:
         raise BatchError(f"{name} is on {tensor.device}: accepted is {device}")
     if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -320,15 +271,7 @@ def check_strides(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_indices(indices: Tensor, common: CommonAttentionMetadata, num_slots: int, block_size: int) -> None:
-    """Compare the indices ``(T', top_k)`` of sparse MLA with what each token's request has in the cache. Synchronises.
-
-    Args:
-        num_slots: that the cache holds.
-        block_size: tokens per block of the batch's table.
-
-    Raises:
-        BatchError: one is neither -1 nor a slot of a token of its request; names the first and where it stands.
-    """
+    """Compare sparse MLA's indices ``(T', top_k)`` with what each token's request has in the cache. Synchronises."""
     chosen = indices[: common.num_actual_tokens].cpu()
     wrong = ((chosen < -1) | (chosen >= num_slots)).nonzero()
     if len(wrong):
@@ -345,6 +288,7 @@ def check_indices(indices: Tensor, common: CommonAttentionMetadata, num_slots: i
         own = torch.zeros(num_slots, dtype=torch.bool)
         own[(blocks[:, None] * block_size + offsets).flatten()[:seq_len]] = True
         some = chosen[bounds[request] : bounds[request + 1]].long()
+        # -1 is clamped to 0 to be an index at all, and left out by the first half of the condition.
         wrong = ((some >= 0) & ~own[some.clamp_min(0)]).nonzero()
         if len(wrong):
             token, place = wrong[0].tolist()
@@ -356,11 +300,7 @@ def check_indices(indices: Tensor, common: CommonAttentionMetadata, num_slots: i
 
 
 def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) -> None:
-    """Compare a batch's tree mask with its layers. Cheap: no device is asked.
-
-    Raises:
-        BatchError: the layers take none, the batch attends in both directions, or the shape or dtype does not fit.
-    """
+    """Compare a batch's tree mask with its layers. Cheap: no device is asked."""
     mask = common.tree_mask
     assert mask is not None
     if not config.draft_tree:
@@ -377,15 +317,7 @@ def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) ->
 
 
 def check_common_prefix(block_table: Tensor, prefix_len: int, block_size: int) -> None:
-    """Check that all requests have the same blocks in the first ``prefix_len`` tokens. Synchronises.
-
-    Args:
-        block_table: int32 ``(B, W)``.
-        prefix_len: a multiple of ``block_size``.
-
-    Raises:
-        BatchError: names the first request whose blocks differ from request 0's, and how many tokens they share.
-    """
+    """Check that all requests have the same blocks in the first ``prefix_len`` tokens. Synchronises."""
     rows = block_table[:, : prefix_len // block_size].cpu()
     differs = rows != rows[:1]
     if bool(differs.any()):

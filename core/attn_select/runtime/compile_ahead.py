@@ -19,10 +19,7 @@ _compiled: set[Hashable] = set()
 
 
 def stand_in(selection: Selection[Any], *arguments: Any, **options: Any) -> Attention | MLAAttention:
-    """Return a layer of a group of its own, whose weights say nothing: what is compiled for it, others launch.
-
-    Arguments and errors as ``attention_group`` has them.
-    """
+    """Return a layer of a group of its own, whose weights say nothing: what is compiled for it, others launch."""
     config = selection.config
     group = attention_group(selection, *arguments, **options)
     ones = torch.ones(config.num_heads, dtype=torch.float32, device=group.device)
@@ -65,14 +62,9 @@ def compile_in_an_engine(
     warn: Callable[[str], None],
     **options: Any,
 ) -> None:
-    """Compile ahead what an engine's layers will launch, each kind of layers once in a process.
-
-    Nothing is compiled for layers whose contexts ranks share, which have no group without the others.
-
-    Args:
-        say: told what was compiled.
-        warn: told what went wrong. The engine starts all the same, and compiles where a step needs a kernel.
-    """
+    """Compile ahead what an engine's layers will launch, each kind of layers once in a process."""
+    # Layers whose contexts ranks share are left out: they have no group without the other ranks. What goes wrong is
+    # told to ``warn``, and the engine starts all the same: each kernel then compiles in the first step that needs it.
     new: dict[Hashable, Selection[Any]] = {}
     for selection in selections:
         config, names = selection.config, [spec.name for spec in selection.backends.values() if spec is not None]

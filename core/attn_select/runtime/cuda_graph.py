@@ -33,18 +33,14 @@ WARM_UPS = 2
 
 
 class StaticBatch:
-    """One group's batch at fixed addresses.
-
-    Args:
-        group: its capacity sizes the buffers.
-        query_len: tokens per request of uniform batches; None: mixed batches.
-    """
+    """One group's batch at fixed addresses; ``query_len``: tokens per request of uniform batches, None: mixed ones."""
 
     def __init__(self, group: LayerGroup, query_len: int | None) -> None:
         capacity, device = group.capacity, group.device
         self.group, self.query_len = group, query_len
         requests, size = capacity.max_num_seqs, group.block_size or 1
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        # Uniform bounds never change, so ``load`` copies them for mixed batches only.
         self.query_start_loc = torch.arange(requests + 1, **ints) * (query_len or 0)
         self.seq_lens = torch.zeros(requests, **ints)
         self.block_table = torch.zeros(requests, -(-capacity.max_model_len // size), **ints)
@@ -63,11 +59,7 @@ class StaticBatch:
         return size if self.query_len is None else size * self.query_len
 
     def check_size(self, size: int) -> None:
-        """Compare a size to capture with the group's capacity.
-
-        Raises:
-            ConfigError: it is beyond it.
-        """
+        """Raise ConfigError for a size to capture that is beyond the group's capacity."""
         capacity, requests, tokens = self.group.capacity, self.padded_requests(size), self.padded_tokens(size)
         if requests > capacity.max_num_seqs or tokens > capacity.max_num_batched_tokens:
             raise ConfigError(
@@ -78,12 +70,9 @@ class StaticBatch:
             )
 
     def load(self, common: CommonAttentionMetadata, size: int) -> CommonAttentionMetadata:
-        """Copy a batch into the buffers and return it padded to a captured size. Does not synchronise.
-
-        Raises:
-            BatchError: the group refuses the batch, or it is not uniform, has image ranges, or its block table is wider
-                than ``max_model_len`` allows.
-        """
+        """Copy a batch into the buffers and return it padded to a captured size. Does not synchronise."""
+        # Raises BatchError where the group refuses the batch, or it is not uniform, has image ranges, or its block
+        # table is wider than ``max_model_len`` allows.
         self.group.check_batch(common)
         if common.mm_prefix_ranges is not None and any(common.mm_prefix_ranges):
             raise BatchError("mm_prefix_ranges are given: a captured step has none, run it eagerly")
@@ -93,6 +82,7 @@ class StaticBatch:
         seq_lens_cpu[: common.num_reqs] = common.seq_lens_cpu
         if self.query_len is None:
             self.query_start_loc[: requests + 1].copy_(to_device(bounds_cpu, self.group.device), non_blocking=True)
+        # Rows of padding keep the tables of an earlier step: they have no keys, so nothing reads them.
         self.seq_lens[: common.num_reqs].copy_(common.seq_lens)
         self.seq_lens[common.num_reqs : requests].zero_()
         if common.slot_mapping is not None:
@@ -108,6 +98,7 @@ class StaticBatch:
             self.block_table[: common.num_reqs, : table.shape[1]].copy_(table)
         if self.tree_mask is not None:
             given = common.tree_mask
+            # A graph has a mask captured or none: a step without trees replays it with chains.
             chains = causal_trees(common, self.tree_mask.shape[1]) if given is None else given
             self.tree_mask[: common.num_actual_tokens].copy_(chains[: common.num_actual_tokens])
         same = common.max_seq_len, common.causal, common.block_size
@@ -123,6 +114,7 @@ class StaticBatch:
         each = self.query_len
         lens = torch.full((requests,), each or 0, dtype=torch.int32)
         if each is None:
+            # Every request gets a token more until the rest is spread: their sum is ``tokens`` exactly.
             lens[: tokens % requests] = 1
             lens += tokens // requests
         bounds_cpu = torch.zeros(requests + 1, dtype=torch.int32)
@@ -242,11 +234,7 @@ class CudaGraphRunner(Generic[G]):
             self._graphs[size] = (graph, output)
 
     def size_for(self, common: CommonAttentionMetadata) -> int:
-        """Return the smallest captured size that holds a batch.
-
-        Raises:
-            BatchError: the batch is larger than all of them.
-        """
+        """Return the smallest captured size that holds a batch; BatchError where it is larger than all of them."""
         wanted = common.num_actual_tokens if self.query_len is None else common.num_reqs
         for size in self.sizes:
             if wanted <= size:
@@ -287,16 +275,13 @@ class CudaGraphRunner(Generic[G]):
 
 
 def load_step(batches: Mapping[Any, StaticBatch | StaticStates], commons: Commons, slots: Slots, size: int) -> None:
-    """Copy a step into the buffers of all groups; states the last, since that commits their pool's step.
-
-    Raises:
-        BatchError: a group refuses its batch, or slots are missing; no step is committed then.
-        PoolError: as ``StaticStates.load``.
-    """
+    """Copy a step into the buffers of all groups."""
+    # States come last, since theirs commits their pool's step: where a group refuses its batch, no step is committed.
     if any(isinstance(batch, StaticStates) and group not in slots for group, batch in batches.items()):
         raise BatchError("slots are missing of a group of layers that keep a state", hint="StatePool.step")
     for group, batch in batches.items():
         if isinstance(batch, StaticBatch):
+            # Nothing is kept of what is built: building writes the buffers whose addresses the graph holds.
             batch.group.build(batch.load(commons[group], size))
     for group, batch in batches.items():
         if isinstance(batch, StaticStates):
@@ -312,11 +297,7 @@ def static_batch(group: LayerGroup | StateGroup, query_len: int | None, largest:
 
 
 def check_level(group: LayerGroup | StateGroup, query_len: int = 1, mixed: bool = False) -> None:
-    """Compare what a group's builders can capture with what is wanted.
-
-    Raises:
-        ConfigError: names the level that is needed, the group's backends and their level.
-    """
+    """Raise ConfigError if a group's builders cannot capture what is wanted."""
     needed: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE" if query_len == 1 else "UNIFORM_BATCH"
     if mixed:
         needed = "ALWAYS"

@@ -49,11 +49,7 @@ def forward_context(attn_metadata: Mapping[Any, Any]) -> Iterator[None]:
 
 
 def current_metadata(group: Any, layer_name: str) -> Any:
-    """Return the forward context's metadata for a group.
-
-    Raises:
-        BatchError: no forward context, or none for this group.
-    """
+    """Return the forward context's metadata for a group; BatchError where there is none."""
     metadata = (_context.get() or {}).get(group)
     if metadata is None:
         raise BatchError(
@@ -64,11 +60,7 @@ def current_metadata(group: Any, layer_name: str) -> Any:
 
 
 def register_layer(layer: Runnable, name: str) -> str:
-    """Make a layer known to the operators under ``name``, or under a new one if empty. Returns the name.
-
-    Raises:
-        ConfigError: a living layer has that name.
-    """
+    """Make a layer known to the operators under ``name``, or under a new one if empty; return the name."""
     if not name:
         name = next(made for number in _numbers if (made := f"attention.{number}") not in _layers)
     elif name in _layers:

@@ -90,10 +90,8 @@ class AttentionGroup(LayerGroup):
     def _phases_of(
         self, common: CommonAttentionMetadata
     ) -> list[tuple[Phase, slice, CommonAttentionMetadata, int | None]]:
-        """Return phase, tokens, requests and how many of these are decodes: of each phase that has tokens.
-
-        Of a batch that one backend computes whole, the number is known where that backend wants its decodes first.
-        """
+        """Return phase, tokens, requests and how many of these are decodes: of each phase that has tokens."""
+        # Of a batch that one backend computes whole, the number is known where that backend wants its decodes first.
         tokens = common.num_actual_tokens
         if not tokens:  # kernels need not know of such steps
             return []

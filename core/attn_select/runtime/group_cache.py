@@ -21,19 +21,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class GroupCache:
-    """How the caches of a group's layers are laid out.
-
-    Attributes:
-        config: the layers.
-        device: where they run.
-        kv_layout: name of the layout; None without a cache.
-        block_size: tokens of one of the allocator's blocks.
-        kernel_block_size: tokens per block in which the cache is laid out; divides ``block_size``.
-    """
+    """How the caches of a group's layers are laid out."""
 
     config: AttentionConfig
     device: torch.device
     kv_layout: str | None
+    # Tokens of one of the allocator's blocks. The cache is laid out in kernel blocks, so many of which make one of
+    # these.
     block_size: int | None
     kernel_block_size: int | None
 
@@ -46,21 +40,13 @@ class GroupCache:
         return self.kv_layout, self.kernel_block_size, self.block_size // self.kernel_block_size
 
     def allocate(self, num_blocks: int) -> Tensor:
-        """Return one layer's cache for ``num_blocks`` of the allocator's blocks, zeroed.
-
-        Raises:
-            ConfigError: the layers keep no cache, ``num_blocks`` is below 1, or they do not fit in memory.
-        """
+        """Return one layer's cache for ``num_blocks`` of the allocator's blocks, zeroed. Raises ConfigError."""
         layout, kernel_block_size, ratio = self._blocks()
         blocks = size("num_blocks", num_blocks)
         return caches.allocate_kv_cache(layout, self.config, blocks * ratio, kernel_block_size, self.device)
 
     def num_blocks(self, kv_cache: Tensor | None) -> int:
-        """Return how many of the allocator's blocks a layer's cache holds.
-
-        Raises:
-            ConfigError, BatchError: the layers keep no cache, or this is none of theirs.
-        """
+        """Return how many of the allocator's blocks a layer's cache holds. Raises as ``check_cache`` does."""
         layout, kernel_block_size, ratio = self._blocks()
         return checks.check_cache(kv_cache, layout, self.config, self.device, kernel_block_size) // ratio
 
@@ -72,6 +58,7 @@ class GroupCache:
             if block_ids.dtype not in _INTEGERS or block_ids.ndim != 1:
                 kind = f"{block_ids.dtype} {tuple(block_ids.shape)}"
                 raise BatchError(f"block_ids is {kind}: accepted is a tensor of integers of one dimension")
+            # Ids on the device are not read back, since this may not synchronise.
             ids = block_ids.to(torch.int64)
         else:
             blocks = integers(block_ids)
@@ -81,5 +68,6 @@ class GroupCache:
                 raise BatchError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {in_cache - 1}")
             ids = to_device(torch.tensor(blocks, dtype=torch.int64), self.device)
         if ratio > 1:
+            # A block of ``ratio`` kernel blocks: they lie in a row in the cache.
             ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).flatten()
         caches.zero_blocks(kv_cache, layout, self.config, ids)

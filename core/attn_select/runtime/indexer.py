@@ -159,20 +159,21 @@ class SparseIndexer:
 
 
 def indexed_rows(common: CommonAttentionMetadata) -> IndexedRows:
-    """Return which keys each token of a causal batch sees. Does not synchronise.
-
-    While a CUDA graph is captured, the lengths on the host say nothing: ``max_seq_len`` then bounds all of them.
-    """
+    """Return which keys each token of a causal batch sees. Does not synchronise."""
     assert common.block_table_tensor is not None
     bounds, device = common.query_start_loc, common.seq_lens.device
     token = torch.arange(common.num_actual_tokens, dtype=torch.int32, device=device)
+    # right=True: the token at which a request begins belongs to that request. Tokens of padding are behind all
+    # requests.
     request = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
     padding = request >= common.num_reqs
     request.clamp_max_(common.num_reqs - 1)
+    # How many of its request's tokens stand behind this one: it sees so many keys fewer than the request has.
     later = bounds[1:].index_select(0, request) - 1 - token
     num_keys = (common.seq_lens.index_select(0, request) - later).clamp_min_(0).masked_fill_(padding, 0)
     seq_lens = common.seq_lens_cpu.tolist()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # While a graph is captured the host's lengths say nothing of later replays; this bounds all of them.
         seq_lens = [common.max_seq_len] * common.num_reqs
     bounds_cpu = common.query_start_loc_cpu.tolist()
     return IndexedRows(request, num_keys, common.block_table_tensor, bounds_cpu, seq_lens, max(seq_lens, default=0))

@@ -44,11 +44,7 @@ class InstalledBuild:
         self.module = self.imported(build.module)
 
     def imported(self, module: str) -> ModuleType:
-        """Import a module of the distribution.
-
-        Raises:
-            KernelMismatchError: it cannot be imported.
-        """
+        """Import a module of the distribution; raise KernelMismatchError where that fails."""
         try:
             return import_library(module)
         except (ImportError, OSError, RuntimeError) as error:  # a shared library that does not fit raises all of these

@@ -19,11 +19,7 @@ def integer(value: object) -> int | None:
 
 
 def size(name: str, value: object) -> int:
-    """Return a size, a count or a bound as an int.
-
-    Raises:
-        ConfigError: it is no integer from 1.
-    """
+    """Return a size, a count or a bound as an int; ConfigError where it is no integer from 1."""
     found = integer(value)
     if found is None or found < 1:
         raise ConfigError(f"{name} = {show(value)}: accepted are integers from 1", fields=[name])

@@ -19,24 +19,14 @@ def width_multiple(context: BackendContext) -> int:
 
 
 class KernelTables:
-    """The block tables of a group's batches, in each backend's kernel blocks.
-
-    Args:
-        block_size: tokens per block of the allocator; None without a cache.
-        max_num_seqs: most requests in a batch.
-        max_model_len: most tokens of a request.
-    """
+    """The block tables of a group's batches, in each backend's kernel blocks; ``block_size`` is the allocator's."""
 
     def __init__(self, block_size: int | None, max_num_seqs: int, max_model_len: int) -> None:
         self._block_size, self._max_num_seqs, self._max_model_len = block_size, max_num_seqs, max_model_len
         self._persistent: dict[int, Tensor] = {}
 
     def in_kernel_blocks(self, context: BackendContext, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return the batch with tables in the backend's kernel blocks and of the width that it wants.
-
-        Raises:
-            BatchError: with CUDA graphs, the table is wider than requests of ``max_model_len`` tokens need.
-        """
+        """Return the batch with tables in the backend's kernel blocks and of the width that it wants."""
         table = common.block_table_tensor
         if table is None or context.block_size is None or self._block_size is None:
             return common
@@ -45,6 +35,7 @@ class KernelTables:
         # A captured kernel reads one address: there a table that happens to be wide enough is copied as well.
         if ratio == 1 and (multiple == 1 or (table.shape[1] % multiple == 0 and not context.cuda_graphs)):
             return common
+        # The buffer has the width of the longest request whatever the step has: its strides are captured too.
         most = -(-self._max_model_len // self._block_size)
         out = self._buffer(context, table.shape[1], most, -(-most * ratio // multiple) * multiple)
         table = kernel_block_table(table, ratio, multiple, out)

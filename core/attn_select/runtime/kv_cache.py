@@ -62,14 +62,10 @@ def allocate_kv_cache(
     block_size: int,
     device: torch.device | str,
 ) -> Tensor:
-    """Return one layer's cache, zeroed, of ``num_blocks`` blocks of ``block_size`` tokens (the kernel's).
-
-    Zeros, since kernels may read slots that no token was written to and mask the result: NaN would survive that.
-
-    Raises:
-        ConfigError: this machine's memory does not hold them.
-        torch.OutOfMemoryError: the GPU's memory does not.
-    """
+    """Return one layer's cache, zeroed, of ``num_blocks`` blocks of ``block_size`` tokens (the kernel's)."""
+    # Zeros, since kernels may read slots that no token was written to and mask the result: NaN would survive that.
+    # Raises ConfigError where this machine's memory does not hold them, torch.OutOfMemoryError where the GPU's does
+    # not.
     shape, dtype = kv_cache_shape(layout, config, num_blocks, block_size), cache_dtype(layout, config)
     try:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -87,10 +83,7 @@ def cache_dtype(layout: str, config: AttentionConfig) -> torch.dtype:
 
 
 def zero_blocks(kv_cache: Tensor, layout: str, config: AttentionConfig, block_ids: Tensor) -> None:
-    """Fill blocks of a cache of that layout with zeros, in any dtype. No device synchronisation.
-
-    ``block_ids`` is int64 ``(N,)`` on the cache's device, in the cache's own blocks; an id may stand there twice.
-    """
+    """Fill blocks of a cache with zeros; ``block_ids`` is int64 ``(N,)`` on its device, in the cache's own blocks."""
     _, axis, _ = _pattern(layout, config)
     # Zero bytes are the number zero in every dtype, and torch fills no FP8 by index.
     plain = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
@@ -98,11 +91,8 @@ def zero_blocks(kv_cache: Tensor, layout: str, config: AttentionConfig, block_id
 
 
 def in_blocks_of(block_size: int, kv_cache: Tensor, layout: str, config: AttentionConfig) -> Tensor:
-    """Return a cache as a view in blocks of another size; the same tokens lie in the same slots.
-
-    Raises:
-        ConfigError: the layout is not in ``layouts.SPLIT_IN_PLACE``, or its tokens do not fill blocks of that size.
-    """
+    """Return a cache as a view in blocks of another size; the same tokens lie in the same slots."""
+    # ConfigError: the layout is not in ``layouts.SPLIT_IN_PLACE``, or its tokens do not fill blocks of that size.
     num_blocks, block_tokens = check_cache_shape(kv_cache, layout, config)
     if block_tokens == block_size:
         return kv_cache
@@ -179,19 +169,16 @@ class CacheView(Generic[T]):
 
 
 def paged_attention_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """Return views of the classic layout: K ``(num_blocks, heads, head_size/x, block_size, x)``, V
-    ``(num_blocks, heads, value_head_size, block_size)``; ``x`` is 16 bytes of elements (vLLM
-    csrc/attention/paged_attention_v1.cu).
-
-    Raises:
-        ConfigError: the cache's shape is not the layout's, or ``x`` does not divide the head size.
-    """
+    """Return views of the classic layout: K and V."""
+    # K is ``(num_blocks, heads, head_size/x, block_size, x)``, V ``(num_blocks, heads, value_head_size, block_size)``;
+    # ``x`` is 16 bytes of elements (vLLM csrc/attention/paged_attention_v1.cu).
     check_cache_shape(kv_cache, layouts.PAGED_ATTENTION, config)
     x = 16 // kv_cache.element_size()
     num_blocks, heads, size = kv_cache.shape[1], config.num_kv_heads, config.head_size
     if size % x:
         text = f"head_size = {size}: the classic layout packs {x} elements, so multiples of {x} are accepted"
         raise ConfigError(text, fields=["head_size"])
+    # K and V of different sizes: both halves are as wide as the wider one, and a block's elements lie at its start.
     width = max(size, config.value_head_size)
     key, value = kv_cache.unbind(0)
     block_size = key.shape[2] // width
@@ -200,16 +187,14 @@ def paged_attention_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[Te
 
 
 def check_cache_shape(kv_cache: Tensor, layout: str, config: AttentionConfig) -> tuple[int, int]:
-    """Compare a cache with its layout; return its number of blocks and the tokens per block.
-
-    Raises:
-        ConfigError: names the layout, the shape seen and the shape accepted.
-    """
+    """Compare a cache with its layout; return its number of blocks and the tokens per block. Raises ConfigError."""
     extents, blocks, tokens = _pattern(layout, config)
     seen = tuple(kv_cache.shape)
     if len(seen) == len(extents):
         wanted = list(extents)
         wanted[blocks] = seen[blocks]
+        # A layout may keep several elements of a token in the axis of tokens. What does not divide makes ``wanted``
+        # differ.
         wanted[tokens] = seen[tokens] - seen[tokens] % extents[tokens] or extents[tokens]
         if seen == tuple(wanted):
             return seen[blocks], seen[tokens] // extents[tokens]
@@ -224,21 +209,16 @@ def _pattern(layout: str, config: AttentionConfig) -> tuple[tuple[int, ...], int
     """Return a cache's extents with one block of one token, the axis of blocks, and the axis of a block's tokens."""
     if layout not in layouts.LAYOUTS:
         raise ConfigError(f"layout {layout!r} is unknown; known are {', '.join(layouts.LAYOUTS)}", fields=["layout"])
+    # The axis of tokens is where a block of one token differs from one of two.
     one, two = kv_cache_shape(layout, config, 1, 1), kv_cache_shape(layout, config, 1, 2)
     tokens = next(axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
     return one, layouts.cache_shape(layout, config, 1).index("num_blocks"), tokens
 
 
 def kernel_block_table(block_table: Tensor, ratio: int, width_multiple: int = 1, out: Tensor | None = None) -> Tensor:
-    """Return a block table in the kernel's blocks, int32 ``(B, W')``, W' a multiple of ``width_multiple``.
-
-    No device synchronisation. Columns added behind the last one repeat block 0, which every pool has.
-
-    Args:
-        block_table: int32 ``(B, W)`` in the allocator's blocks.
-        ratio: kernel blocks per block.
-        out: int32, at least ``(B, W')``: where to write, for CUDA graphs; its leading part is returned.
-    """
+    """Return a block table in the kernel's blocks, int32 ``(B, W')``, W' a multiple of ``width_multiple``."""
+    # Block b of the allocator is the kernel's ``b * ratio .. b * ratio + ratio - 1``. Columns added behind the last
+    # one name block 0, which every pool has. ``out`` is where to write for CUDA graphs; its leading part is returned.
     requests, width = block_table.shape
     wanted = -(-width * ratio // width_multiple) * width_multiple
     if out is None:

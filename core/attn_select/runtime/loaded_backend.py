@@ -30,23 +30,17 @@ from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
 
 @dataclass(slots=True)
 class LoadedBackend:
-    """One backend of a group: what was chosen, loaded, and the builder that all layers share.
-
-    ``chunks`` cuts its batches where the layers attend inside chunks and the kernel does not mask them; else None.
-    """
+    """One backend of a group: what was chosen, loaded, and the builder that all layers share."""
 
     spec: BackendSpec
     backend: type[AttentionBackend]
     context: BackendContext
     builder: AttentionMetadataBuilder[Any]
+    # Cuts batches where the layers attend inside chunks and the kernel does not mask them.
     chunks: VirtualBatches | None = None
 
     def build(self, prefix: int, common: CommonAttentionMetadata, fast: bool) -> Any:
-        """Return what the builder builds for a step.
-
-        Raises:
-            BackendError, PluginError: it raised something, or returned None.
-        """
+        """Return what the builder builds for a step; BackendError or PluginError where it raised or returned None."""
         return self._built("build()", self.builder.build, prefix, common, fast)
 
     def build_for_capture(self, common: CommonAttentionMetadata) -> Any:
@@ -66,11 +60,7 @@ class LoadedBackend:
         return built if built is not None else returned_nothing(self.spec, call, "the metadata that forward takes")
 
     def impl(self, terms: Terms) -> Any:
-        """Return the impl of one layer.
-
-        Raises:
-            BackendError, PluginError: it raised something, or lacks the path of a phase.
-        """
+        """Return the impl of one layer; BackendError or PluginError where it raised, or lacks a phase's path."""
         try:
             return self.backend.impl_cls(self.context, terms)
         except PluginError as error:
@@ -88,17 +78,9 @@ def load_backends(
     cuda_graphs: bool = False,
     phases: Sequence[Phase] | None = None,
 ) -> tuple[torch.device, dict[Phase, LoadedBackend]]:
-    """Return where the layers run, and the backend of each phase, the same object in both where one serves both.
-
-    Args:
-        selection, device, capacity, cuda_graphs, phases: as for ``AttentionGroup``.
-
-    Raises:
-        NoBackendError: a phase has no backend.
-        RuntimeMissingError, ImportError: a backend cannot be loaded.
-        PluginError, BackendError: its classes are not what the runtime calls, or raise something.
-        ConfigError: as ``AttentionGroup`` documents it.
-    """
+    """Return where the layers run, and the backend of each phase, the same object in both where one serves both."""
+    # Arguments and errors are ``AttentionGroup``'s, which documents them; PluginError and BackendError besides, where
+    # a backend's classes are not what the runtime calls, or raise something.
     here = device_of(selection, device)
     selection.require()
     if selection.config.draft_tree and any(plan.trees_in_two_parts for plan in selection.plans.values()):
@@ -132,6 +114,7 @@ def _load(
     if all(plan.masks_chunks for plan in plans.values()):
         chunk = None
     if chunk is not None:
+        # The kernel sees each chunk as a request: there are more of them, and none is longer than a chunk.
         requests, longest = most_requests(requests, capacity.max_num_batched_tokens, chunk), min(longest, chunk)
     context = BackendContext(
         config=config,
@@ -155,12 +138,7 @@ def _load(
 
 
 def device_of(selection: Selection[Any], device: torch.device | str | None) -> torch.device:
-    """Return where the layers run, a CUDA device with its index.
-
-    Raises:
-        ConfigError: the selection is for a GPU and the layers shall run elsewhere, this machine has none that torch can
-            use, or one of another compute capability.
-    """
+    """Return where the layers run, a CUDA device with its index; ConfigError where the selection is for another."""
     chosen = selection.device
     found = torch.device(device if device is not None else ("cpu" if chosen.is_cpu else "cuda"))
     if found.type != "cuda":

@@ -178,11 +178,7 @@ class Split:
 
 
 def check_uniform(common: CommonAttentionMetadata, query_len: int) -> None:
-    """Make sure that a batch fits graphs of uniform batches.
-
-    Raises:
-        BatchError: names the first request with a query of another length.
-    """
+    """Raise BatchError for the first request with a query of another length than these graphs were captured for."""
     lens = common.query_lens_cpu
     if bool((lens != query_len).any()):
         request = int((lens != query_len).int().argmax())
@@ -216,6 +212,7 @@ def split_decodes_and_prefills(
         first = next((each for each in range(num_reqs) if bounds[each + 1] - bounds[each] > decode_threshold), num_reqs)
         if all(bounds[each + 1] - bounds[each] > decode_threshold for each in range(first + 1, num_reqs)):
             return Split(first, num_reqs - first, bounds[first], tokens - bounds[first])
+    # Also reached where a decode stands behind a prefill, to name both.
     lens = common.query_lens_cpu
     is_prefill = lens > decode_threshold if known is None else torch.arange(num_reqs) >= known
     if require_uniform:

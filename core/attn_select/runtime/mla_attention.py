@@ -102,10 +102,8 @@ class MLAAttention(nn.Module):
     _views: tuple[Tensor, Tensor]
 
     def _sides(self) -> tuple[Tensor, Tensor]:
-        """Return ``W_UK (H, P, R)``, query into latent, and ``W_UV (H, R, V)``, latent into output: views.
-
-        They are made once for each tensor that ``kv_b_proj`` is: ``Module.to`` may put another one there.
-        """
+        """Return ``W_UK (H, P, R)``, query into latent, and ``W_UV (H, R, V)``, latent into output: views."""
+        # They are made once for each tensor that ``kv_b_proj`` is: ``Module.to`` may put another one there.
         weight = self.kv_b_proj
         if self._viewed is not weight:
             by_head = weight.view(self.heads, self.nope + self.value_size, self.rank)
@@ -202,6 +200,7 @@ class MLAAttention(nn.Module):
     def _write(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write the step's latents, by the backend that reads them or, if there is none, by the shared operation."""
         group, tokens = self.group, len(slot_mapping)
+        # Both phases' backends read one cache, so the first that has it writes for both.
         for phase, impl in self.impls.items():
             if group.backends[phase].context.kv_layout is not None:
                 try:
@@ -225,6 +224,8 @@ class MLAAttention(nn.Module):
         w_uk, w_uv = self._sides()
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         view, absorbed = self._view(impl, kv_cache), None
+        # Kernels that take the parts save the copy of the rope part; in parts (ranks) the joined query is gathered
+        # whole.
         if impl.takes_query_parts and self._in_parts is None and _aligned(rope):
             latent_query = query.new_empty(query.shape[0], self.heads, self.rank)
         else:
@@ -240,8 +241,10 @@ class MLAAttention(nn.Module):
                 outputs,
             )
             return
+        # ``empty_like`` alone would copy the strides of a view.
         latent = torch.empty_like(latent_query, memory_format=torch.contiguous_format)
         given: Any = (latent_query, rope) if absorbed is None else absorbed
+        # A kernel may return memory of its own: go on with that, not with what was given to it.
         latent = self._latent(part, given, view, Outputs(latent, outputs.lse), indices)
         _project(latent, w_uv, outputs.output, part.spans)
 
@@ -259,6 +262,7 @@ class MLAAttention(nn.Module):
     def _mha(self, part: Part, own: Sequence[Tensor], kv_cache: Tensor, outputs: Outputs) -> None:
         group, (query, kv_c, k_pe) = self.group, own
         output, lse = outputs.output, outputs.lse
+        # The chunks are merged by LSE, whether the caller wants one or not.
         if lse is None and part.chunks:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         self._dense(part, query, self._decompressed(kv_c, k_pe, part.spans), part.metadata, Outputs(output, lse))

@@ -20,24 +20,18 @@ Spans = tuple[slice, ...]
 
 @dataclass(slots=True)
 class ContextChunk:
-    """Cached context of n prefilling requests, neighbours in the batch: all of it, or the part that fits the workspace.
+    """Cached context of n prefilling requests, neighbours in the batch, or the part that fits the workspace."""
 
-    Attributes:
-        rows: their tokens among the tokens of all prefills.
-        block_table: int32 ``(n, W)`` on the device, in the cache's blocks.
-        starts: int32 ``(n,)`` on the device, first position of each request's part.
-        start_loc: int32 ``(n + 1,)`` on the device, prefix sums of the parts' lengths (0 where there is no context).
-        num_tokens: their sum.
-        spans: of the chunk's tokens.
-        metadata: what the prefill backend's ``build_prefill`` built.
-    """
-
+    # Their tokens among the tokens of all prefills. Below: int32 (n, W) in the cache's blocks, int32 (n,) the first
+    # position of each request's part, int32 (n + 1,) prefix sums of the parts' lengths, 0 where there is no context;
+    # on the device.
     rows: slice
     block_table: Tensor
     starts: Tensor
     start_loc: Tensor
     num_tokens: int
     spans: Spans
+    # What the prefill backend's ``build_prefill`` built.
     metadata: Any
 
 
@@ -51,20 +45,18 @@ def spans_of(config: AttentionConfig, bounds_cpu: Tensor) -> Spans:
 def context_parts(
     common: CommonAttentionMetadata, config: AttentionConfig, workspace_tokens: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Lay the contexts one behind the other and cut every ``workspace_tokens`` tokens.
-
-    Returns:
-        Per chunk every request's first position and number of tokens in it, int32 ``(B,)`` on the host. With
-        ``batch_invariant`` a chunk holds tokens of one request only, so that where a request is cut depends on its own
-        length and on nothing else.
-    """
+    """Cut contexts every ``workspace_tokens``: return per chunk each request's first position and length in it."""
+    # The contexts lie one behind the other. Both tensors are int32 ``(B,)`` on the host.
     context = common.num_computed_tokens_cpu.clamp_min(0)
     origins = _first_needed(common, config, context)
     lengths = context - origins
     room = lengths
+    # batch_invariant: each request begins at an edge of its own, so that where it is cut depends on its length alone.
     if config.batch_invariant:
         room = -(-lengths // workspace_tokens) * workspace_tokens
     ends = room.cumsum(0)
+    # Row c, column r: where chunk c begins, counted from the start of request r's context. The clamps below cut off
+    # what of the chunk lies before that context (then both are 0) or behind it (then both are its length).
     edges = torch.arange(0, int(ends[-1]), workspace_tokens).unsqueeze(1) - (ends - room)
     first = torch.minimum(edges.clamp_min(0), lengths)
     last = torch.minimum((edges + workspace_tokens).clamp_min(0), lengths)
@@ -76,10 +68,12 @@ def _first_needed(common: CommonAttentionMetadata, config: AttentionConfig, cont
     window = config.sliding_window
     if window is None:
         return torch.zeros_like(context)
+    # The oldest key that the first new token sees: later tokens see less of the context.
     found = (context - window + 1).clamp_min(0)
     for request, ranges in enumerate(common.mm_prefix_ranges or ()):
         begin, end = int(context[request]), int(common.seq_lens_cpu[request])
         reached = [first for first, last in ranges if first < end and last >= begin]
+        # A range that reaches into this step's tokens is seen whole by them, even before the window.
         found[request] = min([int(found[request]), *reached])
     return torch.minimum(found, context)
 
@@ -91,18 +85,13 @@ def context_chunks(
     block_table: Tensor,
     build_prefill: Callable[[VarlenMetadata], Any],
 ) -> tuple[ContextChunk, ...]:
-    """Make chunks of ``context_parts``, with one copy to the device for all.
-
-    Args:
-        common: the prefills.
-        block_table: int32 ``(B, W)`` on the device, in the cache's blocks.
-        build_prefill: the prefill backend's.
-    """
+    """Make chunks of ``context_parts``, with one copy to the device for all."""
     bounds, context, ranges = common.query_start_loc_cpu, common.num_computed_tokens_cpu, common.mm_prefix_ranges
     hosts: list[tuple[Tensor, Tensor, Tensor]] = []
     requests = []
     for starts, lengths in parts:
         used = lengths.nonzero()
+        # Requests with context here are neighbours, but one without any may stand between them: its length is 0.
         who = slice(int(used[0]), int(used[-1]) + 1)
         own = bounds[who.start : who.stop + 1]
         requests.append(who)
@@ -120,6 +109,7 @@ def context_chunks(
             max_query_len=int(bounds_cpu.diff().max()),
             max_key_len=int(key_bounds_cpu.diff().max()),
             causal=False,
+            # How far the query stands behind this chunk's first key, which is what windows and ALiBi measure.
             query_offsets_cpu=context[who] - starts_cpu,
             counts_sinks=False,
             mm_prefix_ranges=shifted(None if ranges is None else ranges[who], starts_cpu),

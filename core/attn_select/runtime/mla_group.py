@@ -68,16 +68,9 @@ class MLALayerGroup(LayerGroup):
         """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache."""
 
     def check_capture(self, common: CommonAttentionMetadata, latents_alone: bool) -> None:
-        """Make sure that a batch can be captured.
-
-        Args:
-            common: the batch.
-            latents_alone: whether one backend computes everything on latents, so that all tokens are decodes to it.
-
-        Raises:
-            BatchError: queries are longer than a decode's, so that replayed steps would be prefills.
-        """
+        """Raise BatchError for queries longer than a decode's: replayed steps would be prefills."""
         self.check_batch(common)
+        # ``latents_alone``: one backend computes everything on latents, so that all tokens are decodes to it.
         longest, threshold = common.max_query_len, self.reorder_batch_threshold
         if threshold is not None and longest > threshold and not latents_alone:
             raise BatchError(
@@ -173,11 +166,7 @@ class MLAAttentionGroup(MLALayerGroup):
         return self.metadata_of(common, common.slot_mapping, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
-        """As ``LayerGroup.build_for_cudagraph_capture``; only decodes are captured.
-
-        Raises:
-            BatchError: queries are longer than a decode's, so that replayed steps would be prefills.
-        """
+        """As ``LayerGroup.build_for_cudagraph_capture``; only decodes are captured: longer queries are a BatchError."""
         self.check_capture(common_attn_metadata, self.latents_alone)
         assert common_attn_metadata.slot_mapping is not None
         backend = self.backend_for("decode")
@@ -200,13 +189,7 @@ class MLAAttentionGroup(MLALayerGroup):
         return self.decode_threshold(self.latents_alone)
 
     def dense_prefill(self, common: CommonAttentionMetadata, first_token: int, cut: Cut) -> Part:
-        """Return prefills, which are computed on decompressed keys and values.
-
-        Args:
-            common: the prefills.
-            first_token: of the step.
-            cut: cuts their cached contexts.
-        """
+        """Return prefills, which are computed on decompressed keys and values; ``cut`` cuts their cached contexts."""
         backend = self.backend_for("prefill")
         context = common.num_computed_tokens_cpu
         new = VarlenMetadata.of_new_tokens(common, causal=common.causal and not self.config.non_causal)

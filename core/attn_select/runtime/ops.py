@@ -56,14 +56,10 @@ def clear_cache() -> None:
 
 
 class SharedOperation:
-    """One operation; call it as its torch form documents it, without keywords.
-
-    Args:
-        name: of the function there.
-        device_of: which argument's device decides on the implementation.
-    """
+    """One operation; call it as its torch form documents it, without keywords."""
 
     def __init__(self, name: str, device_of: int) -> None:
+        # Of the arguments, the one whose device decides on the implementation.
         self.name, self.device_of = name, device_of
 
     def __call__(self, *arguments: Any) -> Any:

@@ -20,15 +20,7 @@ taken to be apart."""
 
 
 def check_overlaps(written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
-    """Check that each written tensor has memory that no other one has.
-
-    Args:
-        written: by argument; each is compared with all others.
-        read: by argument; these may share memory among each other.
-
-    Raises:
-        BatchError: names the two tensors.
-    """
+    """Check that each written tensor has memory that no other one has; tensors that are read may share theirs."""
     targets = _arrays(written)
     others = targets | _arrays(read)
     for number, (name, target) in enumerate(targets.items()):
@@ -41,11 +33,7 @@ def check_overlaps(written: Mapping[str, Tensor | None], read: Mapping[str, Tens
 
 
 def check_no_self_overlap(name: str, tensor: Tensor | None) -> None:
-    """Check that no two elements of a tensor that is written lie at one address, as in an expanded one.
-
-    Raises:
-        BatchError: names the tensor, its shape and its strides.
-    """
+    """Check that no two elements of a tensor that is written lie at one address, as in an expanded one."""
     if tensor is None or tensor.is_contiguous() or not _in_memory(tensor):
         return
     array = _array(tensor)
@@ -57,14 +45,9 @@ def check_no_self_overlap(name: str, tensor: Tensor | None) -> None:
 
 
 def check_not_expanded(name: str, tensor: Tensor) -> None:
-    """Check that no dimension of a cache has stride 0. Views that overlap otherwise are taken.
-
-    Engines that keep the pages of all layers in one tensor bring them: of such a view they use some blocks alone, which
-    lie apart.
-
-    Raises:
-        BatchError: names the tensor, its shape and its strides.
-    """
+    """Check that no dimension of a cache has stride 0. Views that overlap otherwise are taken."""
+    # Engines that keep the pages of all layers in one tensor bring them: of such a view they use some blocks alone,
+    # which lie apart.
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise _self_overlap(name, tensor)
 
@@ -88,6 +71,7 @@ def _in_memory(tensor: Tensor) -> bool:
 def _array(tensor: Tensor) -> Any:
     """Return a NumPy array at the addresses of a tensor, whatever device they are of: it is never read."""
     size = tensor.element_size()
+    # numpy only computes with the addresses, so those of a GPU do as well as the host's.
     interface = {
         "version": 3,
         "typestr": f"|V{size}",

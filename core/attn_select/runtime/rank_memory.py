@@ -17,30 +17,23 @@ ALIGNED = 256
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """What a rank's memory holds: counts of meetings, gathered queries, and this rank's partial results.
-
-    Attributes:
-        ranks: of the group.
-        tokens: the most of a step.
-        heads: query heads of a partial result: the heads of all ranks.
-        query_width: of a gathered query; 0 where none are gathered.
-        width: of a result.
-        dtype: of queries and results.
-        starts: first bytes of queries, results and LSEs; counts come before them.
-        num_bytes: in all.
-    """
+    """What a rank's memory holds: counts of meetings, gathered queries, and this rank's partial results."""
 
     ranks: int
     tokens: int
+    # Query heads of a partial result: the heads of all ranks.
     heads: int
+    # Of a gathered query; 0 where none are gathered.
     query_width: int
     width: int
     dtype: torch.dtype
+    # First bytes of queries, results and LSEs; the counts come before them.
     starts: tuple[int, ...] = field(init=False)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         rows, places = self.tokens * self.heads, [0]
+        # Two counts (before and after) per program and rank, of four bytes.
         sizes = (2 * PROGRAMS * self.ranks * 4, rows * self.query_width * self.dtype.itemsize)
         for size in (*sizes, rows * self.width * self.dtype.itemsize, rows * 4):
             places.append(-(-(places[-1] + size) // ALIGNED) * ALIGNED)
@@ -50,27 +43,22 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """All ranks' memory, as one of them sees it.
+    """All ranks' memory, as one of them sees it."""
 
-    Every step gathers, attends and merges. Both operations meet the other ranks, so nothing is overwritten that another
-    rank still reads: who gathers again has merged, and then all have attended.
-
-    Attributes:
-        layout: of each.
-        rank: this one.
-        buffers: uint8, of every rank; zeros when they are made.
-        meet: returns, or lets the device go on, when all ranks have come.
-        addresses: of the buffers, for kernels that wait for other ranks; None where none may.
-        met: int32 zeros ``(2 * PROGRAMS,)`` on the device: how often each program has met; None likewise.
-        timeout: seconds after which such a kernel gives up.
-    """
+    # Every step gathers, attends and merges. Both operations meet the other ranks, so nothing is overwritten that
+    # another rank still reads: who gathers again has merged, and then all have attended.
 
     layout: RankLayout
     rank: int
+    # uint8, of every rank; zeros when they are made.
     buffers: list[Tensor]
+    # Returns, or lets the device go on, when all ranks have come.
     meet: Callable[[], Any]
+    # Of the buffers, for kernels that wait for other ranks; None where none may.
     addresses: tuple[int, ...] | None = None
+    # int32 zeros ``(2 * PROGRAMS,)`` on the device: how often each program has met; None likewise.
     met: Tensor | None = None
+    # Seconds after which such a kernel gives up.
     timeout: int = 0
 
     def queries(self, rank: int, tokens: int) -> Tensor:

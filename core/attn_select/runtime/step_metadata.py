@@ -14,20 +14,15 @@ from attn_select.runtime.mla_context import ContextChunk, Spans
 
 @dataclass(slots=True)
 class Part:
-    """The requests of a batch that one backend computes: ``group.backends[phase]``.
+    """The requests of a batch that one backend computes: ``group.backends[phase]``."""
 
-    Attributes:
-        phase: decodes or prefills; of a batch that is not split, the first that the group serves.
-        rows: their tokens in the batch.
-        metadata: what the builder built: with MLA for ``forward_mqa``, in dense prefill for the step's own tokens.
-        spans: with MLA: of these tokens.
-        chunks: in dense MLA prefill the cached contexts, in parts that fit the workspace.
-    """
-
+    # Of a batch that is not split, the first that the group serves.
     phase: Phase
     rows: slice
+    # What the builder built: with MLA for ``forward_mqa``, in dense prefill for the step's own tokens.
     metadata: Any
     spans: Spans = ()
+    # In dense MLA prefill the cached contexts, in parts that fit the workspace.
     chunks: tuple[ContextChunk, ...] = ()
 
 

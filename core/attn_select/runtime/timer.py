@@ -23,11 +23,7 @@ WARM_UP_ROUNDS = 2
 
 
 def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Return one graph of all calls, one behind the other. Each must have run before, so that nothing compiles.
-
-    Raises:
-        RuntimeError: a call does what cannot be captured, such as reading a result back.
-    """
+    """Return one graph of all calls, one behind the other. Each must have run before, so that nothing compiles."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -39,17 +35,13 @@ def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 def timed_rounds(
     calls: Mapping[Name, Call], device: torch.device | str = "cuda", before: Call | None = None
 ) -> Iterator[dict[Name, float]]:
-    """Yield round after round, without end, the microseconds of each call. A caller drops the first rounds.
-
-    Args:
-        calls: what takes turns.
-        device: where the calls run.
-        before: called before each of them, and not timed.
-    """
+    """Yield round after round, without end, the microseconds of each call, ``before`` not timed."""
+    # A caller drops the first rounds.
     measure = _gpu_time if torch.device(device).type == "cuda" else _wall_time
     names, turn = [*calls], 0
     while True:
         found: dict[Name, float] = {}
+        # Each round begins with another call, so that no call always runs on what the same one left in the caches.
         for name in names[turn:] + names[:turn]:
             if before is not None:
                 before()

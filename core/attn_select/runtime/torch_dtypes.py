@@ -11,11 +11,7 @@ PLAIN_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 
 
 def storage_dtype(cache_dtype: str) -> torch.dtype:
-    """Return the torch dtype that stores ``cache_dtype`` (``AttentionConfig.cache_dtype``); uint8 for fp8_ds_mla.
-
-    Raises:
-        ConfigError: no torch dtype stores it (nvfp4).
-    """
+    """Return the torch dtype that stores a cache's dtype, uint8 for fp8_ds_mla; ConfigError where none does (nvfp4)."""
     known = {**PLAIN_DTYPES, **FP8_DTYPES, "fp8_ds_mla": torch.uint8}
     if cache_dtype not in known:
         text = (

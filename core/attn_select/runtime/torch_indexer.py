@@ -20,31 +20,22 @@ E4M3_MAX = 448.0
 
 @dataclass(slots=True)
 class IndexedRows:
-    """Which keys each token of a batch may choose from.
+    """Which keys each token of a batch may choose from."""
 
-    Attributes:
-        request: int32 ``(T,)`` on the device, the token's request.
-        num_keys: int32 ``(T,)`` on the device: it sees its request's keys before this position; 0 for padding.
-        block_table: int32 ``(B, W)`` on the device.
-        bounds: on the host, prefix sums of the query lengths, B + 1.
-        seq_lens: on the host, a bound of each request's keys, B.
-        max_seq_len: a bound of them all.
-    """
-
+    # int32 ``(T,)`` on the device, the token's request, and the position before which it sees keys; 0 for padding.
     request: Tensor
     num_keys: Tensor
     block_table: Tensor
+    # On the host: prefix sums of the query lengths, B + 1, and a bound of each request's keys, B.
     bounds: Sequence[int]
     seq_lens: Sequence[int]
     max_seq_len: int
 
 
 def index_key_views(index_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor | None]:
-    """Return views of the keys ``(num_blocks, block_size, head_dim)`` and of their scales.
-
-    The scales are float32 ``(num_blocks, block_size)``, or None where the cache is not FP8. A block of an FP8 cache
-    ``(num_blocks, block_size, head_dim + 4)`` holds the e4m3 codes of all its tokens, then their scales.
-    """
+    """Return views of the keys ``(num_blocks, block_size, head_dim)`` and of their scales."""
+    # A block of an FP8 cache ``(num_blocks, block_size, head_dim + 4)`` holds the e4m3 codes of all its tokens, then
+    # their float32 scales ``(num_blocks, block_size)``. Caches of other dtypes have none.
     if index_cache.dtype != torch.uint8:
         return index_cache, None
     num_blocks, block_size, _ = index_cache.shape
@@ -54,11 +45,10 @@ def index_key_views(index_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor 
 
 
 def quantize_e4m3(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 codes of ``(..., D)`` and their scales ``(...)``, one for each row.
-
-    A scale is ``max |x| / 448``, at least ``1e-4 / 448``, rounded up to a power of two (deepseek-ai/DeepSeek-V3.2-Exp
-    inference/kernel.py act_quant with scale_fmt ue8m0; vllm-project/vllm csrc/cache_kernels.cu, indexer_k_quant).
-    """
+    """Return e4m3 codes of ``(..., D)`` and their scales ``(...)``, one for each row."""
+    # A scale is ``max |x| / 448``, at least ``1e-4 / 448``, rounded up to a power of two
+    # (deepseek-ai/DeepSeek-V3.2-Exp inference/kernel.py act_quant with scale_fmt ue8m0; vllm-project/vllm
+    # csrc/cache_kernels.cu, indexer_k_quant).
     rows = numbers.float()
     scales = torch.exp2((rows.abs().amax(-1).clamp_min_(1e-4) / E4M3_MAX).log2_().ceil_())
     return (rows / scales.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
@@ -103,6 +93,7 @@ def indexer_topk(
     keys, scales = index_key_views(index_cache, size)
     if scales is not None:
         codes, own = quantize_e4m3(query)
+        # relu lets a positive factor through, so the query's scales may go into the weights.
         query, weights = codes.float(), weights * own
     topk_indices.fill_(-1)
     for request, seq_len in enumerate(rows.seq_lens):
@@ -119,6 +110,7 @@ def indexer_topk(
         slot = block * block_size + offset
         step = max(1, MOST_SCORES // (heads * seq_len))
         for first in range(start, end, step):
+            # So many tokens at a time that their products with all heads and keys stay below MOST_SCORES.
             part = slice(first, min(first + step, end))
             products = (query[part].flatten(0, 1) @ own_keys.T).relu_().view(-1, heads, seq_len)
             scores = torch.bmm(weights[part].unsqueeze(1), products).squeeze(1)

@@ -73,9 +73,11 @@ def _kept(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Ten
 def _repeated(view: Tensor, rows: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
     """Make rows without a slot repeat the write of the first row that has one; if none has, write slot 0 back."""
     keep = slot_mapping >= 0
+    # ``first`` is 0 where none has a slot; its target is -1 then, and slot 0 is written with what it already holds.
     first = keep.int().argmax().reshape(1)
     target = slot_mapping.index_select(0, first).clamp_min(0)
     flags = (-1, *[1] * (rows.ndim - 1))
+    # Several rows then write one slot, but all of them the same numbers, so their order does not matter.
     instead = torch.where(keep.any().reshape(flags), rows.index_select(0, first), view[_places(view, target)])
     return torch.where(keep, slot_mapping, target), torch.where(keep.reshape(flags), rows, instead)
 
@@ -185,6 +187,8 @@ def gather_cache_mla(
         block_size: tokens per block of the table and the cache.
     """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=kv_cache.device)
+    # right=True: a position that equals a bound belongs to the request that begins there, and empty requests are
+    # passed.
     request = torch.searchsorted(start_loc[1:], tokens, right=True)
     position = tokens - start_loc[request] + starts[request]
     blocks = block_table[request, torch.div(position, block_size, rounding_mode="floor")].long()
@@ -205,6 +209,7 @@ def flatten_block_table(block_table: Tensor, indptr: Tensor, out: Tensor) -> Non
         out: int32, at least ``indptr[-1]`` long: ``out[indptr[b]:indptr[b + 1]]`` is row b's, the rest stays as it is.
     """
     places = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    # Places behind the last row have no row: they are clamped to the last one, and left as they are by the last line.
     row = torch.searchsorted(indptr[1:], places, right=True).clamp_max_(len(block_table) - 1)
     column = (places - indptr[row]).clamp_max_(block_table.shape[1] - 1)
     out.copy_(torch.where(places < indptr[-1], block_table[row, column], out))
@@ -244,10 +249,8 @@ def merge_attn_states(
 
 
 def pack_attn_states(output: Tensor, lse: Tensor, packed_output: Tensor, packed_lse: Tensor) -> None:
-    """Copy outputs ``(*R, Dv)`` and their LSEs ``(*R)``, of any strides, to where a message holds them.
-
-    ``R`` has four dimensions: ranks, tokens, KV heads and the query heads of each.
-    """
+    """Copy outputs ``(*R, Dv)`` and their LSEs ``(*R)``, of any strides, to where a message holds them."""
+    # ``R`` has four dimensions: ranks, tokens, KV heads and the query heads of each.
     packed_output.copy_(output)
     packed_lse.copy_(lse)
 
@@ -284,6 +287,7 @@ def merge_rank_states(
     if sinks is not None:
         total = total + torch.exp(sinks - most)
     if own >= 0:
+        # The total is of all ranks; the outputs that are weighed are this rank's alone.
         weights = weights[own : own + 1]
     weights = (weights / torch.where(total == 0, 1.0, total)).unsqueeze(-1)
     output.copy_(torch.where(weights == 0, 0.0, weights * parts.float()).sum(0))
@@ -305,6 +309,7 @@ def gather_rank_heads(rows: Tensor, memory: RankMemory, kv_heads: int) -> Tensor
     (tokens, heads, width), size = rows.shape, len(memory.buffers)
     shape = (heads // kv_heads, width)
     for rank in range(size):
+        # Every rank writes its heads into each rank's memory, at the place of its own number.
         there = memory.queries(rank, tokens).view(tokens, kv_heads, size, *shape)
         there[:, :, memory.rank] = rows.view(tokens, kv_heads, *shape)
     memory.meet()

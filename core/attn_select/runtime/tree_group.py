@@ -31,36 +31,21 @@ from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
 @dataclass(slots=True)
 class DraftTreeMetadata(AttentionMetadata):
-    """One step's batch.
+    """One step's batch."""
 
-    Attributes:
-        plain: what the kernel computes alone: prefills, or the whole step where it has no tree; None if there is none.
-        context: the decodes against what was cached before this step; None where nothing was.
-        num_decode_tokens: the first tokens, which belong to trees.
-        own: int64 ``(num_decode_tokens, M)``, the tokens of this step that belong to the token's
-            request. Columns behind the request's last token hold any token.
-        visible: bool ``(num_decode_tokens, M)``: which of these tokens it sees.
-    """
-
+    # What the kernel computes alone: prefills, or the whole step where it has no tree; None if there is none.
     plain: AttentionMetadata | None = None
+    # The decodes against what was cached before this step; None where nothing was.
     context: AttentionMetadata | None = None
     num_decode_tokens: int = 0
+    # int64 ``(num_decode_tokens, M)``, the tokens of this step that belong to the token's request, and bool: which of
+    # them it sees. Columns behind the request's last token hold any token.
     own: Tensor | None = None
     visible: Tensor | None = None
 
 
 class DraftTreeGroup(LayerGroup):
-    """The group of layers with ``draft_tree`` whose kernels take no mask.
-
-    Args:
-        selection, device, capacity, cuda_graphs, phases: as for ``AttentionGroup``.
-
-    Attributes:
-        plain, context: the groups of the two kinds of batches that the kernel is given; each has its own builders.
-
-    Raises:
-        ConfigError: as ``AttentionGroup``.
-    """
+    """The group of layers with ``draft_tree`` whose kernels take no mask; arguments are ``AttentionGroup``'s."""
 
     def __init__(
         self,
@@ -75,6 +60,7 @@ class DraftTreeGroup(LayerGroup):
         whole: Selection[Any] = selection
         part = replace(whole, config=whole.config.model_copy(update=fields))
         made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
+        # Two groups, since both kinds of batches are in one step: each has builders, and so buffers, of its own.
         self.plain = AttentionGroup(part, device, capacity, **made)
         self.context = AttentionGroup(part, device, capacity, **made)
         plain = self.plain
@@ -153,11 +139,7 @@ class DraftTreeGroup(LayerGroup):
 
 
 class _Kept:
-    """Rows at one address, which captured kernels read again at each replay.
-
-    Args:
-        rows: the most that are held; sizes, dtype, device: of the tensor.
-    """
+    """Rows at one address, which captured kernels read again at each replay."""
 
     def __init__(self, rows: int, *sizes: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rows = torch.empty(rows, *sizes, dtype=dtype, device=device)
@@ -187,19 +169,15 @@ def _own_tokens(decodes: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     place = torch.arange(columns, device=bounds.device)
     own = first + place
     # Behind the keys that there are, a request has padding: its first tokens stand before position 0.
+    # place >= lacking leaves out tokens without a key; own <= token leaves out drafts behind the token, whatever the
+    # mask.
     lacking = (end - first - decodes.seq_lens.index_select(0, request)[:, None]).clamp_min(0)
     there = (own < end) & (place >= lacking) & (own <= token[:, None])
     return own.clamp_max(count - 1).long(), decodes.tree_mask[:count] & there
 
 
 class DraftTreeAttention(LayerInParts):
-    """Computes one layer of a ``DraftTreeGroup``.
-
-    Args:
-        group: the layer's.
-        layer: the class of plain layers.
-        terms: the layer's.
-    """
+    """Computes one layer of a ``DraftTreeGroup``; ``layer`` is the class of plain layers."""
 
     def __init__(self, group: DraftTreeGroup, layer: type[Any], terms: Terms) -> None:
         self.group, self.terms = group, terms
@@ -224,6 +202,7 @@ class DraftTreeAttention(LayerInParts):
                 self.plain.forward(query, key, value, kv_cache, metadata.plain, outputs.output, outputs.lse)
             return
         if key is not None and value is not None:
+            # All tokens are written first: the trees' own tokens are read back from the cache, as it rounds them.
             self.plain.write(key, value, kv_cache, metadata.slot_mapping)
         first, rest = slice(0, decodes), slice(decodes, tokens)
         if metadata.plain is not None:
@@ -266,6 +245,7 @@ class DraftTreeAttention(LayerInParts):
             scores = terms.logits_soft_cap * torch.tanh(scores / terms.logits_soft_cap)
         scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(-1)
+        # With a context the kernel counts the sinks in its part; they may be counted once.
         if terms.sinks is not None and metadata.context is None:
             lse = torch.logaddexp(lse, terms.sinks.float())
         weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))

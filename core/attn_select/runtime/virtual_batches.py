@@ -23,14 +23,10 @@ def most_requests(max_num_seqs: int, max_num_batched_tokens: int, chunk_size: in
 
 
 class VirtualBatches:
-    """Cuts the batches of one backend's layers at the borders of chunks. Does not synchronise with the device.
+    """Cuts the batches of one backend's layers at the borders of chunks. Does not synchronise with the device."""
 
-    Args:
-        chunk_size: tokens of a chunk, a multiple of ``context.block_size``.
-        context: of the backend; its ``max_num_seqs`` and ``max_model_len`` bound the cut batches. With CUDA
-            graphs the tensors of a cut batch keep their addresses.
-        width_multiple: block tables have a multiple of this many columns.
-    """
+    # ``chunk_size`` is a multiple of ``context.block_size``. The context's ``max_num_seqs`` and ``max_model_len``
+    # bound the cut batches. With CUDA graphs the tensors of a cut batch keep their addresses.
 
     def __init__(self, chunk_size: int, context: BackendContext, width_multiple: int) -> None:
         assert context.block_size is not None
@@ -48,17 +44,14 @@ class VirtualBatches:
         return max(1, -(-tokens // (self._block * self._multiple))) * self._multiple
 
     def cut(self, common: CommonAttentionMetadata, num_decodes: int | None) -> CommonAttentionMetadata:
-        """Return the batch with a request for each chunk that a request's queries lie in.
-
-        Args:
-            common: with tables in blocks of ``context.block_size``.
-            num_decodes: of its first requests, None where the backend takes any order.
-        """
+        """Return the batch with a request for each chunk that a request's queries lie in."""
+        # ``num_decodes`` of its first requests are decodes, None where the backend takes any order.
         size, ends = self._chunk, common.seq_lens_cpu
         firsts = ends - common.query_lens_cpu  # negative where a request has fewer keys than queries
         last_chunk = (ends - 1).clamp_(min=0) // size
         first_chunk = torch.minimum(firsts.clamp(min=0) // size, last_chunk)
         counts = last_chunk - first_chunk + 1
+        # One row per (request, chunk): whose it is, and which of the chunks of its queries.
         request = torch.repeat_interleave(counts)
         within = torch.arange(len(request)) - (counts.cumsum(0) - counts)[request]
         start = (first_chunk[request] + within) * size
@@ -68,6 +61,7 @@ class VirtualBatches:
         query_lens = end - torch.where(within == 0, firsts[request], start)
         bounds = torch.zeros(len(request) + 1, dtype=torch.int32)
         torch.cumsum(query_lens, 0, dtype=torch.int32, out=bounds[1:])
+        # One copy for all: bounds, lengths, the rows of the table, and the first columns of the chunks.
         packed = to_device(torch.cat([bounds, lens, request.int(), (start // self._block).int()]), self._device)
         count = len(request)
         bounds_here = packed[: count + 1]

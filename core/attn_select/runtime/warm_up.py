@@ -36,13 +36,7 @@ class Warmable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What a warm-up did.
-
-    Attributes:
-        kernels: that were compiled before a step ran.
-        steps: that ran.
-        seconds: of all.
-    """
+    """What a warm-up did: ``kernels`` compiled before a step ran, ``steps`` that ran, and the ``seconds`` of all."""
 
     kernels: int
     steps: int
@@ -66,14 +60,9 @@ class Step:
 def steps_of(
     config: AttentionConfig, most: tuple[int, int, int], phases: set[Phase], *, mixed: bool, captured: bool
 ) -> list[Step]:
-    """Return steps that together need the kernels of a serving engine: few and many requests, short and long ones.
-
-    Args:
-        most: requests and tokens of a step, and tokens of a request.
-        phases: that the group serves.
-        mixed: whether one backend computes decodes and prefills of a step together.
-        captured: whether decodes, where the group serves them, are captured, too.
-    """
+    """Return steps that together need the kernels of a serving engine: few and many requests, short and long ones."""
+    # ``most`` are the requests and tokens of a step, and the tokens of a request. ``mixed``: one backend computes
+    # decodes and prefills of a step together. ``captured``: decodes, where the group serves them, are captured, too.
     many, tokens, length = min(MANY, most[0]), most[1], most[2]
     own_keys = not config.has_cache or config.attn_type == "encoder_decoder"
     found: list[Step] = []
@@ -158,11 +147,7 @@ def batch_of(
 
 
 class GroupSteps:
-    """The steps of a group, and what they run through: a layer, and a cache of one block that they do not write.
-
-    Raises:
-        ConfigError: the group has no layer yet.
-    """
+    """The steps of a group, and what they run through: a layer, and a cache of one block that they do not write."""
 
     def __init__(self, group: Any) -> None:
         layer: Warmable | None = layer_of(group)
@@ -212,11 +197,7 @@ def compile_kernels(every: Sequence[GroupSteps], tell: Progress) -> int:
 
 
 def warm_up(group: Any, progress: Progress | None) -> WarmUp:
-    """Run steps through a layer of a group, whose ``warm_up`` says more.
-
-    Raises:
-        ConfigError: the group has no layer yet.
-    """
+    """Run steps through a layer of a group, whose ``warm_up`` says more; ConfigError where it has no layer yet."""
     began = time.perf_counter()
     tell = progress or (lambda name, done, known: None)
     made = GroupSteps(group)

@@ -14,16 +14,8 @@ MOST = 300
 
 
 def agree(collectives: Collectives, what: str, facts: Mapping[str, str], problem: str | None = None) -> None:
-    """Compare facts with the facts of all other ranks. Synchronises.
-
-    Args:
-        what: what the facts belong to, in an error.
-        facts: name and value; every rank has the same names.
-        problem: what keeps this rank from going on, so that the others need not wait for it.
-
-    Raises:
-        RankError: a rank has a problem, or a fact differs: names the fact, and each rank's value.
-    """
+    """Compare facts, by name, with those of all other ranks; RankError where one differs. Synchronises."""
+    # ``problem`` is what keeps this rank from going on: it is told, so that the others need not wait for this rank.
     found = collectives.gather_objects((problem, dict(facts)))
     if problems := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]:
         raise RankError(f"{what}: {'; '.join(problems)}")
@@ -45,12 +37,9 @@ def _short(value: object) -> str:
 def do_alike(
     collectives: Collectives, what: str, do: Callable[[], None], facts: Callable[[], Mapping[str, str]]
 ) -> None:
-    """Do what every rank does, and compare the facts of it afterwards. Synchronises.
-
-    Raises:
-        Exception: what ``do`` raised here; the other ranks are told.
-        RankError: another rank failed, or a fact differs.
-    """
+    """Do what every rank does, and compare the facts of it afterwards. Synchronises."""
+    # Raises what ``do`` raised here, and tells the other ranks; RankError where another rank failed, or a fact
+    # differs.
     problem: Exception | None = None
     found: Mapping[str, str] = {}
     try:
@@ -59,6 +48,7 @@ def do_alike(
     except Exception as error:
         problem = error
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    # Every rank gathers whatever happened: one that left early would let the others wait for ever.
     try:
         agree(collectives, what, found, text)
     except RankError:
@@ -83,12 +73,8 @@ class Group(Protocol):
 
 
 def check_step(group: Group, common: CommonAttentionMetadata) -> None:
-    """Check a batch; in checked mode also that all ranks have the same one.
-
-    Raises:
-        BatchError: this rank's own error.
-        RankError: another rank's, or what differs.
-    """
+    """Check a batch; in checked mode also that all ranks have the same one."""
+    # Raises BatchError for this rank's own error, RankError for another rank's, or for what differs.
     if not group.checked:
         group.check_batch(common)
         return
@@ -99,11 +85,7 @@ def check_step(group: Group, common: CommonAttentionMetadata) -> None:
 
 
 def _batch_facts(common: CommonAttentionMetadata, block_size: int) -> dict[str, str]:
-    """Return what all ranks must have in common in a step (checked mode). Synchronises.
-
-    Args:
-        block_size: tokens per block of the scheduler's tables.
-    """
+    """Return what all ranks must have in common in a step (checked mode), by the scheduler's tables. Synchronises."""
     facts = {"query_lens": str(common.query_lens_cpu.tolist()), "seq_lens": str(common.seq_lens_cpu.tolist())}
     if common.block_table_tensor is not None:
         rows = common.block_table_tensor.cpu()

@@ -65,14 +65,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 class ProcessGroupCollectives:
-    """``Collectives`` of a ``torch.distributed`` process group.
-
-    Args:
-        group: NCCL's for CUDA tensors, gloo's for tensors on CPUs; None: the default group.
-
-    Raises:
-        RankError: ``torch.distributed`` is not initialised, or this process is not in the group.
-    """
+    """``Collectives`` of a process group: NCCL's for CUDA tensors, gloo's for CPUs; None: the default group."""
 
     def __init__(self, group: Any = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -104,10 +97,8 @@ class ProcessGroupCollectives:
         return found
 
     def share_memory(self, layout: RankLayout, device: torch.device) -> RankMemory | None:
-        """Share memory by torch's symmetric memory, between up to ``MOST_SHARING`` GPUs of one host; without multicast.
-
-        Warns where they should be able to and cannot.
-        """
+        """Share memory by torch's symmetric memory, between up to ``MOST_SHARING`` GPUs of one host."""
+        # Without multicast (``NO_MULTICAST``). Warns where they should be able to and cannot.
         if device.type != "cuda" or self.size > MOST_SHARING:
             return None
         if device.index is None:
@@ -116,6 +107,8 @@ class ProcessGroupCollectives:
         others = [index for rank, (_, index) in enumerate(places) if rank != self.rank]
         alike = len({host for host, _ in places}) == 1 and len(set(places)) == self.size
         reached = alike and all(torch.cuda.can_device_access_peer(device, other) for other in others)
+        # Each decision is exchanged before it is acted on: a rank that went on alone would wait for the others in
+        # rendezvous.
         if not all(self.gather_objects(reached)):
             return None
         memory, problem = None, None
@@ -138,6 +131,7 @@ class ProcessGroupCollectives:
         try:
             own = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=device)
             own.zero_()
+            # The counts must be zero before another rank can reach this memory.
             torch.cuda.synchronize(device)
             handle = symmetric.rendezvous(own, self.group)
         finally:

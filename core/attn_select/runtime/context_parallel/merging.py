@@ -27,13 +27,7 @@ ALIGNED = 16
 
 
 class Merger:
-    """Gathers heads and merges results of one kind of layers.
-
-    Args:
-        collectives: of the group.
-        num_kv_heads: of the layers, the same on all ranks.
-        sharded: whether ranks hold different query heads; else each holds all of them.
-    """
+    """Gathers heads and merges results of one kind of layers; ``sharded``: ranks hold different query heads."""
 
     def __init__(self, collectives: Collectives, num_kv_heads: int, sharded: bool) -> None:
         self.collectives, self.kv_heads, self.sharded = collectives, num_kv_heads, sharded
@@ -49,17 +43,8 @@ class Merger:
         device: torch.device,
         most_bytes: int = MOST_SHARED_BYTES,
     ) -> bool:
-        """Let steps of few tokens go by ``symm``, if the ranks can share memory; return whether. Every rank calls it.
-
-        Args:
-            tokens: the most of a step.
-            heads: query heads of a partial result.
-            query_width: of a query's head.
-            width: of a result's.
-            dtype: of both.
-            device: where they are.
-            most_bytes: of one rank's memory; fewer tokens than a step's most may fit.
-        """
+        """Let steps of few tokens go by ``symm``, if ranks can share memory; return whether. Every rank calls it."""
+        # ``heads`` are those of a partial result. Of ``tokens``, the most of a step, fewer may fit in ``most_bytes``.
         query_width = query_width if self.sharded else 0
         tokens = min(tokens, shared_tokens(heads, query_width, width, dtype.itemsize, most_bytes))
         layout = RankLayout(self.collectives.size, tokens, heads, query_width, width, dtype)
@@ -85,6 +70,8 @@ class Merger:
         memory = self._memory_for(query)
         if memory is None:
             return self.gather_heads(query)
+        # Nothing is gathered, but results of the last step lie in the memory: no rank may write its next ones before
+        # all have read these.
         if not self.sharded:
             memory.meet()
             return query
@@ -105,6 +92,7 @@ class Merger:
         size, (tokens, heads, width) = self.collectives.size, rows.shape
         gathered = rows.new_empty(size, tokens, heads, width)
         self.collectives.all_gather(gathered, rows.contiguous())
+        # One token and one KV head: rank by rank is already the order that is wanted.
         if tokens == self.kv_heads == 1:
             return gathered.view(1, size * heads, width)
         by_kv_head = gathered.view(size, tokens, self.kv_heads, heads // self.kv_heads, width).permute(1, 2, 0, 3, 4)
@@ -119,16 +107,10 @@ class Merger:
         output_lse: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Merge this rank's partial result with the other ranks'.
-
-        Args:
-            way: ``ag_rs`` or ``a2a``, for steps that do not go by ``symm``.
-            partial: ``(T, N * H, D)`` over this rank's keys, of gathered heads; ``(T, H, D)`` where all have all heads.
-            partial_lse: float32, as many rows.
-            output: ``(T, H, D)``, written: the result of this rank's own heads.
-            output_lse: float32 ``(T, H)``, written where given.
-            sinks: ``(N * H,)`` or ``(H,)`` logits that are counted once, of the partial's heads.
-        """
+        """Merge this rank's partial result with the other ranks'."""
+        # ``partial`` is ``(T, N * H, D)`` over this rank's keys, of gathered heads, or ``(T, H, D)`` where all ranks
+        # have all heads; ``output`` ``(T, H, D)`` has this rank's own heads. ``sinks`` are counted once, of the
+        # partial's heads. ``way`` is ``ag_rs`` or ``a2a``, for steps that do not go by ``symm``.
         if not partial.shape[0]:
             return
         if (memory := self._memory_for(output)) is not None:
@@ -137,6 +119,7 @@ class Merger:
                 (memory.partial(memory.rank, tokens), partial),
                 (memory.lse(memory.rank, tokens), partial_lse),
             ):
+                # A kernel may have returned memory of its own instead of writing to what ``partials`` gave it.
                 if own.data_ptr() != brought.data_ptr():
                     own.copy_(brought)
             ops.merge_rank_memory(output, output_lse, sinks, memory, self.kv_heads, self.sharded)
@@ -156,6 +139,7 @@ class Merger:
     ) -> None:
         size, (tokens, heads, width) = self.collectives.size, output.shape
         rows = tokens * heads
+        # A message to a rank: its outputs, then its LSEs at the next multiple of four bytes, since they are float32.
         at = rows * width * partial.element_size()
         at += -at % 4
         message = at + 4 * rows
@@ -193,6 +177,7 @@ class Merger:
             return
         # Written rank by rank, as reduce_scatter takes it, in the order of each rank's own heads.
         weighted = partial.new_empty(size, tokens, self.kv_heads, heads // self.kv_heads, width)
+        # Every rank gets all heads' LSEs here, and keeps its own in the end.
         lse = None if output_lse is None else torch.empty_like(partial_lse, memory_format=torch.contiguous_format)
         target = weighted.permute(1, 2, 0, 3, 4)
         shape = target.shape[:-1]

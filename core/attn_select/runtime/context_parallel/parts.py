@@ -23,11 +23,7 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
 def check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
-    """Compare a selection with the ranks that will run it.
-
-    Raises:
-        ConfigError: it was made for another number of ranks, or is batch-invariant and merged in a way that is not.
-    """
+    """Raise ConfigError for a selection that these ranks cannot run, or cannot merge batch-invariantly."""
     ranks = selection.config.decode_context_parallel_size
     if ranks != context_parallel.size:
         raise ConfigError(
@@ -41,11 +37,9 @@ def check_selection(selection: Selection, context_parallel: ContextParallel) -> 
 
 
 def part_of(selection: Selection[Any], num_heads: int, **changes: Any) -> Selection:
-    """Return the selection for one rank's kernels: plain layers of ``num_heads`` query heads.
-
-    Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so. An
-    output is quantised after that.
-    """
+    """Return the selection for one rank's kernels: plain layers of ``num_heads`` query heads."""
+    # Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so. An
+    # output is quantised after that.
     fields: dict[str, Any] = {"num_heads": num_heads, "decode_context_parallel_size": 1, "sinks": False}
     fields |= {"output_quantization": "none", **changes}
     return replace(selection, config=selection.config.model_copy(update=fields))
@@ -64,19 +58,7 @@ def share_memory(
     width: int,
     device: torch.device,
 ) -> None:
-    """Let steps go by ``symm`` where that is asked for, or ``auto`` and possible. Every rank calls it.
-
-    Args:
-        merger: of the layers.
-        config: of one rank's layers.
-        context_parallel: the ranks.
-        tokens: the most of a step.
-        width: of what is merged.
-        device: where layers run.
-
-    Raises:
-        ConfigError: it is asked for, and the ranks share no memory.
-    """
+    """Let steps go by ``symm`` where that is asked for, or ``auto`` and possible. Every rank calls it."""
     merge = context_parallel.merge
     if merge not in ("auto", "symm") or (merge == "auto" and config.batch_invariant):
         return
@@ -101,16 +83,9 @@ def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: 
 
 
 class LocalBatches:
-    """Turns the scheduler's batches into one rank's: its share of lengths, and its slots.
+    """Turns the scheduler's batches into one rank's: its share of lengths, and its slots."""
 
-    With ``keeps`` the tensors stay where they are from batch to batch.
-
-    Args:
-        shares: the rank's.
-        capacity: of the whole group.
-        device: where tensors go.
-        keeps: whether CUDA graphs read them.
-    """
+    # With ``keeps`` CUDA graphs read the tensors, which stay where they are from batch to batch.
 
     def __init__(self, shares: Shares, capacity: Capacity, device: torch.device, *, keeps: bool) -> None:
         self.shares, self.device = shares, device
@@ -146,13 +121,8 @@ class LocalBatches:
         return self.keep("slots", self.shares.slots(common.slot_mapping))
 
     def shared(self, common: CommonAttentionMetadata, slots: Tensor, *, own: bool = False) -> CommonAttentionMetadata:
-        """Return the batch against this rank's share of the cache.
-
-        Args:
-            common: the scheduler's.
-            slots: of this rank.
-            own: leave the step's own tokens out; every query then sees all that is left.
-        """
+        """Return the batch against this rank's share of the cache."""
+        # ``own``: leave the step's own tokens out; every query then sees all that is left, and no mask is needed.
         lens, lens_cpu, most = common.seq_lens, common.seq_lens_cpu, common.max_seq_len
         if own:
             lens = (lens - common.query_start_loc.diff()).clamp_min(0)
@@ -172,21 +142,15 @@ class LocalBatches:
 
 
 class OwnBatches:
-    """Lays a step's own tokens into a scratch cache, request by request from its first block on.
+    """Lays a step's own tokens into a scratch cache, request by request from its first block on."""
 
-    With ``keeps`` the tensors stay where they are from batch to batch.
-
-    Args:
-        block_size: tokens per block of the scratch cache.
-        capacity: of the group.
-        device: where tensors go.
-        keeps: whether CUDA graphs read them.
-    """
+    # With ``keeps`` CUDA graphs read the tensors, which stay where they are from batch to batch.
 
     def __init__(self, block_size: int, capacity: Capacity, device: torch.device, *, keeps: bool) -> None:
         self.block_size, self.device = block_size, device
         requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
         self.longest = min(tokens, capacity.max_model_len)
+        # Each request's last block may be filled in part: one more for each.
         self.num_blocks = -(-tokens // block_size) + requests
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
         if keeps:
@@ -204,6 +168,7 @@ class OwnBatches:
         first = blocks.cumsum(0) - blocks
         table = first[:, None] + torch.arange(max(1, int(blocks.max())))
         request = torch.repeat_interleave(query_lens)
+        # A token's place among its request's own tokens; negative where padding has a query and no key.
         within = torch.arange(len(request)) - (common.query_start_loc_cpu[:-1] + query_lens - lens)[request]
         slots = torch.full((tokens,), -1, dtype=torch.int64)
         slots[: len(request)] = torch.where(within < 0, -1, first[request] * self.block_size + within)

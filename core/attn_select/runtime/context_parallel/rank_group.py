@@ -45,16 +45,13 @@ from attn_select.runtime.terms import Outputs, Terms
 
 @dataclass(slots=True)
 class ContextParallelMetadata(AttentionMetadata):
-    """One step's batch as layers across ranks want it.
+    """One step's batch as layers across ranks want it."""
 
-    Attributes:
-        shared: the batch against this rank's share of the cache; None where no request had anything cached.
-        own: the step's own tokens; None where the shared part has them.
-        local_slots: int64, where this rank's tokens go in its cache, -1 for the others.
-    """
-
+    # The batch against this rank's share of the cache; None where no request had anything cached.
     shared: AttentionMetadata | None = None
+    # The step's own tokens; None where the shared part has them.
     own: AttentionMetadata | None = None
+    # int64, where this rank's tokens go in its cache, -1 for the others.
     local_slots: Tensor | None = None
 
 
@@ -144,10 +141,8 @@ class ContextParallelGroup(LayerGroup):
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
     ) -> ContextParallelMetadata:
-        """As ``AttentionGroup.build``, from the scheduler's lengths, tables and slots, which are the same on all ranks.
-
-        A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
-        """
+        """As ``AttentionGroup.build``, from the scheduler's batch, which is the same on all ranks."""
+        # A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
         common = common_attn_metadata
         check_step(self, common)
         own = self._needs_own(common)
@@ -218,10 +213,8 @@ class ContextParallelGroup(LayerGroup):
 
     @property
     def workspace_bytes(self) -> dict[str, int]:
-        """As ``AttentionGroup.workspace_bytes``, of both parts.
-
-        ``scratch`` holds a step's own tokens, ``ranks`` is shared by the ranks.
-        """
+        """As ``AttentionGroup.workspace_bytes``, of both parts."""
+        # ``scratch`` holds a step's own tokens, ``ranks`` is shared by the ranks.
         found = {**self.shared.workspace_bytes, **self.merger.workspace_bytes}
         if self.own is not None:
             for name, size in self.own.workspace_bytes.items():
@@ -235,13 +228,9 @@ class ContextParallelGroup(LayerGroup):
 
 
 class AttentionAcrossRanks(LayerInParts):
-    """Computes one layer of a ``ContextParallelGroup``.
+    """Computes one layer of a ``ContextParallelGroup``; ``layer`` is the class of plain layers."""
 
-    Args:
-        group: the layer's.
-        layer: the class of plain layers.
-        terms: the layer's; sinks are those of this rank's heads, and are counted where results are merged.
-    """
+    # The terms' sinks are those of this rank's heads, and are counted where results are merged.
 
     def __init__(self, group: ContextParallelGroup, layer: type[Any], terms: Terms) -> None:
         self.group = group
@@ -280,7 +269,10 @@ class AttentionAcrossRanks(LayerInParts):
                 hint="give layers that read another's cache context_parallel only for decodes of one token",
             )
         if not self.group.nan_tail_safe:
+            # Where a NaN behind a request's end would reach a result: the scratch cache keeps the numbers of earlier
+            # steps.
             self.group.scratch.zero_()
+        # Nothing was cached, so the ranks have nothing to exchange: every rank has all of the step's tokens.
         if metadata.shared is None:
             self.shared.write(key, value, kv_cache, metadata.local_slots)
             if self.sinks is None:
@@ -291,6 +283,7 @@ class AttentionAcrossRanks(LayerInParts):
         if metadata.shared is None:
             ops.merge_rank_states(own.unsqueeze(0), own_lse.unsqueeze(0), -1, self.sinks, output, lse)
             return
+        # The shared part counts the sinks, and its LSE includes them; the own part must not count them again.
         merged_lse = torch.empty_like(own_lse)
         self._shared(query, key, value, kv_cache, metadata.shared, Outputs(output, merged_lse))
         ops.merge_attn_states(output, output, merged_lse, own, own_lse, lse)

@@ -50,19 +50,15 @@ from attn_select.runtime.terms import Outputs, Terms
 
 @dataclass(slots=True)
 class RankChunk(ContextChunk):
-    """A ``ContextChunk`` whose tokens lie on all ranks.
+    """A ``ContextChunk`` whose tokens lie on all ranks."""
 
-    Attributes:
-        local_tokens: how many this rank keeps.
-        most_tokens: the most that a rank keeps; each sends as many.
-        local_starts, local_start_loc: as ``starts`` and ``start_loc``, in this rank's share.
-        order: int64 ``(num_tokens,)`` on the device: where each token lies in what was gathered, rank by rank.
-    """
-
+    # How many this rank keeps, and the most that a rank keeps: each sends as many, since all_gather takes equal parts.
     local_tokens: int
     most_tokens: int
+    # As ``starts`` and ``start_loc``, in this rank's share.
     local_starts: Tensor
     local_start_loc: Tensor
+    # int64 ``(num_tokens,)`` on the device: where each token lies in what was gathered, rank by rank.
     order: Tensor
 
 
@@ -248,10 +244,12 @@ class ContextParallelMLAGroup(MLALayerGroup):
         every = common.seq_lens_cpu[request]
         if self.config.non_causal or not common.causal:
             return every
+        # Queries of the same request behind this one; their keys are the ones that it does not see.
         later = common.query_start_loc_cpu[1:][request] - torch.arange(len(request)) - 1
         visible = (every - later).clamp_min(0)
         for row, ranges in enumerate(common.mm_prefix_ranges or ()):
             for first, last in ranges:
+                # A query inside an image's range sees all of that range.
                 inside = (request == row) & (visible > first) & (visible <= last)
                 visible = torch.where(inside, every.clamp_max(last + 1), visible)
         return visible
@@ -285,6 +283,8 @@ class ContextParallelMLAGroup(MLALayerGroup):
         request = torch.repeat_interleave(lengths)
         within = torch.arange(len(request)) - (lengths.cumsum(0) - lengths)[request]
         positions = starts[request] + within
+        # See ``Shares``: rows of ``interleave`` positions a rank, dealt in turn. Of what a rank sends, its first rows
+        # are those of earlier requests; ``first`` is what it keeps before the chunk begins.
         owner = positions // shares.interleave % shares.size
         row = shares.interleave * shares.size
         local = positions // row * shares.interleave + positions % shares.interleave
@@ -344,12 +344,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
 
 
 class LatentsAcrossRanks:
-    """Decodes one layer of a ``ContextParallelMLAGroup``.
-
-    Args:
-        group: the layer's.
-        terms: the layer's; sinks are those of this rank's heads.
-    """
+    """Decodes one layer of a ``ContextParallelMLAGroup``; the terms' sinks are those of this rank's heads."""
 
     def __init__(self, group: ContextParallelMLAGroup, terms: Terms) -> None:
         self.group, sinks = group, terms.sinks
@@ -365,17 +360,13 @@ class LatentsAcrossRanks:
         project: Callable[[Tensor, Tensor], None],
         outputs: Outputs,
     ) -> None:
-        """Decode over all ranks' latents.
-
-        Args:
-            query: ``(T, num_heads, R + Pr)``, absorbed, of this rank's heads.
-            attend: ``(query, latents) -> latent``: runs the kernel on this rank's share.
-            project: ``(latent, output)``: multiplies with ``W_UV``.
-            outputs: ``(T, num_heads, V)``, and the LSE.
-        """
+        """Decode over all ranks' latents, from ``(T, num_heads, R + Pr)`` absorbed queries of this rank's heads."""
+        # ``attend`` runs the kernel on this rank's share, ``project`` multiplies latents with ``W_UV``. Outputs are
+        # ``(T, num_heads, V)``, and the LSE.
         group, merger, way = self.group, self.group.merger, self.group.context_parallel.merge_way
         query = merger.gather_queries(query)
         partial, lse = merger.partials(query, self._heads, group.merged_width)
+        # Values are narrower than latents and every rank has all heads: what is sent is projected before it is merged.
         if group.merged_width < self._rank:
             latents = Outputs(query.new_empty(len(query), self._heads, self._rank), lse)
             project(attend(query, latents), partial)

@@ -20,17 +20,7 @@ L = TypeVar("L", int, Tensor)
 
 
 class Shares:
-    """One rank's share of all positions.
-
-    Args:
-        rank, size: of the group.
-        interleave: neighbouring positions that one rank keeps; divides ``block_size``.
-        block_size: tokens per block of one rank's cache.
-        device: where slots are.
-
-    Raises:
-        ConfigError: ``interleave`` does not divide the block size.
-    """
+    """One rank's share of all positions; ``interleave`` divides ``block_size``, tokens per block of a rank's cache."""
 
     def __init__(self, rank: int, size: int, interleave: int, block_size: int, device: torch.device | str) -> None:
         if block_size % interleave:
@@ -49,6 +39,7 @@ class Shares:
         """Return how many of the first ``tokens`` positions a rank keeps, by default this one; any integer tensor."""
         own = self.rank if rank is None else rank
         row = self.interleave * self.size
+        # Whole rows are shared evenly; of the one that is begun a rank has what lies behind the ranks before it.
         rest = tokens % row - own * self.interleave
         if isinstance(tokens, Tensor):
             return tokens // row * self.interleave + rest.clamp(0, self.interleave)

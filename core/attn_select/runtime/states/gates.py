@@ -95,12 +95,7 @@ class Gates:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def check(self, config: StateConfig, tokens: int, device: torch.device) -> None:
-        """Compare the tensors with the layer.
-
-        Raises:
-            BatchError: one is no tensor, has the wrong shape or dtype, lies elsewhere, or is missing or unwanted; it is
-                named, with what is accepted.
-        """
+        """Raise BatchError for a tensor that is missing, unwanted, of the wrong shape or dtype, or elsewhere."""
         dtype, heads = PLAIN_DTYPES[config.dtype], (tokens, config.num_v_heads)
         width = (config.head_size,) if config.rule.decay == "channel" else ()
         raw, writes = self.raw, config.rule.writes

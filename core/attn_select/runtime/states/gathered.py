@@ -20,22 +20,17 @@ def gathered_states(states: Tensor, part: StatePart) -> Tensor:
 
 
 class GatheredStateImpl(StateImpl):
-    """Gathers the states that a part of a step reads, runs the kernel, and writes what it returns.
+    """Gathers the states that a part of a step reads, runs the kernel, and writes what it returns."""
 
-    Decodes run token by token, so that the state behind each draft can be kept.
-    """
+    # Decodes run token by token, so that the state behind each draft can be kept.
 
     @abstractmethod
     def one_token(
         self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of one token of B requests and their states behind it.
-
-        Args:
-            query, key: ``(B, num_heads, head_size)``.
-            value: ``(B, num_v_heads, v_head_size)``; ``log_decay`` and ``strength`` likewise, as in ``forward``.
-            state: float32 ``(B, num_v_heads, …)`` in the layout of the context; may be written to.
-        """
+        """Return the outputs of one token of B requests and their states behind it."""
+        # ``query`` and ``key`` are ``(B, num_heads, head_size)``, ``value`` ``(B, num_v_heads, v_head_size)``, and
+        # ``state`` is float32 ``(B, num_v_heads, …)`` in the layout of the context, which may be written to.
 
     @abstractmethod
     def varlen(
@@ -88,6 +83,7 @@ class GatheredStateImpl(StateImpl):
         bounds = part.query_start_loc_cpu.long()
         lens = bounds.diff()
         for i in range(part.max_query_len):
+            # Requests have different numbers of drafts: those that have ended keep the state of their last one.
             running = (lens > i).nonzero().flatten().to(output.device)
             at = (bounds[:-1][lens > i] + i).to(output.device)
             query, key, value, log_decay, strength = (None if each is None else each[at] for each in tokens)
