@@ -50,14 +50,9 @@ _MOST_KEYS_CHECKED = 1 << 18
 
 
 class CacheMemory:
-    """Memory for ``count`` caches of equal size, filled with random numbers that any layout of one dtype may hold.
+    """Memory for ``count`` caches of equal size, filled with random numbers that any layout of one dtype may hold."""
 
-    Args:
-        config: its cache dtype says how numbers are stored: standard normal, in FP8 divided by ``FP8_SCALE``.
-        num_bytes: of the largest cache.
-        count: caches.
-        device: where they lie.
-    """
+    # Numbers are standard normal, in FP8 divided by ``FP8_SCALE``.
 
     def __init__(self, config: AttentionConfig, num_bytes: int, count: int, device: torch.device) -> None:
         self._stride = -(-num_bytes // 4096) * 4096
@@ -83,10 +78,8 @@ class CacheMemory:
             self._fill(self._memory[-1])
 
     def _pack(self, memory: Tensor, draw: torch.Generator) -> None:
-        """Write what a token has in ``FP8_DS_MLA`` beside its 512 numbers: four scales, and a rope part in bfloat16.
-
-        Of that only bytes are taken that are finite numbers in FP8 too, since other layouts read them so.
-        """
+        """Write what a token has in ``FP8_DS_MLA`` beside its 512 numbers: four scales, and a rope part in bfloat16."""
+        # Of that only bytes are taken that are finite numbers in FP8 too, since other layouts read them so.
         count = self._stride // FP8_DS_MLA_BYTES
         tokens = memory[: count * FP8_DS_MLA_BYTES].view(-1, FP8_DS_MLA_BYTES)
         tokens[:, 512:528] = torch.full((count, 4), FP8_SCALE, device=draw.device).view(torch.uint8)
@@ -235,11 +228,9 @@ class LayerStep:
         ]
 
     def error(self) -> float:
-        """Return the relative error, in the Euclidean norm, of the last layer's result in ``output``.
-
-        Compared with the float64 oracle are the first and the last token of the first, the middle and the last request,
-        of fewer requests where these have many keys.
-        """
+        """Return the relative error, in the Euclidean norm, of the last layer's result in ``output``."""
+        # Compared with the float64 oracle are the first and the last token of the first, the middle and the last
+        # request, of fewer requests where these have many keys.
         bounds = self.common.query_start_loc_cpu.tolist()
         seen: list[Tensor] = []
         wanted: list[Tensor] = []

@@ -15,10 +15,8 @@ TIE = 1e-5
 
 
 def quantized_rows(numbers: Tensor) -> Tensor:
-    """Return ``(..., D)`` numbers as e4m3 with one scale for each row gives them back, float64.
-
-    The scale is ``max |x| / 448``, at least ``1e-4 / 448``, rounded up to a power of two.
-    """
+    """Return ``(..., D)`` numbers as e4m3 with one scale for each row gives them back, float64."""
+    # The scale is ``max |x| / 448``, at least ``1e-4 / 448``, rounded up to a power of two.
     rows = numbers.double()
     exponent = torch.ceil(torch.log2(rows.abs().amax(-1, keepdim=True).clamp_min(1e-4) / E4M3_MAX))
     scales = torch.exp2(exponent)
@@ -26,35 +24,19 @@ def quantized_rows(numbers: Tensor) -> Tensor:
 
 
 def index_scores_reference(query: Tensor, weights: Tensor, keys: Tensor, *, fp8: bool) -> Tensor:
-    """Return ``sum_h weights[t, h] * relu(query[t, h] . key[s])``, float64 ``(T, S)``.
-
-    Args:
-        query: ``(T, H, D)``.
-        weights: ``(T, H)``.
-        keys: ``(S, D)``, as the model made them.
-        fp8: whether queries and keys are quantised.
-    """
+    """Return ``sum_h weights[t, h] * relu(query[t, h] . key[s])``, float64 ``(T, S)``; ``fp8``: both are quantised."""
     q, k = (quantized_rows(query), quantized_rows(keys)) if fp8 else (query.double(), keys.double())
     return torch.einsum("th,ths->ts", weights.double(), torch.einsum("thd,sd->ths", q, k).relu())
 
 
 def topk_reference(scores: Tensor, num_keys: int, top_k: int) -> Tensor:
-    """Return the positions, int64 ``(min(top_k, num_keys),)``, of one token's best keys.
-
-    Args:
-        scores: ``(S,)``; the token sees the first ``num_keys``.
-    """
+    """Return the positions, int64, of the best ``top_k`` keys of a token that sees the first ``num_keys``."""
     return scores[:num_keys].topk(min(top_k, num_keys)).indices
 
 
 def wrong_choice(positions: Tensor, scores: Tensor, num_keys: int, top_k: int, *, tie: float = TIE) -> str | None:
-    """Return what is wrong with one token's choice, None if nothing is.
-
-    Args:
-        positions: integers ``(N,)``, the chosen keys in any order.
-        scores: ``(S,)`` float64 of the token's request; the token sees the first ``num_keys``.
-        tie: scores that differ by less, relative to the largest, count as equal.
-    """
+    """Return what is wrong with one token's choice of the first ``num_keys`` keys, in any order, or None."""
+    # Scores that differ by less than ``tie``, relative to the largest, count as equal.
     wanted, distinct = min(top_k, num_keys), len(set(positions.tolist()))
     if len(positions) != wanted or distinct != wanted:
         return f"{len(positions)} keys chosen, {distinct} of them distinct: accepted are {wanted}"

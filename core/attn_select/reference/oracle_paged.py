@@ -208,10 +208,8 @@ def block_size_of(kv_cache: KVCache, layout: str, config: AttentionConfig) -> in
 
 
 def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:
-    """Return strided views of K and V, ``(num_blocks, block_size, ...)``; MLA layouts have one view for both.
-
-    The last axes are ``(Hkv, D)`` and ``(Hkv, Dv)``; the K of PAGED_ATTENTION has ``(Hkv, D / x, x)``. FP8 is uint8.
-    """
+    """Return strided views of K and V, ``(num_blocks, block_size, ...)``; MLA layouts have one view for both."""
+    # The last axes are ``(Hkv, D)`` and ``(Hkv, Dv)``; the K of PAGED_ATTENTION has ``(Hkv, D / x, x)``. FP8 is uint8.
     if layout not in LAYOUTS:
         raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
     pair: tuple[Tensor, ...] = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)

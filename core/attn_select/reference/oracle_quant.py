@@ -31,13 +31,8 @@ def storage_dtype(cache_dtype: str) -> torch.dtype:
 
 
 def encode(numbers: Tensor, cache_dtype: str, scale: Tensor | float | None = None) -> Tensor:
-    """Return ``numbers`` as a cache stores them: cast, or for FP8 dtypes as uint8 codes of the same shape.
-
-    Args:
-        numbers: ``(..., heads, size)``, any floating dtype.
-        cache_dtype: a plain or FP8 dtype's name.
-        scale: one number or one per head ``(heads,)``; None is 1. FP8 only.
-    """
+    """Return ``numbers`` as a cache stores them: cast, or for FP8 dtypes as uint8 codes of the same shape."""
+    # The scale is one number or one per head ``(heads,)``; None is 1. FP8 only.
     dtype = storage_dtype(cache_dtype)
     if cache_dtype not in FP8_DTYPES:
         _no_scale(cache_dtype, scale)

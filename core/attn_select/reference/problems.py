@@ -273,10 +273,8 @@ def _with_cache(
 
 
 def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Generator) -> Tensor:
-    """Choose for each token up to ``sparse_top_k`` of the positions up to its own; int32 ``(T, top_k)`` slots.
-
-    Of every other token the padding stands between them, not behind.
-    """
+    """Choose for each token up to ``sparse_top_k`` of the positions up to its own; int32 ``(T, top_k)`` slots."""
+    # Of every other token the padding stands between them, not behind.
     top_k = problem.config.sparse_top_k or 0
     chosen: list[Tensor] = []
     for row, (query_len, seq_len) in zip(block_table, problem.requests, strict=True):
@@ -457,10 +455,8 @@ def of_layer(drawn: Problem | MLAProblem, layer: Problem | MLAProblem) -> Any:
 
 
 def of_another_layer(drawn: Problem | MLAProblem) -> Any:
-    """Return the same batch for a layer of the group with sinks and queries of its own.
-
-    Its scale is the same: FlashInfer's plans serve one scale.
-    """
+    """Return the same batch for a layer of the group with sinks and queries of its own."""
+    # Its scale is the same: FlashInfer's plans serve one scale.
     step = drawn.step if isinstance(drawn, MLAProblem) else drawn
     step = dataclasses.replace(step, sinks=None if step.sinks is None else -step.sinks, query=-step.query)
     if not isinstance(drawn, MLAProblem):
@@ -476,14 +472,12 @@ _NARROW = 32
 
 
 def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
-    """Return the step with scores of about ``PEAK`` in the first rows of two requests, with a context and without.
-
-    The row's query lies along its own key, and so does a key of the context, its first, its last or any other one, with
-    a score that is a twelfth larger. So the row is known exactly however scores are rounded, unless they overflow or
-    are clamped, or the key is not read. In a causal row that sees itself alone the score is negative. With an FP8 cache
-    the query is no larger than FP8 holds. A soft cap and ALiBi bring scores near each other, so that their rounding
-    counts: there the step stays as it is.
-    """
+    """Return the step with scores of about ``PEAK`` in the first rows of two requests, with a context and without."""
+    # The row's query lies along its own key, and so does a key of the context, its first, its last or any other one,
+    # with a score that is a twelfth larger. So the row is known exactly however scores are rounded, unless they
+    # overflow or are clamped, or the key is not read. In a causal row that sees itself alone the score is negative.
+    # With an FP8 cache the query is no larger than FP8 holds. A soft cap and ALiBi bring scores near each other, so
+    # that their rounding counts: there the step stays as it is.
     step = drawn.step if isinstance(drawn, MLAProblem) else drawn
     config, width = step.config, drawn.query.shape[-1]
     starts = [(index, seq_len - query_len) for index, (query_len, seq_len) in enumerate(step.requests) if query_len]

@@ -48,18 +48,14 @@ Bound = Callable[[AttentionConfig, Mapping[Phase, BackendPlan]], ErrorBound]
 
 @dataclass(slots=True)
 class Result:
-    """What a step left.
+    """What a step left."""
 
-    Attributes:
-        output: ``(T, H, Dv)``; FP8 outputs with their scale multiplied in.
-        lse: float32 ``(T, H)``, None where it was not asked for.
-        kv_cache: the cache in the allocator's blocks, None without one.
-        largest: what the output saturates to; FP8 outputs hold 448 scales.
-    """
-
+    # ``(T, H, Dv)``; FP8 outputs with their scale multiplied in.
     output: Tensor
+    # float32 ``(T, H)``, None where it was not asked for; then the cache in the allocator's blocks, None without one.
     lse: Tensor | None
     kv_cache: Tensor | None
+    # What the output saturates to; FP8 outputs hold 448 scales.
     largest: float = math.inf
 
 
@@ -112,14 +108,8 @@ def shared_prefix(problem: Problem, blocks: int) -> Problem:
 def random_batch(
     group: LayerGroup, query_lens: Sequence[int], seq_lens: Sequence[int], shared_blocks: int = 0
 ) -> tuple[CommonAttentionMetadata, Tensor]:
-    """Return a batch whose requests lie in random blocks, and a cache of random numbers.
-
-    ``random_problem`` also draws queries and sinks, and says what is expected.
-
-    Args:
-        query_lens, seq_lens: of each request.
-        shared_blocks: blocks at the start of every request that are the first request's.
-    """
+    """Return a batch whose requests lie in random blocks, the first ``shared_blocks`` in common, and a random cache."""
+    # ``random_problem`` also draws queries and sinks, and says what is expected.
     assert group.block_size is not None
     width = -(-max(*seq_lens, 1) // group.block_size)
     draw = torch.Generator().manual_seed(len(query_lens) + sum(seq_lens))
@@ -134,12 +124,10 @@ def random_batch(
 
 
 class StepMemory:
-    """The memory that steps are brought to a layer in. A step of the same shapes takes the place of the one before it.
+    """The memory that steps are brought to a layer in. A step of the same shapes takes the last one's place."""
 
-    Args:
-        wide: what has one row per token lies side by side in one tensor, as projections leave it, and outputs and block
-            tables are parts of tensors that are wider in their last axis.
-    """
+    # ``wide``: what has one row per token lies side by side in one tensor, as projections leave it, and outputs and
+    # block tables are parts of tensors that are wider in their last axis.
 
     def __init__(self, wide: bool = False) -> None:
         self.wide = wide
@@ -179,11 +167,7 @@ class StepMemory:
         return whole[..., : shape[-1]], whole
 
     def check_unchanged(self) -> None:
-        """Compare what the layer was to read with what was brought.
-
-        Raises:
-            AssertionError: names what was changed.
-        """
+        """Compare what the layer was to read with what was brought; AssertionError names what was changed."""
         for name, (tensor, brought) in self._read.items():
             if not same_bits(tensor, brought):
                 raise AssertionError(f"{name} was changed: it is the caller's, and other layers read it")

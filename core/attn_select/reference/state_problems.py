@@ -16,16 +16,12 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 @dataclass(slots=True)
 class Tokens:
-    """What a layer gets of T tokens, as ``LinearAttention`` takes it.
-
-    Attributes:
-        channels: ``dtype`` ``(T, width)``.
-        log_decay: float32 ``(T, num_v_heads)``; None where gates are raw.
-        a, b: as in ``RawGates``; None where gates are numbers, b of Mamba-2 too.
-    """
+    """What a layer gets of T tokens, as ``LinearAttention`` takes it."""
 
     channels: Tensor
+    # float32 ``(T, num_v_heads)``; None where gates are raw.
     log_decay: Tensor | None
+    # As in ``RawGates``; None where gates are numbers, b of Mamba-2 too.
     a: Tensor | None
     b: Tensor | None
 
@@ -58,13 +54,9 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 class DrawnGates:
-    """The gates of a layer with random weights.
+    """The gates of a layer with random weights, on the CPU and on ``device``."""
 
-    Args:
-        config: the layer.
-        draw: of the weights.
-        device: where gates will be wanted, beside the CPU. Nothing is copied later, as in a captured step.
-    """
+    # Nothing is copied later, as in a captured step.
 
     def __init__(self, config: StateConfig, draw: torch.Generator, device: torch.device) -> None:
         self.config = config
@@ -112,17 +104,12 @@ class DrawnGates:
 
 @dataclass(slots=True)
 class LayerReference:
-    """What float64 gives for T tokens of one request.
-
-    Attributes:
-        output: ``(T, num_v_heads, v_head_size)``.
-        usual: ``(T, num_v_heads)``, the norm that a row of the output has where the query's direction is any.
-        states: ``(T, num_v_heads, head_size, v_head_size)``, behind each token.
-        windows: the last inputs of the convolution behind each token; None without one.
-    """
+    """What float64 gives for T tokens of one request."""
 
     output: Tensor
+    # ``(T, num_v_heads)``, the norm that a row of the output has where the query's direction is any.
     usual: Tensor
+    # ``(T, num_v_heads, head_size, v_head_size)``, behind each token, and the last inputs of the convolution there.
     states: Tensor
     windows: list[Tensor | None]
 
@@ -135,15 +122,8 @@ def layer_reference(
     state: Tensor | None,
     window: Tensor | None,
 ) -> LayerReference:
-    """Return what a layer gives for one request's tokens: its convolution, then its recurrence.
-
-    Args:
-        gates: the layer's.
-        tokens: the request's, on the CPU.
-        weight, bias: of the convolution, as ``LinearAttention`` takes them; None without one.
-        state: ``(num_v_heads, head_size, v_head_size)`` before the first token; None: zero.
-        window: ``(conv_kernel_size - 1, conv_dim)``, the convolution's inputs before; None: zeros.
-    """
+    """Return what a layer gives for one request's tokens, on the CPU: its convolution, then its recurrence."""
+    # ``state`` and ``window`` are those before the first token; None: zero.
     config, made = gates.config, gates.of(tokens)
     inputs = mixed = tokens.channels.double()
     windows: list[Tensor | None] = [None] * len(inputs)

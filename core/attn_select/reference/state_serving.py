@@ -36,13 +36,9 @@ def state_bound(config: StateConfig) -> ErrorBound:
 
 
 def state_error(actual: Tensor, reference: Tensor, usual: Tensor) -> RelativeError:
-    """Return the errors of outputs ``(T, num_v_heads, v_head_size)``, of all and of the worst row.
-
-    Args:
-        usual: ``(T, num_v_heads)``, the norm that a row has where the query's direction is any. A row counts as no
-            smaller: where a query and what the state holds are nearly orthogonal, the output is near 0, and its error
-            is not.
-    """
+    """Return the errors of outputs ``(T, num_v_heads, v_head_size)``, of all and of the worst row."""
+    # ``usual`` is the norm that a row has where the query's direction is any. A row counts as no smaller: where a
+    # query and what the state holds are nearly orthogonal, the output is near 0, and its error is not.
     if not actual.isfinite().all():
         return RelativeError(torch.inf, torch.inf)
     rows = torch.linalg.vector_norm(reference, dim=-1).maximum(usual)
@@ -52,16 +48,13 @@ def state_error(actual: Tensor, reference: Tensor, usual: Tensor) -> RelativeErr
 
 @dataclass(slots=True)
 class _Known:
-    """What the reference knows of a request: its state and window, and those behind each token of its last step.
-
-    Attributes:
-        seen: tokens that the state has seen, ``last`` of them in the last step.
-    """
+    """What the reference knows of a request: its state and window, and those behind each token of its last step."""
 
     state: Tensor | None = None
     window: Tensor | None = None
     states: list[Tensor] = field(default_factory=list)
     windows: list[Tensor | None] = field(default_factory=list)
+    # Tokens that the state has seen, ``last`` of them in the last step.
     seen: int = 0
     last: int = 0
 
@@ -85,21 +78,11 @@ class _Unrecorded:
 
 
 class StateServing:
-    """Serves requests through one layer. All slots hold NaN at the start and when a request gives them back.
+    """Serves requests through one layer. All slots hold NaN at the start and when a request gives them back."""
 
-    Args:
-        selection: of the layer, for this machine.
-        num_slots: slots of the pool.
-        seed: of the weights and inputs.
-        device: where tensors live; None: the selection's.
-        cuda_graphs: whether decodes of one length run as replays of CUDA graphs, as far as the backend allows. On a
-            CPU they run on the memory that graphs would read.
-
-    Attributes:
-        config, group, pool, cache: what it serves with.
-        replays: steps that were replays.
-        seconds: of the last step: slots, metadata and the layer, host time with the device idle at the end.
-    """
+    # ``cuda_graphs``: decodes of one length run as replays of CUDA graphs, as far as the backend allows; on a CPU they
+    # run on the memory that graphs would read. ``seconds`` are of the last step: slots, metadata and the layer, host
+    # time with the device idle at the end.
 
     def __init__(
         self,
@@ -165,11 +148,7 @@ class StateServing:
         return state_error(found.cpu(), torch.cat(expected), torch.cat(usual))
 
     def run(self, num_tokens: Mapping[Any, int]) -> tuple[Tensor, dict[Any, Tokens]]:
-        """Run a step of random inputs; return its output, decodes first, and the inputs. The reference lags behind.
-
-        Raises:
-            AssertionError: an input was changed.
-        """
+        """Run a step of random inputs; return its output, decodes first, and the inputs. The reference lags behind."""
         names = list(num_tokens)
         order = decodes_first([num_tokens[name] for name in names], self.config.max_decode_query_len)
         lens = {names[i]: num_tokens[names[i]] for i in order}

@@ -31,14 +31,7 @@ _MOST_TOKENS_CHECKED, _PIECE = 256, 32
 
 
 class StateMemory:
-    """Memory for ``count`` caches of equal size, filled with small random numbers.
-
-    Args:
-        config: the layers.
-        num_slots: of each cache.
-        count: caches.
-        device: where they lie.
-    """
+    """Memory for ``count`` caches of equal size, filled with small random numbers."""
 
     def __init__(self, config: StateConfig, num_slots: int, count: int, device: torch.device) -> None:
         draw = torch.Generator(device).manual_seed(0)
@@ -65,21 +58,10 @@ class StateMemory:
 
 
 class StateStep:
-    """One batch for layers of one kind that keep a state.
+    """One batch for layers of one kind that keep a state."""
 
-    Args:
-        selection: for a device that is here.
-        requests: ``(query_len, seq_len)`` of each; a request with more tokens than new ones has a state.
-        phases: the phases whose backends are loaded; None: all.
-        device: None: the selection's.
-
-    Attributes:
-        config, group: the layers and their group.
-        layout: of their states.
-        cache_bytes: of one layer's states.
-        weight_bytes: of weights that each layer reads beside them.
-        output: what the layers write, ``(T, num_v_heads, v_head_size)``.
-    """
+    # Requests are ``(query_len, seq_len)``; one with more tokens than new ones has a state. ``cache_bytes`` are of one
+    # layer's states, ``weight_bytes`` of what each layer reads beside them, and the layers write ``output``.
 
     weight_bytes = 0
 
@@ -142,10 +124,8 @@ class StateStep:
         ]
 
     def error(self) -> float:
-        """Return the relative error, in the Euclidean norm, of the last layer's result in ``output``.
-
-        Compared with the float64 recurrence are the first tokens of the first, the middle and the last request.
-        """
+        """Return the relative error, in the Euclidean norm, of the last layer's result in ``output``."""
+        # Compared with the float64 recurrence are the first tokens of the first, the middle and the last request.
         bounds = self.common.query_start_loc_cpu.tolist()
         count = len(self.requests)
         found: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -33,7 +33,7 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         rows, places = self.tokens * self.heads, [0]
-        # Two counts (before and after) per program and rank, of four bytes.
+        # A count of four bytes for each meeting (gathering, merging), program and rank.
         sizes = (2 * PROGRAMS * self.ranks * 4, rows * self.query_width * self.dtype.itemsize)
         for size in (*sizes, rows * self.width * self.dtype.itemsize, rows * 4):
             places.append(-(-(places[-1] + size) // ALIGNED) * ALIGNED)

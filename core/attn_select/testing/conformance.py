@@ -166,10 +166,8 @@ class BackendConformance:
     _threads: ClassVar[int]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test of each configuration that is run here or rejected, and register the summary.
-
-        Where this machine can run no configuration there is one skipped test instead.
-        """
+        """Make a test of each configuration that is run here or rejected, and register the summary."""
+        # Where this machine can run no configuration there is one skipped test instead.
         if "index" in metafunc.fixturenames:
             left_out = {case.index: self._left_out(case) for case in self._cases()}
             manager = metafunc.config.pluginmanager
@@ -183,10 +181,8 @@ class BackendConformance:
 
     @classmethod
     def setup_class(cls) -> None:
-        """Begin the counts, and use one thread: the tensors are too small for more.
-
-        A process that pytest-xdist gives several groups of configurations comes here once for each.
-        """
+        """Begin the counts, and use one thread: the tensors are too small for more."""
+        # A process that pytest-xdist gives several groups of configurations comes here once for each.
         if "_tally" not in cls.__dict__:
             cls._tally, cls._not_run = Counter(), Counter()
         cls._threads = torch.get_num_threads()
@@ -393,13 +389,7 @@ def _run_on_ranks(selection: Selection, device: torch.device, seed: int, toleran
 
 
 def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
-    """Check that a value outside the capabilities is refused with its code, and that no capability refuses others.
-
-    Phases that share a plan by the spec do so.
-
-    Raises:
-        AssertionError: it is not so, or a reason is incomplete.
-    """
+    """Check that a value outside the capabilities is refused with its code, and that no capability refuses others."""
     __tracebackhide__ = True
     for phase, outcome in found.items():
         check_stated(phase, outcome)
@@ -415,11 +405,7 @@ def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
 
 
 def _check_kernel(phase: Phase, outcome: Outcome, answer: bool | None) -> None:
-    """Compare the gate's answer with the kernel's own.
-
-    Raises:
-        AssertionError: they differ.
-    """
+    """Compare the gate's answer with the kernel's own."""
     __tracebackhide__ = True
     accepted = isinstance(outcome, BackendPlan)
     text = f"{phase}: the gate {_WORDS[accepted]} what the kernel {_WORDS[not accepted]}: {outcome}"

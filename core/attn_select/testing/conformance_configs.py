@@ -50,19 +50,15 @@ Large = Literal["keys", "requests"]
 
 @dataclass(slots=True)
 class Case:
-    """One configuration to test a backend with.
+    """One configuration to test a backend with."""
 
-    Attributes:
-        index: its number; with the suite's seed it gives the same configuration again.
-        config: the layer.
-        phase: the phase whose capabilities it was drawn from.
-        changed: the field whose value is not declared; None: all values are declared.
-        code: of the reason that the gate must then give against this phase.
-    """
-
+    # Its number; with the suite's seed it gives the same configuration again.
     index: int
     config: AttentionConfig
+    # The phase whose capabilities it was drawn from.
     phase: Phase
+    # The field whose value is not declared; None: all are. Then the code of the reason that the gate must give against
+    # it.
     changed: str | None = None
     code: str | None = None
 

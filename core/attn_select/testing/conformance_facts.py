@@ -32,10 +32,8 @@ def undeclared(spec: BackendSpec, phase: Phase, config: AttentionConfig) -> set[
 
 
 def refused_values(spec: BackendSpec, phase: Phase, seed: int, heads: Heads, ask: Ask) -> dict[str, str]:
-    """Return the declared values, and devices, with which every drawn configuration is refused, and why the last was.
-
-    What no valid configuration has together with other declared values is left out.
-    """
+    """Return the declared values, and devices, with which all drawn configurations are refused, and why the last is."""
+    # What no valid configuration has together with other declared values is left out.
     capabilities, rng = spec.of_attention(phase), random.Random(f"{spec.name} {seed} {phase} facts")
     known = {gpu.compute_capability: gpu for gpu in (*known_gpus().values(), CPU)}
     devices = [

@@ -85,30 +85,20 @@ class Tolerances:
 
 @dataclass(slots=True)
 class Batches:
-    """Draws steps of one layer.
-
-    Attributes:
-        config: the layer.
-        kv_layout: of its cache; None without.
-        block_size: the allocator's, in tokens.
-        device: where tensors go.
-        phases: the phases that are served; requests are of no other.
-        longest_decode: queries up to this many tokens are decodes.
-        in_order: decodes come first.
-        whole_prompts: a prefill has no cached context, since its parts could not be merged.
-        nan_tails: slots behind a sequence's end hold NaN, not large finite numbers.
-        scale: the layer's factor on ``q . k``.
-        large: what there is much of.
-    """
+    """Draws steps of one layer, of served phases alone."""
 
     config: AttentionConfig
     kv_layout: str | None
+    # The allocator's, in tokens.
     block_size: int
     device: torch.device
     phases: Collection[Phase]
+    # Queries up to this many tokens are decodes, which come first where ``in_order``.
     longest_decode: int
     in_order: bool
+    # A prefill has no cached context, since its parts could not be merged.
     whole_prompts: bool
+    # Slots behind a sequence's end hold NaN, not large finite numbers.
     nan_tails: bool
     scale: float
     large: Large | None
@@ -221,17 +211,10 @@ def part_of(drawn: Drawn, first: int, last: int) -> Drawn:
 
 
 class Rig:
-    """One configuration's group of layers, fed with drawn batches.
+    """One configuration's group of layers, fed with drawn batches."""
 
-    Args:
-        selection: of one backend.
-        device: where tensors live.
-        seed: of everything that is drawn.
-        tolerances: the suite's.
-        cuda_graphs: made to be captured.
-        ranks: the ranks that the cache lies on, each of which has a rig like this one; None: it lies on one.
-        large: what its steps have many of.
-    """
+    # ``ranks``: the ranks that the cache lies on, each of which has a rig like this one; None: it lies on one.
+    # ``large``: what its steps have many of.
 
     def __init__(
         self,
@@ -281,13 +264,11 @@ class Rig:
         return decoder and self.group.cudagraph_support != "NEVER"
 
     def check_batches(self) -> int:
-        """Run drawn batches and compare with the oracle; return the number of runs.
-
-        A mixed batch, one of equal queries, then the latter (of one in four the former) again with other tables and
-        tokens, as steps of decodes are: in the memory of the first time or in memory of its own, in the same order or
-        reversed. Two layers of the group take turns over it, each with caches of its own. What a layer or builder keeps
-        of an earlier call shows. The last batch has no token. Large batches come once.
-        """
+        """Run drawn batches and compare with the oracle; return the number of runs."""
+        # A mixed batch, one of equal queries, then the latter (of one in four the former) again with other tables and
+        # tokens, as steps of decodes are: in the memory of the first time or in memory of its own, in the same order
+        # or reversed. Two layers of the group take turns over it, each with caches of its own. What a layer or builder
+        # keeps of an earlier call shows. The last batch has no token. Large batches come once.
         seed, draw = self.seed, self.batches
         requests = draw.mixed(seed), self._second()
         first, second = (draw.draw(seed + number, each) for number, each in enumerate(requests))

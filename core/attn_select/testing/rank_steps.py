@@ -43,12 +43,7 @@ def shares_of(rank: int, group: LayerGroup, ranks: ContextParallel) -> Shares:
 
 
 def part_of_rank(drawn: Drawn, group: LayerGroup, ranks: ContextParallel) -> Drawn:
-    """Return this rank's step: its heads, and a cache that holds its share of every block.
-
-    Args:
-        drawn: of ``whole_layer``.
-        group: the rank's.
-    """
+    """Return this rank's step of ``whole_layer``: its heads, and a cache that holds its share of every block."""
     step, config = step_of(drawn), group.config
     assert step.kv_cache is not None
     assert step.layout is not None
@@ -80,20 +75,12 @@ def part_of_rank(drawn: Drawn, group: LayerGroup, ranks: ContextParallel) -> Dra
 
 
 def run_on_ranks(group: LayerGroup, drawn: Drawn, ranks: ContextParallel, **given: Any) -> Result:
-    """Run a step of ``whole_layer`` on all ranks and return the whole layer's result; every rank calls it.
-
-    Args:
-        given: as in ``run_problem``.
-    """
+    """Run a step of ``whole_layer`` on all ranks and return the whole layer's result; every rank calls it."""
     return joined(group, drawn, ranks, run_problem(group, part_of_rank(drawn, group, ranks), **given))
 
 
 def joined(group: LayerGroup, drawn: Drawn, ranks: ContextParallel, own: Result) -> Result:
-    """Return the whole layer's result, of each rank's own; every rank calls it.
-
-    Args:
-        drawn: the step of ``whole_layer``.
-    """
+    """Return the whole layer's result, of each rank's own; every rank calls it."""
     step, config = step_of(drawn), group.config
     assert own.kv_cache is not None
     assert step.kv_cache is not None

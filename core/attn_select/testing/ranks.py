@@ -86,11 +86,8 @@ class ThreadCollectives:
 
 
 def run_ranks(size: int, function: Callable[[ThreadCollectives], T]) -> list[T]:
-    """Run ``function`` once for each rank of a group and return what the ranks returned.
-
-    Raises:
-        Exception: the first error that is a rank's own; a rank that was only left alone raises ``RankError``.
-    """
+    """Run ``function`` once for each rank of a group and return what the ranks returned."""
+    # Raises the first error that is a rank's own; a rank that was only left alone raises RankError.
     turns = _Turns(size)
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size

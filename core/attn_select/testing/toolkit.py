@@ -317,22 +317,14 @@ def selection_of(
 
 
 def check_stated(phase: Phase, outcome: Outcome) -> None:
-    """Hold reasons to their form: a kebab-case code and a message. An error of the plugin is no reason.
-
-    Raises:
-        AssertionError: a reason says nothing.
-    """
+    """Hold reasons to their form: a kebab-case code and a message. An error of the plugin is no reason."""
     for reason in outcome if isinstance(outcome, list) else ():
         stated = _CODE.fullmatch(reason.code) and reason.message and reason.code != "plugin-error"
         assert stated, f"{phase} is refused for no stated reason: {reason}"
 
 
 def check_plan(phase: Phase, plan: BackendPlan, config: AttentionConfig) -> None:
-    """Hold a plan's fields to what they mean.
-
-    Raises:
-        AssertionError: names the field, its value and what is accepted.
-    """
+    """Hold a plan's fields to what they mean; AssertionError names the field, its value and what is accepted."""
     queries = plan.query_dtype == config.dtype or is_quantized(plan.query_dtype)
     sound = {
         "path": (bool(plan.path), "a name"),

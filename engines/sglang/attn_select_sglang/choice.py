@@ -17,18 +17,14 @@ from attn_select_sglang.names import TABLE, lacks
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a model, in SGLang's names; None where SGLang has none of the order for a phase.
-
-    Attributes:
-        prefill, decode: the backend of each phase.
-        passed_over: attn-select's backends that come before, which SGLang does not have for these layers.
-        not_ours: attn-select's backends that come before, of whose names SGLang runs kernels of its own: only times of
-            attn-select's kernels put them there.
-    """
+    """What was chosen for a model, in SGLang's names; None where SGLang has none of the order for a phase."""
 
     prefill: str | None
     decode: str | None
+    # attn-select's backends that come before, which SGLang does not have for these layers.
     passed_over: tuple[str, ...]
+    # attn-select's backends that come before, of whose names SGLang runs kernels of its own: only times of
+    # attn-select's kernels put them there.
     not_ours: tuple[str, ...] = ()
 
     def declared(self) -> dict[str, str]:
@@ -42,14 +38,9 @@ class Choice:
 
 
 def choose(selections: Sequence[Selection], has_flashinfer: bool, architecture: str) -> Choice:
-    """Return the backends that stand least far behind in the orders of all kinds of layers together.
-
-    One backend serves both phases, unless attn-select chose a pair for a kind that does not rest on times of its own
-    kernels alone.
-
-    Args:
-        architecture: the model's class; some take certain backends alone. Empty: unknown.
-    """
+    """Return the backends that stand least far behind in the orders of all kinds of layers together."""
+    # One backend serves both phases, unless attn-select chose a pair for a kind that does not rest on times of its own
+    # kernels alone. Some architectures (the model's class; empty: unknown) take certain backends alone.
     without = partial(lacks, has_flashinfer=has_flashinfer)
     pair = any(TABLE.takes_a_pair(selection, without, architecture) for selection in selections)
     phases: list[tuple[Phase, ...]] = [("prefill",), ("decode",)] if pair else [("prefill", "decode")]
@@ -76,6 +67,7 @@ def _first(
         for selection in selections
         if (served := [phase for phase in phases if phase in selection.config.phases])
     ]
+    # Sorted from the last place to the first, so that of a name that stands twice the first place is kept.
     named = [{e.name.name: e for e in sorted(order, key=lambda e: e.place, reverse=True) if e.name} for order in orders]
     common = [name for name in named[0] if all(name in each for each in named)] if named else []
     if not common:

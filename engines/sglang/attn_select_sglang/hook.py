@@ -63,11 +63,7 @@ def _explicit(fields: dict[str, str]) -> dict[str, str]:
 
 
 def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
-    """Return the fields of ``ServerArgs`` that attn-select chooses; nothing where SGLang is to choose.
-
-    Raises:
-        AttnSelectError: rules or a workload cannot be read.
-    """
+    """Return the fields of ``ServerArgs`` that attn-select chooses; nothing where SGLang is to choose."""
     model_config = model_config_of(view)
     architecture = (model_config.hf_config.architectures or ("",))[0]
     if current_platform.is_out_of_tree() or architecture == OWN_DEFAULT:

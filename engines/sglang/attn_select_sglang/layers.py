@@ -13,16 +13,9 @@ _KV_CACHE_DTYPES = {"bf16": "bfloat16"}
 
 
 def layer_kinds(view: Any, model_config: Any, device: Device) -> LayerKinds:
-    """Return the kinds of a model's layers.
-
-    Args:
-        view: SGLang's arguments as far as they are resolved.
-        model_config: SGLang's ``ModelConfig``.
-
-    Raises:
-        ConfigError: the arguments ask for what attn-select does not judge in SGLang, or a value that it does not know.
-        ModelError: the model's config does not describe attention layers.
-    """
+    """Return the kinds of a model's layers, from SGLang's ``ModelConfig`` and arguments as far as they are resolved."""
+    # Raises ConfigError for what attn-select does not judge in SGLang or does not know, ModelError where the model's
+    # config does not describe attention layers.
     if view.speculative_algorithm is not None:
         raise ConfigError("speculative decoding is not judged", fields=["num_speculative_tokens"])
     overrides: dict[str, Any] = {"dtype": model_config.dtype}

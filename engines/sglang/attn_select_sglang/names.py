@@ -18,12 +18,8 @@ _OF_FLASHINFER = ("trtllm_mha", "trtllm_mla", "flashinfer")
 
 
 def lacks(name: EngineName, has_flashinfer: bool) -> str:
-    """Say why this SGLang does not have a backend; empty where it does.
-
-    Args:
-        name: SGLang's.
-        has_flashinfer: whether FlashInfer is installed, which brings the kernels of three backends.
-    """
+    """Say why this SGLang does not have a backend; empty where it does."""
+    # FlashInfer brings the kernels of three of SGLang's backends.
     if name.name == "dsa":
         return "chosen by SGLang's own overrides of the model"
     return "with FlashInfer installed" if name.name in _OF_FLASHINFER and not has_flashinfer else ""

@@ -29,11 +29,8 @@ def before(adapter: Adapter, steps: ObservedSteps) -> Callable[..., None]:
 
 
 def lengths_of(batch: Any, drafts: int | None) -> tuple[Sequence[int], Sequence[int]]:
-    """Return new tokens, and all tokens, of each request of a ``ScheduleBatch``; nothing where none is computed.
-
-    Args:
-        drafts: tokens that a speculative decode verifies for each request (``speculative_num_draft_tokens``).
-    """
+    """Return new tokens, and all tokens, of each request of a ``ScheduleBatch``; nothing where none is computed."""
+    # ``drafts``: tokens that a speculative decode verifies for each request (``speculative_num_draft_tokens``).
     mode = batch.forward_mode
     if mode.is_idle() or mode.is_prebuilt():
         return [], []

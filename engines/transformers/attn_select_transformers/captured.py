@@ -26,29 +26,21 @@ _GRAPHS = "_attn_select_graphs"
 
 @dataclass(slots=True)
 class Fixed:
-    """The layers of one kind in one group of the engine's cache.
+    """The layers of one kind in one group of the engine's cache."""
 
-    Attributes:
-        kernels: of the layers whose tensors keep their addresses, whichever thread captures or replays.
-        batch: the step's batch there.
-        layer: one of the layers.
-        metadata: of the step, or of the capture.
-    """
-
+    # Of the layers whose tensors keep their addresses, whichever thread captures or replays.
     kernels: Kernels
     batch: StaticBatch
     layer: Cache
+    # Of the step, or of the capture.
     metadata: AttentionMetadata
 
 
 class Graphs:
-    """The captured decodes of one of the engine's caches.
-
-    Attributes:
-        recording: whether the model runs to be captured, so that its layers take what ``fixed`` returns.
-    """
+    """The captured decodes of one of the engine's caches."""
 
     def __init__(self, most_requests: int) -> None:
+        # Whether the model runs to be captured, so that its layers take what ``fixed`` returns.
         self.recording = False
         self._most_requests = most_requests
         self._fixed: dict[tuple[Kind, int], Fixed] = {}
@@ -95,12 +87,7 @@ def graphs_of(cache: Any) -> Graphs | None:
 
 
 def load(runner: Any, options: dict[str, Any]) -> None:
-    """Copy a step of decodes to where its graph reads it.
-
-    Args:
-        runner: the engine's, which captured before or will do so now.
-        options: the step's arguments.
-    """
+    """Copy a step of decodes to where its graph reads it, captured before or to be captured now."""
     io = runner.inputs_and_outputs
     graphs: Graphs | None = getattr(runner.cache, _GRAPHS, None)
     if graphs is not None and io.use_block_table and runner.use_cuda_graph_decode:

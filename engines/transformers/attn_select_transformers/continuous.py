@@ -26,11 +26,8 @@ _WRAPPED = "_attn_select_wrapped"
 
 
 def install() -> type:
-    """Change the engine's functions, once; return the class of its cache.
-
-    Raises:
-        ImportError, AttributeError: the engine has other functions than the releases that are listed.
-    """
+    """Change the engine's functions, once; return the class of its cache."""
+    # Raises ImportError or AttributeError where the engine has other functions than the releases that are listed.
     from transformers.generation.continuous_batching import (
         cache,
         continuous_api,

@@ -33,20 +33,15 @@ class MaskError(AttnSelectError, ValueError):
 
 @dataclass(slots=True)
 class Step:
-    """What all layers of a kind need for one call.
+    """What all layers of a kind need for one call."""
 
-    Attributes:
-        runs: what it was made for.
-        metadata: the built batch.
-        queries: ``(T,)`` rows of the flattened ``(B * rows)`` queries in the batch's order; None: all, in order.
-        keys: ``(S,)`` rows of the flattened ``(B * keys)`` keys that the batch has; None: all, in order.
-        slots: ``(S,)`` where each of these keys goes; None where the kernel reads no pages.
-    """
-
+    # ``(T,)`` rows of the flattened ``(B * rows)`` queries in the batch's order, and ``(S,)`` of the flattened ``(B *
+    # keys)`` keys that the batch has; None: all, in order.
     runs: Runs
     metadata: AttentionMetadata
     queries: Tensor | None
     keys: Tensor | None
+    # ``(S,)`` where each of these keys goes; None where the kernel reads no pages.
     slots: Tensor | None
 
 
@@ -154,10 +149,8 @@ def _needs_torch(
 def _dense_kind(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any]
 ) -> Kind | None:
-    """Return the kind of a call whose backend takes dense tensors; None where it does not.
-
-    A soft cap and sinks are not part of what torch's function computes: such calls go to pages.
-    """
+    """Return the kind of a call whose backend takes dense tensors; None where it does not."""
+    # A soft cap and sinks are not part of what torch's function computes: such calls go to pages.
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         return None
     attn_type = "decoder" if causal else "encoder_only" if query.shape[2] == key.shape[2] else "encoder_decoder"
@@ -175,11 +168,9 @@ def _unreadable(runs: Runs | None, mask: Tensor | None) -> str | None:
 
 
 def _read(mask: Tensor, sequences: int, module: nn.Module) -> Runs | None:
-    """Return ``read_mask``, read once for all layers that get the same tensor.
-
-    An inference tensor counts no changes. It is read again when the layer that read it gets it again: in the next
-    forward pass.
-    """
+    """Return ``read_mask``, read once for all layers that get the same tensor."""
+    # An inference tensor counts no changes. It is read again when the layer that read it gets it again: in the next
+    # forward pass.
     version = None if mask.is_inference() else mask._version
     known = getattr(mask, _READ, None)
     if known is None or known[:2] != (version, sequences) or (version is None and known[2] is module):
@@ -192,6 +183,7 @@ def _read(mask: Tensor, sequences: int, module: nn.Module) -> Runs | None:
 def _attn_type(runs: Runs, causal: bool) -> str:
     if not runs.bidirectional and (causal or any(run.rows > 1 for run in runs.runs)):
         return "decoder"
+    # "whole": each run's rows stand where its keys stand; "every": no row of a sequence is left out.
     whole = all(run.first_row == run.first_key and run.last_row == run.last_key for run in runs.runs)
     every = len(runs.runs) * runs.rows == sum(run.rows for run in runs.runs) and runs.rows == runs.keys
     return "encoder_only" if whole and every and runs.runs[0].rows == runs.rows else "encoder_decoder"
@@ -238,6 +230,7 @@ def _made(kernels: Kernels, runs: Runs) -> Step:
         keys, slots = torch.cat(key_rows).to(device), torch.cat(key_slots).to(device)
         width = -(-max(seq_lens) // size)
         begins = torch.tensor([first_blocks[run.sequence, run.first_key] for run in runs.runs], dtype=torch.int32)
+        # Behind a run's last block any block does, as long as it exists: runs of one table have different lengths.
         table = (begins[:, None] + torch.arange(width, dtype=torch.int32)).clamp_(max=used - 1).to(device)
         kernels.state["blocks"] = max(used, kernels.state.get("blocks", 0))
     tokens = int(bounds[-1])
@@ -295,11 +288,8 @@ def _masked_by_torch(
     mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attend through torch's masked attention where that is allowed, and say so once per reason.
-
-    Raises:
-        MaskError: it is not: a rule denies TORCH_SDPA, or the layer has a soft cap or sinks.
-    """
+    """Attend through torch's masked attention, and say so once per reason; MaskError where that is not allowed."""
+    # A rule may deny TORCH_SDPA, and it has no soft cap and no sinks.
     kind = kind_of(query, key, value, "decoder", None, arguments)
     has = (("soft cap", kind.config.logits_soft_cap), ("sinks", kind.config.sinks))
     lacks = [name for name, here in has if here]

@@ -21,12 +21,7 @@ from attn_select.runtime import Attention, AttentionGroup, Capacity
 
 
 class Kind:
-    """One kind of layers on one device.
-
-    Attributes:
-        config: what the layers ask for.
-        selection: what was chosen for them.
-    """
+    """One kind of layers on one device."""
 
     def __init__(self, config: AttentionConfig, device: torch.device) -> None:
         self.config = config
@@ -46,17 +41,9 @@ class Kind:
 
 
 class Kernels:
-    """Loaded kernels for the layers of one kind, and what these share within one step. One thread uses them.
+    """Loaded kernels for the layers of one kind, and what these share within one step. One thread uses them."""
 
-    Attributes:
-        config: what the layers ask for.
-        group: the loaded kernels; replaced by a larger one where a batch exceeds it.
-        state: what a route keeps: the last metadata, scratch memory.
-
-    Args:
-        capacity: bounds of a batch to begin with.
-        cuda_graphs: whether steps will be captured. Such kernels must not outgrow their capacity.
-    """
+    # With ``cuda_graphs`` they must not outgrow their capacity.
 
     def __init__(
         self,
@@ -68,7 +55,9 @@ class Kernels:
         self.config = selection.config
         self.device = device
         self._selection, self._cuda_graphs = selection, cuda_graphs
+        # Replaced by a larger one where a batch exceeds it.
         self.group = self._made(capacity or Capacity())
+        # What a route keeps: the last metadata, scratch memory.
         self.state: dict[str, Any] = {}
         self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Attention]] = weakref.WeakKeyDictionary()
 
@@ -99,16 +88,12 @@ class Kernels:
 
 @dataclass(slots=True)
 class Choices:
-    """What served one module so far.
+    """What served one module so far."""
 
-    Attributes:
-        kinds: the kinds of layers that its calls were, in order of appearance.
-        without_kernel: why calls went to torch's masked attention, in order of appearance.
-        considered: kinds that calls were asked about before their masks were read. A kind lives as long as it is held.
-    """
-
+    # Kinds and reasons why calls went to torch's masked attention, in order of appearance.
     kinds: dict[Kind, None] = field(default_factory=dict)
     without_kernel: dict[str, None] = field(default_factory=dict)
+    # Kinds that calls were asked about before their masks were read. A kind lives as long as it is held.
     considered: dict[Kind, None] = field(default_factory=dict)
 
 
@@ -123,17 +108,9 @@ def choices_of(module: nn.Module) -> Choices:
 def kind_of(
     query: Tensor, key: Tensor, value: Tensor, attn_type: str, window: int | None, options: Mapping[str, Any]
 ) -> Kind:
-    """Return the kind of layers that a call is of.
-
-    Args:
-        query: ``(B, num_heads, T, head_size)``; ``key`` ``(B, num_kv_heads, S, head_size)``, ``value`` likewise.
-        attn_type: as in ``AttentionConfig``.
-        window: tokens that a query sees, itself included.
-        options: the call's other arguments; ``softcap`` and ``s_aux`` (sinks) are read.
-
-    Raises:
-        NoBackendError: no backend serves such layers; names every candidate with its reasons.
-    """
+    """Return the kind of layers that a call is of; NoBackendError, with all reasons, where no backend serves them."""
+    # The query is ``(B, num_heads, T, head_size)``, keys and values ``(B, num_kv_heads, S, size)``. A window counts
+    # the query itself. Of the options ``softcap`` and ``s_aux`` (sinks) are read.
     features = (
         query.shape[1],
         key.shape[1],

@@ -13,10 +13,8 @@ from attn_select_transformers.names import DENSE
 
 
 def leave_to_transformers() -> None:
-    """Let the name stand for transformers' own choice without a name, so that no model is ever set to it.
-
-    Where transformers chooses in another place, the name is kept and attends as ``own_attention``.
-    """
+    """Let the name stand for transformers' own choice without a name, so that no model is ever set to it."""
+    # Where transformers chooses in another place, the name is kept and attends as ``own_attention``.
     from transformers import AttentionInterface, PreTrainedModel
 
     AttentionInterface.register(DENSE, own_attention)

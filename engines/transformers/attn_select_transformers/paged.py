@@ -26,16 +26,12 @@ _VIEWS = "_attn_select_views"
 
 @dataclass(slots=True, eq=False)
 class Lens:
-    """A step's requests as the host knows them; compared by identity.
+    """A step's requests as the host knows them; compared by identity."""
 
-    Attributes:
-        queries: tokens of each request in this step.
-        past: tokens of each request before it.
-        built: what was made for the step, by a route's own key.
-    """
-
+    # Tokens of each request in this step, and before it.
     queries: list[int]
     past: list[int]
+    # What was made for the step, by a route's own key.
     built: dict[Any, Any]
 
 
@@ -90,23 +86,11 @@ def attend(
     options: dict[str, Any],
     graphs: Captured | None = None,
 ) -> Tensor:
-    """Write the step's keys and values into the engine's cache and attend.
-
-    Args:
-        layer: the layer's place in the cache.
-        cache: the engine's cache, whose lengths ``note_lens`` set.
-        query: ``(1, num_heads, T, head_size)``, the tokens of all requests; ``key`` and ``value`` likewise.
-        scaling: factor on ``q . k``.
-        options: the step's other arguments: ``cu_seq_lens_q``, ``read_index``, ``write_index``, ``block_table``, and
-            the model's ``softcap`` and ``s_aux``.
-        graphs: where the step is captured.
-
-    Returns:
-        ``(1, T, num_heads, value_head_size)``.
-
-    Raises:
-        ConfigError: the step comes by block tables, and the kernel's blocks do not fill the engine's pages.
-    """
+    """Write the step's keys and values into the engine's cache and attend."""
+    # Returned is ``(1, T, num_heads, value_head_size)``. The query is ``(1, num_heads, T, head_size)``, the tokens of
+    # all requests; key and value likewise. Of the options these are read: ``cu_seq_lens_q``, ``read_index``,
+    # ``write_index``, ``block_table``, ``softcap`` and ``s_aux``. Raises ConfigError where the step comes by block
+    # tables, and the kernel's blocks do not fill the engine's pages.
     lens = lens_of(cache)
     kind = kind_of(query, key, value, "decoder", layer.window, options)
     choices_of(module).kinds[kind] = None
@@ -204,6 +188,7 @@ def common_of(
     width = -(-longest // size)
     if options.get("block_table") is not None:
         pages = options["block_table"][layer.index][:requests].clamp(min=0)
+        # A page holds ``split`` blocks of the kernel, one behind the other; -1 behind a request's pages was made 0.
         split = layer.page // size
         table = (pages[:, : -(-longest // layer.page), None] * split + torch.arange(split, device=device)).flatten(1)
         last = num_keys.long() - 1
@@ -213,6 +198,8 @@ def common_of(
         read = options["read_index"][layer.index]
         if not len(read):  # nothing was cached before: the keys are the step's own
             read = slots
+        # The keys of all requests lie one behind the other in ``read``: here is where each block of each request
+        # begins.
         firsts = (num_keys.cumsum(0) - num_keys)[:, None] + torch.arange(width, device=device) * size
         table = read[firsts.clamp(max=len(read) - 1)] // size
     return CommonAttentionMetadata(

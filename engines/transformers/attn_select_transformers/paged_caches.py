@@ -36,10 +36,8 @@ class GroupedLayer:
 
 
 def _join(cache: Any) -> None:
-    """Put the keys and values of each layer into one storage, before the first step writes to it.
-
-    Each pair is given back before its successor is made, so that no memory beyond one pair is needed.
-    """
+    """Put the keys and values of each layer into one storage, before the first step writes to it."""
+    # Each pair is given back before its successor is made, so that no memory beyond one pair is needed.
     for index, keys in enumerate(cache.key_cache):
         if keys.untyped_storage().data_ptr() == cache.value_cache[index].untyped_storage().data_ptr():
             return

@@ -24,11 +24,8 @@ class ModelNotServedError(AttnSelectError, ValueError):
 
 
 def install() -> None:
-    """Refuse such models when they are loaded with the name, and by ``set_attn_implementation``; once.
-
-    Raises:
-        AttributeError: transformers chooses implementations in another place.
-    """
+    """Refuse such models when they are loaded with the name, and by ``set_attn_implementation``; once."""
+    # Raises AttributeError where transformers chooses implementations in another place.
     from transformers import PreTrainedModel
 
     load, change = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
@@ -52,11 +49,8 @@ def install() -> None:
 
 
 def require_served(model: type[Any]) -> None:
-    """Check that a model's attention goes through transformers' attention functions, whatever mask these get.
-
-    Raises:
-        ModelNotServedError: it does not.
-    """
+    """Raise ModelNotServedError unless a model's attention goes through transformers' attention functions."""
+    # Whatever mask these get.
     if not _is_served(model):
         use = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         raise ModelNotServedError(
@@ -68,10 +62,8 @@ def require_served(model: type[Any]) -> None:
 
 
 def _is_served(model: type[Any]) -> bool:
-    """Whether transformers says so of a class: by its source, and by a flag that its authors set.
-
-    Modules that hold a table of attention classes look the name up there, and know their own alone.
-    """
+    """Whether transformers says so of a class: by its source, and by a flag that its authors set."""
+    # Modules that hold a table of attention classes look the name up there, and know their own alone.
     import transformers
 
     release = transformers.__version__.rpartition(".")[0]

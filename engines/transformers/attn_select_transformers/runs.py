@@ -20,11 +20,10 @@ MOST_COPIES = 4
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """Queries ``first_row .. last_row - 1`` of one sequence of the batch, and its keys ``first_key .. last_key - 1``.
+    """Queries of one sequence of the batch that lie side by side, and the keys that they see."""
 
-    The last query sees the last key; each query before it sees one key less, except where ``full`` says that all see
-    all.
-    """
+    # Rows are ``first_row .. last_row - 1``, keys ``first_key .. last_key - 1``. The last query sees the last key;
+    # each query before it sees one key less, except where ``full`` says that all see all.
 
     sequence: int
     first_row: int
@@ -41,32 +40,27 @@ class Run:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Runs:
-    """A whole call's attention as runs; compared by identity, so that metadata can be kept for it.
+    """A whole call's attention as runs; compared by identity, so that metadata can be kept for it."""
 
-    Attributes:
-        runs: in order of sequence and row.
-        window: tokens that a query sees, itself included, where the mask shows a window; else None.
-        widest: the most keys that a query sees.
-        sequences: B of the dense tensors.
-        rows, keys: of the dense tensors, per sequence.
-        bidirectional: whether runs of several queries see all their keys; else they are causal.
-    """
-
+    # In order of sequence and row.
     runs: tuple[Run, ...]
+    # Tokens that a query sees, itself included, where the mask shows a window; else None.
     window: int | None
+    # The most keys that a query sees.
     widest: int
+    # B of the dense tensors.
     sequences: int
+    # Rows and keys of the dense tensors, per sequence.
     rows: int
     keys: int
+    # Whether runs of several queries see all their keys; else they are causal.
     bidirectional: bool
 
 
 @functools.lru_cache(64)
 def without_mask(sequences: int, rows: int, keys: int, causal: bool) -> Runs:
-    """Return the runs of a call without a mask, as transformers' sdpa attention reads it.
-
-    One query sees all keys. Causal queries see the first ``rows`` keys alone: a static cache that holds nothing yet.
-    """
+    """Return the runs of a call without a mask, as transformers' sdpa attention reads it."""
+    # One query sees all keys. Causal queries see the first ``rows`` keys alone: a static cache that holds nothing yet.
     causal = causal and rows > 1
     seen = min(rows, keys) if causal else keys
     runs = tuple(Run(sequence, 0, rows, 0, seen, full=rows > 1 and not causal) for sequence in range(sequences))
@@ -74,13 +68,9 @@ def without_mask(sequences: int, rows: int, keys: int, causal: bool) -> Runs:
 
 
 def read_mask(mask: Tensor, sequences: int) -> Runs | None:
-    """Return what a 4-D mask says as runs; None where it says something else. Reads the mask back once.
-
-    Args:
-        mask: ``(B or 1, H or 1, rows, keys)``: boolean, True where a query sees a key, or floating and added to the
-            scores, 0 where it does and at most half the dtype's least number where it does not.
-        sequences: B.
-    """
+    """Return what a 4-D mask says as runs; None where it says something else. Reads the mask back once."""
+    # It is ``(B or 1, H or 1, rows, keys)``: boolean, True where a query sees a key, or floating and added to the
+    # scores, 0 where it does and at most half the dtype's least number where it does not.
     seen = _boolean(mask)
     if seen is None or seen.shape[0] not in (1, sequences):
         return None
@@ -88,9 +78,11 @@ def read_mask(mask: Tensor, sequences: int) -> Runs | None:
     if not rows or not keys:
         return None
     counts = seen.sum(-1, dtype=torch.int32)
+    # argmax finds the first of equal numbers: the first seen key, and from the other end the last one.
     ints = seen.to(torch.int8)
     firsts = ints.argmax(-1).to(torch.int32)
     lasts = keys - ints.flip(-1).argmax(-1).to(torch.int32)
+    # One copy for all three: each would make the host wait.
     counts, firsts, lasts = torch.stack((counts, firsts, lasts)).cpu().unbind(0)
     if not torch.equal(counts, torch.where(counts > 0, lasts - firsts, 0)):
         return None  # a row with a hole
@@ -131,6 +123,8 @@ def _boolean(mask: Tensor) -> Tensor | None:
 
 def _runs_of(sequence: int, count: Tensor, first: Tensor, last: Tensor) -> Iterator[tuple[Run, int | None]]:
     """Yield one sequence's runs, each with the window that it shows, if any. Rows without keys are left out."""
+    # How the last and the first key move from row to row. In causal rows the last key moves by one, and the first
+    # stays, or moves with it (a window).
     moved, began = last.diff(), first.diff()
     both = (count[1:] > 0) & (count[:-1] > 0)
     causal = both & (moved == 1) & ((began == 0) | (began == 1))

@@ -21,18 +21,13 @@ _BY_OUR_TIMES = "it comes first by times of attn-select's kernel alone, and is v
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for one kind of layers.
-
-    Attributes:
-        selection: attn-select's decision.
-        backend: attn-select's name of the backend that runs; None where vLLM accepts none.
-        engine: the same as vLLM knows it; None with ``backend``.
-        refused: what was passed over before it, by vLLM's name, with the reasons.
-    """
+    """What was chosen for one kind of layers."""
 
     selection: Selection
+    # attn-select's name of the backend that runs, and the same as vLLM knows it; None where vLLM accepts none.
     backend: str | None
     engine: EngineBackend | None
+    # What was passed over before it, by vLLM's name, with the reasons.
     refused: Mapping[str, Refusals]
 
 
@@ -42,13 +37,8 @@ def served_phases(config: AttentionConfig) -> tuple[Phase, ...]:
 
 
 def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusals]) -> Choice:
-    """Return the first backend of attn-select's order that vLLM accepts.
-
-    A kernel of vLLM's own is passed over where only times of attn-select's put it before another that vLLM accepts.
-
-    Args:
-        refusals: asks vLLM about one of its backends; gets attn-select's name of it too.
-    """
+    """Return the first backend of attn-select's order that vLLM accepts, which ``refusals`` asks."""
+    # A kernel of vLLM's own is passed over where only times of attn-select's put it before another that vLLM accepts.
     config, device = selection.config, selection.device
     phases = served_phases(config)
     refused: dict[str, Refusals] = {}

@@ -33,11 +33,8 @@ _MARK = "_attn_select_wrapped"
 
 
 def install(adapter: Adapter) -> None:
-    """Wrap the platform's choice and register attn-select's backends; nothing happens the second time.
-
-    Raises:
-        AttributeError, TypeError, ImportError: vLLM has no such interface any more.
-    """
+    """Wrap the platform's choice and register attn-select's backends; nothing happens the second time."""
+    # Raises AttributeError, TypeError or ImportError where vLLM has no such interface any more.
     for name, path in OWN_KERNELS.items():
         member(OWN_PREFIX + name, path)
     platform = type(current_platform)
@@ -74,11 +71,8 @@ def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., st
 
 
 def _explicit(selected: Any, attn_config: Any, by_vllm: Callable[[], str]) -> str:
-    """Return the backend that was asked for by name. Platforms that have one backend alone would not look at ours.
-
-    Raises:
-        ConfigError: it is one of attn-select's, and the adapter does not serve such layers.
-    """
+    """Return the backend that was asked for by name; ConfigError where it is ours and does not serve such layers."""
+    # Platforms that have one backend alone would not look at ours.
     name = selected.name
     _say(log_block.explicit_text(name, kind_of(attn_config)))
     if not name.startswith(OWN_PREFIX):
@@ -96,11 +90,7 @@ def _explicit(selected: Any, attn_config: Any, by_vllm: Callable[[], str]) -> st
 
 
 def _chosen(platform: Any, attn_config: Any, num_heads: int | None, adapter: Adapter) -> str | None:
-    """Return the class path of the backend that attn-select chooses; None where vLLM is to choose.
-
-    Raises:
-        AttnSelectError: rules or a workload cannot be read.
-    """
+    """Return the class path of the backend that attn-select chooses; None where vLLM is to choose."""
     kind = kind_of(attn_config)
     vllm_config = get_current_vllm_config()
     if not current_platform.is_cpu():

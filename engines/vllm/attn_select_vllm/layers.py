@@ -28,17 +28,10 @@ def kind_of(attn_config: Any) -> str:
 
 
 def layer_config(attn_config: Any, vllm_config: Any, num_heads: int | None) -> AttentionConfig:
-    """Return what the layers that a selector asks about want.
-
-    Args:
-        attn_config: vLLM's ``AttentionSelectorConfig``.
-        vllm_config: vLLM's ``VllmConfig``.
-        num_heads: query heads per rank where the selector is told them (MLA); None: the model's.
-
-    Raises:
-        ConfigError: the layers want what attn-select knows nothing of, such as a KV-cache dtype of vLLM's own.
-        ModelError: the model's config does not describe such layers.
-    """
+    """Return what the layers that a selector asks about want."""
+    # ``num_heads`` are query heads per rank where the selector is told them (MLA). Raises ConfigError for what
+    # attn-select knows nothing of, such as a KV-cache dtype of vLLM's own, ModelError where the model's config
+    # describes no such layers.
     model, parallel = _model_of(attn_config, vllm_config), vllm_config.parallel_config
     fields: dict[str, Any] = {
         "num_heads": num_heads or model.get_num_attention_heads(parallel),
@@ -62,10 +55,8 @@ def layer_config(attn_config: Any, vllm_config: Any, num_heads: int | None) -> A
 
 
 def _model_of(attn_config: Any, vllm_config: Any) -> Any:
-    """Return the ``ModelConfig`` of the layers: the drafter's where only its heads are as wide.
-
-    A head of EAGLE is made under the engine's config, and nothing in the question says whose layers they are.
-    """
+    """Return the ``ModelConfig`` of the layers: the drafter's where only its heads are as wide."""
+    # A head of EAGLE is made under the engine's config, and nothing in the question says whose layers they are.
     model, drafter = vllm_config.model_config, getattr(vllm_config.speculative_config, "draft_model_config", None)
     if drafter is not None and attn_config.head_size == drafter.get_head_size() != model.get_head_size():
         return drafter
@@ -77,11 +68,7 @@ def _attn_type(attn_config: Any) -> str:
 
 
 def _as_read(attn_config: Any, text: Any) -> AttentionConfig:
-    """Return the layers as attn-select reads them in the model's config: of the kind that is asked about, if there are.
-
-    Raises:
-        ModelError: the config does not describe attention layers.
-    """
+    """Return the layers as attn-select reads them in the model's config, of the kind that is asked about if any are."""
     kinds = configs_from_model(text).attention_configs
     same = [
         config for config in kinds if config.attn_type == _attn_type(attn_config) and config.mla == attn_config.use_mla
@@ -96,11 +83,7 @@ def _as_read(attn_config: Any, text: Any) -> AttentionConfig:
 
 
 def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any) -> AttentionConfig:
-    """Return the config of layers with these fields and what is the same for all layers of an engine.
-
-    Raises:
-        ConfigError: a field has a value that attn-select does not know.
-    """
+    """Return the config of layers with these fields and what is the same for all layers of an engine."""
     return AttentionConfig(
         dtype=cast(DTypeName, canonical(str(dtype))),
         batch_invariant=bool(batch_invariant),
@@ -112,10 +95,8 @@ def config_of(vllm_config: Any, dtype: Any, batch_invariant: bool, **fields: Any
 
 
 def _drafts(vllm_config: Any) -> int:
-    """Return how many tokens a decode may have beside its first.
-
-    The same as ``max_decode_query_len`` of vllm/v1/attention/backend.py, which older releases lack.
-    """
+    """Return how many tokens a decode may have beside its first."""
+    # The same as ``max_decode_query_len`` of vllm/v1/attention/backend.py, which older releases lack.
     speculative = vllm_config.speculative_config
     drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
     # vLLM's first runner appends the drafts that are made at once to the drafts that it verifies.
@@ -130,10 +111,8 @@ def scales_per_head(vllm_config: Any) -> bool:
 
 
 def wanted_graphs(vllm_config: Any) -> CudaGraphLevel:
-    """Return the least level that lets vLLM capture whole decodes, where it is to capture them.
-
-    Pieces between attention layers are captured with any backend.
-    """
+    """Return the least level that lets vLLM capture whole decodes, where it is to capture them."""
+    # Pieces between attention layers are captured with any backend.
     mode = vllm_config.compilation_config.cudagraph_mode
     if vllm_config.model_config.enforce_eager or mode is None or not mode.has_full_cudagraphs():
         return "NEVER"

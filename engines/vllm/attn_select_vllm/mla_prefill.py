@@ -13,13 +13,9 @@ from attn_select_vllm.choice import UNKNOWN, Refusals, prefill_order
 
 
 def choose_prefill(selection: Selection, platform: Any, vllm_config: Any) -> tuple[str | None, dict[str, Refusals]]:
-    """Set vLLM's ``mla_prefill_backend`` to the first of attn-select's order that vLLM accepts.
-
-    An explicit one (``--attention-config.mla_prefill_backend``) is left alone.
-
-    Returns:
-        vLLM's name of what was chosen, None where vLLM accepts none; and what it refused before, with its reasons.
-    """
+    """Set vLLM's ``mla_prefill_backend`` to the first of attn-select's order that vLLM accepts."""
+    # An explicit one (``--attention-config.mla_prefill_backend``) is left alone. Returned are vLLM's name of what was
+    # chosen, None where vLLM accepts none, and what it refused before, with its reasons.
     config, refused = selection.config, dict[str, Refusals]()
     dims = {name: getattr(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     dtype = vllm_config.model_config.dtype

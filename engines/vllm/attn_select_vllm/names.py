@@ -32,12 +32,7 @@ CPU_NAMES = {"TORCH_SDPA": ("CPU_ATTN",)}
 
 @dataclass(frozen=True, slots=True)
 class EngineBackend:
-    """One of vLLM's backends.
-
-    Attributes:
-        name: member of vLLM's ``AttentionBackendEnum``.
-        own: whether it runs attn-select's kernels.
-    """
+    """One of vLLM's backends, a member of its ``AttentionBackendEnum``; ``own``: it runs attn-select's kernels."""
 
     name: str
     own: bool

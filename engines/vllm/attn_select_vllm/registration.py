@@ -8,17 +8,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 
 def member(name: str, path: str) -> Any:
-    """Return the backend of this name, made where it is not there yet.
-
-    vLLM hands its configuration to other processes before they load any plugin, so a member is pickled as a call of
-    this function.
-
-    Args:
-        path: of its class.
-
-    Raises:
-        AttributeError, TypeError: the registry has another form.
-    """
+    """Return the backend of this name, made where it is not there yet."""
+    # vLLM hands its configuration to other processes before they load any plugin, so a member is pickled as a call of
+    # this function. Raises AttributeError or TypeError where the registry has another form.
     if name not in AttentionBackendEnum.__members__:
         if hasattr(AttentionBackendEnum, "register"):
             register_backend(name, path)

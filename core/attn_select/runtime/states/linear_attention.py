@@ -99,6 +99,7 @@ class LinearAttention(nn.Module):
             for phase, impl in self.impls.items()
             if (each := impl.least_log_decay.get(phase)) is not None
         }
+        # Weak references: a layer does not keep a cache alive that the engine has freed.
         self._cache_seen: tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]] = (_none, _none)
 
     @property
@@ -164,6 +165,7 @@ class LinearAttention(nn.Module):
             except Exception as error:
                 blame(self.group.backends[phase].spec, "forward()", error)
                 raise
+        # The skip adds the values that the convolution has given, not the projected ones.
         if (skip := weights["skip"]) is not None:
             output[:tokens] += (skip[:, None] * value).to(output.dtype)
         if watched:

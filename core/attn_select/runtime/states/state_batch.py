@@ -57,15 +57,11 @@ class StatePart:
 
 @dataclass(slots=True)
 class ConvIndices:
-    """What the convolution of a step gathers, as rows of the requests' windows with the step's inputs behind them.
+    """What the convolution of a step gathers, as rows of the requests' windows with the step's inputs behind them."""
 
-    Attributes:
-        read_slots: int64 ``(B,)`` on the device, as in ``StatePart``, of all requests.
-        taps: int64 ``(T, conv_kernel_size)`` on the device, the rows that each token sees, oldest first.
-        write_slots: int64 ``(W,)`` on the device, the slots that get a new window.
-        windows: int64 ``(W, conv_kernel_size - 1)`` on the device, the rows of each.
-    """
-
+    # All int64 on the device. ``(B,)``, as in ``StatePart``, of all requests; ``(T, conv_kernel_size)``, the rows that
+    # each token sees, oldest first; ``(W,)``, the slots that get a new window; ``(W, conv_kernel_size - 1)``, the rows
+    # of each.
     read_slots: Tensor
     taps: Tensor
     write_slots: Tensor
@@ -103,11 +99,8 @@ class StateMetadata:
 def build_states(
     group: object, config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, device: torch.device
 ) -> StateMetadata:
-    """Return the metadata of a step whose slots fit its batch. It reads host copies only.
-
-    Raises:
-        BatchError: a decode stands behind a prefill.
-    """
+    """Return the metadata of a step whose slots fit its batch. It reads host copies only."""
+    # Raises BatchError where a decode stands behind a prefill.
     split = split_decodes_and_prefills(common, config.max_decode_query_len)
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
     decodes = split.num_decodes
@@ -142,11 +135,7 @@ def build_states(
 
 
 def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int) -> None:
-    """Compare the slots of a step with its batch.
-
-    Raises:
-        BatchError: the slots are of another number of requests, lie outside the pool, or are written twice.
-    """
+    """Raise BatchError for slots of another number of requests, outside the pool, or written twice."""
     count = common.num_reqs
     if not len(slots.read) == len(slots.write) == count:
         text = f"slots of {len(slots.read)} requests that read and {len(slots.write)} that write"
@@ -169,6 +158,7 @@ def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: Sta
     others = {slot: request for request, writes in enumerate(slots.write) for slot in writes}
     if others.keys().isdisjoint(slots.read):
         return
+    # A request may read the slot that it writes: one that holds its state alone writes over it.
     for request, slot in enumerate(slots.read):
         if others.get(slot, request) != request:
             raise BatchError(
@@ -185,15 +175,8 @@ def _conv_indices(width: int, bounds: Indices, slots: StateSlots, device: torch.
 
 
 def conv_rows(width: int, bounds: Indices, written: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return ``ConvIndices.taps`` and ``ConvIndices.windows``, on the host.
-
-    First come the windows of all requests, ``width - 1`` rows each, then the step's inputs.
-
-    Args:
-        width: tokens that the convolution sees.
-        bounds: prefix sums of the query lengths, from 0.
-        written: how many states each request keeps: the states behind its last tokens.
-    """
+    """Return ``ConvIndices.taps`` and ``ConvIndices.windows`` on the host; ``written``: states kept of each request."""
+    # First come the windows of all requests, ``width - 1`` rows each, then the step's inputs.
     count, before = len(bounds) - 1, width - 1
     lens = np.diff(bounds)
     request = np.repeat(np.arange(count), lens)
@@ -202,6 +185,7 @@ def conv_rows(width: int, bounds: Indices, written: Sequence[int]) -> tuple[Tens
     def rows(request: Indices, last: Indices, taps: int) -> Tensor:
         """Return the rows of the ``taps`` inputs that end with input ``last`` of each request."""
         place = last[:, None] - (taps - 1) + np.arange(taps)
+        # Inputs before the step's first (negative places) are in the request's window, whose last row is place -1.
         in_window = request[:, None] * before + before + place
         in_step = count * before + bounds[request][:, None] + place
         return torch.from_numpy(np.where(place < 0, in_window, in_step))

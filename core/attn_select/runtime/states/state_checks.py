@@ -28,39 +28,23 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
 class StateChecks:
-    """Checks the steps and calls of one group.
-
-    Args:
-        config: the layers.
-        layout: of their states.
-        device: where they lie.
-        checked: whether contents are checked too, which synchronises with the device.
-
-    Attributes:
-        num_slots: slots of each layer's states that requests may have; None before the first ``allocate``.
-        extra_slots: slots behind them.
-    """
+    """Checks the steps and calls of one group; ``checked``: contents too, which synchronises with the device."""
 
     def __init__(self, config: StateConfig, layout: str, device: torch.device, checked: bool, extra_slots: int) -> None:
         self.config, self.device, self.checked = config, device, checked
+        # Slots of each layer's states that requests may have; None before the first ``allocate``. Extra ones lie
+        # behind them.
         self.num_slots: int | None = None
         self.extra_slots = extra_slots
         self._slot = tuple(int(extent) for extent in state_shape(layout, config)[1:])
+        # Per cache and slot, the stamp of the step that wrote it last (checked mode).
         self._books: dict[tuple[int, int], dict[int, int]] = {}
 
     @contextmanager
     def step(self, common: CommonAttentionMetadata, slots: StateSlots, *, seen: bool) -> Iterator[None]:
-        """Compare a step's slots with its batch, run the body, and commit the step; or mark it as refused.
-
-        Args:
-            common: the batch.
-            slots: of its requests.
-            seen: whether ``wrote`` will see the states that layers write.
-
-        Raises:
-            BatchError: the slots or the batch's lengths do not fit.
-            PoolError: the pool has taken the step back since, or a later one was built.
-        """
+        """Compare a step's slots with its batch, run the body, and commit the step; or mark it as refused."""
+        # ``seen``: ``wrote`` will see the states that layers write. Raises BatchError where slots or lengths do not
+        # fit, PoolError where the pool has taken the step back since, or a later one was built.
         for name, given, kind in (("common", common, CommonAttentionMetadata), ("slots", slots, StateSlots)):
             if not isinstance(given, kind):
                 raise BatchError(f"{name} is a {type(given).__name__}: accepted is a {kind.__name__}")
@@ -96,11 +80,7 @@ class StateChecks:
             _check_same(what, planned.before, common.num_computed_tokens_cpu)
 
     def cache(self, cache: StateCache) -> None:
-        """Check one layer's states: shape, dtype, device, and that a slot's numbers lie side by side. Cheap.
-
-        Raises:
-            BatchError: names what was seen and what is accepted.
-        """
+        """Check one layer's states: shape, dtype, device, and that a slot's numbers lie side by side. Cheap."""
         config = self.config
         if not isinstance(cache, StateCache):
             raise BatchError(f"cache is a {type(cache).__name__}: accepted is a StateCache", hint="group.allocate")
@@ -135,20 +115,9 @@ class StateChecks:
         metadata: StateMetadata,
         least_log_decay: Mapping[Phase, tuple[float, str]],
     ) -> None:
-        """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises.
-
-        Args:
-            tensors: ``channels`` and ``output``.
-            gates: of the tokens.
-            weights: of the layer.
-            cache: its states, not yet written.
-            metadata: of the step; one at fixed addresses, for graphs, says nothing of requests and is not checked.
-            least_log_decay: per phase the least log-decay that its kernels compute right, and whose they are.
-
-        Raises:
-            BatchError: a number is not finite, a decay is positive, memory overlaps, or a slot does not hold the state
-                that the step reads; names the argument, the request and its token.
-        """
+        """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises."""
+        # The states are not yet written. Metadata at fixed addresses, for graphs, says nothing of requests: it is not
+        # checked.
         common = metadata.common
         if common is None:
             return
@@ -196,6 +165,7 @@ class StateChecks:
             return
         book = self._books.get(_key(cache), {})
         for request, (slot, stamp) in enumerate(zip(slots.read, slots.planned.read_stamps, strict=True)):
+            # A stamp of 0 is of states that no layer wrote where checked mode saw it: any state may be there.
             if slot != FROM_ZERO and stamp and book.get(slot, 0) != stamp:
                 owner = "another step's" if slot in book else "none that a layer wrote"
                 raise BatchError(
@@ -224,11 +194,7 @@ def _check_same(what: str, planned: list[int], found: Tensor) -> None:
 
 
 def check_weight(name: str, tensor: Tensor, device: torch.device, checked: bool) -> None:
-    """Check the dtype and device of a layer's weight, and in checked mode that its numbers are finite.
-
-    Raises:
-        BatchError: names the weight, what was seen and what is accepted.
-    """
+    """Check the dtype and device of a layer's weight, and in checked mode that its numbers are finite."""
     if tensor.dtype not in PLAIN_DTYPES.values() or tensor.device != device:
         accepted = ", ".join(PLAIN_DTYPES)
         raise BatchError(f"{name} is {tensor.dtype} on {tensor.device}: accepted are {accepted} on {device}")

@@ -26,6 +26,7 @@ def convert_states(states: StateCache, source: StateFormat, target: StateFormat)
         text = f"source and target store other states: {each}. Converted are {', '.join(source.converted)}"
         raise ConfigError(text, fields=[*differ])
     _check(states, source)
+    # The two layouts of states differ in the order of their last two dimensions alone.
     state = states.state if source.layout == target.layout else states.state.mT
     conv = states.conv
     return StateCache(

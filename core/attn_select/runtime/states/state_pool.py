@@ -47,45 +47,33 @@ class StateSlots:
 
 @dataclass(slots=True, eq=False)
 class PlannedStep:
-    """What ``StatePool.step`` planned.
-
-    Attributes:
-        pool: that planned it.
-        num_tokens: new tokens of each request, in the order of the slots.
-        before: tokens that each request's state has seen before the step.
-        read_stamps: the ``stamp`` of the step that wrote the state that each request reads; 0: it is zero, or no layer
-            wrote it.
-        stamp: a number of the step's own, from when it is committed; 0 where no layer writes its states.
-        refused: whether the last group that was to build it refused: its requests may be planned anew.
-    """
+    """What ``StatePool.step`` planned."""
 
     pool: StatePool
+    # New tokens of each request, in the order of the slots, and tokens that each one's state has seen before the step.
     num_tokens: dict[RequestId, int]
     before: list[int] = field(default_factory=list)
+    # The ``stamp`` of the step that wrote the state that each request reads; 0: it is zero, or no layer wrote it.
     read_stamps: list[int] = field(default_factory=list)
+    # A number of the step's own, from when it is committed; 0 where no layer writes its states.
     stamp: int = 0
+    # Whether the last group that was to build it refused: its requests may be planned anew.
     refused: bool = False
 
 
 @dataclass(slots=True)
 class _Owned:
-    """The slots of one request: which it holds, which one is its state, and its last step.
-
-    Attributes:
-        slots: that it holds, alone or with others.
-        state: the slot of its state.
-        seen: tokens that the state has seen.
-        written: the slots of the last step's states.
-        last: that step, built; its drafts stay or go by ``accept``, once.
-        next: the step that was planned since, not yet built, with the slots it will hold and the free ones among them.
-    """
+    """The slots of one request: which it holds, which one is its state, and its last step."""
 
     slots: list[int] = field(default_factory=list)
     state: int = FROM_ZERO
+    # Tokens that the state has seen, and the slots of the last step's states.
     seen: int = 0
     written: list[int] = field(default_factory=list)
+    # The last step, built; its drafts stay or go by ``accept``, once.
     last: PlannedStep | None = None
     accepted: bool = False
+    # The step that was planned since, not yet built, with the slots it will hold and the free ones among them.
     next: _Next | None = None
 
 
@@ -228,6 +216,8 @@ class StatePool:
         planned = PlannedStep(self, dict(num_tokens))
         slots = StateSlots([], [], planned)
         for owned, states, own in wanted:
+            # As long as slots are to spare, the request does not write over the state that it reads: then the step can
+            # run again.
             if spare and 0 < len(own) <= states and own[-1] == owned.state:
                 own.pop()
                 spare -= 1
@@ -276,6 +266,7 @@ class StatePool:
             owned.seen += step.num_tokens[request]
             owned.last, owned.accepted, owned.next = step, False, None
         if fresh or not stamped:
+            # A step that several groups build is stamped once: each layer's book has the same number.
             step.stamp = next(_STAMPS) if stamped else 0
             for _, owned in by_request:
                 for slot in owned.written:

@@ -63,6 +63,7 @@ class StaticStates:
             self._read[:size].copy_(to_device(read, device))
             self._write[:size].copy_(to_device(write, device))
             if self._tokens is not None:
+                # Right-aligned, as ``build_states`` has them: a single slot belongs to the last token.
                 rows = [[NOWHERE] * (self.query_len - len(writes)) + writes for writes in slots.write]
                 tokens = torch.tensor(rows + [[NOWHERE] * self.query_len] * rest)
                 self._tokens[:size].copy_(to_device(tokens, device))

@@ -35,14 +35,10 @@ logger = logging.getLogger("sglang.attn_select")
 
 @dataclass(slots=True)
 class Built:
-    """One step for one group.
-
-    Attributes:
-        metadata: what the group built.
-        tokens: the token of SGLang's batch behind each token of the group's; None: they are in one order.
-    """
+    """One step for one group."""
 
     metadata: Any
+    # The token of SGLang's batch behind each token of the group's; None: they are in one order.
     tokens: Tensor | None = None
 
 
@@ -150,11 +146,7 @@ class OwnAttnBackend(AttentionBackend):
             yield group, known[in_window_pool]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Reserve the tensors that captured decodes read.
-
-        Raises:
-            ConfigError: a group's kernels cannot be captured.
-        """
+        """Reserve the tensors that captured decodes read; ConfigError where a group's kernels cannot be captured."""
         for group in self._groups.values():
             query_len = group.selection.config.max_decode_query_len
             check_level(group, query_len)
@@ -165,11 +157,7 @@ class OwnAttnBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Build a decode at the addresses that a graph of its size was captured with.
-
-        Raises:
-            BatchError: it is no decode, or no decode of its size was captured.
-        """
+        """Build a decode at the addresses that a graph of its size was captured with; BatchError without one."""
         wanted, mode = (VERIFY if self._drafts else "DECODE"), forward_batch.forward_mode.name
         if mode != wanted:
             raise BatchError(f"{mode}: captured steps are decodes (accepted: {wanted})")
@@ -188,11 +176,7 @@ class OwnAttnBackend(AttentionBackend):
         self.forward_metadata = self._captured[size]
 
     def _step_of(self, group: LayerGroup, extra: Mapping[str, Any]) -> Any:
-        """Return what was built for a group.
-
-        Raises:
-            BatchError: the model passes an argument that the adapter does not take.
-        """
+        """Return what was built for a group; BatchError for an argument that the adapter does not take."""
         if given := [name for name, value in extra.items() if value is not None]:
             raise BatchError(f"{', '.join(given)} given: attn-select's kernels in SGLang take none (accepted: None)")
         return self.forward_metadata[group]

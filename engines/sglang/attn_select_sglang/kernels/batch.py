@@ -23,18 +23,10 @@ MODES = ("DECODE", "EXTEND", "MIXED", "SPLIT_PREFILL", VERIFY)
 def common_of(
     forward_batch: Any, req_to_token: Tensor, page_size: int, translate: Callable[[Tensor], Tensor] | None = None
 ) -> CommonAttentionMetadata:
-    """Return attn-select's view of a ``ForwardBatch`` of decodes, extends or drafts. Does not wait for the device.
-
-    Args:
-        req_to_token: int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one page lie
-            one behind the other, the first at a multiple of the page size.
-        page_size: tokens per page.
-        translate: what turns token slots into slots of the pool that the layers' keys and values are in, page by page;
-            None: they are those already.
-
-    Raises:
-        BatchError: the step is of another kind, or SGLang does not say the lengths on the host.
-    """
+    """Return attn-select's view of a ``ForwardBatch`` of decodes, extends or drafts. Does not wait for the device."""
+    # ``req_to_token`` is int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one
+    # page lie one behind the other, the first at a multiple of the page size. ``translate`` turns them into slots of
+    # the pool that the layers' keys and values are in, page by page; None: they are those already.
     if forward_batch.forward_mode.name not in MODES:
         raise BatchError(f"forward_mode = {forward_batch.forward_mode.name}: accepted are {', '.join(MODES)}")
     if forward_batch.seq_lens_cpu is None:
@@ -49,6 +41,7 @@ def common_of(
     seq_lens_cpu = forward_batch.seq_lens_cpu[:requests].to(torch.int32) + drafts
     bounds_cpu = prefix_sums(torch.tensor(lens, dtype=torch.int32))
     longest, tokens = int(seq_lens_cpu.max()), int(bounds_cpu[-1])
+    # Every page_size-th slot is the first of a page, so divided by the page size it is the page's number.
     rows = req_to_token[forward_batch.req_pool_indices[:requests], : -(-longest // page_size) * page_size : page_size]
     slots = forward_batch.out_cache_loc[:tokens]
     if translate is not None:
@@ -70,29 +63,23 @@ def common_of(
 
 
 def tree_of(mask: Tensor, drafts: int, before: Tensor) -> Tensor:
-    """Return which of a request's drafts each of them sees, bool ``(B * drafts, drafts)``.
-
-    Args:
-        mask: SGLang's, one request behind the other: ``(drafts, drafts)`` of each in its engine for CPUs, elsewhere
-            with a column in front for each token before the step (speculative/ngram_worker.py 0.5.23). Of requests that
-            only fill a captured batch there is none, and they get any.
-        before: ``(B,)``, tokens of each request before the step.
-    """
+    """Return which of a request's drafts each of them sees, bool ``(B * drafts, drafts)``."""
+    # SGLang's mask lies one request behind the other: ``(drafts, drafts)`` of each in its engine for CPUs, elsewhere
+    # with a column in front for each token before the step (speculative/ngram_worker.py 0.5.23). Of requests that only
+    # fill a captured batch there is none, and they get any.
     if is_cpu():
         return mask.view(-1, drafts)
     widths = before.long() + drafts
     ends = (widths * drafts).cumsum(0)
     each = torch.arange(drafts, device=mask.device)
+    # Where request b's draft i has the column of draft j: the request's start, its columns before the step, i whole
+    # rows, j.
     places = (ends - widths * drafts + before)[:, None, None] + each[:, None] * widths[:, None, None] + each
     return mask[places.clamp_(max=len(mask) - 1)].view(-1, drafts)
 
 
 def reordered(common: CommonAttentionMetadata, order: Sequence[int]) -> tuple[CommonAttentionMetadata, Tensor]:
-    """Return the batch with its requests in another order, and the token of the given batch behind each of its tokens.
-
-    Returns:
-        The batch, and int64 ``(T,)`` on its device.
-    """
+    """Return the batch with its requests in another order, and each token's place in the given one, int64 ``(T,)``."""
     device = common.seq_lens.device
     lens = common.query_lens_cpu[list(order)]
     starts = common.query_start_loc_cpu[:-1][list(order)].long()

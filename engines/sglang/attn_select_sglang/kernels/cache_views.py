@@ -15,10 +15,8 @@ LAYOUT = FLASH_ATTN_NHD
 
 
 def pools_of(pool: Any) -> list[Any]:
-    """Return the pools that hold keys and values: two where layers with windows have one of their own (``SWAKVPool``).
-
-    A subclass of it counts as a pool itself: what it keeps elsewhere is not known here.
-    """
+    """Return the pools that hold keys and values: two where layers with windows have one of their own."""
+    # That is ``SWAKVPool``. A subclass of it counts as a pool itself: what it keeps elsewhere is not known here.
     return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool).__name__ == "SWAKVPool" else [pool]
 
 
@@ -28,14 +26,9 @@ def in_window_pool(pool: Any, layer_id: int) -> bool:
 
 
 def own_view(key: Tensor, value: Tensor, page_size: int) -> Tensor:
-    """Return a layer's cache in ``LAYOUT``: ``(2, num_pages, page_size, num_kv_heads, head_size)``, strided.
-
-    Args:
-        key, value: the pool's buffers of the layer, ``(slots, num_kv_heads, head_size)``.
-
-    Raises:
-        ConfigError: keys and values are not halves of one allocation.
-    """
+    """Return a layer's cache in ``LAYOUT``, strided; ConfigError unless its halves are of one allocation."""
+    # ``(2, num_pages, page_size, num_kv_heads, head_size)``, of the pool's buffers ``(slots, num_kv_heads,
+    # head_size)``.
     apart = value.data_ptr() - key.data_ptr()
     one = key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     if not one or apart <= 0 or key.shape != value.shape or not key.is_contiguous():

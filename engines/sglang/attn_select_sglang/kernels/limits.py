@@ -15,12 +15,7 @@ from attn_select_sglang.names import OWN_KERNELS
 
 
 def limits(model_runner: Any, layers: Sequence[Any]) -> list[str]:
-    """Return why attn-select's kernels do not run the layers of a model; empty if they do.
-
-    Args:
-        model_runner: SGLang's ``ModelRunner``, its pools made.
-        layers: its ``RadixAttention`` layers.
-    """
+    """Return why attn-select's kernels do not run the layers of a model; empty if they do."""
     try:
         kinds = configs_from_model(model_runner.model_config.hf_config)
     except ModelError as error:

@@ -51,12 +51,9 @@ class OwnMHABackend(OwnAttnBackend):
         sinks: Tensor | None = None,
         **extra: Any,
     ) -> Tensor:
-        """Write the step's keys and values and attend; ``(T, num_heads * value_head_size)``.
-
-        Raises:
-            BatchError: the model passes other sinks than it had at the start, or an argument that the adapter does not
-                take.
-        """
+        """Write the step's keys and values and attend; ``(T, num_heads * value_head_size)``."""
+        # Raises BatchError where the model passes other sinks than it had at the start, or an argument that is not
+        # taken.
         own = self._layers[layer.layer_id]
         if sinks is not (known := self._sinks.get(layer.layer_id)):
             wanted = "None, for the model has none" if known is None else "the model's own parameter"

@@ -34,18 +34,13 @@ def _method(attention: Any, forward_batch: Any) -> AttnForwardMethod:
 
 @dataclass(slots=True)
 class Prompts:
-    """A step of prompts for one group.
-
-    Attributes:
-        common: the batch.
-        new: the call of the prompts' new tokens.
-        built: the prefill backend's metadata of that call.
-        chunks: its metadata of the chunks of cached prefixes, by their number; SGLang cuts them later.
-    """
+    """A step of prompts for one group."""
 
     common: CommonAttentionMetadata
+    # The call of the prompts' new tokens, and the prefill backend's metadata of it.
     new: VarlenMetadata
     built: Any
+    # Its metadata of the chunks of cached prefixes, by their number; SGLang cuts them later.
     chunks: dict[int, Any] = field(default_factory=dict)
 
 
@@ -103,16 +98,9 @@ class OwnMLABackend(OwnAttnBackend):
         save_kv_cache: bool = True,
         **extra: Any,
     ) -> Tensor:
-        """Write the step's latents and attend to all; ``(T, num_heads * kv_lora_rank)``.
-
-        Args:
-            q: ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)``, the absorbed query.
-            k: ``(T, 1, kv_lora_rank + qk_rope_head_dim)``, latents and rope keys.
-            v: its latents again.
-
-        Raises:
-            BatchError: the model passes an argument that the adapter does not take.
-        """
+        """Write the step's latents and attend to all; ``(T, num_heads * kv_lora_rank)``."""
+        # ``q`` is the absorbed query, ``(T, num_heads, kv_lora_rank + qk_rope_head_dim)``, ``k`` ``(T, 1, …)`` latents
+        # and rope keys, ``v`` the latents again. Raises BatchError for an argument that the adapter does not take.
         own = self._layers[layer.layer_id]
         step: Built = self._step_of(own.group, extra)
         if save_kv_cache and k is not None:
@@ -134,20 +122,11 @@ class OwnMLABackend(OwnAttnBackend):
         save_kv_cache: bool = True,
         **extra: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend to a prompt's new tokens, or to a chunk of its cached prefix. SGLang has written the latents.
-
-        Args:
-            q: ``(T, num_heads, qk_nope_head_dim + qk_rope_head_dim)``.
-            k, v: ``(S, num_heads, …)``, decompressed.
-
-        Returns:
-            ``(T, num_heads * v_head_dim)``; where SGLang merges it with more keys
-            ``(T, num_heads, v_head_dim)`` and its LSE, float32 ``(T, num_heads)``, to base e.
-
-        Raises:
-            BatchError: the model passes an argument that the adapter does not take, or asks for a prompt's tokens to
-                attend to latents.
-        """
+        """Attend to a prompt's new tokens, or to a chunk of its cached prefix. SGLang has written the latents."""
+        # ``k`` and ``v`` are decompressed, ``(S, num_heads, …)``. Returned is ``(T, num_heads * v_head_dim)``, or,
+        # where SGLang merges it with more keys, ``(T, num_heads, v_head_dim)`` and its LSE, float32 ``(T,
+        # num_heads)``, to base e. Raises BatchError for an argument that is not taken, or where a prompt's tokens are
+        # to attend to latents.
         own = self._layers[layer.layer_id]
         step: Prompts = self._step_of(own.group, extra)
         if save_kv_cache:

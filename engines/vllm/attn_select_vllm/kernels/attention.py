@@ -30,14 +30,11 @@ from attn_select_vllm.names import OWN_PREFIX, kernels_of
 
 @dataclass
 class Metadata:
-    """A step.
+    """A step."""
 
-    Attributes:
-        parts: of the layers of each ``Layer.kind``.
-        slot_mapping: what vLLM sets in cross-attention: the slots of the encoder's tokens.
-    """
-
+    # Of the layers of each ``Layer.kind``.
     parts: list[list[Part]]
+    # What vLLM sets in cross-attention: the slots of the encoder's tokens.
     slot_mapping: Tensor | None = None
 
 

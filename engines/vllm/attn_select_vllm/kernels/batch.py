@@ -13,15 +13,9 @@ from attn_select.runtime import BatchError, CommonAttentionMetadata
 
 
 def common_of(common: Any, block_size: int | None, longest_decode: int | None = None) -> CommonAttentionMetadata:
-    """Return attn-select's view of vLLM's ``CommonAttentionMetadata``; tensors are shared.
-
-    Args:
-        block_size: tokens per block of the tables; None for layers without a cache.
-        longest_decode: tokens up to which the kernels' builders count a query as a decode; None: they count none.
-
-    Raises:
-        BatchError: the step has a causality per request, or vLLM does not say the lengths on the host.
-    """
+    """Return attn-select's view of vLLM's ``CommonAttentionMetadata``; tensors are shared."""
+    # ``longest_decode``: tokens up to which the kernels' builders count a query as a decode; None: they count none.
+    # Raises BatchError where the step has a causality per request, or vLLM does not say the lengths on the host.
     if not isinstance(common.causal, bool):
         raise BatchError("causal is a tensor: accepted is one answer for the whole batch")
     bounds = _bounds_on_the_host(common)
@@ -44,11 +38,9 @@ def common_of(common: Any, block_size: int | None, longest_decode: int | None = 
 
 
 def of_drafts(common: Any, vllm_config: Any) -> Any:
-    """Return vLLM's description of a step that drafts, with bounds of the lengths on the host that hold.
-
-    Drafts with slots of their own lengthen every request, and vLLM lengthens no bound (``extend_all_queries_by_N`` in
-    vllm/v1/spec_decode/utils.py of 0.32 and 0.33).
-    """
+    """Return vLLM's description of a step that drafts, with bounds of the lengths on the host that hold."""
+    # Drafts with slots of their own lengthen every request, and vLLM lengthens no bound (``extend_all_queries_by_N``
+    # in vllm/v1/spec_decode/utils.py of 0.32 and 0.33).
     bounds, slots = common.seq_lens_cpu_upper_bound, vllm_config.speculative_config.max_num_new_slots_for_drafting
     return common if bounds is None or not slots else replace(common, seq_lens_cpu_upper_bound=bounds + slots)
 
@@ -62,11 +54,9 @@ def _image_ranges(common: Any) -> list[list[tuple[int, int]]] | None:
 
 
 def _decodes(bounds: Tensor, longest: int, longest_decode: int | None) -> int | None:
-    """Return how many of the first requests are decodes; None where their lengths say it.
-
-    vLLM puts new prompts last, however short they are (``reorder_batch_to_split_decodes_and_prefills`` in
-    vllm/v1/attention/backends/utils.py): a prompt of one token behind a longer one is a prefill.
-    """
+    """Return how many of the first requests are decodes; None where their lengths say it."""
+    # vLLM puts new prompts last, however short they are (``reorder_batch_to_split_decodes_and_prefills`` in
+    # vllm/v1/attention/backends/utils.py): a prompt of one token behind a longer one is a prefill.
     if longest_decode is None or longest <= longest_decode:
         return None
     longer = bounds.diff() > longest_decode
@@ -74,11 +64,9 @@ def _decodes(bounds: Tensor, longest: int, longest_decode: int | None) -> int | 
 
 
 def _bounds_on_the_host(common: Any) -> Tensor:
-    """Return the prefix sums of the query lengths.
-
-    vLLM pads the batch of a CUDA graph with requests of no tokens. Attn-select's builders take padding as requests of
-    the same query length and no keys, and find the sizes that a graph was captured with.
-    """
+    """Return the prefix sums of the query lengths."""
+    # vLLM pads the batch of a CUDA graph with requests of no tokens. Attn-select's builders take padding as requests
+    # of the same query length and no keys, and find the sizes that a graph was captured with.
     bounds: Tensor = common.query_start_loc_cpu
     each: int = common.max_query_len
     if each * common.num_reqs != common.num_actual_tokens or int(bounds[-1]) == common.num_actual_tokens:

@@ -38,11 +38,7 @@ logger = init_logger("vllm.attn_select")
 
 
 def selected(backends: Mapping[Phase, str], config: AttentionConfig) -> Selection:
-    """Return the selection of backends that were decided on before.
-
-    Raises:
-        NoBackendError: one cannot run these layers; the reasons are in the message.
-    """
+    """Return the selection of backends that were decided on before; NoBackendError where one cannot run the layers."""
     wanted = [f"{phase}={backend}" for phase, backend in backends.items()]
     device = "cpu" if current_platform.is_cpu() else None
     selection = select(config, device, rules_in_an_engine(), backend=wanted)
@@ -54,42 +50,28 @@ def selected(backends: Mapping[Phase, str], config: AttentionConfig) -> Selectio
 
 
 class Part(NamedTuple):
-    """The tokens of a step that one backend computes.
+    """The tokens of a step that one backend computes."""
 
-    Attributes:
-        phase: the backend is the one of this phase; of a step that is not split, of any.
-        rows: the tokens; None: all.
-        metadata: what its builder built.
-    """
-
+    # The backend is the one of this phase; of a step that is not split, of any.
     phase: Phase
+    # The tokens; None: all.
     rows: slice | None
     metadata: Any
 
 
 class Layer:
-    """One layer: what it asks for, and what runs it once vLLM has laid out the cache.
+    """One layer: what it asks for, and what runs it once vLLM has laid out the cache."""
 
-    Args:
-        backends: attn-select's name of the one that serves each phase here.
-        layout: of the cache.
-        config: the layer, its block size open.
-        terms: of the layer, scales aside (``attn_select.runtime.Terms``).
-
-    Attributes:
-        level: the CUDA-graph level of the plans that captured steps need: of a pair, the decodes' alone.
-        impls: attn-select's impl of each phase; empty until a builder was made.
-        kind: which of a step's metadata is the layer's.
-
-    Raises:
-        NoBackendError: a backend cannot run the layer.
-    """
+    # The config's block size is open, and the terms are without scales, which vLLM loads later. Raises NoBackendError
+    # where a backend cannot run the layer.
 
     def __init__(self, backends: Mapping[Phase, str], layout: str, config: AttentionConfig, **terms: Any) -> None:
         self.backends, self.layout, self.config, self.terms = dict(backends), layout, config, terms
         plans = selected(backends, config).plans
         captured: Sequence[Phase] = ["decode"] if self.is_pair else [*backends]
+        # What captured steps need: of a pair the decodes' level alone.
         self.level: CudaGraphLevel = min((plans[p].cuda_graph for p in captured), key=CUDA_GRAPH_LEVELS.index)
+        # Empty until a builder was made, which also says which of a step's metadata is the layer's.
         self.impls: dict[Phase, Any] = {}
         self.kind = 0
         self._scales: Scales | None = None
@@ -130,10 +112,8 @@ def layers_of(vllm_config: VllmConfig, names: Sequence[str]) -> list[Layer]:
 
 
 def graph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
-    """Return what all layers on attn-select's kernels can capture: uniform batches at most, and nothing without layers.
-
-    vLLM captures a mixed batch as one of equal queries, from which a builder cannot tell what its replays bring.
-    """
+    """Return what all layers on attn-select's kernels can capture: uniform batches at most, nothing without layers."""
+    # vLLM captures a mixed batch as one of equal queries, from which a builder cannot tell what its replays bring.
     context = vllm_config.compilation_config.static_forward_context
     layers = [getattr(getattr(layer, "impl", None), "attn_select", None) for layer in context.values()]
     levels = [AttentionCGSupport[layer.level] for layer in layers if layer is not None]
@@ -142,12 +122,9 @@ def graph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
 
 
 class Builders:
-    """attn-select's builders of the layers that one vLLM builder serves.
+    """attn-select's builders of the layers, all of the same backends, that one vLLM builder serves."""
 
-    Args:
-        layers: all of the same backends.
-        block_size: tokens per block of the cache as the layers see it; None without a cache.
-    """
+    # ``block_size`` is that of the cache as the layers see it; None without a cache.
 
     def __init__(
         self, layers: Sequence[Layer], block_size: int | None, vllm_config: VllmConfig, device: torch.device
@@ -226,11 +203,7 @@ def _built(builder: Any, common: Common, fast_build: bool, capture: bool) -> Any
 
 
 def _builders(layer: Layer, selection: Selection, vllm_config: VllmConfig, device: torch.device) -> dict[Phase, Any]:
-    """Return the builder of each phase, one for both where one backend serves both, or ranks share the contexts.
-
-    Raises:
-        NoBackendError: a pair has a backend that does not read the layout.
-    """
+    """Return the builder of each phase, one for both where one backend serves both, or ranks share the contexts."""
     capacity = capacity_of(vllm_config)
     found: dict[Phase, Any] = {}
     for name, plans in selection.plans_by_backend(tuple(layer.backends)).items():

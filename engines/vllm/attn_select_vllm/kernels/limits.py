@@ -34,12 +34,7 @@ def attention_types() -> tuple[str, ...]:
 
 
 def limits(attn_config: Any, vllm_config: Any) -> list[str]:
-    """Return why attn-select's kernels do not run the layers that a selector asks about; empty if they do.
-
-    Args:
-        attn_config: vLLM's ``AttentionSelectorConfig``.
-        vllm_config: vLLM's ``VllmConfig``.
-    """
+    """Return why attn-select's kernels do not run the layers that a selector asks about; empty if they do."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     clamped = attn_config.use_mm_prefix and _clamps(model)
     sharing = parallel.decode_context_parallel_size > 1
@@ -78,14 +73,7 @@ def _clamps(model: Any) -> bool:
 
 
 def speculation_limits(vllm_config: Any, backend: str) -> list[str]:
-    """Return why a backend of attn-select does not run where vLLM speculates; empty if it does, or vLLM does not.
-
-    Args:
-        backend: attn-select's name.
-
-    Raises:
-        RuntimeMissingError, ImportError: it cannot be loaded.
-    """
+    """Return why a backend of attn-select does not run where vLLM speculates; empty if it does, or vLLM does not."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return []

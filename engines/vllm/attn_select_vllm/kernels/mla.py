@@ -126,11 +126,8 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: OwnMLAMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend over latents with the absorbed query, given whole or as its latent and its rope part.
-
-        Returns:
-            The output, and where ranks share contexts its LSE, float32 ``(T, num_heads)`` to base e.
-        """
+        """Attend over latents with the absorbed query, given whole or as its latent and its rope part."""
+        # Returned is the output, and where ranks share contexts its LSE, float32 ``(T, num_heads)`` to base e.
         own, latent = self.attn_select, q[0] if isinstance(q, tuple) else q
         impl = own.impls["decode"]
         query = joined(*q) if isinstance(q, tuple) and not impl.takes_query_parts else q
@@ -145,11 +142,9 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
 
 
 def joined(latent: Tensor, rope: Tensor) -> Tensor:
-    """Return a query's latent ``(T, H, R)`` and its rope part ``(T, H, P)`` side by side, ``(T, H, R + P)``.
-
-    By vLLM's kernel for the usual sizes: ``torch.cat`` took 4 to 5 % of the kernels' time of a step (NVIDIA H200, 16
-    heads, 128 and 256 requests), since the latent is not contiguous.
-    """
+    """Return a query's latent ``(T, H, R)`` and its rope part ``(T, H, P)`` side by side, ``(T, H, R + P)``."""
+    # By vLLM's kernel for the usual sizes: ``torch.cat`` took 4 to 5 % of the kernels' time of a step (NVIDIA H200, 16
+    # heads, 128 and 256 requests), since the latent is not contiguous.
     sizes = latent.shape[-1], rope.shape[-1]
     if latent.is_cuda and sizes == FUSED_SIZES and latent.dtype in FUSED_DTYPES:
         query = latent.new_empty(*latent.shape[:-1], sum(sizes))

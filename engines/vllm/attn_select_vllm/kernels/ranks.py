@@ -21,17 +21,7 @@ from attn_select.runtime import Attention, Capacity, CommonAttentionMetadata, Co
 
 
 class RankBuilder:
-    """Builds steps for the layers of one config.
-
-    Args:
-        selection: for all ranks together.
-        layout: of the cache.
-        device, capacity, cuda_graphs: as for ``attention_group``.
-        vllm_config: vLLM's; every rank makes the same builders in the same order.
-
-    Raises:
-        ConfigError, RankError: as ``attention_group``.
-    """
+    """Builds steps for the layers of one config; every rank makes the same builders in the same order."""
 
     def __init__(
         self,
@@ -69,12 +59,7 @@ class RankBuilder:
 
 
 class RankImpl:
-    """Runs one layer.
-
-    Args:
-        builder: of the layer.
-        terms: the layer's, as ``Attention`` takes them.
-    """
+    """Runs one layer; ``terms`` are the layer's, as ``Attention`` takes them."""
 
     def __init__(self, builder: RankBuilder, **terms: Any) -> None:
         self._attention = Attention(builder.group, **terms)
