@@ -95,21 +95,11 @@ class CacheMemory:
 
 
 class LayerStep:
-    """One batch for layers of one kind.
+    """One batch for layers of one kind, on random numbers; requests are ``(query_len, seq_len)``, decodes first."""
 
-    Args:
-        selection: for a device that is here; its layers are no cross-attention. With sparse MLA every token attends to
-            an even choice of what it sees, as long as ``sparse_top_k`` allows.
-        requests: ``(query_len, seq_len)`` of each; decodes come first.
-        phases: the phases whose backends are loaded; None: all.
-        device: None: the selection's.
-        context_parallel: the ranks that share the cache, every one of which makes the step; None: one.
-
-    Attributes:
-        group: the layers' group.
-        cache_shape: of one cache in the group's layout; None for layers without a cache.
-        cache_bytes: of one cache.
-    """
+    # The layers are no cross-attention. With sparse MLA every token attends to an even choice of what it sees, as long
+    # as ``sparse_top_k`` allows. Of the ranks that share a cache every one makes the step. ``cache_shape`` and
+    # ``cache_bytes`` are of one cache in the group's layout; None and 0 without one.
 
     def __init__(
         self,

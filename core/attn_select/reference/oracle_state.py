@@ -31,19 +31,10 @@ def state_reference(
     write_strength: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of one request's T tokens and the state behind each of them, both in float64.
-
-    Args:
-        config: the layer.
-        query, key: ``(T, num_heads, head_size)``.
-        value: ``(T, num_v_heads, v_head_size)``.
-        log_decay: ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``.
-        write_strength: ``(T, num_v_heads)``; None: 1.
-        state: ``(num_v_heads, head_size, v_head_size)`` before the first token; None: zero.
-
-    Returns:
-        Output ``(T, num_v_heads, v_head_size)`` and states ``(T, num_v_heads, head_size, v_head_size)``.
-    """
+    """Return the outputs of one request's T tokens and the state behind each of them, both in float64."""
+    # The query and key are ``(T, num_heads, head_size)``, the value ``(T, num_v_heads, v_head_size)``, the log-decay
+    # ``(T, num_v_heads)``, of KDA ``(T, num_v_heads, head_size)``, the write strength ``(T, num_v_heads)``, None: 1,
+    # and the state before the first token ``(num_v_heads, head_size, v_head_size)``, None: zero.
     rule, group = config.rule, config.num_v_heads // config.num_heads
     query, key, value, log_decay = (each.double() for each in (query, key, value, log_decay))
     if rule.normalized:
@@ -65,14 +56,8 @@ def state_reference(
 
 
 def conv_reference(inputs: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
-    """Return the causal convolution of one request's inputs with SiLU, in float64.
-
-    Args:
-        inputs: ``(T, conv_dim)``.
-        weight: ``(conv_dim, conv_kernel_size)``, oldest first.
-        bias: ``(conv_dim,)`` or None.
-        before: ``(conv_kernel_size - 1, conv_dim)``, the inputs before; None: zeros.
-    """
+    """Return the causal convolution of one request's inputs ``(T, conv_dim)`` with SiLU, in float64."""
+    # The weight is ``(conv_dim, conv_kernel_size)``, oldest first; ``before`` are the inputs before, None: zeros.
     width = weight.shape[1]
     head = torch.zeros(width - 1, inputs.shape[1]) if before is None else before
     rows = torch.cat([head.double(), inputs.double()])

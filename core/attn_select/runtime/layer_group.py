@@ -89,13 +89,11 @@ class LayerGroup(ABC):
 
     @property
     def cache_format(self) -> CacheFormat | None:
-        """What another side must share to exchange blocks with the layers' caches; None without a cache.
-
-        The selection's, with ``interleave``.
-        """
+        """What another side must share to exchange blocks with the layers' caches; None without a cache."""
         cache = self.cache
         if cache.kv_layout is None or cache.block_size is None or cache.kernel_block_size is None:
             return None
+        # The selection's format, with this group's ``interleave``.
         return CacheFormat(self.config, cache.kv_layout, cache.block_size, cache.kernel_block_size, self.interleave)
 
     @abstractmethod
@@ -125,11 +123,7 @@ class LayerGroup(ABC):
         """Build what a graph is captured with. All requests are of one phase unless one backend serves both."""
 
     def backend_for(self, phase: Phase) -> LoadedBackend:
-        """Return the backend of a phase.
-
-        Raises:
-            BatchError: the backends of this phase were not loaded.
-        """
+        """Return the backend of a phase; BatchError where the backends of this phase were not loaded."""
         if phase not in self.backends:
             text = f"the batch has requests in {phase}, but this group was made for {' and '.join(self.backends)} only"
             raise BatchError(text, hint=f"make the group without phases, or with {phase} among them")
@@ -219,11 +213,7 @@ class LayerGroup(ABC):
         return warm_up(self, progress)
 
     def check_batch(self, common: CommonAttentionMetadata) -> None:
-        """Compare a step's batch with what the group was made for; in checked mode also its contents.
-
-        Raises:
-            BatchError: names what was seen and what is accepted.
-        """
+        """Compare a step's batch, in checked mode its contents too, with what the group was made for. Raises BatchError."""
         self.checks.batch(common)
 
     def check_contents(
@@ -233,11 +223,6 @@ class LayerGroup(ABC):
         kv_cache: Tensor | None,
         common: CommonAttentionMetadata,
     ) -> None:
-        """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises.
-
-        While a CUDA graph is captured nothing can be read back, and nothing is checked: the runner made that batch.
-
-        Raises:
-            BatchError, ConfigError: names the argument, what was seen and what is accepted.
-        """
+        """Check everything about one layer's call that must be read back or costs time (checked mode). Synchronises."""
+        # While a CUDA graph is captured nothing can be read back, and nothing is checked: the runner made that batch.
         self.checks.contents(scales, tensors, kv_cache, common)

@@ -50,18 +50,10 @@ def check_on_group(
     fields: Mapping[str, Any] | None = None,
     merge: str | None = None,
 ) -> list[str]:
-    """Run a suite's first layers over the ranks of a process group; every rank calls it.
-
-    Args:
-        group: a ``torch.distributed`` process group, None for the default one.
-        num_layers: to run.
-        cuda_graphs: replay graphs as well.
-        fields: of all configurations.
-        merge: how results are merged, as ``ContextParallel`` has it; None: drawn for each layer.
-
-    Returns:
-        What went wrong, the same on all ranks: per failure the layer as an expression, the options, and the error.
-    """
+    """Run a suite's first layers over the ranks of a process group; every rank calls it. Return what went wrong."""
+    # That is the same on all ranks: per failure the layer as an expression, the options, and the error. ``merge`` is
+    # how results are merged, as ``ContextParallel`` has it; None: drawn for each layer. ``fields`` are of all
+    # configurations.
     here = suite.place()[0]
     size, wrong, ran = ContextParallel(group).size, [], 0
     tolerances = Tolerances(suite.error_bound, suite.rows_without_keys, suite.exact_alibi_lse, suite.fp8_cache_steps)

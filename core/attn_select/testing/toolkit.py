@@ -83,15 +83,12 @@ def device_of(where: Where) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class StatedEnvironment(Environment):
-    """An environment of stated libraries, which looks at nothing that this machine has.
+    """An environment of stated libraries, which looks at nothing that this machine has."""
 
-    Attributes:
-        installed: the installed distributions and their versions (None: no metadata says one); None: every library is
-            assumed to be installed.
-        missing: libraries that are not there in any case.
-    """
-
+    # The installed distributions and their versions (None: no metadata says one); None: every library is assumed
+    # installed.
     installed: Mapping[str, str | None] | None = None
+    # Libraries that are not there in any case.
     missing: frozenset[Library] = frozenset()
 
     def __hash__(self) -> int:
@@ -246,12 +243,8 @@ def selection_for(
     options: BackendOptions,
     layout_choice: int = 0,
 ) -> Selection[Any] | None:
-    """Return what ``select`` would return if ``spec`` were the only backend; None: the phases share no cache.
-
-    Args:
-        plans: what ``gate.check`` returned for the phases to select for.
-        layout_choice: which of the KV layouts that all plans read, modulo their number; 0 is the preferred one.
-    """
+    """Return what ``select`` would return if ``spec`` were the only backend; None: the phases share no cache."""
+    # ``layout_choice``: which of the KV layouts that all plans read, modulo their number; 0 is the preferred one.
     shared = shared_layouts(plans)
     layout = shared[layout_choice % len(shared)] if shared else None
     cache = shared_cache([*plans.values()], config.block_size, layout)

@@ -56,24 +56,12 @@ def attend(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, as transformers' attention functions do.
-
-    Args:
-        module: the attention module; its ``is_causal`` counts where the argument is None.
-        query: ``(B, num_heads, T, head_size)``.
-        key, value: ``(B, num_kv_heads, S, head_size)`` and ``(B, num_kv_heads, S, value_head_size)``, all of them.
-        attention_mask: as ``runs.read_mask`` takes it, or None (``runs.without_mask``).
-        dropout: must be 0 for a kernel.
-        scaling: factor on ``q . k``; None: ``head_size ** -0.5``.
-        options: the model's other arguments; ``sliding_window``, ``softcap``, ``s_aux`` and ``position_bias`` count.
-
-    Returns:
-        ``(B, T, num_heads, value_head_size)``, and None for the weights. A query that sees no key (padding) gives 0.
-
-    Raises:
-        MaskError: no kernel can serve the call, and torch's masked attention cannot or may not.
-        NoBackendError: no backend serves such layers here.
-    """
+    """Attend, as transformers' attention functions do; return the output, and None for the weights."""
+    # The query is ``(B, num_heads, T, head_size)``, keys and values ``(B, num_kv_heads, S, size)``, all of them; the
+    # output ``(B, T, num_heads, value_head_size)``, where a query that sees no key (padding) has 0. The mask is as
+    # ``runs.read_mask`` takes it, or None (``runs.without_mask``). Of the options ``sliding_window``, ``softcap``,
+    # ``s_aux`` and ``position_bias`` count. Raises MaskError where no kernel can serve the call, and torch's masked
+    # attention cannot or may not; NoBackendError where no backend serves such layers here.
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if options.pop("output_attentions", False):
         _warn_once("no weights are returned for output_attentions=True: load the model with eager attention for them")

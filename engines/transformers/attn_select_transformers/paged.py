@@ -36,15 +36,11 @@ class Lens:
 
 
 class Cache(Protocol):
-    """What the adapter of a family of releases says of one layer of the engine's cache.
+    """What the adapter of a family of releases says of one layer of the engine's cache."""
 
-    Attributes:
-        index: of the layer's group among the step's tables and indices.
-        window: tokens that a query sees, itself included; None is all.
-        page: tokens per page.
-    """
-
+    # Of the layer's group among the step's tables and indices.
     index: int
+    # Tokens that a query sees, itself included; None is all.
     window: int | None
     page: int
 

@@ -43,16 +43,10 @@ class Built:
 
 
 class OwnAttnBackend(AttentionBackend):
-    """Runs every attention layer of a model by one backend of attn-select.
+    """Runs every attention layer of a model by one backend of attn-select, named as attn-select names it."""
 
-    Args:
-        model_runner: SGLang's ``ModelRunner``, its model loaded and its pools made.
-        backend: attn-select's name.
-
-    Raises:
-        ConfigError: the adapter does not serve such a model; it names every reason.
-        NoBackendError: the backend cannot run a layer.
-    """
+    # SGLang's ``ModelRunner`` has loaded its model and made its pools. Raises ConfigError, with every reason, where
+    # the adapter does not serve such a model, NoBackendError where the backend cannot run a layer.
 
     layout: str
     """attn-select's name for the layout of SGLang's pool."""
