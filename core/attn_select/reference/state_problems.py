@@ -56,7 +56,7 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
 class DrawnGates:
     """The gates of a layer with random weights, on the CPU and on ``device``."""
 
-    # Nothing is copied later, as in a captured step.
+    # Both copies are made here, since a captured step may make none.
 
     def __init__(self, config: StateConfig, draw: torch.Generator, device: torch.device) -> None:
         self.config = config

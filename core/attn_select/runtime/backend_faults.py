@@ -47,8 +47,8 @@ def _problem(backend: Any, base: type, parts: tuple[tuple[str, tuple[type, ...]]
 
 def _signature_problems(part: type, base: type) -> Iterator[str]:
     """Yield a problem for each method that cannot be called as the base's is, with all that it takes."""
-    # A private method is the plugin's own matter, but ``__init__`` is called by the runtime. ``bind`` takes any
-    # strings.
+    # A private method is the plugin's own matter, but ``__init__`` is called by the runtime. ``bind`` compares names
+    # and places alone, so that names serve as values.
     for name, method in vars(base).items():
         own = getattr(part, name)
         if not inspect.isfunction(method) or own is method or (name.startswith("_") and name != "__init__"):

@@ -62,9 +62,9 @@ def split_for_cascade(
     common: CommonAttentionMetadata, prefix_len: int, block_size: int, width_multiple: int = 1
 ) -> CascadeSplit:
     """Cut a batch into prefix and suffix, after whole blocks. No device synchronisation."""
-    # At most what every request had cached before this step: then no query stands inside the prefix, and it needs no
-    # mask. ``width_multiple`` is the plan's ``block_table_width_multiple``; above 1 the halves of the tables are
-    # copies.
+    # ``prefix_len`` is a multiple of ``block_size`` and at most what every request had cached before this step: then
+    # no query stands inside the prefix, and it needs no mask. ``width_multiple`` is the plan's
+    # ``block_table_width_multiple``; above 1 the halves of the tables are copies.
     table = common.block_table_tensor
     assert table is not None
     assert prefix_len % block_size == 0

@@ -128,6 +128,7 @@ class StaticBatch:
     def _bounds(self, common: CommonAttentionMetadata, requests: int) -> Tensor:
         """Return the padded prefix sums on the host, int32 ``(requests + 1,)``."""
         if (each := self.query_len) is None:
+            # Requests that only pad begin and end behind the last token, so they have no query.
             bounds = torch.full((requests + 1,), common.num_actual_tokens, dtype=torch.int32)
             bounds[: common.num_reqs + 1] = common.query_start_loc_cpu
             return bounds

@@ -28,7 +28,7 @@ def size(name: str, value: object) -> int:
 
 def integers(values: object) -> list[int] | None:
     """Return a sequence of integers, a numpy array or a host tensor of one dimension as a list; None for all else."""
-    # That is text and bytes (whose elements are no numbers to who meant them), floats, truth values, sets and
+    # All else is text and bytes (whose elements are no numbers to who meant them), floats, truth values, sets and
     # iterators, which have no order or no length, and tensors of a device, whose reading would wait for it.
     if isinstance(values, (str, bytes, bytearray, memoryview)) or str(getattr(values, "device", "cpu")) != "cpu":
         return None

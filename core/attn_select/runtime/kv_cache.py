@@ -92,7 +92,8 @@ def zero_blocks(kv_cache: Tensor, layout: str, config: AttentionConfig, block_id
 
 def in_blocks_of(block_size: int, kv_cache: Tensor, layout: str, config: AttentionConfig) -> Tensor:
     """Return a cache as a view in blocks of another size; the same tokens lie in the same slots."""
-    # ConfigError: the layout is not in ``layouts.SPLIT_IN_PLACE``, or its tokens do not fill blocks of that size.
+    # Raises ConfigError where the layout is not in ``layouts.SPLIT_IN_PLACE``, or its tokens do not fill blocks of
+    # that size.
     num_blocks, block_tokens = check_cache_shape(kv_cache, layout, config)
     if block_tokens == block_size:
         return kv_cache
@@ -153,6 +154,7 @@ class CacheView(Generic[T]):
     def __call__(self, kv_cache: Tensor) -> T:
         """Return the views of this cache."""
         view = self._view
+        # A tensor may be given other memory, so its address counts too.
         if view is not None and self._seen() is kv_cache and self._address == kv_cache.data_ptr():
             return view
         # Made of an alias: a view keeps its base alive, and the engine must be able to free its cache.

@@ -213,7 +213,7 @@ class LayerGroup(ABC):
         return warm_up(self, progress)
 
     def check_batch(self, common: CommonAttentionMetadata) -> None:
-        """Compare a step's batch, in checked mode its contents too, with what the group was made for. Raises BatchError."""
+        """Raise BatchError for a batch that the group was not made for; in checked mode also for its contents."""
         self.checks.batch(common)
 
     def check_contents(

@@ -294,6 +294,7 @@ class MLAAttention(nn.Module):
     def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Return keys ``(S, H, P + Pr)`` and values ``(S, H, V)``."""
         both = kv_c.new_empty(kv_c.shape[0], self.kv_b_proj.shape[0])
+        # Matmuls of other sizes may round otherwise: with ``batch_invariant`` each request has one of its own.
         for span in spans:
             torch.mm(kv_c[span], self.kv_b_proj.t(), out=both[span])
         both = both.view(-1, self.heads, self.nope + self.value_size)

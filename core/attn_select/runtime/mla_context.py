@@ -22,11 +22,12 @@ Spans = tuple[slice, ...]
 class ContextChunk:
     """Cached context of n prefilling requests, neighbours in the batch, or the part that fits the workspace."""
 
-    # Their tokens among the tokens of all prefills. Below: int32 (n, W) in the cache's blocks, int32 (n,) the first
-    # position of each request's part, int32 (n + 1,) prefix sums of the parts' lengths, 0 where there is no context;
-    # on the device.
+    # The requests' tokens among the tokens of all prefills.
     rows: slice
+    # int32 ``(n, W)`` on the device, in the cache's blocks.
     block_table: Tensor
+    # int32 on the device: ``(n,)``, the first position of each request's part, and ``(n + 1,)``, prefix sums of the
+    # parts' lengths, which are 0 where there is no context.
     starts: Tensor
     start_loc: Tensor
     num_tokens: int
@@ -91,7 +92,8 @@ def context_chunks(
     requests = []
     for starts, lengths in parts:
         used = lengths.nonzero()
-        # Requests with context here are neighbours, but one without any may stand between them: its length is 0.
+        # From the first to the last request with context in this chunk; one between them may have none, and a length
+        # of 0.
         who = slice(int(used[0]), int(used[-1]) + 1)
         own = bounds[who.start : who.stop + 1]
         requests.append(who)

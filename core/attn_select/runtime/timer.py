@@ -41,7 +41,6 @@ def timed_rounds(
     names, turn = [*calls], 0
     while True:
         found: dict[Name, float] = {}
-        # Each round begins with another call, so that no call always runs on what the same one left in the caches.
         for name in names[turn:] + names[:turn]:
             if before is not None:
                 before()

@@ -35,10 +35,10 @@ class MaskError(AttnSelectError, ValueError):
 class Step:
     """What all layers of a kind need for one call."""
 
-    # ``(T,)`` rows of the flattened ``(B * rows)`` queries in the batch's order, and ``(S,)`` of the flattened ``(B *
-    # keys)`` keys that the batch has; None: all, in order.
     runs: Runs
     metadata: AttentionMetadata
+    # ``(T,)`` rows of the flattened ``(B * rows)`` queries in the batch's order, and ``(S,)`` of the flattened ``(B *
+    # keys)`` keys that the batch has; None: all, in order.
     queries: Tensor | None
     keys: Tensor | None
     # ``(S,)`` where each of these keys goes; None where the kernel reads no pages.

@@ -49,8 +49,7 @@ def install() -> None:
 
 
 def require_served(model: type[Any]) -> None:
-    """Raise ModelNotServedError unless a model's attention goes through transformers' attention functions."""
-    # Whatever mask these get.
+    """Raise ModelNotServedError unless a model attends through transformers' functions, whatever mask these get."""
     if not _is_served(model):
         use = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         raise ModelNotServedError(

@@ -37,7 +37,7 @@ def served_phases(config: AttentionConfig) -> tuple[Phase, ...]:
 
 
 def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusals]) -> Choice:
-    """Return the first backend of attn-select's order that vLLM accepts, which ``refusals`` asks."""
+    """Return the first backend of attn-select's order that vLLM accepts; ``refusals`` asks it about one."""
     # A kernel of vLLM's own is passed over where only times of attn-select's put it before another that vLLM accepts.
     config, device = selection.config, selection.device
     phases = served_phases(config)

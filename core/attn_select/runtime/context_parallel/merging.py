@@ -95,6 +95,7 @@ class Merger:
         # One token and one KV head: rank by rank is already the order that is wanted.
         if tokens == self.kv_heads == 1:
             return gathered.view(1, size * heads, width)
+        # From rank by rank to KV head by KV head, and within one rank by rank.
         by_kv_head = gathered.view(size, tokens, self.kv_heads, heads // self.kv_heads, width).permute(1, 2, 0, 3, 4)
         return by_kv_head.reshape(tokens, size * heads, width)
 

@@ -125,6 +125,7 @@ class ContextParallelGroup(LayerGroup):
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self._local = LocalBatches(self.shares, bounds, self.device, keeps=cuda_graphs)
         self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
+        # A step's own tokens come apart where the longest query has several: that must not depend on the batch.
         self._always_own = config.batch_invariant
         # A captured step always has both parts, and a backend that writes the cache while it attends must do so.
         writes = any(own.backend.forward_includes_kv_cache_update for own in self.distinct)
@@ -269,10 +270,10 @@ class AttentionAcrossRanks(LayerInParts):
                 hint="give layers that read another's cache context_parallel only for decodes of one token",
             )
         if not self.group.nan_tail_safe:
-            # Where a NaN behind a request's end would reach a result: the scratch cache keeps the numbers of earlier
+            # A NaN behind a request's end would reach a result, and the scratch cache keeps the numbers of earlier
             # steps.
             self.group.scratch.zero_()
-        # Nothing was cached, so the ranks have nothing to exchange: every rank has all of the step's tokens.
+        # Where nothing was cached, the ranks have nothing to exchange: every rank has all of the step's tokens.
         if metadata.shared is None:
             self.shared.write(key, value, kv_cache, metadata.local_slots)
             if self.sinks is None:

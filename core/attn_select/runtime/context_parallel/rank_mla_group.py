@@ -283,8 +283,8 @@ class ContextParallelMLAGroup(MLALayerGroup):
         request = torch.repeat_interleave(lengths)
         within = torch.arange(len(request)) - (lengths.cumsum(0) - lengths)[request]
         positions = starts[request] + within
-        # See ``Shares``: rows of ``interleave`` positions a rank, dealt in turn. Of what a rank sends, its first rows
-        # are those of earlier requests; ``first`` is what it keeps before the chunk begins.
+        # A row of positions holds ``interleave`` of each rank in turn (``Shares``). A rank sends its tokens request by
+        # request, padded to ``most``; ``first`` counts those of a request that it keeps before the chunk begins.
         owner = positions // shares.interleave % shares.size
         row = shares.interleave * shares.size
         local = positions // row * shares.interleave + positions % shares.interleave

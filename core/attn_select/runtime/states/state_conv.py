@@ -14,6 +14,7 @@ def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None, windows: Te
     # Computed in float32, since every token is rounded once then, whatever the chunks of its request. Inputs are ``(T,
     # conv_dim)``, the weight ``(conv_dim, conv_kernel_size)``, oldest first, as in ``torch.nn.Conv1d``.
     starts = where.read_slots < 0
+    # Filled, not multiplied by 0: a free slot may hold NaN.
     before = windows[where.read_slots.clamp(min=0)].masked_fill(starts[:, None, None], 0.0)
     rows = torch.cat([before.flatten(0, 1).to(inputs.dtype), inputs])
     # Written only now: ``rows`` is a copy of the old windows, which other requests of the step may share.
