@@ -87,6 +87,8 @@ class DraftTreeGroup(LayerGroup):
         context = None
         if self.cuda_graphs or int(decodes.num_computed_tokens_cpu.max()) > 0:
             context = self.context.build(self._context_of(decodes), 0, fast_build)
+        # Layers of this group compute in parts of their own: of these only the number is read
+        # (``Attention._check_extras``).
         parts = next(each.parts for each in (context, beside, AttentionMetadata(self, common, 0, None, ())) if each)
         return self._metadata_of(common, parts, plain=beside, context=context, **self._trees_of(decodes))
 
