@@ -33,27 +33,19 @@ LEAST_QUERY = 16
 
 @dataclass(slots=True)
 class Part:
-    """The requests of a step that one graph computes.
+    """The requests of a step that one graph computes."""
 
-    Attributes:
-        start, end: their tokens.
-        requests, query_len, packed, keys, columns, table_stride: as ``graphs.Shape`` has them.
-        tensors: lengths, tables and offsets, by the graph's names.
-        keyless: bool ``(end - start,)``, rows of requests without keys; None where there is none.
-        graphs: the ones that layers have run.
-    """
-
-    start: int
+    start: int  # start, end: their tokens
     end: int
-    requests: int
+    requests: int  # requests, query_len, packed, keys, columns, table_stride: as ``graphs.Shape`` has them
     query_len: int
     packed: bool
     keys: int
     columns: int
     table_stride: int
-    tensors: dict[int, Tensor]
-    keyless: Tensor | None
-    graphs: dict[Hashable, Graph] = field(default_factory=dict)
+    tensors: dict[int, Tensor]  # lengths, tables and offsets, by the graph's names
+    keyless: Tensor | None  # bool ``(end - start,)``, rows of requests without keys; None where there is none
+    graphs: dict[Hashable, Graph] = field(default_factory=dict)  # the ones that layers have run
 
 
 class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
@@ -198,16 +190,11 @@ def _power_of_two(number: int) -> int:
 
 
 class Cached(NamedTuple):
-    """A cache as cuDNN has it, ``(num_blocks, num_kv_heads, block_size, head_size)`` with strides.
+    """A cache as cuDNN has it, ``(num_blocks, num_kv_heads, block_size, head_size)`` with strides."""
 
-    Attributes:
-        keys, values: views.
-        shape: of both, and the strides of each.
-    """
-
-    keys: Tensor
+    keys: Tensor  # keys, values: views
     values: Tensor
-    shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of both, and the strides of each
 
 
 def _cached(views: tuple[Tensor, Tensor]) -> Cached:

@@ -20,38 +20,22 @@ QUERY_OFFSETS, LSE_OFFSETS, QUERY_LENS, KEY_LENS, KEY_TABLE, VALUE_TABLE = 6, 7,
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is built for.
+    """What a graph is built for."""
 
-    Attributes:
-        requests: B.
-        query_len: the longest query; every query's length where ``packed`` is False.
-        packed: queries of different lengths lie one behind the other, found by offsets.
-        keys: the most keys of a request.
-        columns: of the block table, ``ceil(keys / block_size)``.
-        table_stride: elements between its rows.
-        heads: query heads.
-        cache: of keys and of values, ``(num_blocks, num_kv_heads, block_size, head_size)``.
-        key_strides, value_strides: of these, in elements.
-        dtype: of query, cache and output.
-        scale: factor on ``q . k``.
-        window: keys that a query sees, its own included; None for all before it.
-        lse: whether the log-sum-exp is written.
-    """
-
-    requests: int
-    query_len: int
-    packed: bool
-    keys: int
-    columns: int
-    table_stride: int
-    heads: int
-    cache: tuple[int, ...]
-    key_strides: tuple[int, ...]
+    requests: int  # B
+    query_len: int  # the longest query; every query's length where ``packed`` is False
+    packed: bool  # queries of different lengths lie one behind the other, found by offsets
+    keys: int  # the most keys of a request
+    columns: int  # of the block table, ``ceil(keys / block_size)``
+    table_stride: int  # elements between its rows
+    heads: int  # query heads
+    cache: tuple[int, ...]  # of keys and of values, ``(num_blocks, num_kv_heads, block_size, head_size)``
+    key_strides: tuple[int, ...]  # key_strides, value_strides: of these, in elements
     value_strides: tuple[int, ...]
-    dtype: torch.dtype
-    scale: float
-    window: int | None
-    lse: bool
+    dtype: torch.dtype  # of query, cache and output
+    scale: float  # factor on ``q . k``
+    window: int | None  # keys that a query sees, its own included; None for all before it
+    lse: bool  # whether the log-sum-exp is written
 
 
 class Graph:

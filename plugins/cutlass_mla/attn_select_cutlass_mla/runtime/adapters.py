@@ -31,21 +31,13 @@ _QUERY_AND_CACHE = ("q_nope", "q_pe", "kv_c_and_k_pe_cache", "seq_lens", "page_t
 
 @dataclass(slots=True)
 class CutlassMLAMetadata:
-    """One batch of B decodes.
+    """One batch of B decodes."""
 
-    Attributes:
-        num_reqs: B; requests without a query are left out.
-        page_table: int32 ``(B, W)``, contiguous.
-        seq_lens: int32 ``(B,)`` on the device.
-        workspace: uint8, large enough for this batch.
-        empty: bool ``(B,)`` on the device, which requests have no keys; None: all have some.
-    """
-
-    num_reqs: int
-    page_table: Tensor
-    seq_lens: Tensor
-    workspace: Tensor
-    empty: Tensor | None
+    num_reqs: int  # B; requests without a query are left out
+    page_table: Tensor  # int32 ``(B, W)``, contiguous
+    seq_lens: Tensor  # int32 ``(B,)`` on the device
+    workspace: Tensor  # uint8, large enough for this batch
+    empty: Tensor | None  # bool ``(B,)`` on the device, which requests have no keys; None: all have some
 
 
 class Adapter(ABC):

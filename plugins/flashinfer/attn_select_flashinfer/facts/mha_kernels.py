@@ -94,17 +94,11 @@ NAN_TAIL_SAFE = {
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """fa2, fa3 or CuTe DSL's decode as a plan names it.
+    """fa2, fa3 or CuTe DSL's decode as a plan names it."""
 
-    Attributes:
-        backend: FlashInfer's name of the kernel.
-        sinks: whether it counts attention sinks: of fa2 and fa3 a variant does.
-        fp8_query: whether it takes an FP8 query.
-    """
-
-    backend: Literal["fa2", "fa3", "cute-dsl"]
-    sinks: bool = False
-    fp8_query: bool = False
+    backend: Literal["fa2", "fa3", "cute-dsl"]  # FlashInfer's name of the kernel
+    sinks: bool = False  # whether it counts attention sinks: of fa2 and fa3 a variant does
+    fp8_query: bool = False  # whether it takes an FP8 query
 
     @property
     def name(self) -> str:

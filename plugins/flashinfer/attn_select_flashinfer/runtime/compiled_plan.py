@@ -46,17 +46,11 @@ def _same(found: Any, own: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A wrapper's compiled function, with the arguments that are the same for all batches.
+    """A wrapper's compiled function, with the arguments that are the same for all batches."""
 
-    Attributes:
-        function: makes a schedule and starts its copy to the device.
-        before: the workspace for partial results and the schedule's memory on the device.
-        later: heads, page size, window and what else stands behind the numbers of tokens and requests.
-    """
-
-    function: Callable[..., Any]
-    before: tuple[Tensor, ...]
-    later: tuple[Any, ...]
+    function: Callable[..., Any]  # makes a schedule and starts its copy to the device
+    before: tuple[Tensor, ...]  # the workspace for partial results and the schedule's memory on the device
+    later: tuple[Any, ...]  # heads, page size, window and what else stands behind the numbers of tokens and requests
 
     def __call__(self, pinned: Tensor, queries: Tensor, pages: Tensor, seq_lens: Tensor, tokens: int) -> Any:
         """Make a schedule.
@@ -121,15 +115,10 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch's pages as rows of a table.
+    """A batch's pages as rows of a table."""
 
-    Attributes:
-        starts: int32 ``(B + 1,)`` on the host, where each request's row begins.
-        device: what the kernel reads of them: ``starts``, the rows, ``last_page_len``.
-    """
-
-    starts: Tensor
-    device: tuple[Tensor, Tensor, Tensor]
+    starts: Tensor  # int32 ``(B + 1,)`` on the host, where each request's row begins
+    device: tuple[Tensor, Tensor, Tensor]  # what the kernel reads of them: ``starts``, the rows, ``last_page_len``
 
 
 class RowsPlan(NativePlan):

@@ -46,15 +46,10 @@ _WORD = 32
 
 @dataclass(slots=True)
 class FlashInferMetadata:
-    """One step for all layers of a kind.
+    """One step for all layers of a kind."""
 
-    Attributes:
-        num_actual_tokens: T.
-        parts: decodes first.
-    """
-
-    num_actual_tokens: int
-    parts: list[Part] = field(default_factory=list)
+    num_actual_tokens: int  # T
+    parts: list[Part] = field(default_factory=list)  # decodes first
 
 
 def packed_rows(drafts: int, causal: bool) -> list[list[int]]:
@@ -109,11 +104,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     Several steps may be built before the first one runs. Each runs by its own plan, which is made again where a later
     one has taken its place. With CUDA graphs only the last one can be run, and ``BatchError`` says so.
-
-    Attributes:
-        ran: how many steps each kernel took part in, by ``phase: kernel`` in words. Replayed steps count.
-        native: what plans the native wrappers; None while no phase runs natively.
-        workspace: the TRT-LLM kernels' zeroed buffer; None where no phase runs by them.
     """
 
     least_cascade_bytes = LEAST_SAVED
@@ -121,6 +111,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, plans = context.config, context.plans
+        # how many steps each kernel took part in, by ``phase: kernel`` in words. Replayed steps count.
         self.ran: Counter[str] = Counter()
         self._kernels: dict[str, PhaseKernel] = {}
         self._trtllm: dict[str, TrtllmKernel] = {}
@@ -135,8 +126,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 native = max(native, plan.workspace_bytes)
         library.flashinfer().check(*entries_of(self._kernels, self._trtllm))
         self._instead: PhaseKernel | None = None
+        # what plans the native wrappers; None while no phase runs natively
         self.native = NativeBuilder(context, native - INT_WORKSPACE) if native else None
-        self.workspace: Tensor | None = None
+        self.workspace: Tensor | None = None  # the TRT-LLM kernels' zeroed buffer; None where no phase runs by them
         if zeroed:
             self.workspace = torch.zeros(zeroed, dtype=torch.uint8, device=context.device)
         self._masks = DraftMasks(context.max_num_seqs, context.device)

@@ -68,16 +68,12 @@ _FIRST = np.ones(1, dtype=bool)
 
 
 class Pieces(NamedTuple):
-    """What clusters do, one piece behind the other: request and range of keys ``(P,)``.
-
-    Attributes:
-        first: ``(clusters + 1,)``, each cluster's first piece, and how many there are.
-    """
+    """What clusters do, one piece behind the other: request and range of keys ``(P,)``."""
 
     request: Ints
     start: Ints
     end: Ints
-    first: Ints
+    first: Ints  # ``(clusters + 1,)``, each cluster's first piece, and how many there are
 
 
 def balanced(keys: Ints, clusters: int) -> Pieces:

@@ -64,19 +64,13 @@ def heads_of(kernel: MLAKernel, config: AttentionConfig) -> int:
 
 @dataclass(slots=True)
 class Work:
-    """What the kernel reads and writes for one call of a layer.
+    """What the kernel reads and writes for one call of a layer."""
 
-    Attributes:
-        query: ``(T, H', R + Pr)``, H' padded heads.
-        out: bfloat16 ``(T, H', R)``, contiguous; the layer's own output where that is one.
-        lse: float32 ``(T, H')``, in the kernel's base (cute-dsl: e, others: 2), likewise; None where it is not wanted.
-        bmm1_scale, bmm2_scale: factors of scores and output.
-    """
-
-    query: Tensor
-    out: Tensor
+    query: Tensor  # ``(T, H', R + Pr)``, H' padded heads
+    out: Tensor  # bfloat16 ``(T, H', R)``, contiguous; the layer's own output where that is one
+    # float32 ``(T, H')``, in the kernel's base (cute-dsl: e, others: 2), likewise; None where it is not wanted
     lse: Tensor | None
-    bmm1_scale: Scale
+    bmm1_scale: Scale  # bmm1_scale, bmm2_scale: factors of scores and output
     bmm2_scale: Scale
 
 
@@ -161,33 +155,20 @@ class Heads:
 
 @dataclass(slots=True)
 class TrtllmCall:
-    """Decodes of one batch, the same for all layers.
+    """Decodes of one batch, the same for all layers."""
 
-    Attributes:
-        num_tokens: queries.
-        query_len: of each request; None: by ``bounds``.
-        block_table: int32 ``(B, W)``, contiguous.
-        seq_lens: int32 ``(B,)``, at least 1.
-        max_seq_len: a bound of them.
-        bounds: int32 ``(B + 1,)``, prefix sums of the query lengths where they differ.
-        max_query_len: a bound of them.
-        blank: bool ``(T,)``, queries whose request has no keys; None where there is none.
-        builder: keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries.
-        common: the batch.
-        number: the builder's ``number`` after this build; None where the lists are the call's own.
-    """
-
-    num_tokens: int
-    query_len: int | None
-    block_table: Tensor
-    seq_lens: Tensor
-    max_seq_len: int
-    bounds: Tensor | None
-    max_query_len: int
-    blank: Tensor | None
+    num_tokens: int  # queries
+    query_len: int | None  # of each request; None: by ``bounds``
+    block_table: Tensor  # int32 ``(B, W)``, contiguous
+    seq_lens: Tensor  # int32 ``(B,)``, at least 1
+    max_seq_len: int  # a bound of them
+    bounds: Tensor | None  # int32 ``(B + 1,)``, prefix sums of the query lengths where they differ
+    max_query_len: int  # a bound of them
+    blank: Tensor | None  # bool ``(T,)``, queries whose request has no keys; None where there is none
+    # keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries
     builder: TrtllmDecode
-    common: CommonAttentionMetadata
-    number: int | None
+    common: CommonAttentionMetadata  # the batch
+    number: int | None  # the builder's ``number`` after this build; None where the lists are the call's own
     _rows: TrtllmCall | None = None
 
     def rows(self) -> TrtllmCall:
@@ -210,18 +191,13 @@ class TrtllmCall:
 
 
 class TrtllmDecode:
-    """Builds the decodes of one kind of layers, and keeps their zeroed workspace.
-
-    Attributes:
-        workspace: uint8.
-        number: how often the tensors that CUDA graphs read were written; None without CUDA graphs.
-    """
+    """Builds the decodes of one kind of layers, and keeps their zeroed workspace."""
 
     def __init__(self, context: BackendContext, kernel: MLAKernel) -> None:
         self._context, config = context, context.config
         self._causal = not config.non_causal
         size, on = context.plans["decode"].workspace_bytes, context.device
-        self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)  # uint8
         version = library.flashinfer().version
         self._masks_drafts = (kernel.name, kernel.implementation) != ("cute-dsl", "modular")
         ragged = {"trtllm-gen": RAGGED.value, "cute-dsl": CUTE_DSL_RAGGED.value}.get(kernel.name)
@@ -230,6 +206,7 @@ class TrtllmDecode:
         self._most = min(context.max_num_batched_tokens, context.max_num_seqs * config.max_decode_query_len)
         self._lens: Tensor | None = None
         self._table: Tensor | None = None
+        # how often the tensors that CUDA graphs read were written; None without CUDA graphs
         self.number: int | None = None
         if context.cuda_graphs:
             self.number = 0

@@ -41,22 +41,12 @@ def hnd_or_nhd(context: BackendContext) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhaseKernel:
-    """A native kernel with what all calls of one phase have in common. One object per phase: it is the wrappers' key.
-
-    Attributes:
-        backend: ``fa2``, ``fa3`` or ``cute-dsl``.
-        single_token: run by the decode wrapper, which takes one token per request.
-        sinks: whether it counts attention sinks: of fa2 and fa3 a variant does.
-        query_dtype, cache_dtype, output_dtype: as the kernel takes them.
-        window_left: keys before a query's own that it sees, -1 for all.
-        soft_cap: of logits, 0.0 for none.
-        split_kv: whether long sequences may be split, by the load.
-    """
+    """A native kernel with what all calls of one phase share. One object per phase: it is the wrappers' key."""
 
     backend: Literal["fa2", "fa3", "cute-dsl"]
-    single_token: bool
-    sinks: bool
-    query_dtype: torch.dtype
+    single_token: bool  # run by the decode wrapper, which takes one token per request
+    sinks: bool  # whether it counts attention sinks: of fa2 and fa3 a variant does
+    query_dtype: torch.dtype  # query_dtype, cache_dtype, output_dtype: as the kernel takes them
     cache_dtype: torch.dtype
     output_dtype: torch.dtype
     num_heads: int
@@ -64,9 +54,9 @@ class PhaseKernel:
     head_size: int
     page_size: int
     kv_layout: str
-    window_left: int
-    soft_cap: float
-    split_kv: bool
+    window_left: int  # keys before a query's own that it sees, -1 for all
+    soft_cap: float  # of logits, 0.0 for none
+    split_kv: bool  # whether long sequences may be split, by the load
 
     @classmethod
     def of(cls, kernel: NativeKernel, context: BackendContext, *, decode: bool) -> PhaseKernel:
@@ -157,19 +147,13 @@ class PageLists:
     """The pages of a step's requests: lists on the host, page indices on the device.
 
     numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us and more.
-
-    Attributes:
-        paged_kv_indptr: int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages.
-        paged_kv_indices: int32 on the device, at least ``paged_kv_indptr[-1]`` long: the pages of each request.
-        paged_kv_last_page_len: int32 ``(B,)`` on the host, tokens in the last page: ``page_size`` for a full one, 0 for
-            a request without keys.
-        seq_lens: int32 ``(B,)`` on the host.
     """
 
-    paged_kv_indptr: Tensor
-    paged_kv_indices: Tensor
+    paged_kv_indptr: Tensor  # int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages
+    paged_kv_indices: Tensor  # int32 on the device, at least ``paged_kv_indptr[-1]`` long: the pages of each request
+    # int32 ``(B,)`` on the host, tokens in the last page: ``page_size`` for a full one, 0 for a request without keys
     paged_kv_last_page_len: Tensor
-    seq_lens: Tensor
+    seq_lens: Tensor  # int32 ``(B,)`` on the host
 
     @property
     def num_reqs(self) -> int:
@@ -196,21 +180,13 @@ class PageLists:
 
 @dataclass(slots=True)
 class GraphBuffers:
-    """Index lists of captured decodes, on the device, where they stay; a batch size uses the front of them.
+    """Index lists of captured decodes, on the device, where they stay; a batch size uses the front of them."""
 
-    Attributes:
-        paged_kv_indptr: int32 ``(max_num_seqs + 1,)``.
-        paged_kv_indices: int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens.
-        paged_kv_last_page_len: int32 ``(max_num_seqs,)``.
-        qo_indptr: int32 ``(max_num_seqs + 1,)``, one token per request.
-        by_rows: whether the pages are rows of equal width (``RowLists``) instead of one list.
-    """
-
-    paged_kv_indptr: Tensor
-    paged_kv_indices: Tensor
-    paged_kv_last_page_len: Tensor
-    qo_indptr: Tensor
-    by_rows: bool = False
+    paged_kv_indptr: Tensor  # int32 ``(max_num_seqs + 1,)``
+    paged_kv_indices: Tensor  # int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens
+    paged_kv_last_page_len: Tensor  # int32 ``(max_num_seqs,)``
+    qo_indptr: Tensor  # int32 ``(max_num_seqs + 1,)``, one token per request
+    by_rows: bool = False  # whether the pages are rows of equal width (``RowLists``) instead of one list
 
     @classmethod
     def make(cls, context: BackendContext) -> GraphBuffers:

@@ -154,34 +154,23 @@ def _pinned_of(wrapper: Any) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class Schedule:
-    """Where plans lie on the device; several wrappers may share it.
+    """Where plans lie on the device; several wrappers may share it."""
 
-    Attributes:
-        memory: uint8; None: the wrapper's own.
-        holder: the plan that is there; None where there is none that can be trusted.
-    """
-
-    memory: Tensor | None = None
-    holder: Plan | None = None
+    memory: Tensor | None = None  # uint8; None: the wrapper's own
+    holder: Plan | None = None  # the plan that is there; None where there is none that can be trusted
 
 
 @dataclass(slots=True, eq=False)
 class Wrapper:
-    """One of FlashInfer's wrappers.
+    """One of FlashInfer's wrappers."""
 
-    Attributes:
-        made: FlashInfer's object.
-        schedule: where its plans go.
-        captured: whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees.
-        compiled: what its ``plan`` calls (``CompiledPlan``), by causality; not there where it is not known (yet).
-        balanced: ``MLALists.info_of`` it; None before its first balanced plan.
-    """
-
-    made: Any
-    schedule: Schedule
+    made: Any  # FlashInfer's object
+    schedule: Schedule  # where its plans go
+    # whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees
     captured: bool = False
+    # what its ``plan`` calls (``CompiledPlan``), by causality; not there where it is not known (yet)
     compiled: dict[bool, Any] = field(default_factory=dict)
-    balanced: Any = None
+    balanced: Any = None  # ``MLALists.info_of`` it; None before its first balanced plan
 
 
 class Plan(ABC):

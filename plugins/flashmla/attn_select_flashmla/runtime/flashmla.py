@@ -30,30 +30,19 @@ from attn_select_flashmla.runtime.lse import store_lse
 
 @dataclass(slots=True)
 class Padding:
-    """Queries of different lengths as ``B * q_len`` rows.
+    """Queries of different lengths as ``B * q_len`` rows."""
 
-    Attributes:
-        sources: int64 ``(B * q_len,)``, the token that each row takes; rows in front repeat their request's first.
-        places: int64 ``(T,)``, the row of each token.
-    """
-
-    sources: Tensor
-    places: Tensor
+    sources: Tensor  # int64 ``(B * q_len,)``, the token that each row takes; rows in front repeat their request's first
+    places: Tensor  # int64 ``(T,)``, the row of each token
 
 
 @dataclass(slots=True)
 class FlashMLAMetadata(DenseBatch):
-    """One batch of B decodes.
+    """One batch of B decodes."""
 
-    Attributes:
-        num_reqs: B.
-        query_len: the longest query.
-        padding: None where all queries are ``query_len`` long.
-    """
-
-    num_reqs: int
-    query_len: int
-    padding: Padding | None
+    num_reqs: int  # B
+    query_len: int  # the longest query
+    padding: Padding | None  # None where all queries are ``query_len`` long
 
 
 def _kernel(context: BackendContext) -> FlashMLAKernel:

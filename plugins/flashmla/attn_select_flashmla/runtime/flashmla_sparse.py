@@ -46,19 +46,13 @@ MAX_DECODE_ROWS = 1024
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Tokens that one call of a kernel computes.
+    """Tokens that one call of a kernel computes."""
 
-    Attributes:
-        rows: the tokens.
-        schedule: of the decode kernel, shared by all layers; None: the prefill kernel.
-        blocks: int64 ``(n,)``, the blocks to copy first; None: the cache itself is read.
-        positions: int32 ``(num_blocks,)``, where each block of the cache lies in the copy, negative if nowhere. Made by
-            the first layer, which knows how many blocks there are.
-    """
-
-    rows: slice
-    schedule: Any = None
-    blocks: Tensor | None = None
+    rows: slice  # the tokens
+    schedule: Any = None  # of the decode kernel, shared by all layers; None: the prefill kernel
+    blocks: Tensor | None = None  # int64 ``(n,)``, the blocks to copy first; None: the cache itself is read
+    # int32 ``(num_blocks,)``, where each block of the cache lies in the copy, negative if nowhere. Made by the first
+    # layer, which knows how many blocks there are.
     positions: Tensor | None = None
 
     def position_of(self, indices: Tensor, num_blocks: int) -> Tensor:

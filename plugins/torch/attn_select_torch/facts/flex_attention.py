@@ -88,14 +88,10 @@ def _cpu_has_template() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FlexKernel:
-    """What inductor compiles.
+    """What inductor compiles."""
 
-    Attributes:
-        language: of the template.
-        stages: tiles of keys and values that a GPU's kernel loads ahead: two where shared memory holds them, else one.
-    """
-
-    language: Literal["C++", "Triton"]
+    language: Literal["C++", "Triton"]  # of the template
+    # tiles of keys and values that a GPU's kernel loads ahead: two where shared memory holds them, else one
     stages: int
 
     @property

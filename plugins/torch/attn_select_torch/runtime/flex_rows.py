@@ -18,25 +18,16 @@ FAR = 2**30
 
 @dataclass(slots=True)
 class Rows:
-    """Rows and tiles of a batch on the host.
+    """Rows and tiles of a batch on the host."""
 
-    Attributes:
-        tiles: how many.
-        tokens: int32, the token of each row; for padding the first one of its request.
-        requests: int32, the request of each row.
-        valid: bool, False for padding.
-        bounds: int32, first and last position that each row sees; a pair more for image ranges.
-        first_rows: int32, the first row of each request.
-        drafts_from: int32, per row the position of its request's first token of this step, from which on drafts form a
-            tree, or ``FAR``; None where the layer has no trees.
-    """
-
-    tiles: int
-    tokens: Tensor
-    requests: Tensor
-    valid: Tensor
-    bounds: list[Tensor]
-    first_rows: Tensor
+    tiles: int  # how many
+    tokens: Tensor  # int32, the token of each row; for padding the first one of its request
+    requests: Tensor  # int32, the request of each row
+    valid: Tensor  # bool, False for padding
+    bounds: list[Tensor]  # int32, first and last position that each row sees; a pair more for image ranges
+    first_rows: Tensor  # int32, the first row of each request
+    # int32, per row the position of its request's first token of this step, from which on drafts form a tree, or
+    # ``FAR``; None where the layer has no trees
     drafts_from: Tensor | None = None
 
 

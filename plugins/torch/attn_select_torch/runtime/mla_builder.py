@@ -24,21 +24,13 @@ FEW_KEYS = 128
 
 @dataclass(slots=True)
 class Gather:
-    """Decodes of one query length that are computed together: n requests, q tokens each, at most S keys.
+    """Decodes of one query length that are computed together: n requests, q tokens each, at most S keys."""
 
-    Attributes:
-        tokens: int64 ``(n * q,)``, their rows in the batch.
-        shape: ``(n, q, S)``.
-        slots: int64 ``(n * S,)`` of the cache; behind a request's last key its first one again.
-        visible: bool ``(n, q or 1, S)``; None where every row sees every key.
-        distance: int32 ``(n, q, S)``, from row to key, with ALiBi.
-    """
-
-    tokens: Tensor
-    shape: tuple[int, int, int]
-    slots: Tensor
-    visible: Tensor | None
-    distance: Tensor | None
+    tokens: Tensor  # int64 ``(n * q,)``, their rows in the batch
+    shape: tuple[int, int, int]  # ``(n, q, S)``
+    slots: Tensor  # int64 ``(n * S,)`` of the cache; behind a request's last key its first one again
+    visible: Tensor | None  # bool ``(n, q or 1, S)``; None where every row sees every key
+    distance: Tensor | None  # int32 ``(n, q, S)``, from row to key, with ALiBi
 
 
 class _Decode(NamedTuple):

@@ -28,37 +28,25 @@ CALL_BYTES = 2**28
 
 @dataclass(slots=True)
 class Varlen:
-    """``varlen_attn`` of the installed torch.
+    """``varlen_attn`` of the installed torch."""
 
-    Attributes:
-        function: with the arguments of ``varlen_attn``.
-        options: keyword arguments of every call.
-    """
-
-    function: Callable[..., Any]
-    options: dict[str, Any]
+    function: Callable[..., Any]  # with the arguments of ``varlen_attn``
+    options: dict[str, Any]  # keyword arguments of every call
 
 
 @dataclass(slots=True)
 class Call:
-    """Some requests of a batch.
+    """Some requests of a batch."""
 
-    Attributes:
-        start, end: their tokens.
-        query_start_loc, key_start_loc: int32 ``(B + 1,)`` on the device.
-        max_query_len, max_key_len: tokens.
-        rows: row numbers in the cache (``CacheGather.rows``); None without a cache, keys are then the step's own.
-        window: ``(left, right)`` keys that a row sees beside itself; -1: all.
-    """
-
-    start: int
+    start: int  # start, end: their tokens
     end: int
-    query_start_loc: Tensor
+    query_start_loc: Tensor  # query_start_loc, key_start_loc: int32 ``(B + 1,)`` on the device
     key_start_loc: Tensor
-    max_query_len: int
+    max_query_len: int  # max_query_len, max_key_len: tokens
     max_key_len: int
+    # row numbers in the cache (``CacheGather.rows``); None without a cache, keys are then the step's own
     rows: Tensor | None
-    window: tuple[int, int]
+    window: tuple[int, int]  # ``(left, right)`` keys that a row sees beside itself; -1: all
 
 
 def available(functions: Mapping[Phase, SdpaFunction]) -> Varlen | None:
