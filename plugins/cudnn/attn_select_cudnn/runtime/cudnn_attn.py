@@ -49,11 +49,7 @@ class Part:
 
 
 class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
-    """Builds a step's parts. Decodes come first in a batch, where both phases are run by this backend.
-
-    Raises:
-        KernelMismatchError: the frontend or cuDNN do not fit (``library.Graphs``).
-    """
+    """Builds a step's parts. Decodes come first in a batch, where both phases are run by this backend."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -68,11 +64,7 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> list[Part]:
-        """As ``AttentionMetadataBuilder.build``.
-
-        Raises:
-            BatchError: the step is not causal.
-        """
+        """As ``AttentionMetadataBuilder.build``."""
         common = common_attn_metadata
         if not common.causal:
             raise BatchError("the step is not causal: accepted are causal ones", hint="choose another backend for it")
@@ -126,11 +118,9 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
         )
 
     def _without_stale(self, common: CommonAttentionMetadata, table: Tensor, columns: int) -> Tensor:
-        """Return int32 ``(B, columns)``: the table with its first block in the place of those behind the last key.
-
-        The kernel for queries of several tokens loads whole tiles of keys and multiplies what is behind the last one by
-        0, so that it must be finite.
-        """
+        """Return int32 ``(B, columns)``: the table with its first block in the place of those behind the last key."""
+        # The kernel for queries of several tokens loads whole tiles of keys and multiplies what is behind the last one
+        # by 0, so that it must be finite.
         size, width = self.context.block_size or 1, table.shape[1]
         table = pad(table, (0, columns - width)) if width < columns else table[:, :columns]
         used = torch.div(common.seq_lens + (size - 1), size, rounding_mode="floor")

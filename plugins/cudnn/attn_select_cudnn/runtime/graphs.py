@@ -39,15 +39,10 @@ class Shape:
 
 
 class Graph:
-    """One graph, built for a shape.
-
-    Args:
-        cudnn: the module.
-        handle: of the device, from ``cudnn.create_handle``.
-        shape: what to build for.
-    """
+    """One graph, built for a shape."""
 
     def __init__(self, cudnn: Any, handle: Any, shape: Shape) -> None:
+        # handle: of the device, from ``cudnn.create_handle``
         self._handle = handle
         types = cudnn.data_type
         dtype = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[shape.dtype]

@@ -41,15 +41,7 @@ class CutlassMLAMetadata:
 
 
 class Adapter(ABC):
-    """The kernel as one distribution builds it. Shapes: B requests of one query each.
-
-    Args:
-        kernel: the build and the number of KV splits.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, its version is another, it was compiled without this kernel,
-            or a function is missing or has another signature.
-    """
+    """The kernel as one distribution builds it. Shapes: B requests of one query each."""
 
     def __init__(self, kernel: CutlassMLAKernel) -> None:
         self.kernel, self.build = kernel, build_of(kernel)
@@ -143,11 +135,9 @@ class SglKernel(SizedByItsLibrary):
         return found
 
 
+# It is called like that wrapper calls it, on a cache that is one tensor already. Compiles at the first load.
 class FlashInfer(Adapter):
-    """The function of FlashInfer's compiled module: its wrapper would copy the whole cache into one tensor.
-
-    It is called like that wrapper calls it, on a cache that is one tensor already. Compiles at the first load.
-    """
+    """The function of FlashInfer's compiled module: its wrapper would copy the whole cache into one tensor."""
 
     def __init__(self, kernel: CutlassMLAKernel) -> None:
         super().__init__(kernel)
@@ -158,11 +148,9 @@ class FlashInfer(Adapter):
         self._decode: Callable[..., Any] = getattr(compiled, name)
 
     def workspace_bytes(self, max_seq_len: int, num_requests: int, sm_count: int) -> int:
-        """Return a bound: the module has no such function, and the kernel takes at most one split per SM.
-
-        ``max(1, sm_count / B)`` splits of B requests (flashinfer-ai/flashinfer
-        include/flashinfer/attention/blackwell/device/sm100_mla.hpp v0.6.14, set_split_kv), later ones half as many.
-        """
+        """Return a bound: the module has no such function, and the kernel takes at most one split per SM."""
+        # ``max(1, sm_count / B)`` splits of B requests (flashinfer-ai/flashinfer
+        # include/flashinfer/attention/blackwell/device/sm100_mla.hpp v0.6.14, set_split_kv), later ones half as many.
         return BYTES_PER_SPLIT * max(num_requests, sm_count)
 
     def query_factor(self, scale: float) -> float:

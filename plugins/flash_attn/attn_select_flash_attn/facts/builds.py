@@ -217,13 +217,9 @@ def proves_invariance(build: FlashAttnBuild, capability: tuple[int, int] | None)
 
 
 def builds_for(capability: tuple[int, int] | None, batch_invariant: bool = False) -> tuple[FlashAttnBuild, ...]:
-    """Return the builds that a device of this compute capability can run, preferred first.
-
-    For a device that runs none (CPU, below 8.0) it is all, so that a layer's other obstacles can still be named.
-
-    Args:
-        batch_invariant: whether those whose batch invariance nobody proved come last.
-    """
+    """Return the builds that a device of this compute capability can run, preferred first."""
+    # For a device that runs none (CPU, below 8.0) it is all, so that a layer's other obstacles can still be named.
+    # batch_invariant: whether those whose batch invariance nobody proved come last
     if capability is None or capability < (8, 0):
         return BUILDS
     fitting = [build for build in BUILDS if build.compute_capabilities.value.accepts(capability)]

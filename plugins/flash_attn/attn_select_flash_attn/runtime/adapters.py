@@ -88,16 +88,7 @@ class Step:
 
 
 class Adapter(ABC):
-    """One function of one build.
-
-    Args:
-        build: the build that the function is taken from.
-        paged: whether K and V are paged, or packed one request behind the other.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, has no kernels for this machine, or its function is missing
-            or takes other arguments than this adapter passes.
-    """
+    """One function of one build."""
 
     function_name: ClassVar[str] = "flash_attn_varlen_func"
     tensors: ClassVar[tuple[str, ...]] = ("q", "k", "v")
@@ -115,6 +106,7 @@ class Adapter(ABC):
         return torch.float32 if self.build.version == 4 else torch.bfloat16
 
     def __init__(self, build: FlashAttnBuild, *, paged: bool) -> None:
+        # paged: whether K and V are paged, or packed one request behind the other
         self.build, self.paged = build, paged
         installed = InstalledBuild(build)
         if not getattr(installed.module, f"{build.kernel}_AVAILABLE", True):
@@ -145,19 +137,14 @@ class Adapter(ABC):
     def step_arguments(
         self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
     ) -> Arguments:
-        """Return the arguments that are fixed per step.
-
-        Args:
-            schedule: from ``schedule``.
-            key_start_loc: int32, at least ``(B + 1,)``: takes the prefix sums of ``seq_lens`` where they are needed.
-        """
+        """Return the arguments that are fixed per step."""
+        # schedule: from ``schedule``
+        # key_start_loc: int32, at least ``(B + 1,)``: takes the prefix sums of ``seq_lens`` where they are needed
 
     def longest_query(self, step: Step) -> int:
-        """Return ``max_seqlen_q``.
-
-        With 1 FA2 assumes exactly one query per request (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd) and
-        chooses itself how to split keys. Where one of these is wrong, 2 is passed. Nothing else changes with it.
-        """
+        """Return ``max_seqlen_q``."""
+        # With 1 FA2 assumes exactly one query per request (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd) and
+        # chooses itself how to split keys. Where one of these is wrong, 2 is passed. Nothing else changes with it.
         alone = step.max_query_len == 1 and self.build.version == 2
         return 2 if alone and (step.num_tokens != step.num_reqs or step.num_splits == 1) else step.max_query_len
 
@@ -166,10 +153,9 @@ class Adapter(ABC):
         return step.max_key_len
 
     def schedule(self, step: Step, shape: Shape) -> Tensor | None:
-        """Return FA3's schedule of a step, int32 (hopper/flash_api.cpp, mha_fwd_get_scheduler_metadata), or None.
-
-        Every argument must be what the attention function will get: the schedule's size and contents follow from them.
-        """
+        """Return FA3's schedule of a step, int32 (hopper/flash_api.cpp, mha_fwd_get_scheduler_metadata), or None."""
+        # Every argument must be what the attention function will get: the schedule's size and contents follow from
+        # them.
         if self._schedule is None:
             return None
         return self._schedule(
@@ -330,11 +316,9 @@ class VarlenAdapter(Adapter):
         return arguments
 
 
+# It returns the LSE, or None, beside the output, and is the one that vLLM calls in its copy.
 class CuteAdapter(Adapter):
-    """FA4 of flash-attn-4: the function under ``flash_attn_varlen_func``, which alone takes ``out`` and descales.
-
-    It returns the LSE, or None, beside the output, and is the one that vLLM calls in its copy.
-    """
+    """FA4 of flash-attn-4: the function under ``flash_attn_varlen_func``, which alone takes ``out`` and descales."""
 
     function_name = "_flash_attn_fwd"
     sinks_argument = "learnable_sink"

@@ -67,11 +67,7 @@ def _is_fp8(context: BackendContext) -> bool:
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
-    """Builds the metadata of one kind of layers.
-
-    Raises:
-        KernelMismatchError: the plan's build cannot be called.
-    """
+    """Builds the metadata of one kind of layers."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -57,11 +57,7 @@ def _adapter(context: BackendContext, phase: Phase) -> Adapter | None:
 
 
 class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
-    """Builds the metadata of one kind of layers.
-
-    Raises:
-        KernelMismatchError: a plan's build cannot be called.
-    """
+    """Builds the metadata of one kind of layers."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -47,11 +47,7 @@ class SparseStep:
 
 
 class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
-    """Builds without a kernel launch.
-
-    Raises:
-        KernelMismatchError: the plan's build cannot be called.
-    """
+    """Builds without a kernel launch."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

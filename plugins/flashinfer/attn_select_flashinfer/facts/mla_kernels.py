@@ -382,13 +382,9 @@ def choose_kernel(
     device: Device,
     environment: Environment,
 ) -> tuple[K, str] | list[Reason]:
-    """Return the first kernel that runs the layer and why it is chosen, or every reason why none runs it.
-
-    Args:
-        option: key of the option that names one kernel, and ``wanted`` its value.
-        offered: the device's kernels, best first.
-        kernels: by name.
-    """
+    """Return the first kernel that runs the layer and why it is chosen, or every reason why none runs it."""
+    # option: key of the option that names one kernel, and ``wanted`` its value
+    # offered: the device's kernels, best first
     if wanted != "auto":
         names = [name for name, _ in offered]
         if wanted not in names:

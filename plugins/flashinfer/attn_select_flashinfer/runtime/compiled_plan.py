@@ -53,32 +53,21 @@ class CompiledPlan:
     later: tuple[Any, ...]  # heads, page size, window and what else stands behind the numbers of tokens and requests
 
     def __call__(self, pinned: Tensor, queries: Tensor, pages: Tensor, seq_lens: Tensor, tokens: int) -> Any:
-        """Make a schedule.
-
-        Args:
-            pinned: where it is written; the device's copy is read from there later.
-            queries: int32 ``(B + 1,)`` on the host, prefix sums of the query lengths.
-            pages: int32 ``(B + 1,)`` on the host, where each request's pages begin, by fa2 prefix sums of their number.
-            seq_lens: int32 ``(B,)`` on the host.
-            tokens: the last of ``queries``.
-
-        Returns:
-            What ``run`` reads as the wrapper's ``_plan_info``.
-        """
+        """Make a schedule."""
+        # pinned: where it is written; the device's copy is read from there later
+        # queries: int32 ``(B + 1,)`` on the host, prefix sums of the query lengths
+        # pages: int32 ``(B + 1,)`` on the host, where each request's pages begin, by fa2 prefix sums of their number
+        # Returns what ``run`` reads as the wrapper's ``_plan_info``.
         return self.function(*self.before, pinned, queries, pages, seq_lens, tokens, seq_lens.shape[0], *self.later)
 
 
+# Nothing is kept at a wrapper's first plan, which looks the module up.
 class Recorder:
-    """While it is entered, keeps what a wrapper's ``plan`` calls: its module is asked for ``plan`` through this.
-
-    Nothing is kept at a wrapper's first plan, which looks the module up.
-
-    Args:
-        made: FlashInfer's wrapper.
-        more: attributes beside ``LISTS`` and ``PLANNED`` that are written in the place of ``plan``.
-    """
+    """While it is entered, keeps what a wrapper's ``plan`` calls: its module is asked for ``plan`` through this."""
 
     def __init__(self, made: Any, more: tuple[str, ...] = ()) -> None:
+        # made: FlashInfer's wrapper
+        # more: attributes beside ``LISTS`` and ``PLANNED`` that are written in the place of ``plan``
         self._made, self._arguments = made, ()
         known = all(hasattr(made, name) for name in (*LISTS, *PLANNED, *more))
         self._module: Any = made._cached_module if known else None
@@ -122,13 +111,7 @@ class Rows:
 
 
 class RowsPlan(NativePlan):
-    """A batch whose pages are rows, planned by a wrapper's compiled function.
-
-    Args:
-        compiled: the function.
-        host: what it gets of the batch.
-        written: attributes of the wrapper, as ``plan`` would have left them.
-    """
+    """A batch whose pages are rows, planned by a wrapper's compiled function."""
 
     __slots__ = ("_compiled", "_written")
 
@@ -141,6 +124,8 @@ class RowsPlan(NativePlan):
         host: tuple[Any, ...],
         written: dict[str, Any],
     ) -> None:
+        # host: what it gets of the batch
+        # written: attributes of the wrapper, as ``plan`` would have left them
         self._compiled, self._written = compiled, written
         super().__init__(wrapper, pool, kernel, host, {})
 
@@ -153,12 +138,7 @@ class RowsPlan(NativePlan):
 
 
 class RowLists:
-    """Makes the lists of batches whose pages are rows of a table.
-
-    Args:
-        page_size: tokens of a page.
-        device: where kernels read the lists.
-    """
+    """Makes the lists of batches whose pages are rows of a table."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size, self._device = page_size, device
@@ -182,10 +162,8 @@ class RowLists:
         return torch.from_numpy(pages), torch.from_numpy(lens)
 
     def of(self, common: CommonAttentionMetadata, first: int, last: int) -> Rows | None:
-        """Return the rows of requests ``first .. last - 1``.
-
-        None where kernels cannot read them: they do not lie one behind the other, or places exceed 32 bits.
-        """
+        """Return the rows of requests ``first .. last - 1``."""
+        # None where kernels cannot read them: they do not lie one behind the other, or places exceed 32 bits.
         table, size, requests = common.block_table_tensor, self._page_size, last - first
         assert table is not None
         if first:

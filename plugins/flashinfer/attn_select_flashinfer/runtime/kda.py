@@ -16,11 +16,7 @@ from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferKdaImpl(StateImpl):
-    """Runs one layer.
-
-    Raises:
-        KernelMismatchError: FlashInfer's entry takes no such arguments.
-    """
+    """Runs one layer."""
 
     raw_gates = ("prefill",)
     least_log_decay: ClassVar[Mapping[Phase, float]] = {"prefill": LEAST_LOG_DECAY.value}

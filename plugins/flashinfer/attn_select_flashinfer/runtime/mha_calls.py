@@ -34,16 +34,14 @@ class Native(NamedTuple):
 
 
 class LayerArguments:
-    """A layer's terms as the kernels take them, in different forms; each form is made once.
-
-    Args:
-        terms: the layer's. Of its scales the host's floats are passed, for a device tensor would have to be read back.
-        quantized: whether the cache is FP8: otherwise the scales are not read.
-    """
+    """A layer's terms as the kernels take them, in different forms; each form is made once."""
 
     __slots__ = ("_bmm", "_made", "_output_scale", "_scale", "quantized", "scales", "sinks")
 
     def __init__(self, terms: Terms, *, quantized: bool) -> None:
+        # terms: the layer's. Of its scales the host's floats are passed, for a device tensor would have to be read
+        # back.
+        # quantized: whether the cache is FP8: otherwise the scales are not read
         self._scale, self.scales, self.quantized = terms.scale, terms.scales, quantized
         self.sinks = float_sinks(terms).sinks
         self._made: dict[tuple[bool, bool, bool], Native] = {}
@@ -51,10 +49,8 @@ class LayerArguments:
         self._output_scale: tuple[Tensor, float] | None = None
 
     def output_scale(self, outputs: Outputs) -> float | None:
-        """Return the scale of a quantised output, which kernels take as a number; read back once, in a warm-up step.
-
-        An FP8 number times it is the output; with FP4 it is ``o_sf_scale``, which the block scales are multiplied by.
-        """
+        """Return the scale of a quantised output, which kernels take as a number; read back once, in a warm-up step."""
+        # An FP8 number times it is the output; with FP4 it is ``o_sf_scale``, which the block scales are multiplied by.
         if outputs.scale is None:
             return None
         if self._output_scale is None or self._output_scale[0] is not outputs.scale:
@@ -62,13 +58,11 @@ class LayerArguments:
         return self._output_scale[1]
 
     def native(self, kernel: PhaseKernel) -> Native:
-        """Return what a native kernel gets.
-
-        The wrappers multiply ``sm_scale``, planned as 1, by ``q_scale``, and the output by ``v_scale`` in a kernel of
-        its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the scores
-        are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and ``q_scale`` is
-        multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
-        """
+        """Return what a native kernel gets."""
+        # The wrappers multiply ``sm_scale``, planned as 1, by ``q_scale``, and the output by ``v_scale`` in a kernel of
+        # its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the
+        # scores are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and
+        # ``q_scale`` is multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
         key = kernel.fp8_query, kernel.sinks, kernel.single_token
         if key not in self._made:
             self._made[key] = self._fp8(kernel) if kernel.fp8_query else self._plain(kernel)
@@ -99,11 +93,9 @@ class LayerArguments:
         return Native((), {**keywords, "q_scale": scale}, divisor)
 
     def trtllm(self, fp8_query: bool, outputs: Outputs) -> tuple[float, float]:
-        """Return ``bmm1_scale`` and ``bmm2_scale``.
-
-        The second is XQA's one scale for K and V, which the first is divided by (xqa_batch_decode_with_kv_cache in
-        flashinfer/decode.py 0.6.14), so an FP8 output's scale goes there too, and with 16 bits it must be 1.
-        """
+        """Return ``bmm1_scale`` and ``bmm2_scale``."""
+        # The second is XQA's one scale for K and V, which the first is divided by (xqa_batch_decode_with_kv_cache in
+        # flashinfer/decode.py 0.6.14), so an FP8 output's scale goes there too, and with 16 bits it must be 1.
         key = fp8_query, None if outputs.block_scale is not None else self.output_scale(outputs)
         if key not in self._bmm:
             self._bmm[key] = self._trtllm(*key)
@@ -195,13 +187,11 @@ class FIDecode(NativePart):
         blank_rows(outputs, self.seq_lens == 0, layer.sinks)
 
 
+# FlashInfer's ``MultiLevelCascadeAttentionWrapper`` does the same, but takes one softmax scale per plan instead of
+# one per layer, no FP8 scales, no output and no sinks, and returns no LSE.
 @dataclass(slots=True, kw_only=True)
 class FICascade(Part):
-    """A prefix that all requests share, attended to once by all queries, and each request's rest; merged.
-
-    FlashInfer's ``MultiLevelCascadeAttentionWrapper`` does the same, but takes one softmax scale per plan instead of
-    one per layer, no FP8 scales, no output and no sinks, and returns no LSE.
-    """
+    """A prefix that all requests share, attended to once by all queries, and each request's rest; merged."""
 
     prefix: FIPrefill
     rest: FIPrefill

@@ -53,17 +53,10 @@ class Lists(NamedTuple):
 
 
 class NativeDecode:
-    """Plans the decodes of one kind of layers.
-
-    Args:
-        context: its decode plan names the kernel.
-        kernel: ``fa3`` or ``fa2``.
-
-    Raises:
-        ConfigError: batches of this capacity may exceed what a schedule holds.
-    """
+    """Plans the decodes of one kind of layers."""
 
     def __init__(self, context: BackendContext, kernel: str, scale: SharedScale) -> None:
+        # kernel: ``fa3`` or ``fa2``
         config, self._context, self._scale = context.config, context, scale
         self._size, self._heads = cast(int, context.block_size), config.num_heads
         self._causal = not config.non_causal
@@ -120,11 +113,9 @@ class NativeDecode:
         return Wrapper(made, self._schedule, captured="use_cuda_graph" in buffers)
 
     def capture(self, common: CommonAttentionMetadata) -> ScaledPlan:
-        """Return the call to capture. From then on its wrapper serves all batches of this size.
-
-        Its page indices are the captured block table, and a plan copies another table there. Since 0.7 they have
-        a place of their own.
-        """
+        """Return the call to capture. From then on its wrapper serves all batches of this size."""
+        # Its page indices are the captured block table, and a plan copies another table there. Since 0.7 they have a
+        # place of their own.
         causal = self._causal and common.causal and common.max_query_len > 1
         requests = common.num_actual_tokens if causal and self._by_token(common) else common.num_reqs
         if requests not in self._captured:
@@ -139,11 +130,7 @@ class NativeDecode:
         return self.build(common)
 
     def build(self, common: CommonAttentionMetadata) -> ScaledPlan:
-        """Return the decodes of a batch, planned.
-
-        Raises:
-            BatchError: a block table of more tokens than the kernels count.
-        """
+        """Return the decodes of a batch, planned."""
         causal = self._causal and common.causal and common.max_query_len > 1
         lists, single = self._lists(common), common.max_query_len == 1
         if causal and self._by_token(common):

@@ -154,14 +154,8 @@ class MLALists:
         return 4 * _LISTS * MLALists.width(requests)
 
     def info_of(self, wrapper: Any) -> Any:
-        """Return the numbers of a plan of ``wrapper`` with the offsets of these lists.
-
-        Args:
-            wrapper: what ``run`` reads a plan from (``planned``).
-
-        Raises:
-            KernelMismatchError: the wrapper's plan is not the one that this module knows.
-        """
+        """Return the numbers of a plan of ``wrapper`` with the offsets of these lists."""
+        # wrapper: what ``run`` reads a plan from (``planned``)
         info: Any = getattr(wrapper, _PLANNED[0], None) or ()
         if len(info) != _FIELDS or not all(hasattr(wrapper, name) for name in _PLANNED):
             text = f"a plan of {type(wrapper).__name__} of the installed FlashInfer is not {', '.join(_PLANNED)}"
@@ -176,11 +170,9 @@ class MLALists:
 
 
 def planned(wrapper: Any) -> Any:
-    """Return what a planned wrapper's ``run`` reads its plan from.
-
-    Before 0.7 that is the wrapper, since then the back end that it has planned (mla/_batch_mla/_wrapper.py and
-    _backends/_fa_common.py 0.7.2.post1).
-    """
+    """Return what a planned wrapper's ``run`` reads its plan from."""
+    # Before 0.7 that is the wrapper, since then the back end that it has planned (mla/_batch_mla/_wrapper.py and
+    # _backends/_fa_common.py 0.7.2.post1).
     return getattr(wrapper, "_planned_backend", wrapper)
 
 
@@ -204,13 +196,9 @@ class BalancedPlan:
     _host: Tensor | None = None
 
     def put(self, wrapper: Any, info: Any, scale: float, *, captured: bool) -> None:
-        """Make it the plan of a wrapper that has planned such a batch before, not waiting for the device.
-
-        Args:
-            info: from ``MLALists.info_of``.
-            scale: of the softmax.
-            captured: whether page indices have a place of their own, which a CUDA graph reads.
-        """
+        """Make it the plan of a wrapper that has planned such a batch before, not waiting for the device."""
+        # info: from ``MLALists.info_of``
+        # captured: whether page indices have a place of their own, which a CUDA graph reads
         place = self.place
         if self._host is None:
             self._host, lists = place.host()
@@ -226,14 +214,11 @@ class BalancedPlan:
 def write_lists(
     lists: NDArray[np.int32], rows: int, queries: Tensor, pages: Tensor, keys: Tensor, *, grid: tuple[int, int]
 ) -> int:
-    """Write the lists of a schedule in the order of ``MLAPlanInfo``, and return how many pieces there are.
-
-    Args:
-        lists: ``(lists, width)``, from ``MLALists.host``.
-        rows: query heads.
-        queries, pages, keys: as ``BalancedPlan`` has them.
-        grid: CTAs of a cluster, and clusters.
-    """
+    """Write the lists of a schedule in the order of ``MLAPlanInfo``, and return how many pieces there are."""
+    # lists: ``(lists, width)``, from ``MLALists.host``
+    # rows: query heads
+    # queries, pages, keys: as ``BalancedPlan`` has them
+    # grid: CTAs of a cluster, and clusters
     ctas, clusters = grid
     begins = queries.numpy()
     lens = begins[1:] - begins[:-1]

@@ -65,14 +65,10 @@ class SparseCall:
 
 
 class SparseSchedules:
-    """Makes schedules, and keeps a CUDA graph's schedule where the graph finds it.
-
-    Args:
-        context: sparse layers of one kind.
-        width: k, slots of a row, at least ``sparse_top_k``.
-    """
+    """Makes schedules, and keeps a CUDA graph's schedule where the graph finds it."""
 
     def __init__(self, context: BackendContext, width: int) -> None:
+        # width: k, slots of a row, at least ``sparse_top_k``
         config = context.config
         self._device, self._heads, self._width = context.device, config.num_heads, width
         self._most = cast(int, config.sparse_top_k)

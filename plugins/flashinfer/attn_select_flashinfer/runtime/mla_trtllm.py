@@ -49,11 +49,7 @@ Scale = float | Tensor
 
 
 def heads_of(kernel: MLAKernel, config: AttentionConfig) -> int:
-    """Return the heads that a kernel works on: the plan's, or more where ranks gather the queries of their heads.
-
-    Raises:
-        ConfigError: they are more than the kernel takes.
-    """
+    """Return the heads that a kernel works on: the plan's, or more where ranks gather the queries of their heads."""
     if config.num_heads <= kernel.heads:
         return kernel.heads
     if config.num_heads > MAX_HEADS:
@@ -178,11 +174,7 @@ class TrtllmCall:
         return self._rows
 
     def check(self) -> None:
-        """Compare the call with what is in the tensors that CUDA graphs read.
-
-        Raises:
-            BatchError: a later build has overwritten them.
-        """
+        """Compare the call with what is in the tensors that CUDA graphs read."""
         if self.number != self.builder.number:
             raise BatchError(
                 "a later build has overwritten the lengths of this batch, which CUDA graphs keep in one place",

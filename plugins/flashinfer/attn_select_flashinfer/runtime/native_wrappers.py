@@ -129,12 +129,10 @@ class PhaseKernel:
         return {"jit_args": arguments, "jit_kwargs": {"use_sliding_window": window}}
 
 
+# FlashInfer looks for it with Python's ``max`` over the tensor (decode.py and prefill.py 0.6.14, ``plan``): 2.3 us
+# per request on an H100's host, 80 % of the time of a plan for 256.
 class HostLengths(Tensor):
-    """Lengths on the host of which ``max()`` asks for the largest alone.
-
-    FlashInfer looks for it with Python's ``max`` over the tensor (decode.py and prefill.py 0.6.14, ``plan``): 2.3 us
-    per request on an H100's host, 80 % of the time of a plan for 256.
-    """
+    """Lengths on the host of which ``max()`` asks for the largest alone."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
 
@@ -142,12 +140,11 @@ class HostLengths(Tensor):
         yield self.amax()
 
 
+# numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us and
+# more.
 @dataclass(slots=True)
 class PageLists:
-    """The pages of a step's requests: lists on the host, page indices on the device.
-
-    numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us and more.
-    """
+    """The pages of a step's requests: lists on the host, page indices on the device."""
 
     paged_kv_indptr: Tensor  # int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages
     paged_kv_indices: Tensor  # int32 on the device, at least ``paged_kv_indptr[-1]`` long: the pages of each request
@@ -162,11 +159,8 @@ class PageLists:
 
     @classmethod
     def of(cls, seq_lens: Tensor, page_size: int, indices: Tensor | None, device: torch.device) -> PageLists:
-        """Return the lists of requests with these lengths, int32 ``(B,)`` on the host.
-
-        Args:
-            indices: where page indices are to be written, at its front; None: a new tensor on ``device``.
-        """
+        """Return the lists of requests with these lengths, int32 ``(B,)`` on the host."""
+        # indices: where page indices are to be written, at its front; None: a new tensor on ``device``
         lens = seq_lens.numpy().copy()  # a copy: a batch may be planned again after the caller has changed its lengths
         pages = (lens + (page_size - 1)) // page_size
         indptr = np.zeros(len(lens) + 1, dtype=np.int32)
@@ -202,18 +196,13 @@ class GraphBuffers:
         )
 
 
+# Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory. All wrappers of one role share
+# one such buffer, since a step plans and runs one of them.
 class WrapperPool:
-    """The wrappers of one kind of layers.
-
-    Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory. All wrappers of one role share
-    one such buffer, since a step plans and runs one of them.
-
-    Args:
-        context: the kind.
-        scratch: uint8 on the device, for partial results; all wrappers share it, as kernels run one after the other.
-    """
+    """The wrappers of one kind of layers."""
 
     def __init__(self, context: BackendContext, scratch: Tensor) -> None:
+        # scratch: uint8 on the device, for partial results; all wrappers share it, as kernels run one after the other
         self._context, self.scratch = context, scratch
         self.ring = PinnedRing(context.device)
         self._schedules: dict[str, Schedule] = {}
@@ -266,20 +255,14 @@ class WrapperPool:
 
 
 class NativePlan(Plan):
-    """A batch planned on a native wrapper.
-
-    Args:
-        lists, more: what ``plan`` gets of the batch, by place and by name.
-
-    Raises:
-        BatchError: the schedule or its partial results need more scratch than there is.
-    """
+    """A batch planned on a native wrapper."""
 
     __slots__ = ("_cleared", "_kernel", "_lists", "_more", "_pool")
 
     def __init__(
         self, wrapper: Wrapper, pool: WrapperPool, kernel: PhaseKernel, lists: tuple[Tensor, ...], more: dict[str, Any]
     ) -> None:
+        # lists, more: what ``plan`` gets of the batch, by place and by name
         self._pool, self._kernel, self._lists, self._more = pool, kernel, lists, more
         # A captured grid has spare blocks. ``PrefillPlan`` (attention/scheduler.cuh 0.6.14) masks them only where keys
         # are split. Else they run by what the pinned buffer held before, which may be any rows. With zeros there they

@@ -65,18 +65,9 @@ class DenseBatch:
     schedule: Any  # shared by all layers, filled by the first
 
 
+# The returned LSE is the natural logarithm, float32, +inf in a row without keys, and without the sinks.
 class Adapter(ABC):
-    """FlashMLA as one distribution builds it. Shapes: B requests of ``q_len`` queries, H heads, int32 index tensors.
-
-    The returned LSE is the natural logarithm, float32, +inf in a row without keys, and without the sinks.
-
-    Args:
-        build: whose functions are called.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, its version is another, or a function is missing or has
-            another signature.
-    """
+    """FlashMLA as one distribution builds it. Shapes: B requests of ``q_len`` queries, H heads, int32 index tensors."""
 
     # whether the 16-bit and sparse kernels write where they are told to; else ``out`` is ignored
     writes_output: ClassVar[bool] = False
@@ -355,11 +346,7 @@ _ADAPTERS: dict[str, type[Adapter]] = {
 
 @cache
 def adapter_of(build: FlashMLABuild) -> Adapter:
-    """Return the adapter of a build; imports its library. One per build.
-
-    Raises:
-        KernelMismatchError: as ``Adapter``.
-    """
+    """Return the adapter of a build; imports its library. One per build."""
     return _ADAPTERS[build.distribution](build)
 
 

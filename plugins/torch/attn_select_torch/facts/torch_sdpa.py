@@ -59,12 +59,10 @@ _NAMES: dict[SdpaFunction, str] = {
 }
 
 
+# With ``cuDNN and varlen_attn`` whole prompts of some length are computed by cuDNN, everything else by the other.
 @dataclass(frozen=True, slots=True)
 class SdpaKernel:
-    """What attends. Where the installed torch lacks ``varlen_attn``, ``scaled_dot_product_attention`` does its work.
-
-    With ``cuDNN and varlen_attn`` whole prompts of some length are computed by cuDNN, everything else by the other.
-    """
+    """What attends. Where the installed torch lacks ``varlen_attn``, ``scaled_dot_product_attention`` does its work."""
 
     function: SdpaFunction
 

@@ -12,19 +12,10 @@ from torch import Tensor
 from attn_select_torch.runtime.dense_attention import visible_keys
 
 
+# Rows are repeated for each of the ``group`` query heads that share a KV head: row ``r * group + g`` belongs to
+# token r, as queries are packed.
 class BandMask:
-    """Masks for rows at neighbouring positions against keys at neighbouring positions.
-
-    Rows are repeated for each of the ``group`` query heads that share a KV head: row ``r * group + g`` belongs to
-    token r, as queries are packed.
-
-    Args:
-        rows: most tokens of one range.
-        group: query heads per KV head.
-        causal, sliding_window: as in ``visible_keys``.
-        dtype: of the mask.
-        device: where it lives.
-    """
+    """Masks for rows at neighbouring positions against keys at neighbouring positions."""
 
     def __init__(
         self,
@@ -36,6 +27,9 @@ class BandMask:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        # rows: most tokens of one range
+        # group: query heads per KV head
+        # causal, sliding_window: as in ``visible_keys``
         self.rows, self.group = rows, group
         self.causal, self.sliding_window = causal, sliding_window
         self.dtype, self.device = dtype, device
@@ -51,12 +45,9 @@ class BandMask:
         return window is not None and (-first >= window or end - 1 - top >= window)
 
     def view(self, rows: int, first: int, end: int) -> Tensor:
-        """Return ``(1, 1, rows * group, end - first)``: 0 where a row sees a key, else -inf.
-
-        Args:
-            rows: tokens, at most those the band was made for.
-            first, end: keys at positions ``first .. end - 1`` relative to the last row's.
-        """
+        """Return ``(1, 1, rows * group, end - first)``: 0 where a row sees a key, else -inf."""
+        # rows: tokens, at most those the band was made for
+        # first, end: keys at positions ``first .. end - 1`` relative to the last row's.
         if self._mask is None or first < self._first or end > self._first + self._mask.shape[1]:
             self._grow(first, end)
         assert self._mask is not None

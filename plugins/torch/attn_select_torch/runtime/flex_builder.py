@@ -198,14 +198,11 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         return present.copy_(values)
 
     def _lists(self, name: str, tiles: Tensor, table: Tensor | None, width: int) -> BlockLists:
-        """Look up each tile's blocks.
-
-        Args:
-            name: ``full`` for the middle range, ``partial`` for the other two.
-            tiles: int32 ``(5, tiles)``: starts of the first, the middle and the last range, end, request.
-            table: None where a block's number is its place.
-            width: most blocks of a tile.
-        """
+        """Look up each tile's blocks."""
+        # name: ``full`` for the middle range, ``partial`` for the other two
+        # tiles: int32 ``(5, tiles)``: starts of the first, the middle and the last range, end, request
+        # table: None where a block's number is its place
+        # width: most blocks of a tile
         start, full, rest, end, requests = tiles.unbind(0)
         columns = torch.arange(width, dtype=torch.int32, device=tiles.device)
         if name == "full":

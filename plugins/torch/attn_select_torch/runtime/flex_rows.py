@@ -32,12 +32,9 @@ class Rows:
 
 
 def lay_out(common: CommonAttentionMetadata, config: AttentionConfig, paged: bool, fixed: bool) -> Rows:
-    """Lay out the tokens of each request from a tile's first row on.
-
-    Args:
-        paged: keys are in a cache, and bounds are positions; else they are the step's own.
-        fixed: as many tiles for every batch of as many requests and tokens.
-    """
+    """Lay out the tokens of each request from a tile's first row on."""
+    # paged: keys are in a cache, and bounds are positions; else they are the step's own
+    # fixed: as many tiles for every batch of as many requests and tokens
     causal = config.attn_type == "decoder" and not config.non_causal and common.causal
     lens, starts = common.query_lens_cpu, common.query_start_loc_cpu[:-1]
     seq_lens = common.seq_lens_cpu if paged else lens
@@ -90,11 +87,8 @@ def _image_bounds(rows: Rows, ranges: Sequence[Ranges], lens: list[int], first_p
 
 
 def spans_of(rows: Rows, starts: Tensor | None) -> list[Tensor]:
-    """Return per tile where its blocks start, where the full ones start and end, and where all end; int32 each.
-
-    Args:
-        starts: without a cache, the row of each request's first key; bounds are shifted by it.
-    """
+    """Return per tile where its blocks start, where the full ones start and end, and where all end; int32 each."""
+    # starts: without a cache, the row of each request's first key; bounds are shifted by it
     if starts is not None:
         shift = starts[rows.requests.long()]
         for number, bound in enumerate(rows.bounds):

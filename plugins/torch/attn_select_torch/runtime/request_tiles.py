@@ -20,11 +20,9 @@ LEAST_STEP = 16
 
 
 def rounded(tokens: int) -> int:
-    """Return a length that is not below ``tokens``: at most an eighth more, or ``LEAST_STEP``.
-
-    torch builds a graph of cuDNN for each shape, which takes the host tens of milliseconds. Where lengths grow by a
-    token from step to step, that would be done in every step.
-    """
+    """Return a length that is not below ``tokens``: at most an eighth more, or ``LEAST_STEP``."""
+    # torch builds a graph of cuDNN for each shape, which takes the host tens of milliseconds. Where lengths grow by a
+    # token from step to step, that would be done in every step.
     step = max(LEAST_STEP, (1 << max(0, tokens - 1).bit_length()) // (2 * STEPS))
     return -(-tokens // step) * step
 
@@ -133,14 +131,10 @@ class Group:
 def equal_queries(
     common: CommonAttentionMetadata, window: int | None, limits: Limits, *, alone: bool = False
 ) -> list[Group] | None:
-    """Return the groups of a batch in which all queries are short and equally long, as in most decodes.
-
-    None: another batch, a single request, or one that is too long to share a group. ``requests_of`` and ``grouped``,
-    which look at each request by itself, take ten times as long for many.
-
-    Args:
-        alone: whether a single request is a group too.
-    """
+    """Return the groups of a batch in which all queries are short and equally long, as in most decodes."""
+    # None: another batch, a single request, or one that is too long to share a group. ``requests_of`` and ``grouped``,
+    # which look at each request by itself, take ten times as long for many.
+    # alone: whether a single request is a group too
     rows, number = common.max_query_len, common.num_reqs
     if (number == 1 and not alone) or not 0 < rows <= limits.tile_rows or rows * number != common.num_actual_tokens:
         return None

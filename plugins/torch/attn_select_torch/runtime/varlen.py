@@ -101,11 +101,8 @@ def _kernel(
 
 
 def options_for(known: set[str]) -> dict[str, Any] | None:
-    """Return the keyword arguments of every call, or None where ``varlen_attn`` does not take what is needed.
-
-    Args:
-        known: names of its parameters: they grew from release to release.
-    """
+    """Return the keyword arguments of every call, or None where ``varlen_attn`` does not take what is needed."""
+    # known: names of its parameters: they grew from release to release
     from torch.nn.attention.varlen import AuxRequest
 
     if not {"return_aux", "scale", "window_size"} <= known:
