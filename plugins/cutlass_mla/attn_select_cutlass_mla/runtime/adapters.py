@@ -178,6 +178,7 @@ def adapter_for(kernel: CutlassMLAKernel) -> Adapter:
     """Return the adapter that runs a plan's kernel; imports its library. One per kernel.
 
     Raises:
-        KernelMismatchError: as ``Adapter``.
+        KernelMismatchError: the build cannot be imported, its version is another, it was compiled without this kernel,
+            or a function is missing or has another signature.
     """
     return _ADAPTERS[kernel.provider](kernel)

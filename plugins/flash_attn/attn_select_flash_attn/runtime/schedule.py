@@ -52,6 +52,7 @@ def is_uneven(common: CommonAttentionMetadata, shape: Shape, window: tuple[int, 
     keys = common.seq_lens_cpu - (queries - 1) / 2  # that the mean query sees
     if window[0] >= 0:
         keys = keys.clamp(max=window[0] + 1)
+    # Each tile of queries reads its request's keys, once for each KV head.
     tiles = (queries * (shape.num_heads // shape.num_kv_heads) / tile_rows(shape.head_size)).ceil()
     share = float((tiles * keys).sum()) * shape.num_kv_heads / sms
     return float(keys.max()) > max(LEAST_KEYS, UNEVEN * share)

@@ -73,6 +73,7 @@ class Recorder:
         self._module: Any = made._cached_module if known else None
 
     def __enter__(self) -> Recorder:
+        # ``plan`` calls ``_jit_module`` where there is one, and leaves it in ``_cached_module``: both are put back.
         if self._module is not None:
             self._variant, self._made._jit_module = self._made._jit_module, self
         return self
@@ -91,6 +92,8 @@ class Recorder:
         if self._module is None:
             return None
         found, requests = self._arguments, lists.num_reqs
+        # Places as in ``CompiledPlan.__call__``: 0 to 2 buffers, 3 queries, 4 pages, 5 lengths, 6 tokens, 7 requests,
+        # and behind them numbers that no batch changes. A tensor there may be of this batch.
         own = (self._made._float_workspace_buffer, self._made._int_workspace_buffer, getattr(self._made, PINNED))
         places = {**dict(enumerate(own)), 4: lists.paged_kv_indptr, 5: lists.seq_lens}
         known = (
@@ -169,6 +172,7 @@ class RowLists:
         if first:
             table = table[first:]
         width, step = table.stride()
+        # An expanded or a transposed table has no such rows, and kernels count tokens in 32 bits.
         if step != 1 or width < table.shape[1] or requests * width * size >= 1 << 32:
             return None
         try:
@@ -182,6 +186,7 @@ class RowLists:
             self._starts[requests] = starts, to_device(starts, self._device)
         lengths = common.seq_lens if requests == common.num_reqs else common.seq_lens[first:last]
         host, device = self._starts[requests]
+        # The kernel adds (width - 1) * size to the last page's length: this makes the sum the length.
         return Rows(host, (device, rows, lengths - (width - 1) * size))
 
     def fill(self, common: CommonAttentionMetadata, buffers: GraphBuffers) -> bool:

@@ -66,8 +66,8 @@ def _from_numbers(gates: Gates, states: Tensor, read: Tensor) -> dict[str, Any]:
 
 
 def _from_raw(gates: Gates, states: Tensor, read: Tensor, write: Tensor) -> dict[str, Any]:
-    """Return the arguments of prefills beside tokens: raw gates. A prefill starts from the state in the slot that it
-    writes to, so the state that it is to start from is copied there first."""
+    """Return the arguments of prefills beside tokens: raw gates."""
+    # A prefill starts from the state in the slot that it writes to: the state to start from is copied there first.
     raw = gates.raw
     assert raw is not None
     assert raw.b is not None

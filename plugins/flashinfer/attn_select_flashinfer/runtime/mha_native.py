@@ -211,10 +211,8 @@ class NativeBuilder:
         return part
 
     def cascade(self, common: CommonAttentionMetadata, kernel: PhaseKernel, prefix_len: int) -> FICascade:
-        """Plan the first ``prefix_len`` tokens, which lie in the same pages for all requests, and each request's rest.
-
-        Both run by the decode kernel, which splits long sequences whatever the number of queries.
-        """
+        """Plan the first ``prefix_len`` tokens, in the same pages for all requests, and each request's rest."""
+        # Both run by the decode kernel, which splits long sequences whatever the number of queries.
         table, tokens = common.block_table_tensor, common.num_actual_tokens
         assert table is not None
         kernel = kernel.any_length

@@ -96,7 +96,7 @@ class NativeDecode:
         requests = min(tokens, context.max_num_seqs)
         # A piece per tile, and one more per SM where keys are split. Tiles are half as high where queries are short.
         tiles = max(2 * requests, tokens * heads // TILE.value + requests)
-        if self._causal and drafts > 1 and TILE.value % heads:
+        if self._causal and drafts > 1 and TILE.value % heads:  # every query may become a request (``_by_token``)
             tiles = max(tiles, tokens * -(-heads // TILE.value))
         if tiles + MOST_SMS > MAX_WORKS:
             text = (
@@ -204,6 +204,7 @@ class NativeDecode:
 
     def _by_token(self, common: CommonAttentionMetadata) -> bool:
         """Whether a tile of rows would cut a query in two under causality."""
+        # Rows are query * heads + head. Tiles end between queries where heads divide them; one tile cuts nothing.
         tile = self._tile(common.num_actual_tokens, common.num_reqs)
         return tile % self._heads != 0 and common.max_query_len * self._heads > tile
 
@@ -216,7 +217,7 @@ class NativeDecode:
         tokens = int(lists.queries[-1])
         request = torch.repeat_interleave(lists.queries.diff(), output_size=tokens)
         queries, pages, keys = self._multiples(1, tokens), self._pinned(tokens + 1), self._pinned(tokens)
-        pages[:-1] = lists.pages[request]
+        pages[:-1] = lists.pages[request]  # where pages begin, not prefix sums: requests may share them
         pages[-1] = lists.pages[-1]
         # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
         later = lists.queries[1:][request] - 1 - queries[:-1]

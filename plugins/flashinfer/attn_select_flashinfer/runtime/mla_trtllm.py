@@ -71,22 +71,7 @@ class Work:
 
 
 class Heads:
-    """One layer's queries and outputs as FlashInfer's Blackwell MLA kernels take them.
-
-    They take padded heads and FP8 queries, and write bfloat16.
-
-    Args:
-        config: the layer.
-        kernel: says the query's dtype and the padded heads.
-        terms: of the layer.
-        cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
-            (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output).
-        device_scales: FP8 scales are read from the device at each call.
-
-    Attributes:
-        padded: H', the heads that the kernel works on.
-        sinks: float32 ``(H',)``, padded; None without.
-    """
+    """One layer's queries and outputs as FlashInfer's Blackwell MLA kernels take them: padded heads, bfloat16 out."""
 
     def __init__(
         self,
@@ -97,6 +82,10 @@ class Heads:
         cache_scales: bool = False,
         device_scales: bool = False,
     ) -> None:
+        # cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
+        # (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output)
+        # device_scales: FP8 scales are read from the device at each call
+        # padded: H', the heads that the kernel works on
         self._heads, self.padded, self._rank = (
             config.num_heads,
             heads_of(kernel, config),
@@ -109,7 +98,7 @@ class Heads:
         self._factors = (of_scores * terms.scale, scales.k_float) if self._fp8 else (terms.scale, 1.0)
         self._lse_factor = 1.0 if kernel.name == "cute-dsl" else LN2
         self._own_sinks = float_sinks(terms).sinks
-        self.sinks: Tensor | None = None
+        self.sinks: Tensor | None = None  # float32 ``(H',)``, padded
         if self._own_sinks is not None:
             self.sinks = self._own_sinks.new_zeros(self.padded)
             self.sinks[: self._heads] = self._own_sinks
@@ -217,10 +206,11 @@ class TrtllmDecode:
         elif not uniform:  # some requests have no query
             return self.by_token(common)
         if self._lens is not None:
+            # Always by way of the tensor that graphs read, also where all have keys: a replay has other lengths.
             lens = torch.clamp_min(lens, 1, out=self._lens[: common.num_reqs])
             self.number = (self.number or 0) + 1
         blank = None
-        if keyless:
+        if keyless:  # such a request reads one key, of block 0, and its rows are blanked afterwards
             empty = common.seq_lens == 0
             lens, table = lens.clamp_min(1) if self._lens is None else lens, table.masked_fill(empty.unsqueeze(1), 0)
             blank = empty.repeat_interleave(longest, output_size=common.num_actual_tokens)
@@ -244,7 +234,7 @@ class TrtllmDecode:
         assert table is not None
         request = torch.repeat_interleave(common.query_lens_cpu, output_size=tokens)
         lens = common.seq_lens_cpu[request]
-        if self._causal and common.causal:
+        if self._causal and common.causal:  # a request's last query sees all keys, each one before it one fewer
             lens = lens - (common.query_start_loc_cpu[1:][request] - 1 - torch.arange(tokens, dtype=torch.int32))
         numbers = to_device(torch.cat([request.int(), lens.int().clamp_min(1)]), device)
         rows, blank = table.index_select(0, numbers[:tokens]), None

@@ -55,28 +55,22 @@ def _record(event: Any, device: torch.device) -> None:
 
 
 class PinnedRing:
-    """Plans wrappers, each time with a pinned buffer that no copy is still read from.
-
-    Args:
-        device: where the wrappers run; copies are ordered on its current stream.
-
-    Attributes:
-        buffers: how many there are: one, or more where the host runs steps ahead of the device.
-    """
+    """Plans wrappers, each time with a pinned buffer that no copy is still read from."""
 
     def __init__(self, device: torch.device) -> None:
+        # device: where the wrappers run; copies are ordered on its current stream
         self._device = device
         self._slots: list[tuple[Tensor, Any]] = []
 
     @property
     def buffers(self) -> int:
-        """Return how many buffers were needed."""
+        """Return how many buffers were needed: one, or more where the host runs steps ahead of the device."""
         return len(self._slots)
 
     def plan(self, wrapper: Any, *args: Any, cleared: int = 0, **kwargs: Any) -> None:
         """Call ``wrapper.plan``."""
         # cleared: bytes at the buffer's start that are zero before it
-        _pinned_of(wrapper)
+        _pinned_of(wrapper)  # raises where the wrapper keeps no such buffer: its copies would be unguarded
 
         def plan(buffer: Tensor) -> None:
             setattr(wrapper, PINNED, buffer)
@@ -90,6 +84,7 @@ class PinnedRing:
         if cleared:
             buffer[:cleared].zero_()
         result = function(buffer, *args)
+        # Behind the copy on its stream: once it has passed, the copy has been read and the buffer is free.
         _record(event, self._device)
         return result
 
@@ -171,7 +166,7 @@ class Plan(ABC):
     def put(self) -> None:
         """Plan, not waiting for the device."""
         schedule = self.wrapper.schedule
-        schedule.holder = None
+        schedule.holder = None  # where ``write`` raises, what lies there is nobody's plan
         self.write()
         schedule.holder = self
 
@@ -243,6 +238,7 @@ class ScaledPlan(Plan):
             if self._ran:
                 text = f"layers of one group have the softmax scales {self._scale} and {scale}; a plan serves one scale"
                 raise ConfigError(text, fields=["scale"])
+            # The first layer of this call has a scale that the builder did not know: later builds do.
             self._shared.value = self._scale = scale
             self.put()
         self._ran = True

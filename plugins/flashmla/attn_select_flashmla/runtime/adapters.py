@@ -354,6 +354,7 @@ def adapter_for(kernel: FlashMLAKernel) -> Adapter:
     """Return the adapter of the build that a plan's kernel names.
 
     Raises:
-        KernelMismatchError: as ``Adapter``.
+        KernelMismatchError: the build cannot be imported, its version is another, or a function is missing or has
+            another signature.
     """
     return adapter_of(build_of(kernel))

@@ -145,7 +145,7 @@ def padded(common: CommonAttentionMetadata) -> tuple[int, Padding]:
     """Return the longest query's length, and how the others are padded to it. One copy to the device, not waiting."""
     lens, starts = common.query_lens_cpu, common.query_start_loc_cpu[:-1]
     requests, most = len(lens), int(lens.max())
-    firsts = (most - lens).unsqueeze(1)
+    firsts = (most - lens).unsqueeze(1)  # the row of each request's first query, behind its padding
     offsets = torch.arange(most, dtype=torch.int32)
     # A request without a query repeats a neighbour's token. What comes out of it is dropped.
     sources = (starts.unsqueeze(1) + (offsets - firsts).clamp_min(0)).clamp_max(int(common.query_start_loc_cpu[-1]) - 1)

@@ -38,7 +38,7 @@ class BandMask:
 
     def hides(self, rows: int, first: int, end: int) -> bool:
         """Whether any of ``rows`` tokens does not see all keys ``first .. end - 1`` (relative to the last row)."""
-        top = 1 - rows
+        top = 1 - rows  # the first row, which causality hides most from; a window hides most from the last one
         window = self.sliding_window
         if self.causal:
             return end - 1 > top or (window is not None and -first >= window)
@@ -51,6 +51,7 @@ class BandMask:
         if self._mask is None or first < self._first or end > self._first + self._mask.shape[1]:
             self._grow(first, end)
         assert self._mask is not None
+        # Fewer rows are the band's last ones: columns count from the last row.
         part = self._mask[(self.rows - rows) * self.group :, first - self._first : end - self._first]
         return part[None, None]
 

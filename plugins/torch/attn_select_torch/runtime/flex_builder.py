@@ -64,11 +64,10 @@ class Tails:
     unused: Tensor  # bool, False for those
 
     def clear(self, values: Tensor) -> None:
-        """Write zeros where unused slots of ``values``, ``(num_slots, num_kv_heads, value_head_size)``, are not finite.
-
-        Finite numbers stay: they may be tokens that this batch does not attend to, such as the step's own ones where
-        its context is attended to alone.
-        """
+        """Write zeros where unused slots of ``values`` are not finite."""
+        # values: ``(num_slots, num_kv_heads, value_head_size)``
+        # Finite numbers stay: they may be tokens that this batch does not attend to, such as the step's own ones where
+        # its context is attended to alone.
         kept = values.index_select(0, self.slots)
         values.index_copy_(0, self.slots, kept.masked_fill_(self.unused[:, None, None] & ~kept.isfinite(), 0))
 
@@ -208,9 +207,10 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         if name == "full":
             counts, found = rest - full, full[:, None] + columns
         else:
+            # The blocks before and behind the full ones, side by side: columns past the first skip the full ones.
             counts, found = (full - start) + (end - rest), start[:, None] + columns
             found = torch.where(found < full[:, None], found, found + (rest - full)[:, None])
-        if table is not None:
+        if table is not None:  # columns behind a tile's count may lie outside the table, and are not read
             found = table[requests.long()].gather(1, found.clamp(0, table.shape[1] - 1).long())
         counts = self._keep(f"{name} counts", counts, self.most_tiles)
         found = self._keep(f"{name} blocks", found, self.most_tiles, width)

@@ -76,7 +76,7 @@ def _image_bounds(rows: Rows, ranges: Sequence[Ranges], lens: list[int], first_p
     """Return the first and last position of the images that each row belongs to."""
     first, last = torch.full_like(rows.requests, FAR), torch.full_like(rows.requests, -1)
     for request, own in enumerate(ranges):
-        offset = int(rows.first_rows[request]) - first_positions[request]
+        offset = int(rows.first_rows[request]) - first_positions[request]  # from a position to its row
         end = first_positions[request] + lens[request]
         for low, high in own:
             part = slice(max(low, first_positions[request]) + offset, min(high + 1, end) + offset)
@@ -100,7 +100,8 @@ def spans_of(rows: Rows, starts: Tensor | None) -> list[Tensor]:
         low = torch.minimum(low, rows.bounds[2].view(rows.tiles, TILE).amin(1))
         high = torch.maximum(high, rows.bounds[3].view(rows.tiles, TILE).amax(1))
     start, end = low // TILE, high // TILE + 1
-    # A row of padding may see anything, a row without keys nothing.
+    # A block is full where it lies between the latest first and the earliest last position of the tile's rows. A row of
+    # padding may see anything, a row without keys nothing.
     padding = ~rows.valid.view(rows.tiles, TILE)
     latest = first.masked_fill(blind, FAR).masked_fill(padding, 0).amax(1)
     earliest = last.masked_fill(blind, -1).masked_fill(padding, FAR).amin(1)

@@ -82,7 +82,8 @@ def requests_of(
     most_drafts = 0 if common.tree_mask is None else common.tree_mask.shape[1]
     for index, seq_len in enumerate(seq_lens):
         start, end = bounds[index], bounds[index + 1]
-        # Rows that stand before the first key, out of its reach.
+        # Rows that stand before the first key, out of its reach: row r is at seq_len - queries + r, which is negative
+        # for some where there are more queries than keys.
         reach = 0 if causal else (seq_len + end - start if window is None else window - 1)
         unseeing = min(end - start, max(0, end - start - seq_len - reach)) if seq_len else end - start
         if unseeing:
@@ -143,7 +144,7 @@ def equal_queries(
         return None
     keys = seq_lens if window is None else [min(seq_len, rows + window - 1) for seq_len in seq_lens]
     most = max(keys)
-    if 2 * most > limits.group_keys:
+    if 2 * most > limits.group_keys:  # not even two requests of this length may go together
         return None
     whole, starts = range(number), range(0, rows * number, rows)
     if _fit(number, most, sum(keys), limits):

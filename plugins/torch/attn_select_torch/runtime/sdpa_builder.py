@@ -201,6 +201,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
             if request.first_place is not None:
                 assert common.tree_mask is not None
                 rows_of_tree = common.tree_mask[request.first_token + tile.start :][: tile.rows]
+                # From the sequence's end to places in the step: the request's tokens of the step are its last keys.
                 drafts = drafts_seen(rows_of_tree, columns + request.rows + request.first_place)
             seen = visible_keys(
                 row_offsets(request.rows, tile, device),
@@ -254,6 +255,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         keys = rounded(group.keys) if self._rounds else group.keys
         if len(self._columns) < keys:
             self._columns = torch.arange(1 << (keys - 1).bit_length(), device=device)
+        # Padding stands in front, so that all requests end at the last column and one mask serves all.
         positions = (chosen.seq_lens - keys)[:, None] + self._columns[:keys]  # int64, as indices are
         padding = None
         # Fewer keys than others have only requests that see their first one: windows cut all to one length.
@@ -263,7 +265,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         columns = torch.div(positions, size, rounding_mode="floor")
         blocks = chosen.table.gather(1, columns)
         offsets = torch.sub(positions, columns, alpha=size)
-        tile = Tile(0, rows, 0, keys, 1 - keys)
+        tile = Tile(0, rows, 0, keys, 1 - keys)  # the last row stands at the last key
         key_offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
         gathered = self.gather.rows(blocks.flatten(), offsets.flatten())
         return Piece(batch, chosen.tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
