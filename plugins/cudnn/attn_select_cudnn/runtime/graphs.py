@@ -60,6 +60,7 @@ class Graph:
         def ints(uid: int, count: int, data_type: Any) -> Any:
             return tensor(uid, (count, 1, 1, 1), (1, 1, 1, 1), data_type)
 
+        # cuDNN's order (B, H, T, D) on memory that has tokens before heads; packed, offsets say where requests begin.
         rows, row_strides = (requests, heads, tokens, size), (tokens * heads * size, size, heads * size, 1)
         query = tensor(QUERY, rows, row_strides, dtype)
         table, table_strides = (requests, 1, shape.columns, 1), (shape.table_stride, shape.table_stride, 1, 1)

@@ -58,6 +58,7 @@ def packed_rows(drafts: int, causal: bool) -> list[list[int]]:
     words = -(-drafts // _WORD) * 2
     seen = [(1 << (row + 1 if causal else drafts)) - 1 for row in range(drafts)]
     cut = [[(bits >> 16 * word) & 0xFFFF for word in range(words)] for bits in seen]
+    # Signed words of the same bits: ``DraftMasks`` views them as uint16.
     return [[word - 0x10000 if word >= 0x8000 else word for word in row] for row in cut]
 
 

@@ -39,8 +39,7 @@ class LayerArguments:
     __slots__ = ("_bmm", "_made", "_output_scale", "_scale", "quantized", "scales", "sinks")
 
     def __init__(self, terms: Terms, *, quantized: bool) -> None:
-        # terms: the layer's. Of its scales the host's floats are passed, for a device tensor would have to be read
-        # back.
+        # terms: of their scales the host's floats are passed: a device tensor would have to be read back
         # quantized: whether the cache is FP8: otherwise the scales are not read
         self._scale, self.scales, self.quantized = terms.scale, terms.scales, quantized
         self.sinks = float_sinks(terms).sinks

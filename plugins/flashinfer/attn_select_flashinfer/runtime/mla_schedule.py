@@ -82,8 +82,9 @@ def balanced(keys: Ints, clusters: int) -> Pieces:
     span = int(tiles.max()) + 1  # a place is a request's number times this, and a tile of its keys: places sort as one
     ends = (tiles + PIECE_TILES).cumsum()  # on the line, in tiles: where each request's keys end
     cost, longest = int(ends[-1]), max(1, span - 1)
-    # In p pieces the longest request takes longest / p tiles, and p / MERGES_PER_TILE for the merge: least at the root
-    # of their product. Where there are few requests, not all clusters work: none gets less than such a piece.
+    # In p pieces the longest request takes longest / p tiles, and p / MERGES_PER_TILE for the merge: least at
+    # p = sqrt(longest * MERGES_PER_TILE). Where there are few requests, not all clusters work: none gets less than
+    # such a piece.
     pieces = isqrt(longest * MERGES_PER_TILE)
     busy = min(clusters, -(-cost * pieces // longest))
     cuts = _whole_parts(tiles, cost, busy, span)

@@ -140,8 +140,7 @@ class HostLengths(Tensor):
         yield self.amax()
 
 
-# numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us and
-# more.
+# numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us or more.
 @dataclass(slots=True)
 class PageLists:
     """The pages of a step's requests: lists on the host, page indices on the device."""

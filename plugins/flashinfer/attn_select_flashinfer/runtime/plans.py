@@ -84,7 +84,7 @@ class PinnedRing:
         if cleared:
             buffer[:cleared].zero_()
         result = function(buffer, *args)
-        # Behind the copy on its stream: once it has passed, the copy has been read and the buffer is free.
+        # Behind the copy on its stream: once it has passed, the copy has read the buffer, which is free again.
         _record(event, self._device)
         return result
 

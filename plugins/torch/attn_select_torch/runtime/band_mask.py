@@ -47,7 +47,7 @@ class BandMask:
     def view(self, rows: int, first: int, end: int) -> Tensor:
         """Return ``(1, 1, rows * group, end - first)``: 0 where a row sees a key, else -inf."""
         # rows: tokens, at most those the band was made for
-        # first, end: keys at positions ``first .. end - 1`` relative to the last row's.
+        # first, end: keys at positions ``first .. end - 1`` relative to the last row's
         if self._mask is None or first < self._first or end > self._first + self._mask.shape[1]:
             self._grow(first, end)
         assert self._mask is not None

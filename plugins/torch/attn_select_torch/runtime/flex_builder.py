@@ -201,7 +201,6 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         # name: ``full`` for the middle range, ``partial`` for the other two
         # tiles: int32 ``(5, tiles)``: starts of the first, the middle and the last range, end, request
         # table: None where a block's number is its place
-        # width: most blocks of a tile
         start, full, rest, end, requests = tiles.unbind(0)
         columns = torch.arange(width, dtype=torch.int32, device=tiles.device)
         if name == "full":

@@ -58,8 +58,7 @@ class CacheGather:
 
     def rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
         """Return row numbers, int64: of N tokens ``(N,)``, with HND ``(num_kv_heads * N,)`` head by head."""
-        # blocks: block ids ``(N,)``
-        # offsets: places within the blocks ``(N,)``
+        # blocks, offsets: block ids, and places within the blocks, ``(N,)``
         first = torch.add(offsets.long(), blocks, alpha=self._rows_per_block)
         if not self.by_head:
             return first

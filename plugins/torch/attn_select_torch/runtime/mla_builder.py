@@ -127,6 +127,7 @@ class TorchMLAMetadataBuilder(AttentionMetadataBuilder[tuple[Gather, ...]]):
                 keys,
                 causal=causal,
                 sliding_window=config.sliding_window,
+                # with image ranges each request is a group by itself
                 mm_prefix_ranges=() if common.mm_prefix_ranges is None else common.mm_prefix_ranges[group[0].request],
                 drafts=drafts,
             )
@@ -154,6 +155,8 @@ class TorchMLAMetadataBuilder(AttentionMetadataBuilder[tuple[Gather, ...]]):
 
 def _grouped(decodes: Sequence[_Decode], *, alone: bool) -> list[list[_Decode]]:
     """Put decodes of one query length and similar numbers of keys together, and decodes without keys apart."""
+    # Longest first: each member of a group takes as many latents as the first one, at most half of them padding, unless
+    # there are few.
     groups: list[list[_Decode]] = []
     room = 0
     for decode in sorted(decodes, key=lambda d: (d.query_len, d.num_keys), reverse=True):

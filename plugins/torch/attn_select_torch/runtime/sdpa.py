@@ -250,7 +250,7 @@ class _Results:
 
     def write(self, tokens: slice | Tensor, start: int, rows: int, out: Tensor, lse: Tensor | None) -> None:
         """Write ``(B, T, num_kv_heads, group, Dv)`` and ``(B, T, num_kv_heads, group)`` to rows of the step."""
-        # start, rows: which of them, where the piece is one request
+        # start, rows: which of the piece's tokens, where it is one request
         factor = self.factor
         if self.sinks is not None:
             assert lse is not None

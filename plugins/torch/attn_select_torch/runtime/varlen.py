@@ -127,6 +127,8 @@ def calls(
     query_lens, seq_lens = common.query_lens_cpu.tolist(), common.seq_lens_cpu.tolist()
     if gather is None:
         seq_lens = query_lens
+    # Keys before the window of a request's first row are not gathered. FlashAttention places the last row at the last
+    # key, so what is cut off in front moves no mask.
     first_keys = [0] * len(seq_lens)
     if gather is not None and config.sliding_window is not None:
         lens = zip(query_lens, seq_lens, strict=True)
@@ -173,6 +175,7 @@ def _call(
         sums.append(sums[-1] + count)
     numbers = to_device(torch.tensor([*sums, *first_keys], dtype=torch.int32), bounds.device)
     key_bounds, firsts = numbers[: len(sums)], numbers[len(sums) :]
+    # Of each gathered key: its request, its position there, and so its row in the cache.
     tokens = torch.arange(sums[-1], dtype=torch.int32, device=bounds.device)
     request = torch.searchsorted(key_bounds[1:], tokens, right=True)
     positions = tokens - key_bounds[request] + firsts[request]
