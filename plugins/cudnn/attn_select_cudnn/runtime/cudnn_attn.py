@@ -33,35 +33,23 @@ LEAST_QUERY = 16
 
 @dataclass(slots=True)
 class Part:
-    """The requests of a step that one graph computes.
+    """The requests of a step that one graph computes."""
 
-    Attributes:
-        start, end: their tokens.
-        requests, query_len, packed, keys, columns, table_stride: as ``graphs.Shape`` has them.
-        tensors: lengths, tables and offsets, by the graph's names.
-        keyless: bool ``(end - start,)``, rows of requests without keys; None where there is none.
-        graphs: the ones that layers have run.
-    """
-
-    start: int
+    start: int  # start, end: their tokens
     end: int
-    requests: int
+    requests: int  # requests, query_len, packed, keys, columns, table_stride: as ``graphs.Shape`` has them
     query_len: int
     packed: bool
     keys: int
     columns: int
     table_stride: int
-    tensors: dict[int, Tensor]
-    keyless: Tensor | None
-    graphs: dict[Hashable, Graph] = field(default_factory=dict)
+    tensors: dict[int, Tensor]  # lengths, tables and offsets, by the graph's names
+    keyless: Tensor | None  # bool ``(end - start,)``, rows of requests without keys; None where there is none
+    graphs: dict[Hashable, Graph] = field(default_factory=dict)  # the ones that layers have run
 
 
 class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
-    """Builds a step's parts. Decodes come first in a batch, where both phases are run by this backend.
-
-    Raises:
-        KernelMismatchError: the frontend or cuDNN do not fit (``library.Graphs``).
-    """
+    """Builds a step's parts. Decodes come first in a batch, where both phases are run by this backend."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -76,11 +64,7 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> list[Part]:
-        """As ``AttentionMetadataBuilder.build``.
-
-        Raises:
-            BatchError: the step is not causal.
-        """
+        """As ``AttentionMetadataBuilder.build``."""
         common = common_attn_metadata
         if not common.causal:
             raise BatchError("the step is not causal: accepted are causal ones", hint="choose another backend for it")
@@ -134,11 +118,9 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
         )
 
     def _without_stale(self, common: CommonAttentionMetadata, table: Tensor, columns: int) -> Tensor:
-        """Return int32 ``(B, columns)``: the table with its first block in the place of those behind the last key.
-
-        The kernel for queries of several tokens loads whole tiles of keys and multiplies what is behind the last one by
-        0, so that it must be finite.
-        """
+        """Return int32 ``(B, columns)``: the table with its first block in the place of those behind the last key."""
+        # The kernel for queries of several tokens loads whole tiles of keys and multiplies what is behind the last one
+        # by 0, so that it must be finite.
         size, width = self.context.block_size or 1, table.shape[1]
         table = pad(table, (0, columns - width)) if width < columns else table[:, :columns]
         used = torch.div(common.seq_lens + (size - 1), size, rounding_mode="floor")
@@ -198,16 +180,11 @@ def _power_of_two(number: int) -> int:
 
 
 class Cached(NamedTuple):
-    """A cache as cuDNN has it, ``(num_blocks, num_kv_heads, block_size, head_size)`` with strides.
+    """A cache as cuDNN has it, ``(num_blocks, num_kv_heads, block_size, head_size)`` with strides."""
 
-    Attributes:
-        keys, values: views.
-        shape: of both, and the strides of each.
-    """
-
-    keys: Tensor
+    keys: Tensor  # keys, values: views
     values: Tensor
-    shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of both, and the strides of each
 
 
 def _cached(views: tuple[Tensor, Tensor]) -> Cached:

@@ -20,50 +20,29 @@ QUERY_OFFSETS, LSE_OFFSETS, QUERY_LENS, KEY_LENS, KEY_TABLE, VALUE_TABLE = 6, 7,
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is built for.
+    """What a graph is built for."""
 
-    Attributes:
-        requests: B.
-        query_len: the longest query; every query's length where ``packed`` is False.
-        packed: queries of different lengths lie one behind the other, found by offsets.
-        keys: the most keys of a request.
-        columns: of the block table, ``ceil(keys / block_size)``.
-        table_stride: elements between its rows.
-        heads: query heads.
-        cache: of keys and of values, ``(num_blocks, num_kv_heads, block_size, head_size)``.
-        key_strides, value_strides: of these, in elements.
-        dtype: of query, cache and output.
-        scale: factor on ``q . k``.
-        window: keys that a query sees, its own included; None for all before it.
-        lse: whether the log-sum-exp is written.
-    """
-
-    requests: int
-    query_len: int
-    packed: bool
-    keys: int
-    columns: int
-    table_stride: int
-    heads: int
-    cache: tuple[int, ...]
-    key_strides: tuple[int, ...]
+    requests: int  # B
+    query_len: int  # the longest query; every query's length where ``packed`` is False
+    packed: bool  # queries of different lengths lie one behind the other, found by offsets
+    keys: int  # the most keys of a request
+    columns: int  # of the block table, ``ceil(keys / block_size)``
+    table_stride: int  # elements between its rows
+    heads: int  # query heads
+    cache: tuple[int, ...]  # of keys and of values, ``(num_blocks, num_kv_heads, block_size, head_size)``
+    key_strides: tuple[int, ...]  # key_strides, value_strides: of these, in elements
     value_strides: tuple[int, ...]
-    dtype: torch.dtype
-    scale: float
-    window: int | None
-    lse: bool
+    dtype: torch.dtype  # of query, cache and output
+    scale: float  # factor on ``q . k``
+    window: int | None  # keys that a query sees, its own included; None for all before it
+    lse: bool  # whether the log-sum-exp is written
 
 
 class Graph:
-    """One graph, built for a shape.
-
-    Args:
-        cudnn: the module.
-        handle: of the device, from ``cudnn.create_handle``.
-        shape: what to build for.
-    """
+    """One graph, built for a shape."""
 
     def __init__(self, cudnn: Any, handle: Any, shape: Shape) -> None:
+        # handle: of the device, from ``cudnn.create_handle``
         self._handle = handle
         types = cudnn.data_type
         dtype = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[shape.dtype]
@@ -81,6 +60,7 @@ class Graph:
         def ints(uid: int, count: int, data_type: Any) -> Any:
             return tensor(uid, (count, 1, 1, 1), (1, 1, 1, 1), data_type)
 
+        # cuDNN's order (B, H, T, D) on memory that has tokens before heads; packed, offsets say where requests begin.
         rows, row_strides = (requests, heads, tokens, size), (tokens * heads * size, size, heads * size, 1)
         query = tensor(QUERY, rows, row_strides, dtype)
         table, table_strides = (requests, 1, shape.columns, 1), (shape.table_stride, shape.table_stride, 1, 1)

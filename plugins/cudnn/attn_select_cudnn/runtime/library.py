@@ -24,11 +24,7 @@ _MADE_WITH = ("io_data_type", "intermediate_data_type", "compute_data_type", "ha
 
 @cache
 def frontend() -> ModuleType:
-    """Return the module ``cudnn``.
-
-    Raises:
-        KernelMismatchError: another version, or graphs with other arguments than the ones passed here.
-    """
+    """Return the module ``cudnn``."""
     installed = InstalledBuild(BUILD)
     graph = getattr(installed.module, "pygraph", None)
     if graph is None:
@@ -40,11 +36,7 @@ def frontend() -> ModuleType:
 
 
 class Graphs:
-    """The graphs of one device, and the handle that they run by.
-
-    Raises:
-        KernelMismatchError: the frontend does not fit, or cuDNN is too old for this device.
-    """
+    """The graphs of one device, and the handle that they run by."""
 
     def __init__(self, device: torch.device) -> None:
         self._cudnn = frontend()
@@ -65,11 +57,7 @@ class Graphs:
         return self
 
     def graph(self, shape: Shape) -> Graph:
-        """Return the graph of a shape, building it if it is new. That takes the host tens of milliseconds and more.
-
-        Raises:
-            BatchError: it is new, and a CUDA graph is being captured.
-        """
+        """Return the graph of a shape, building it if it is new. That takes the host tens of milliseconds and more."""
         found = self._built.get(shape)
         if found is None:
             if torch.cuda.is_current_stream_capturing():

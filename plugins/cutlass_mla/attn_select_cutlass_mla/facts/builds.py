@@ -29,15 +29,10 @@ _FLASHINFER = "flashinfer-ai/flashinfer include/flashinfer/attention/cutlass_mla
 
 @dataclass(frozen=True, slots=True)
 class CutlassMLAKernel:
-    """What a plan runs.
+    """What a plan runs."""
 
-    Attributes:
-        provider: the distribution that the kernel is taken from.
-        num_kv_splits: parts into which a request's keys are split; -1: the kernel chooses.
-    """
-
-    provider: str
-    num_kv_splits: int
+    provider: str  # the distribution that the kernel is taken from
+    num_kv_splits: int  # parts into which a request's keys are split; -1: the kernel chooses
 
     @property
     def name(self) -> str:
@@ -47,24 +42,15 @@ class CutlassMLAKernel:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CutlassMLABuild(KernelBuild):
-    """CUTLASS MLA decode as one distribution builds it.
-
-    Attributes:
-        compute_capabilities: devices for which it holds code, or compiles it.
-        fp8: whether it reads an FP8 cache (with an FP8 query, writing bfloat16).
-        returns_lse: whether it returns the log-sum-exp.
-        splits: whether the caller may set the number of KV splits.
-        default_splits: the number that is passed where nobody sets it; -1: the kernel chooses.
-        notes: what a plan with this build says, one clause each.
-    """
+    """CUTLASS MLA decode as one distribution builds it."""
 
     kernel: str = "CUTLASS MLA"
-    compute_capabilities: Fact[tuple[tuple[int, int], ...]]
-    fp8: Fact[bool]
-    returns_lse: Fact[bool]
-    splits: Fact[bool]
-    default_splits: Fact[int]
-    notes: tuple[str, ...] = ()
+    compute_capabilities: Fact[tuple[tuple[int, int], ...]]  # devices for which it holds code, or compiles it
+    fp8: Fact[bool]  # whether it reads an FP8 cache (with an FP8 query, writing bfloat16)
+    returns_lse: Fact[bool]  # whether it returns the log-sum-exp
+    splits: Fact[bool]  # whether the caller may set the number of KV splits
+    default_splits: Fact[int]  # the number that is passed where nobody sets it; -1: the kernel chooses
+    notes: tuple[str, ...] = ()  # what a plan with this build says, one clause each
 
 
 BUILDS = (

@@ -136,10 +136,9 @@ def plan(
 def objections(
     build: CutlassMLABuild, config: AttentionConfig, capability: tuple[int, int], splits_fixed_by: str | None
 ) -> list[Objection]:
-    """Return the reasons against one build; ``splits_fixed_by`` names what fixes the number of KV splits, if anything.
-
-    They have no remedy of their own: vLLM's build removes all that depend on the build.
-    """
+    """Return the reasons against one build."""
+    # splits_fixed_by: names what fixes the number of KV splits, if anything
+    # They have no remedy of their own: vLLM's build removes all that depend on the build.
     found: list[Objection] = []
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
         dims = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"

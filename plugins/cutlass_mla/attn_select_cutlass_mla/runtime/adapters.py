@@ -31,33 +31,17 @@ _QUERY_AND_CACHE = ("q_nope", "q_pe", "kv_c_and_k_pe_cache", "seq_lens", "page_t
 
 @dataclass(slots=True)
 class CutlassMLAMetadata:
-    """One batch of B decodes.
+    """One batch of B decodes."""
 
-    Attributes:
-        num_reqs: B; requests without a query are left out.
-        page_table: int32 ``(B, W)``, contiguous.
-        seq_lens: int32 ``(B,)`` on the device.
-        workspace: uint8, large enough for this batch.
-        empty: bool ``(B,)`` on the device, which requests have no keys; None: all have some.
-    """
-
-    num_reqs: int
-    page_table: Tensor
-    seq_lens: Tensor
-    workspace: Tensor
-    empty: Tensor | None
+    num_reqs: int  # B; requests without a query are left out
+    page_table: Tensor  # int32 ``(B, W)``, contiguous
+    seq_lens: Tensor  # int32 ``(B,)`` on the device
+    workspace: Tensor  # uint8, large enough for this batch
+    empty: Tensor | None  # bool ``(B,)`` on the device, which requests have no keys; None: all have some
 
 
 class Adapter(ABC):
-    """The kernel as one distribution builds it. Shapes: B requests of one query each.
-
-    Args:
-        kernel: the build and the number of KV splits.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, its version is another, it was compiled without this kernel,
-            or a function is missing or has another signature.
-    """
+    """The kernel as one distribution builds it. Shapes: B requests of one query each."""
 
     def __init__(self, kernel: CutlassMLAKernel) -> None:
         self.kernel, self.build = kernel, build_of(kernel)
@@ -151,11 +135,9 @@ class SglKernel(SizedByItsLibrary):
         return found
 
 
+# It is called like that wrapper calls it, on a cache that is one tensor already. Compiles at the first load.
 class FlashInfer(Adapter):
-    """The function of FlashInfer's compiled module: its wrapper would copy the whole cache into one tensor.
-
-    It is called like that wrapper calls it, on a cache that is one tensor already. Compiles at the first load.
-    """
+    """The function of FlashInfer's compiled module: its wrapper would copy the whole cache into one tensor."""
 
     def __init__(self, kernel: CutlassMLAKernel) -> None:
         super().__init__(kernel)
@@ -166,11 +148,9 @@ class FlashInfer(Adapter):
         self._decode: Callable[..., Any] = getattr(compiled, name)
 
     def workspace_bytes(self, max_seq_len: int, num_requests: int, sm_count: int) -> int:
-        """Return a bound: the module has no such function, and the kernel takes at most one split per SM.
-
-        ``max(1, sm_count / B)`` splits of B requests (flashinfer-ai/flashinfer
-        include/flashinfer/attention/blackwell/device/sm100_mla.hpp v0.6.14, set_split_kv), later ones half as many.
-        """
+        """Return a bound: the module has no such function, and the kernel takes at most one split per SM."""
+        # ``max(1, sm_count / B)`` splits of B requests (flashinfer-ai/flashinfer
+        # include/flashinfer/attention/blackwell/device/sm100_mla.hpp v0.6.14, set_split_kv), later ones half as many.
         return BYTES_PER_SPLIT * max(num_requests, sm_count)
 
     def query_factor(self, scale: float) -> float:
@@ -198,6 +178,7 @@ def adapter_for(kernel: CutlassMLAKernel) -> Adapter:
     """Return the adapter that runs a plan's kernel; imports its library. One per kernel.
 
     Raises:
-        KernelMismatchError: as ``Adapter``.
+        KernelMismatchError: the build cannot be imported, its version is another, it was compiled without this kernel,
+            or a function is missing or has another signature.
     """
     return _ADAPTERS[kernel.provider](kernel)

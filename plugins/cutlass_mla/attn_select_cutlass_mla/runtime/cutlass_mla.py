@@ -34,11 +34,7 @@ def _adapter(context: BackendContext) -> Adapter:
 
 
 class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
-    """Reserves the workspace for the largest batch; building launches a kernel or two only where graphs need it.
-
-    Raises:
-        KernelMismatchError: the plan's build cannot be called.
-    """
+    """Reserves the workspace for the largest batch; building launches a kernel or two only where graphs need it."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -102,11 +98,7 @@ class CutlassMLAImpl(MLAAttentionImpl):
         outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
-        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (pages, 128, 576)`` is bfloat16, float16 or e4m3.
-
-        Raises:
-            BatchError: the cache is not contiguous.
-        """
+        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache (pages, 128, 576)`` is bfloat16, float16 or e4m3."""
         metadata, heads, scale, scales = attn_metadata, query.shape[1], self.terms.scale, self.terms.scales
         output, output_lse = outputs.output, outputs.lse
         if not metadata.num_reqs:

@@ -13,17 +13,10 @@ B200_SMS = 148
 """Multiprocessors that are assumed on a CPU, where kernels are emulated: as many as a B200 has."""
 
 
+# How many parts a request is split into may grow as batches shrink, so every batch size is asked about. A table
+# wider than ``max_model_len`` needs may ask for more: then it grows, unless captured graphs hold its address.
 class Workspace:
-    """Scratch that all layers of a kind share, reserved for the largest batch.
-
-    How many parts a request is split into may grow as batches shrink, so every batch size is asked about. A table wider
-    than ``max_model_len`` needs may ask for more: then it grows, unless captured graphs hold its address.
-
-    Args:
-        adapter: says how many bytes a batch needs.
-        context: bounds of a batch.
-        least: bytes to reserve at least.
-    """
+    """Scratch that all layers of a kind share, reserved for the largest batch."""
 
     def __init__(self, adapter: Adapter, context: BackendContext, least: int) -> None:
         device = context.device
@@ -36,11 +29,7 @@ class Workspace:
         self._buffer = torch.empty(max(least, most), dtype=torch.uint8, device=device)
 
     def for_batch(self, requests: int, width: int) -> Tensor:
-        """Return uint8 memory for B requests whose tables have ``width`` pages.
-
-        Raises:
-            BatchError: it would have to grow, but steps are captured.
-        """
+        """Return uint8 memory for B requests whose tables have ``width`` pages."""
         reserved = self._buffer.shape[0]
         if requests and (needed := self._bytes(requests, width)) > reserved:
             if self._fixed:

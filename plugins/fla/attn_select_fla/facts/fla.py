@@ -61,12 +61,7 @@ LEAST_LOG_DECAY = Fact(
 
 @dataclass(frozen=True, slots=True)
 class FlaKernel:
-    """The operation of fla-core.
-
-    Attributes:
-        module: where it stands.
-        function: its name.
-    """
+    """The operation of fla-core."""
 
     module: str
     function: str

@@ -16,11 +16,7 @@ Operation = Callable[..., tuple[Tensor, Tensor]]
 
 
 def operation(kernel: FlaKernel) -> Operation:
-    """Return an operation of fla-core.
-
-    Raises:
-        ImportError: fla-core, or what it needs, is not installed.
-    """
+    """Return an operation of fla-core."""
     found: Operation = getattr(import_library(kernel.module), kernel.function)
     return found
 
@@ -90,9 +86,5 @@ class FlaBackend(StateBackend):
 
     @classmethod
     def prepare(cls) -> None:
-        """Import the library.
-
-        Raises:
-            ImportError: it is not installed.
-        """
+        """Import the library."""
         import_library("fla.ops")

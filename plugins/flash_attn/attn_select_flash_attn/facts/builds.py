@@ -50,21 +50,13 @@ SGLANG_FA3 = "sgl-project/sgl-flash-attn hopper/flash_api.cpp branch sgl-kernel 
 
 @dataclass(frozen=True, slots=True)
 class FlashAttnKernel:
-    """What a plan runs: one build, and how it is called.
+    """What a plan runs: one build, and how it is called."""
 
-    Attributes:
-        version: FlashAttention's major version: 2, 3 or 4.
-        provider: the distribution that it is taken from.
-        paged: whether it reads K and V from a paged cache, or packed one request behind the other.
-        value_padding: columns that V is padded with, because the kernel takes it as wide as Q and K only.
-        splits_keys: whether it can split a request's keys among thread blocks.
-    """
-
-    version: int
-    provider: str
-    paged: bool
-    value_padding: int = 0
-    splits_keys: bool = True
+    version: int  # FlashAttention's major version: 2, 3 or 4
+    provider: str  # the distribution that it is taken from
+    paged: bool  # whether it reads K and V from a paged cache, or packed one request behind the other
+    value_padding: int = 0  # columns that V is padded with, because the kernel takes it as wide as Q and K only
+    splits_keys: bool = True  # whether it can split a request's keys among thread blocks
 
     @property
     def name(self) -> str:
@@ -83,23 +75,15 @@ class GatherKernel(FlashAttnKernel):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlashAttnBuild(KernelBuild):
-    """FA2, FA3 or FA4 as one distribution builds it.
+    """FA2, FA3 or FA4 as one distribution builds it."""
 
-    Attributes:
-        version: FlashAttention's major version: 2, 3 or 4.
-        compute_capabilities: devices for which the build holds code (or PTX, or a source that is compiled there).
-        page_multiple: a page (kernel block) holds a multiple of this many tokens.
-        sink_heads: the most query heads with attention sinks, 0 for none; FA3's work on 9.0 only.
-        sinks_with_other_v_size: whether sinks go together with a V head size that differs from K's.
-        out: whether it writes into the caller's output tensor.
-    """
-
-    version: int
+    version: int  # FlashAttention's major version: 2, 3 or 4
+    # devices for which the build holds code (or PTX, or a source that is compiled there)
     compute_capabilities: Fact[ComputeCapabilities]
-    page_multiple: Fact[int]
-    sink_heads: Fact[int]
-    sinks_with_other_v_size: Fact[bool]
-    out: Fact[bool]
+    page_multiple: Fact[int]  # a page (kernel block) holds a multiple of this many tokens
+    sink_heads: Fact[int]  # the most query heads with attention sinks, 0 for none; FA3's work on 9.0 only
+    sinks_with_other_v_size: Fact[bool]  # whether sinks go together with a V head size that differs from K's
+    out: Fact[bool]  # whether it writes into the caller's output tensor
 
 
 _SM90A = ComputeCapabilities(((HOPPER, HOPPER),))
@@ -233,13 +217,9 @@ def proves_invariance(build: FlashAttnBuild, capability: tuple[int, int] | None)
 
 
 def builds_for(capability: tuple[int, int] | None, batch_invariant: bool = False) -> tuple[FlashAttnBuild, ...]:
-    """Return the builds that a device of this compute capability can run, preferred first.
-
-    For a device that runs none (CPU, below 8.0) it is all, so that a layer's other obstacles can still be named.
-
-    Args:
-        batch_invariant: whether those whose batch invariance nobody proved come last.
-    """
+    """Return the builds that a device of this compute capability can run, preferred first."""
+    # For a device that runs none (CPU, below 8.0) it is all, so that a layer's other obstacles can still be named.
+    # batch_invariant: whether those whose batch invariance nobody proved come last
     if capability is None or capability < (8, 0):
         return BUILDS
     fitting = [build for build in BUILDS if build.compute_capabilities.value.accepts(capability)]

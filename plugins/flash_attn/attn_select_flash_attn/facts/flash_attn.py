@@ -305,11 +305,9 @@ def _plan_with(
 
 
 def compile_key(config: AttentionConfig) -> object:
-    """Return what layers that share one compilation have in common; None: nothing is compiled.
-
-    Only vLLM's FA2 compiles at its first call, from PTX above compute capability 8.x: once per head-size bucket, dtype,
-    causality and paging. On Hopper only layers with ALiBi run it, so the others have no key.
-    """
+    """Return what layers that share one compilation have in common; None: nothing is compiled."""
+    # Only vLLM's FA2 compiles at its first call, from PTX above compute capability 8.x: once per head-size bucket,
+    # dtype, causality and paging. On Hopper only layers with ALiBi run it, so the others have no key.
     if not config.alibi:
         return None
     bucket = next((size for size in (32, 64, 96, 128, 192, 256) if config.head_size <= size), 512)

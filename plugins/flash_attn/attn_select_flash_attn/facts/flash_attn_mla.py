@@ -172,11 +172,9 @@ def plan(
 
 
 def _loads_whole_pages(config: AttentionConfig) -> bool:
-    """Return whether FA3 may load the unused rows of a request's last page (hopper/flash_api.cpp, get_pagedkv_tma).
-
-    The page has 64 tokens where the block size is a multiple of that; None may become one. A batch-invariant layer
-    passes the largest query length that the capacity allows (``runtime.schedule``).
-    """
+    """Return whether FA3 may load the unused rows of a request's last page (hopper/flash_api.cpp, get_pagedkv_tma)."""
+    # The page has 64 tokens where the block size is a multiple of that; None may become one. A batch-invariant layer
+    # passes the largest query length that the capacity allows (``runtime.schedule``).
     if (config.kv_lora_rank or 0) <= 256 or (config.block_size is not None and config.block_size % _TILE):
         return False
     rows = config.max_decode_query_len * config.num_heads * config.decode_context_parallel_size

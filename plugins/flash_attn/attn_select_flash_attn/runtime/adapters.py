@@ -50,50 +50,31 @@ _SCHEDULE_KEYWORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all calls of a kind of layers have in common. Schedules depend on it.
+    """What all calls of a kind of layers have in common. Schedules depend on it."""
 
-    Attributes:
-        num_heads, num_kv_heads, head_size, value_size: of the kernel's Q, K and V.
-        dtype: of Q, K and V.
-        softcap: of logits, 0.0 for none.
-        page_size: tokens per block; None where K and V lie packed.
-    """
-
-    num_heads: int
+    num_heads: int  # num_heads, num_kv_heads, head_size, value_size: of the kernel's Q, K and V
     num_kv_heads: int
     head_size: int
     value_size: int
-    dtype: torch.dtype
-    softcap: float
-    page_size: int | None
+    dtype: torch.dtype  # of Q, K and V
+    softcap: float  # of logits, 0.0 for none
+    page_size: int | None  # tokens per block; None where K and V lie packed
 
 
 @dataclass(slots=True)
 class Step:
-    """The lengths and the mask of one call for B requests.
+    """The lengths and the mask of one call for B requests."""
 
-    Attributes:
-        query_start_loc: int32 ``(B + 1,)`` prefix sums of the query lengths.
-        num_tokens: queries.
-        max_query_len, max_key_len: of the longest request, or an upper bound.
-        causal: each query sees keys up to its own position; the last query stands at the last key.
-        window: keys seen to the left and right, -1 for all.
-        num_splits: most parts of a request's keys; 0: the kernel chooses.
-        seq_lens: int32 ``(B,)`` keys of each request; None where packed.
-        block_table: int32 ``(B, W)``; None where packed.
-        key_start_loc: int32 ``(B + 1,)`` prefix sums of the key lengths where packed.
-    """
-
-    query_start_loc: Tensor
-    num_tokens: int
-    max_query_len: int
+    query_start_loc: Tensor  # int32 ``(B + 1,)`` prefix sums of the query lengths
+    num_tokens: int  # queries
+    max_query_len: int  # max_query_len, max_key_len: of the longest request, or an upper bound
     max_key_len: int
-    causal: bool
-    window: tuple[int, int]
-    num_splits: int
-    seq_lens: Tensor | None = None
-    block_table: Tensor | None = None
-    key_start_loc: Tensor | None = None
+    causal: bool  # each query sees keys up to its own position; the last query stands at the last key
+    window: tuple[int, int]  # keys seen to the left and right, -1 for all
+    num_splits: int  # most parts of a request's keys; 0: the kernel chooses
+    seq_lens: Tensor | None = None  # int32 ``(B,)`` keys of each request; None where packed
+    block_table: Tensor | None = None  # int32 ``(B, W)``; None where packed
+    key_start_loc: Tensor | None = None  # int32 ``(B + 1,)`` prefix sums of the key lengths where packed
 
     @property
     def num_reqs(self) -> int:
@@ -107,26 +88,12 @@ class Step:
 
 
 class Adapter(ABC):
-    """One function of one build.
-
-    Args:
-        build: the build that the function is taken from.
-        paged: whether K and V are paged, or packed one request behind the other.
-
-    Attributes:
-        function: the installed function; it returns the output alone unless it is asked for the LSE.
-        latent_query: name of the argument for the query that is scored against V.
-        sinks_argument: name of the argument for attention sinks.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, has no kernels for this machine, or its function is missing
-            or takes other arguments than this adapter passes.
-    """
+    """One function of one build."""
 
     function_name: ClassVar[str] = "flash_attn_varlen_func"
     tensors: ClassVar[tuple[str, ...]] = ("q", "k", "v")
-    latent_query: ClassVar[str] = "qv"
-    sinks_argument: ClassVar[str] = "sinks"
+    latent_query: ClassVar[str] = "qv"  # name of the argument for the query that is scored against V
+    sinks_argument: ClassVar[str] = "sinks"  # name of the argument for attention sinks
 
     @property
     def lse_argument(self) -> str:
@@ -139,11 +106,13 @@ class Adapter(ABC):
         return torch.float32 if self.build.version == 4 else torch.bfloat16
 
     def __init__(self, build: FlashAttnBuild, *, paged: bool) -> None:
+        # paged: whether K and V are paged, or packed one request behind the other
         self.build, self.paged = build, paged
         installed = InstalledBuild(build)
         if not getattr(installed.module, f"{build.kernel}_AVAILABLE", True):
             why = getattr(installed.module, f"{build.kernel}_UNAVAILABLE_REASON", "no reason given")
             raise installed.mismatch(f"{build.module} has no {build.kernel} here: {why}")
+        # the installed function; it returns the output alone unless it is asked for the LSE
         self.function = installed.function(self.function_name, self.tensors, self._passes())
         self._schedule: Callable[..., Tensor] | None = None
         if build.version == 3 and paged and hasattr(installed.module, "get_scheduler_metadata"):
@@ -168,19 +137,14 @@ class Adapter(ABC):
     def step_arguments(
         self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
     ) -> Arguments:
-        """Return the arguments that are fixed per step.
-
-        Args:
-            schedule: from ``schedule``.
-            key_start_loc: int32, at least ``(B + 1,)``: takes the prefix sums of ``seq_lens`` where they are needed.
-        """
+        """Return the arguments that are fixed per step."""
+        # schedule: from ``schedule``
+        # key_start_loc: int32, at least ``(B + 1,)``: takes the prefix sums of ``seq_lens`` where they are needed
 
     def longest_query(self, step: Step) -> int:
-        """Return ``max_seqlen_q``.
-
-        With 1 FA2 assumes exactly one query per request (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd) and
-        chooses itself how to split keys. Where one of these is wrong, 2 is passed. Nothing else changes with it.
-        """
+        """Return ``max_seqlen_q``."""
+        # With 1 FA2 assumes exactly one query per request (csrc/flash_attn/flash_api.cpp v2.8.3, mha_varlen_fwd) and
+        # chooses itself how to split keys. Where one of these is wrong, 2 is passed. Nothing else changes with it.
         alone = step.max_query_len == 1 and self.build.version == 2
         return 2 if alone and (step.num_tokens != step.num_reqs or step.num_splits == 1) else step.max_query_len
 
@@ -189,10 +153,9 @@ class Adapter(ABC):
         return step.max_key_len
 
     def schedule(self, step: Step, shape: Shape) -> Tensor | None:
-        """Return FA3's schedule of a step, int32 (hopper/flash_api.cpp, mha_fwd_get_scheduler_metadata), or None.
-
-        Every argument must be what the attention function will get: the schedule's size and contents follow from them.
-        """
+        """Return FA3's schedule of a step, int32 (hopper/flash_api.cpp, mha_fwd_get_scheduler_metadata), or None."""
+        # Every argument must be what the attention function will get: the schedule's size and contents follow from
+        # them.
         if self._schedule is None:
             return None
         return self._schedule(
@@ -353,11 +316,9 @@ class VarlenAdapter(Adapter):
         return arguments
 
 
+# It returns the LSE, or None, beside the output, and is the one that vLLM calls in its copy.
 class CuteAdapter(Adapter):
-    """FA4 of flash-attn-4: the function under ``flash_attn_varlen_func``, which alone takes ``out`` and descales.
-
-    It returns the LSE, or None, beside the output, and is the one that vLLM calls in its copy.
-    """
+    """FA4 of flash-attn-4: the function under ``flash_attn_varlen_func``, which alone takes ``out`` and descales."""
 
     function_name = "_flash_attn_fwd"
     sinks_argument = "learnable_sink"

@@ -36,27 +36,19 @@ with Triton's ``merge_attn_states``, and at about 500 MiB with torch's, which is
 
 @dataclass(slots=True)
 class FlashAttnMetadata:
-    """One step for all layers of a kind.
+    """One step for all layers of a kind."""
 
-    Attributes:
-        num_actual_tokens, num_reqs: T and B.
-        arguments: what the kernel is called with; with a shared prefix, for the keys behind it.
-        query_start_loc: int32 ``(B + 1,)``.
-        seq_lens: int32 ``(B,)`` keys.
-        position_bias: whether the kernel's LSE has ALiBi's ``slope * position`` in it.
-        prefix: what the kernel is called with for a prefix that all requests share, which are then one request.
-        keyless: bool ``(T,)`` rows of requests without keys, whose output becomes 0; None where the kernel is right.
-        for_lse: ``arguments`` and ``keyless`` of calls that want the LSE, where they differ.
-    """
-
-    num_actual_tokens: int
+    num_actual_tokens: int  # num_actual_tokens, num_reqs: T and B
     num_reqs: int
-    arguments: Arguments
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    position_bias: bool = False
+    arguments: Arguments  # what the kernel is called with; with a shared prefix, for the keys behind it
+    query_start_loc: Tensor  # int32 ``(B + 1,)``
+    seq_lens: Tensor  # int32 ``(B,)`` keys
+    position_bias: bool = False  # whether the kernel's LSE has ALiBi's ``slope * position`` in it
+    # what the kernel is called with for a prefix that all requests share, which are then one request
     prefix: Arguments | None = None
+    # bool ``(T,)`` rows of requests without keys, whose output becomes 0; None where the kernel is right
     keyless: Tensor | None = None
+    # ``arguments`` and ``keyless`` of calls that want the LSE, where they differ
     for_lse: tuple[Arguments, Tensor] | None = None
 
 
@@ -75,11 +67,7 @@ def _is_fp8(context: BackendContext) -> bool:
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
-    """Builds the metadata of one kind of layers.
-
-    Raises:
-        KernelMismatchError: the plan's build cannot be called.
-    """
+    """Builds the metadata of one kind of layers."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

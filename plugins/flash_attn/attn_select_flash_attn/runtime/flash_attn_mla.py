@@ -36,15 +36,10 @@ _NO_WINDOW = (-1, -1)
 
 @dataclass(slots=True)
 class MLACall:
-    """Decodes, or one call of a prefill.
+    """Decodes, or one call of a prefill."""
 
-    Attributes:
-        num_tokens: queries.
-        arguments: of the call.
-    """
-
-    num_tokens: int
-    arguments: Arguments
+    num_tokens: int  # queries
+    arguments: Arguments  # of the call
 
 
 def _kernel(context: BackendContext, phase: Phase) -> FlashAttnKernel | None:
@@ -62,11 +57,7 @@ def _adapter(context: BackendContext, phase: Phase) -> Adapter | None:
 
 
 class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
-    """Builds the metadata of one kind of layers.
-
-    Raises:
-        KernelMismatchError: a plan's build cannot be called.
-    """
+    """Builds the metadata of one kind of layers."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

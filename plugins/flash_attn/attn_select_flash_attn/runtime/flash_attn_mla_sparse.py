@@ -38,27 +38,16 @@ def _adapter(context: BackendContext) -> Adapter:
 
 @dataclass(slots=True)
 class SparseStep:
-    """One batch.
+    """One batch."""
 
-    Attributes:
-        num_tokens: T.
-        query_start_loc: int32 ``(T + 1,)``, 0 to T.
-        num_splits: most parts of a token's keys; 0: the kernel chooses.
-        no_keys: int32 ``(T + 1,)``, zeros: where FA4 wants bounds of keys, which its list of rows gives.
-    """
-
-    num_tokens: int
-    query_start_loc: Tensor
-    num_splits: int
-    no_keys: Tensor
+    num_tokens: int  # T
+    query_start_loc: Tensor  # int32 ``(T + 1,)``, 0 to T
+    num_splits: int  # most parts of a token's keys; 0: the kernel chooses
+    no_keys: Tensor  # int32 ``(T + 1,)``, zeros: where FA4 wants bounds of keys, which its list of rows gives
 
 
 class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
-    """Builds without a kernel launch.
-
-    Raises:
-        KernelMismatchError: the plan's build cannot be called.
-    """
+    """Builds without a kernel launch."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

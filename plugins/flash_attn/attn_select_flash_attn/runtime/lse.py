@@ -7,11 +7,9 @@ from torch import Tensor
 
 
 def by_token(lse: Tensor, version: int, sinks: Tensor | None = None) -> Tensor:
-    """Return a kernel's LSE ``(num_heads, T)`` as ``(T, num_heads)``; a row without keys has -inf, or its sink.
-
-    For such a row FA2 gives +inf (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3) and FA3 -inf without the sink
-    (hopper/epilogue_fwd.hpp 0251105, store_zero; seen on H100).
-    """
+    """Return a kernel's LSE ``(num_heads, T)`` as ``(T, num_heads)``; a row without keys has -inf, or its sink."""
+    # For such a row FA2 gives +inf (csrc/flash_attn/src/flash_fwd_kernel.h v2.8.3) and FA3 -inf without the sink
+    # (hopper/epilogue_fwd.hpp 0251105, store_zero; seen on H100).
     found = lse.T
     if version == 2:
         return torch.where(found.isposinf(), -torch.inf, found)

@@ -19,13 +19,10 @@ from attn_select_flash_attn.runtime.lse import request_of_rows
 
 
 class KeylessRequests:
-    """Gives such requests one key, the first of block 0, and says which rows of the result to discard.
-
-    Args:
-        context: of the builder. With CUDA graphs all tensors that are returned keep their addresses.
-    """
+    """Gives such requests one key, the first of block 0, and says which rows of the result to discard."""
 
     def __init__(self, context: BackendContext) -> None:
+        # context: of the builder. With CUDA graphs all tensors that are returned keep their addresses.
         self._context = context
         self._graphs = context.cuda_graphs
         self._lens: Tensor | None = None
@@ -39,10 +36,8 @@ class KeylessRequests:
             self._table = torch.zeros(size, most, dtype=torch.int32, device=device)
 
     def guarded(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Tensor] | None:
-        """Return the batch with a key for every request, and bool ``(T,)`` rows to discard. Does not synchronise.
-
-        None where the host knows that every request has keys. With CUDA graphs it does not know.
-        """
+        """Return the batch with a key for every request, and bool ``(T,)`` rows to discard. Does not synchronise."""
+        # None where the host knows that every request has keys. With CUDA graphs it does not know.
         table = common.block_table_tensor
         if table is None or not (self._graphs or bool((common.seq_lens_cpu == 0).any())):
             return None

@@ -43,36 +43,23 @@ def window_of(config: AttentionConfig, causal: bool) -> tuple[int, int]:
 
 
 def is_uneven(common: CommonAttentionMetadata, shape: Shape, window: tuple[int, int], sms: int) -> bool:
-    """Whether one request of a step would keep a multiprocessor busy long after all others are done.
-
-    FA3 cuts keys into parts by itself only where the longest request's queries, as if it were alone, leave
-    multiprocessors over (hopper/heuristics.h, ``num_splits_heuristic``): beside a prefill it reads a decode's keys on
-    one of them.
-
-    Args:
-        common: the step, a mixed one.
-        shape: of Q, K and V.
-        window: keys seen to the left and right, -1 for all.
-        sms: multiprocessors.
-    """
+    """Whether one request of a step would keep a multiprocessor busy long after all others are done."""
+    # FA3 cuts keys into parts by itself only where the longest request's queries, as if it were alone, leave
+    # multiprocessors over (hopper/heuristics.h, ``num_splits_heuristic``): beside a prefill it reads a decode's keys on
+    # one of them.
+    # window: keys seen to the left and right, -1 for all
     queries = common.query_lens_cpu
     keys = common.seq_lens_cpu - (queries - 1) / 2  # that the mean query sees
     if window[0] >= 0:
         keys = keys.clamp(max=window[0] + 1)
+    # Each tile of queries reads its request's keys, once for each KV head.
     tiles = (queries * (shape.num_heads // shape.num_kv_heads) / tile_rows(shape.head_size)).ceil()
     share = float((tiles * keys).sum()) * shape.num_kv_heads / sms
     return float(keys.max()) > max(LEAST_KEYS, UNEVEN * share)
 
 
 class Scheduler:
-    """Turns a step's lengths into a call's arguments; one per builder.
-
-    Args:
-        context: what the builder is made for.
-        adapter: the function that will be called.
-        shape: of its Q, K and V.
-        splits_keys: whether the kernel can split a request's keys.
-    """
+    """Turns a step's lengths into a call's arguments; one per builder."""
 
     def __init__(self, context: BackendContext, adapter: Adapter, shape: Shape, *, splits_keys: bool = True) -> None:
         self.adapter, self.shape, self._context = adapter, shape, context
@@ -92,12 +79,9 @@ class Scheduler:
             self._key_start_loc = _zeros(context.max_num_seqs + 1, context.device)
 
     def arguments(self, step: Step, *, fast_build: bool = False) -> Arguments:
-        """Return the arguments of a step's calls. Does not synchronise with the device.
-
-        Args:
-            step: its lengths are exact; bounds and splits are set here.
-            fast_build: make no schedule; the kernel then makes one per layer.
-        """
+        """Return the arguments of a step's calls. Does not synchronise with the device."""
+        # step: its lengths are exact; bounds and splits are set here
+        # fast_build: make no schedule; the kernel then makes one per layer
         step = self._bounded(step)
         schedule = None
         if self._scheduled and (self._graphs or not fast_build):

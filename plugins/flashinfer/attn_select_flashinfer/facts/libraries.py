@@ -146,10 +146,8 @@ def wrong_device(capabilities: Capabilities, device: Device) -> list[Reason]:
 
 
 def merge_refusals(refused: Sequence[Sequence[Reason]]) -> list[Reason]:
-    """Return what to say when every kernel refused: one reason per code, each kernel's own.
-
-    A kernel whose codes include another kernel's and more is left out: removing the other's reasons would be enough.
-    """
+    """Return what to say when every kernel refused: one reason per code, each kernel's own."""
+    # A kernel whose codes include another kernel's and more is left out: removing the other's reasons would be enough.
     codes = [{reason.code for reason in reasons} for reasons in refused]
     merged: dict[str, Reason] = {}
     for reasons, own in zip(refused, codes, strict=True):
@@ -160,11 +158,8 @@ def merge_refusals(refused: Sequence[Sequence[Reason]]) -> list[Reason]:
 
 
 def padded_heads(heads: int) -> int:
-    """Return the query heads that FlashInfer's Blackwell MLA kernels work on for ``heads`` (1 to 128).
-
-    They are 8, 16, 32, 64 or 128. trtllm-gen takes whole groups of 8, 16 or 64 heads
-    (include/flashinfer/trtllm/fmha/fmhaKernels.cuh v0.6.14; others came with 0.6.17, flashinfer-ai/flashinfer #4178;
-    0.7.2 refuses 65 to 127 in mla/_core.py);
-    for sparse MLA on 12.x see csrc/sparse_mla_sm120_prefill.cu v0.6.14.
-    """
+    """Return the query heads that FlashInfer's Blackwell MLA kernels work on for ``heads`` (1 to 128)."""
+    # They are 8, 16, 32, 64 or 128. trtllm-gen takes whole groups of 8, 16 or 64 heads
+    # (include/flashinfer/trtllm/fmha/fmhaKernels.cuh v0.6.14; others came with 0.6.17, flashinfer-ai/flashinfer #4178;
+    # 0.7.2 refuses 65 to 127 in mla/_core.py); for sparse MLA on 12.x see csrc/sparse_mla_sm120_prefill.cu v0.6.14.
     return next(tile for tile in (8, 16, 32, 64, 128) if heads <= tile)

@@ -94,17 +94,11 @@ NAN_TAIL_SAFE = {
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """fa2, fa3 or CuTe DSL's decode as a plan names it.
+    """fa2, fa3 or CuTe DSL's decode as a plan names it."""
 
-    Attributes:
-        backend: FlashInfer's name of the kernel.
-        sinks: whether it counts attention sinks: of fa2 and fa3 a variant does.
-        fp8_query: whether it takes an FP8 query.
-    """
-
-    backend: Literal["fa2", "fa3", "cute-dsl"]
-    sinks: bool = False
-    fp8_query: bool = False
+    backend: Literal["fa2", "fa3", "cute-dsl"]  # FlashInfer's name of the kernel
+    sinks: bool = False  # whether it counts attention sinks: of fa2 and fa3 a variant does
+    fp8_query: bool = False  # whether it takes an FP8 query
 
     @property
     def name(self) -> str:
@@ -414,10 +408,8 @@ PREFERENCES = (
 
 
 def decide(case: Case) -> Decision:
-    """Return the path of one phase.
-
-    With ``use_trtllm = true`` every obstacle is a refusal; otherwise the first one means native.
-    """
+    """Return the path of one phase."""
+    # With ``use_trtllm = true`` every obstacle is a refusal; otherwise the first one means native.
     if case.phase == "decode" and case.decode_kernel == "cute-dsl":
         return Decision(False, 'decode_kernel = "cute-dsl"', [])
     if case.use_trtllm is False:
@@ -498,12 +490,10 @@ def _against_cute_dsl(case: Case) -> list[Reason]:
 
 
 def _against_fa3(case: Case) -> str | None:
-    """Return the first thing that keeps prefill off fa3, or None.
-
-    Sources: ``is_fa3_backend_supported`` in flashinfer/utils.py 0.6.14, include/flashinfer/attention/hopper/ v0.6.14.
-    The FP8 kernels there take FP8 queries and have no soft cap (jit/attention/modules.py 0.6.14); a sink variant of
-    them does not compile (H100, flashinfer 0.6.14, 2026-11-21).
-    """
+    """Return the first thing that keeps prefill off fa3, or None."""
+    # Sources: ``is_fa3_backend_supported`` in flashinfer/utils.py 0.6.14, include/flashinfer/attention/hopper/ v0.6.14.
+    # The FP8 kernels there take FP8 queries and have no soft cap (jit/attention/modules.py 0.6.14); a sink variant of
+    # them does not compile (H100, flashinfer 0.6.14, 2026-11-21).
     config = case.config
     if case.capability[0] != 9:
         return "fa3 is for compute capability 9.x only"
@@ -523,11 +513,9 @@ def _against_fa3(case: Case) -> str | None:
 
 
 def against_turing(config: AttentionConfig, environment: Environment) -> list[Reason]:
-    """Return what keeps a layer off compute capability 7.5, where fa2 is all there is.
-
-    Sources: bfloat16 MMA needs 8.0 (flashinfer include/flashinfer/mma.cuh v0.7.2.post1); head sizes above 256 do not
-    fit the shared memory (vllm-project/vllm #55380).
-    """
+    """Return what keeps a layer off compute capability 7.5, where fa2 is all there is."""
+    # Sources: bfloat16 MMA needs 8.0 (flashinfer include/flashinfer/mma.cuh v0.7.2.post1); head sizes above 256 do not
+    # fit the shared memory (vllm-project/vllm #55380).
     reasons: list[Reason] = []
     if config.dtype != "float16":
         message = f"dtype {config.dtype} on compute capability 7.5 (supported: float16)"

@@ -49,20 +49,14 @@ MLAKernelName = Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
 
 @dataclass(frozen=True, slots=True)
 class MLAKernel:
-    """A kernel on the latent cache as a plan names it.
+    """A kernel on the latent cache as a plan names it."""
 
-    Attributes:
-        name: ``fa2``, ``fa3``, ``trtllm-gen``, ``xqa``, ``cute-dsl``, or ``sparse`` (the sparse kernel of compute
-            capability 12.x).
-        heads: the query heads that it works on, at least the layer's.
-        fp8_query: whether it takes an FP8 query.
-        implementation: which of ``cute-dsl``'s.
-    """
-
+    # ``fa2``, ``fa3``, ``trtllm-gen``, ``xqa``, ``cute-dsl``, or ``sparse`` (the sparse kernel of compute capability
+    # 12.x)
     name: MLAKernelName
-    heads: int
-    fp8_query: bool = False
-    implementation: Literal["monolithic", "modular"] = "monolithic"
+    heads: int  # the query heads that it works on, at least the layer's
+    fp8_query: bool = False  # whether it takes an FP8 query
+    implementation: Literal["monolithic", "modular"] = "monolithic"  # which of ``cute-dsl``'s
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,41 +83,23 @@ TILE = Fact(
 
 @dataclass(slots=True, eq=False)
 class DecodeFacts:
-    """What is true of one MLA decode kernel.
+    """What is true of one MLA decode kernel."""
 
-    Attributes:
-        name: FlashInfer's name of it.
-        path: its name in words.
-        dims: accepted ``(kv_lora_rank, qk_rope_head_dim)``.
-        pages: page sizes in tokens, preferred first.
-        aligned_tables: whether block tables are a multiple of 128 tokens wide.
-        fp8_query: whether an FP8 cache wants an FP8 query.
-        heads: the query heads that it works on, by a layer's query heads.
-        returns_lse: whether it returns the log-sum-exp.
-        lse_scratch: whether it needs more workspace for it.
-        cuda_graph: the level of its metadata builder.
-        workspace_bytes: scratch, as vLLM and FlashInfer recommend it.
-        workspace_note: what the scratch is.
-        nan_tail_safe: whether NaN behind a sequence's end in its last page leaves the result alone.
-        against: the reasons against a config beside dims and pages.
-        releases: of flashinfer-python whose entry this plugin can call, a range as in PEP 440.
-    """
-
-    name: Literal["fa2", "fa3", "trtllm-gen", "xqa"]
-    path: str
-    dims: Fact[tuple[tuple[int, int], ...]]
-    pages: Fact[tuple[int, ...]]
-    aligned_tables: Fact[bool]
-    fp8_query: bool
-    heads: Callable[[int], int]
-    returns_lse: bool
-    lse_scratch: bool
-    cuda_graph: CudaGraphLevel
-    workspace_bytes: int
-    workspace_note: str
-    nan_tail_safe: Fact[bool]
-    against: Callable[[AttentionConfig], list[Reason]]
-    releases: Fact[str]
+    name: Literal["fa2", "fa3", "trtllm-gen", "xqa"]  # FlashInfer's name of it
+    path: str  # its name in words
+    dims: Fact[tuple[tuple[int, int], ...]]  # accepted ``(kv_lora_rank, qk_rope_head_dim)``
+    pages: Fact[tuple[int, ...]]  # page sizes in tokens, preferred first
+    aligned_tables: Fact[bool]  # whether block tables are a multiple of 128 tokens wide
+    fp8_query: bool  # whether an FP8 cache wants an FP8 query
+    heads: Callable[[int], int]  # the query heads that it works on, by a layer's query heads
+    returns_lse: bool  # whether it returns the log-sum-exp
+    lse_scratch: bool  # whether it needs more workspace for it
+    cuda_graph: CudaGraphLevel  # the level of its metadata builder
+    workspace_bytes: int  # scratch, as vLLM and FlashInfer recommend it
+    workspace_note: str  # what the scratch is
+    nan_tail_safe: Fact[bool]  # whether NaN behind a sequence's end in its last page leaves the result alone
+    against: Callable[[AttentionConfig], list[Reason]]  # the reasons against a config beside dims and pages
+    releases: Fact[str]  # of flashinfer-python whose entry this plugin can call, a range as in PEP 440
 
     def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
@@ -406,13 +382,9 @@ def choose_kernel(
     device: Device,
     environment: Environment,
 ) -> tuple[K, str] | list[Reason]:
-    """Return the first kernel that runs the layer and why it is chosen, or every reason why none runs it.
-
-    Args:
-        option: key of the option that names one kernel, and ``wanted`` its value.
-        offered: the device's kernels, best first.
-        kernels: by name.
-    """
+    """Return the first kernel that runs the layer and why it is chosen, or every reason why none runs it."""
+    # option: key of the option that names one kernel, and ``wanted`` its value
+    # offered: the device's kernels, best first
     if wanted != "auto":
         names = [name for name, _ in offered]
         if wanted not in names:

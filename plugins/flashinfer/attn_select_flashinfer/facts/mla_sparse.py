@@ -126,42 +126,24 @@ class FlashInferMLASparseOptions(BackendOptions):
 
 @dataclass(frozen=True, slots=True)
 class SparseFacts:
-    """What is true of one kernel.
+    """What is true of one kernel."""
 
-    Attributes:
-        name: FlashInfer's name of it.
-        where: the compute capabilities that have it, in words.
-        path, because: as ``BackendPlan`` has them.
-        dims: accepted ``(kv_lora_rank, qk_rope_head_dim)``.
-        caches: accepted dtypes of the cache, the usual one first.
-        cache_remedy: the option that asks for the usual one.
-        pages: sizes of blocks in tokens, preferred first.
-        layout: of the cache.
-        fp8_query: whether an FP8 cache wants an FP8 query.
-        pads_heads: whether query heads are padded.
-        sinks: whether it takes attention sinks.
-        workspace_bytes: scratch.
-        nan_tail_safe: whether NaN in slots that nobody chose leaves the result alone.
-        notes: of every plan.
-        unverified: what nobody has run.
-    """
-
-    name: MLAKernelName
-    where: str
-    path: str
+    name: MLAKernelName  # FlashInfer's name of it
+    where: str  # the compute capabilities that have it, in words
+    path: str  # path, because: as ``BackendPlan`` has them
     because: str
-    dims: tuple[tuple[int, int], ...]
-    caches: tuple[str, ...]
-    cache_remedy: str
-    pages: tuple[int, ...]
-    layout: str
-    fp8_query: bool
-    pads_heads: bool
-    sinks: bool
-    workspace_bytes: int
-    nan_tail_safe: bool
-    notes: tuple[str, ...]
-    unverified: tuple[str, ...] = ()
+    dims: tuple[tuple[int, int], ...]  # accepted ``(kv_lora_rank, qk_rope_head_dim)``
+    caches: tuple[str, ...]  # accepted dtypes of the cache, the usual one first
+    cache_remedy: str  # the option that asks for the usual one
+    pages: tuple[int, ...]  # sizes of blocks in tokens, preferred first
+    layout: str  # of the cache
+    fp8_query: bool  # whether an FP8 cache wants an FP8 query
+    pads_heads: bool  # whether query heads are padded
+    sinks: bool  # whether it takes attention sinks
+    workspace_bytes: int  # scratch
+    nan_tail_safe: bool  # whether NaN in slots that nobody chose leaves the result alone
+    notes: tuple[str, ...]  # of every plan
+    unverified: tuple[str, ...] = ()  # what nobody has run
 
 
 _ROWS = "one row of top-k token slots per query token"

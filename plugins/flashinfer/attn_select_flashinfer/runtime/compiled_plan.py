@@ -46,50 +46,34 @@ def _same(found: Any, own: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A wrapper's compiled function, with the arguments that are the same for all batches.
+    """A wrapper's compiled function, with the arguments that are the same for all batches."""
 
-    Attributes:
-        function: makes a schedule and starts its copy to the device.
-        before: the workspace for partial results and the schedule's memory on the device.
-        later: heads, page size, window and what else stands behind the numbers of tokens and requests.
-    """
-
-    function: Callable[..., Any]
-    before: tuple[Tensor, ...]
-    later: tuple[Any, ...]
+    function: Callable[..., Any]  # makes a schedule and starts its copy to the device
+    before: tuple[Tensor, ...]  # the workspace for partial results and the schedule's memory on the device
+    later: tuple[Any, ...]  # heads, page size, window and what else stands behind the numbers of tokens and requests
 
     def __call__(self, pinned: Tensor, queries: Tensor, pages: Tensor, seq_lens: Tensor, tokens: int) -> Any:
-        """Make a schedule.
-
-        Args:
-            pinned: where it is written; the device's copy is read from there later.
-            queries: int32 ``(B + 1,)`` on the host, prefix sums of the query lengths.
-            pages: int32 ``(B + 1,)`` on the host, where each request's pages begin, by fa2 prefix sums of their number.
-            seq_lens: int32 ``(B,)`` on the host.
-            tokens: the last of ``queries``.
-
-        Returns:
-            What ``run`` reads as the wrapper's ``_plan_info``.
-        """
+        """Make a schedule."""
+        # pinned: where it is written; the device's copy is read from there later
+        # queries: int32 ``(B + 1,)`` on the host, prefix sums of the query lengths
+        # pages: int32 ``(B + 1,)`` on the host, where each request's pages begin, by fa2 prefix sums of their number
+        # Returns what ``run`` reads as the wrapper's ``_plan_info``.
         return self.function(*self.before, pinned, queries, pages, seq_lens, tokens, seq_lens.shape[0], *self.later)
 
 
+# Nothing is kept at a wrapper's first plan, which looks the module up.
 class Recorder:
-    """While it is entered, keeps what a wrapper's ``plan`` calls: its module is asked for ``plan`` through this.
-
-    Nothing is kept at a wrapper's first plan, which looks the module up.
-
-    Args:
-        made: FlashInfer's wrapper.
-        more: attributes beside ``LISTS`` and ``PLANNED`` that are written in the place of ``plan``.
-    """
+    """While it is entered, keeps what a wrapper's ``plan`` calls: its module is asked for ``plan`` through this."""
 
     def __init__(self, made: Any, more: tuple[str, ...] = ()) -> None:
+        # made: FlashInfer's wrapper
+        # more: attributes beside ``LISTS`` and ``PLANNED`` that are written in the place of ``plan``
         self._made, self._arguments = made, ()
         known = all(hasattr(made, name) for name in (*LISTS, *PLANNED, *more))
         self._module: Any = made._cached_module if known else None
 
     def __enter__(self) -> Recorder:
+        # ``plan`` calls ``_jit_module`` where there is one, and leaves it in ``_cached_module``: both are put back.
         if self._module is not None:
             self._variant, self._made._jit_module = self._made._jit_module, self
         return self
@@ -108,6 +92,8 @@ class Recorder:
         if self._module is None:
             return None
         found, requests = self._arguments, lists.num_reqs
+        # Places as in ``CompiledPlan.__call__``: 0 to 2 buffers, 3 queries, 4 pages, 5 lengths, 6 tokens, 7 requests,
+        # and behind them numbers that no batch changes. A tensor there may be of this batch.
         own = (self._made._float_workspace_buffer, self._made._int_workspace_buffer, getattr(self._made, PINNED))
         places = {**dict(enumerate(own)), 4: lists.paged_kv_indptr, 5: lists.seq_lens}
         known = (
@@ -121,25 +107,14 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch's pages as rows of a table.
+    """A batch's pages as rows of a table."""
 
-    Attributes:
-        starts: int32 ``(B + 1,)`` on the host, where each request's row begins.
-        device: what the kernel reads of them: ``starts``, the rows, ``last_page_len``.
-    """
-
-    starts: Tensor
-    device: tuple[Tensor, Tensor, Tensor]
+    starts: Tensor  # int32 ``(B + 1,)`` on the host, where each request's row begins
+    device: tuple[Tensor, Tensor, Tensor]  # what the kernel reads of them: ``starts``, the rows, ``last_page_len``
 
 
 class RowsPlan(NativePlan):
-    """A batch whose pages are rows, planned by a wrapper's compiled function.
-
-    Args:
-        compiled: the function.
-        host: what it gets of the batch.
-        written: attributes of the wrapper, as ``plan`` would have left them.
-    """
+    """A batch whose pages are rows, planned by a wrapper's compiled function."""
 
     __slots__ = ("_compiled", "_written")
 
@@ -152,6 +127,8 @@ class RowsPlan(NativePlan):
         host: tuple[Any, ...],
         written: dict[str, Any],
     ) -> None:
+        # host: what it gets of the batch
+        # written: attributes of the wrapper, as ``plan`` would have left them
         self._compiled, self._written = compiled, written
         super().__init__(wrapper, pool, kernel, host, {})
 
@@ -164,12 +141,7 @@ class RowsPlan(NativePlan):
 
 
 class RowLists:
-    """Makes the lists of batches whose pages are rows of a table.
-
-    Args:
-        page_size: tokens of a page.
-        device: where kernels read the lists.
-    """
+    """Makes the lists of batches whose pages are rows of a table."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size, self._device = page_size, device
@@ -193,15 +165,14 @@ class RowLists:
         return torch.from_numpy(pages), torch.from_numpy(lens)
 
     def of(self, common: CommonAttentionMetadata, first: int, last: int) -> Rows | None:
-        """Return the rows of requests ``first .. last - 1``.
-
-        None where kernels cannot read them: they do not lie one behind the other, or places exceed 32 bits.
-        """
+        """Return the rows of requests ``first .. last - 1``."""
+        # None where kernels cannot read them: they do not lie one behind the other, or places exceed 32 bits.
         table, size, requests = common.block_table_tensor, self._page_size, last - first
         assert table is not None
         if first:
             table = table[first:]
         width, step = table.stride()
+        # An expanded or a transposed table has no such rows, and kernels count tokens in 32 bits.
         if step != 1 or width < table.shape[1] or requests * width * size >= 1 << 32:
             return None
         try:
@@ -215,6 +186,7 @@ class RowLists:
             self._starts[requests] = starts, to_device(starts, self._device)
         lengths = common.seq_lens if requests == common.num_reqs else common.seq_lens[first:last]
         host, device = self._starts[requests]
+        # The kernel adds (width - 1) * size to the last page's length: this makes the sum the length.
         return Rows(host, (device, rows, lengths - (width - 1) * size))
 
     def fill(self, common: CommonAttentionMetadata, buffers: GraphBuffers) -> bool:

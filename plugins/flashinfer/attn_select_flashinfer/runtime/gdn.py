@@ -20,11 +20,7 @@ from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferGdnImpl(StateImpl):
-    """Runs one layer.
-
-    Raises:
-        KernelMismatchError: FlashInfer's entry takes no such arguments.
-    """
+    """Runs one layer."""
 
     raw_gates = ("decode",)
 

@@ -16,11 +16,7 @@ from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferKdaImpl(StateImpl):
-    """Runs one layer.
-
-    Raises:
-        KernelMismatchError: FlashInfer's entry takes no such arguments.
-    """
+    """Runs one layer."""
 
     raw_gates = ("prefill",)
     least_log_decay: ClassVar[Mapping[Phase, float]] = {"prefill": LEAST_LOG_DECAY.value}
@@ -70,8 +66,8 @@ def _from_numbers(gates: Gates, states: Tensor, read: Tensor) -> dict[str, Any]:
 
 
 def _from_raw(gates: Gates, states: Tensor, read: Tensor, write: Tensor) -> dict[str, Any]:
-    """Return the arguments of prefills beside tokens: raw gates. A prefill starts from the state in the slot that it
-    writes to, so the state that it is to start from is copied there first."""
+    """Return the arguments of prefills beside tokens: raw gates."""
+    # A prefill starts from the state in the slot that it writes to: the state to start from is copied there first.
     raw = gates.raw
     assert raw is not None
     assert raw.b is not None

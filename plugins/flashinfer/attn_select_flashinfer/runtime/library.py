@@ -118,19 +118,15 @@ SINKS = "attention_sink_decl"
 """FlashInfer's CUDA source of the variant with attention sinks, by kernel (``fa2``, ``fa3``)."""
 
 
+# Each is imported and compared with what this plugin passes when it is first asked for, so a release that changed
+# one still serves the kernels behind the others. ``MLAPlanMetadata`` is None before 0.7, ``attention_sink_decl`` a
+# dict of CUDA sources.
 class FlashInfer:
-    """FlashInfer's classes and functions that the runtimes call, as attributes by their names in ``PARAMETERS``.
-
-    Each is imported and compared with what this plugin passes when it is first asked for, so a release that changed one
-    still serves the kernels behind the others. ``MLAPlanMetadata`` is None before 0.7, ``attention_sink_decl`` a dict
-    of CUDA sources.
-
-    Args:
-        version: of flashinfer-python, empty where it has no metadata.
-        find: returns an entry by its name, or raises ``KernelMismatchError``.
-    """
+    """FlashInfer's classes and functions that the runtimes call, as attributes by their names in ``PARAMETERS``."""
 
     def __init__(self, version: str, find: Callable[[str], Any]) -> None:
+        # version: of flashinfer-python, empty where it has no metadata
+        # find: returns an entry by its name, or raises ``KernelMismatchError``
         self.version, self._find = version, find
 
     def __getattr__(self, name: str) -> Any:
@@ -141,11 +137,7 @@ class FlashInfer:
         return entry
 
     def check(self, *names: str) -> None:
-        """Import and compare entries that will be called later.
-
-        Raises:
-            KernelMismatchError: one is missing or takes no such parameters.
-        """
+        """Import and compare entries that will be called later."""
         for name in names:
             getattr(self, name)
 

@@ -26,11 +26,7 @@ from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferMambaImpl(StateImpl):
-    """Runs one layer.
-
-    Raises:
-        KernelMismatchError: FlashInfer's entry takes no such arguments.
-    """
+    """Runs one layer."""
 
     raw_gates = ("prefill", "decode")
     least_log_decay: ClassVar[Mapping[Phase, float]] = {"prefill": LEAST_LOG_DECAY.value}
@@ -108,15 +104,10 @@ class FlashInferMambaImpl(StateImpl):
 
 
 def segments(bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which request each token is of, and the pieces that requests and chunks cut the tokens into.
-
-    Args:
-        bounds: int32 ``(B + 1,)`` on the host, prefix sums of the lengths, none of which is 0.
-
-    Returns:
-        Int32 ``(T,)``, and of each piece the chunk and where in it the piece begins, int32 ``(P,)``: the logical varlen
-        segments of flashinfer/mamba/ssd_combined.py 0.7.2.post1.
-    """
+    """Return which request each token is of, and the pieces that requests and chunks cut the tokens into."""
+    # bounds: int32 ``(B + 1,)`` on the host, prefix sums of the lengths, none of which is 0
+    # Returns int32 ``(T,)``, and of each piece the chunk and where in it the piece begins, int32 ``(P,)``: the logical
+    # varlen segments of flashinfer/mamba/ssd_combined.py 0.7.2.post1.
     ends = bounds.numpy()
     starts = np.union1d(ends[:-1], np.arange(0, ends[-1], CHUNK, dtype=np.int32))
     request = np.repeat(np.arange(len(ends) - 1, dtype=np.int32), np.diff(ends))

@@ -46,37 +46,25 @@ _WORD = 32
 
 @dataclass(slots=True)
 class FlashInferMetadata:
-    """One step for all layers of a kind.
+    """One step for all layers of a kind."""
 
-    Attributes:
-        num_actual_tokens: T.
-        parts: decodes first.
-    """
-
-    num_actual_tokens: int
-    parts: list[Part] = field(default_factory=list)
+    num_actual_tokens: int  # T
+    parts: list[Part] = field(default_factory=list)  # decodes first
 
 
 def packed_rows(drafts: int, causal: bool) -> list[list[int]]:
-    """Return one row of signed 16-bit words per draft, the first draft in the lowest bit, padded to 32 bits.
-
-    The layout as ``mask`` has it in flashinfer/xqa.py 0.6.14.
-    """
+    """Return one row of signed 16-bit words per draft, the first draft in the lowest bit, padded to 32 bits."""
+    # The layout as ``mask`` has it in flashinfer/xqa.py 0.6.14.
     words = -(-drafts // _WORD) * 2
     seen = [(1 << (row + 1 if causal else drafts)) - 1 for row in range(drafts)]
     cut = [[(bits >> 16 * word) & 0xFFFF for word in range(words)] for bits in seen]
+    # Signed words of the same bits: ``DraftMasks`` views them as uint16.
     return [[word - 0x10000 if word >= 0x8000 else word for word in row] for row in cut]
 
 
+# A mask says which of a request's last tokens each of them sees. All keys before them are seen.
 class DraftMasks:
-    """XQA's masks of draft tokens, made once; they stay where they are.
-
-    A mask says which of a request's last tokens each of them sees. All keys before them are seen.
-
-    Args:
-        max_num_seqs: most requests.
-        device: where kernels read them.
-    """
+    """XQA's masks of draft tokens, made once; they stay where they are."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._max_num_seqs, self._device = max_num_seqs, device
@@ -104,23 +92,17 @@ def entries_of(native: Mapping[str, PhaseKernel], trtllm: Mapping[str, TrtllmKer
     return names
 
 
+# Several steps may be built before the first one runs. Each runs by its own plan, which is made again where a later
+# one has taken its place. With CUDA graphs only the last one can be run, and ``BatchError`` says so.
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
-    """Builds the metadata of one kind of layers.
-
-    Several steps may be built before the first one runs. Each runs by its own plan, which is made again where a later
-    one has taken its place. With CUDA graphs only the last one can be run, and ``BatchError`` says so.
-
-    Attributes:
-        ran: how many steps each kernel took part in, by ``phase: kernel`` in words. Replayed steps count.
-        native: what plans the native wrappers; None while no phase runs natively.
-        workspace: the TRT-LLM kernels' zeroed buffer; None where no phase runs by them.
-    """
+    """Builds the metadata of one kind of layers."""
 
     least_cascade_bytes = LEAST_SAVED
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, plans = context.config, context.plans
+        # how many steps each kernel took part in, by ``phase: kernel`` in words. Replayed steps count.
         self.ran: Counter[str] = Counter()
         self._kernels: dict[str, PhaseKernel] = {}
         self._trtllm: dict[str, TrtllmKernel] = {}
@@ -135,8 +117,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 native = max(native, plan.workspace_bytes)
         library.flashinfer().check(*entries_of(self._kernels, self._trtllm))
         self._instead: PhaseKernel | None = None
+        # what plans the native wrappers; None while no phase runs natively
         self.native = NativeBuilder(context, native - INT_WORKSPACE) if native else None
-        self.workspace: Tensor | None = None
+        self.workspace: Tensor | None = None  # the TRT-LLM kernels' zeroed buffer; None where no phase runs by them
         if zeroed:
             self.workspace = torch.zeros(zeroed, dtype=torch.uint8, device=context.device)
         self._masks = DraftMasks(context.max_num_seqs, context.device)
@@ -148,11 +131,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
-        """As ``AttentionMetadataBuilder.build``.
-
-        Raises:
-            BatchError: the step is not causal and its kernels have no such mask, or its schedule exceeds the scratch.
-        """
+        """As ``AttentionMetadataBuilder.build``."""
         common = common_attn_metadata
         if common_prefix_len:
             cascade = self._native().cascade(common, self._kernels["decode"], common_prefix_len)
@@ -271,11 +250,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         )
 
     def _trtllm_decodes(self, common: CommonAttentionMetadata, decodes: int) -> list[TRTLLMDecode]:
-        """Return one call per run of requests whose queries are equally long: usually one.
-
-        XQA takes no others. trtllm-gen does, but before flashinfer-python 0.6.18 it counts the parts of a shorter
-        query's keys by the longest query and can lose the last one (csrc/fmhaReduction.cu v0.6.14).
-        """
+        """Return one call per run of requests whose queries are equally long: usually one."""
+        # XQA takes no others. trtllm-gen does, but before flashinfer-python 0.6.18 it counts the parts of a shorter
+        # query's keys by the longest query and can lose the last one (csrc/fmhaReduction.cu v0.6.14).
         if common.num_actual_tokens == common.num_reqs == decodes and common.max_query_len == 1:
             return [self._trtllm_decode(common, 0, decodes, 1)]  # one token each: no length is 0
         lens = common.query_lens_cpu[:decodes].tolist()

@@ -24,31 +24,23 @@ E4M3 = FP8_DTYPES["fp8_e4m3"]
 
 
 class Native(NamedTuple):
-    """What ``run`` of a native wrapper gets.
+    """What ``run`` of a native wrapper gets."""
 
-    Attributes:
-        arguments: behind query and cache.
-        keywords: scales, and sinks where ``run`` takes them.
-        query_scale: what the query is divided by: a float32 ``()`` tensor where it is quantised, a power of two where
-            it is not, None for 1.
-    """
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
+    arguments: tuple[Any, ...]  # behind query and cache
+    keywords: dict[str, Any]  # scales, and sinks where ``run`` takes them
+    # what the query is divided by: a float32 ``()`` tensor where it is quantised, a power of two where it is not, None
+    # for 1
     query_scale: Tensor | float | None
 
 
 class LayerArguments:
-    """A layer's terms as the kernels take them, in different forms; each form is made once.
-
-    Args:
-        terms: the layer's. Of its scales the host's floats are passed, for a device tensor would have to be read back.
-        quantized: whether the cache is FP8: otherwise the scales are not read.
-    """
+    """A layer's terms as the kernels take them, in different forms; each form is made once."""
 
     __slots__ = ("_bmm", "_made", "_output_scale", "_scale", "quantized", "scales", "sinks")
 
     def __init__(self, terms: Terms, *, quantized: bool) -> None:
+        # terms: of their scales the host's floats are passed: a device tensor would have to be read back
+        # quantized: whether the cache is FP8: otherwise the scales are not read
         self._scale, self.scales, self.quantized = terms.scale, terms.scales, quantized
         self.sinks = float_sinks(terms).sinks
         self._made: dict[tuple[bool, bool, bool], Native] = {}
@@ -56,10 +48,8 @@ class LayerArguments:
         self._output_scale: tuple[Tensor, float] | None = None
 
     def output_scale(self, outputs: Outputs) -> float | None:
-        """Return the scale of a quantised output, which kernels take as a number; read back once, in a warm-up step.
-
-        An FP8 number times it is the output; with FP4 it is ``o_sf_scale``, which the block scales are multiplied by.
-        """
+        """Return the scale of a quantised output, which kernels take as a number; read back once, in a warm-up step."""
+        # An FP8 number times it is the output; with FP4 it is ``o_sf_scale``, which the block scales are multiplied by.
         if outputs.scale is None:
             return None
         if self._output_scale is None or self._output_scale[0] is not outputs.scale:
@@ -67,13 +57,11 @@ class LayerArguments:
         return self._output_scale[1]
 
     def native(self, kernel: PhaseKernel) -> Native:
-        """Return what a native kernel gets.
-
-        The wrappers multiply ``sm_scale``, planned as 1, by ``q_scale``, and the output by ``v_scale`` in a kernel of
-        its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the scores
-        are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and ``q_scale`` is
-        multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
-        """
+        """Return what a native kernel gets."""
+        # The wrappers multiply ``sm_scale``, planned as 1, by ``q_scale``, and the output by ``v_scale`` in a kernel of
+        # its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the
+        # scores are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and
+        # ``q_scale`` is multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
         key = kernel.fp8_query, kernel.sinks, kernel.single_token
         if key not in self._made:
             self._made[key] = self._fp8(kernel) if kernel.fp8_query else self._plain(kernel)
@@ -104,11 +92,9 @@ class LayerArguments:
         return Native((), {**keywords, "q_scale": scale}, divisor)
 
     def trtllm(self, fp8_query: bool, outputs: Outputs) -> tuple[float, float]:
-        """Return ``bmm1_scale`` and ``bmm2_scale``.
-
-        The second is XQA's one scale for K and V, which the first is divided by (xqa_batch_decode_with_kv_cache in
-        flashinfer/decode.py 0.6.14), so an FP8 output's scale goes there too, and with 16 bits it must be 1.
-        """
+        """Return ``bmm1_scale`` and ``bmm2_scale``."""
+        # The second is XQA's one scale for K and V, which the first is divided by (xqa_batch_decode_with_kv_cache in
+        # flashinfer/decode.py 0.6.14), so an FP8 output's scale goes there too, and with 16 bits it must be 1.
         key = fp8_query, None if outputs.block_scale is not None else self.output_scale(outputs)
         if key not in self._bmm:
             self._bmm[key] = self._trtllm(*key)
@@ -132,15 +118,10 @@ def fp4_output(outputs: Outputs, start: int) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class Part(ABC):
-    """Requests whose tokens are ``start .. end - 1``, run by one call.
+    """Requests whose tokens are ``start .. end - 1``, run by one call."""
 
-    Attributes:
-        phase: whose plan the call follows.
-        label: which kernel it is, in words.
-    """
-
-    phase: str
-    label: str
+    phase: str  # whose plan the call follows
+    label: str  # which kernel it is, in words
     start: int
     end: int
 
@@ -157,17 +138,11 @@ class Part(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class NativePart(Part):
-    """A call of a planned wrapper.
+    """A call of a planned wrapper."""
 
-    Attributes:
-        plan: of this step, on one of FlashInfer's wrappers.
-        kernel: what it was planned with.
-        lists: the pages that it reads; None where these are rows of the block table.
-    """
-
-    plan: Plan
-    kernel: PhaseKernel
-    lists: PageLists | None
+    plan: Plan  # of this step, on one of FlashInfer's wrappers
+    kernel: PhaseKernel  # what it was planned with
+    lists: PageLists | None  # the pages that it reads; None where these are rows of the block table
 
     def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         self.run(layer, query, kv_cache, outputs)
@@ -189,26 +164,17 @@ class NativePart(Part):
 
 @dataclass(slots=True, kw_only=True)
 class FIPrefill(NativePart):
-    """Queries of any length, by ``BatchPrefillWithPagedKVCacheWrapper``.
+    """Queries of any length, by ``BatchPrefillWithPagedKVCacheWrapper``."""
 
-    Attributes:
-        qo_indptr: int32 ``(B + 1,)`` on the host, prefix sums of the query lengths.
-        causal: whether queries see keys up to their own position.
-    """
-
-    qo_indptr: Tensor
-    causal: bool
+    qo_indptr: Tensor  # int32 ``(B + 1,)`` on the host, prefix sums of the query lengths
+    causal: bool  # whether queries see keys up to their own position
 
 
 @dataclass(slots=True, kw_only=True)
 class FIDecode(NativePart):
-    """One token per request, by ``BatchDecodeWithPagedKVCacheWrapper``.
+    """One token per request, by ``BatchDecodeWithPagedKVCacheWrapper``."""
 
-    Attributes:
-        seq_lens: int32 ``(B,)`` on the device.
-    """
-
-    seq_lens: Tensor
+    seq_lens: Tensor  # int32 ``(B,)`` on the device
 
     def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         if self.kernel.backend != "cute-dsl":
@@ -220,13 +186,11 @@ class FIDecode(NativePart):
         blank_rows(outputs, self.seq_lens == 0, layer.sinks)
 
 
+# FlashInfer's ``MultiLevelCascadeAttentionWrapper`` does the same, but takes one softmax scale per plan instead of
+# one per layer, no FP8 scales, no output and no sinks, and returns no LSE.
 @dataclass(slots=True, kw_only=True)
 class FICascade(Part):
-    """A prefix that all requests share, attended to once by all queries, and each request's rest; merged.
-
-    FlashInfer's ``MultiLevelCascadeAttentionWrapper`` does the same, but takes one softmax scale per plan instead of
-    one per layer, no FP8 scales, no output and no sinks, and returns no LSE.
-    """
+    """A prefix that all requests share, attended to once by all queries, and each request's rest; merged."""
 
     prefix: FIPrefill
     rest: FIPrefill
@@ -244,24 +208,16 @@ class FICascade(Part):
 
 @dataclass(slots=True, kw_only=True)
 class TRTLLMPart(Part):
-    """What both TRT-LLM calls take.
+    """What both TRT-LLM calls take."""
 
-    Attributes:
-        workspace: zeroed once; its first bytes are counters that the kernels leave at zero.
-        block_tables: int32 ``(B, W)``, contiguous.
-        seq_lens: int32 ``(B,)`` on the device.
-        max_seq_len: the most keys of a request, or a bound.
-        step: the arguments of the call that the step fixes.
-    """
-
-    workspace: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    max_seq_len: int
+    workspace: Tensor  # zeroed once; its first bytes are counters that the kernels leave at zero
+    block_tables: Tensor  # int32 ``(B, W)``, contiguous
+    seq_lens: Tensor  # int32 ``(B,)`` on the device
+    max_seq_len: int  # the most keys of a request, or a bound
     window_left: int
     kv_layout: str
     fp8_query: bool
-    step: dict[str, Any] = field(init=False, repr=False)
+    step: dict[str, Any] = field(init=False, repr=False)  # the arguments of the call that the step fixes
 
     def _shared(self) -> dict[str, Any]:
         """Return what both functions take of a step."""
@@ -291,16 +247,11 @@ class TRTLLMPart(Part):
 
 @dataclass(slots=True, kw_only=True)
 class TRTLLMPrefill(TRTLLMPart):
-    """Causal queries of any length, by ``trtllm_batch_context_with_kv_cache``.
+    """Causal queries of any length, by ``trtllm_batch_context_with_kv_cache``."""
 
-    Attributes:
-        cum_seq_lens_q, cum_seq_lens_kv: int32 ``(B + 1,)`` on the device.
-        max_q_len: the longest query.
-    """
-
-    cum_seq_lens_q: Tensor
+    cum_seq_lens_q: Tensor  # cum_seq_lens_q, cum_seq_lens_kv: int32 ``(B + 1,)`` on the device
     cum_seq_lens_kv: Tensor
-    max_q_len: int
+    max_q_len: int  # the longest query
 
     def __post_init__(self) -> None:
         self.step = {
@@ -318,20 +269,14 @@ class TRTLLMPrefill(TRTLLMPart):
 
 @dataclass(slots=True, kw_only=True)
 class TRTLLMDecode(TRTLLMPart):
-    """Short queries, by ``trtllm_batch_decode_with_kv_cache``.
+    """Short queries, by ``trtllm_batch_decode_with_kv_cache``."""
 
-    Attributes:
-        backend: ``xqa`` or ``trtllm-gen``.
-        q_len_per_req: tokens of every request.
-        mask: XQA's for more than one token, uint16 ``(B, q_len_per_req, 2 * ceil(q_len_per_req / 32))``, a bit per
-            draft token that is seen.
-        keyless: bool ``(end - start,)`` on the device, rows of requests without keys, to be blanked.
-    """
-
-    backend: str
-    q_len_per_req: int
+    backend: str  # ``xqa`` or ``trtllm-gen``
+    q_len_per_req: int  # tokens of every request
+    # XQA's for more than one token, uint16 ``(B, q_len_per_req, 2 * ceil(q_len_per_req / 32))``, a bit per draft token
+    # that is seen
     mask: Tensor | None
-    keyless: Tensor | None
+    keyless: Tensor | None  # bool ``(end - start,)`` on the device, rows of requests without keys, to be blanked
 
     def __post_init__(self) -> None:
         self.step = {

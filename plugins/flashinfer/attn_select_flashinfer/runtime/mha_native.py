@@ -18,14 +18,10 @@ from attn_select_flashinfer.runtime.plans import Plan, Wrapper
 
 
 class NativeBuilder:
-    """Makes the native parts of a step.
-
-    Args:
-        context: the kind of layers.
-        scratch_bytes: of the buffer for partial results, reserved here.
-    """
+    """Makes the native parts of a step."""
 
     def __init__(self, context: BackendContext, scratch_bytes: int) -> None:
+        # scratch_bytes: of the buffer for partial results, reserved here
         self._context = context
         self._page = context.block_size or 1
         self.pool = WrapperPool(context, torch.empty(scratch_bytes, dtype=torch.uint8, device=context.device))
@@ -93,14 +89,8 @@ class NativeBuilder:
         skipped: int = 0,
         alone: bool = False,
     ) -> FIPrefill:
-        """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence.
-
-        Args:
-            alone: each has at most one token, the last of its sequence, so that causality hides no key from it.
-
-        Raises:
-            BatchError: the step is not causal, but the layers have a window.
-        """
+        """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence."""
+        # alone: each has at most one token, the last of its sequence, so that causality hides no key from it
         causal = alone or (self._causal and common.causal)
         if not causal and self._windowed:
             raise BatchError(
@@ -185,11 +175,8 @@ class NativeBuilder:
         skipped: int = 0,
         indptr: Tensor | None = None,
     ) -> None:
-        """Gather the page indices on the device, where the table is; the plan has not read them.
-
-        Args:
-            indptr: ``lists.paged_kv_indptr`` on the device, if it is there.
-        """
+        """Gather the page indices on the device, where the table is; the plan has not read them."""
+        # indptr: ``lists.paged_kv_indptr`` on the device, if it is there
         rows = common.block_table_tensor
         assert rows is not None
         requests = lists.num_reqs
@@ -224,10 +211,8 @@ class NativeBuilder:
         return part
 
     def cascade(self, common: CommonAttentionMetadata, kernel: PhaseKernel, prefix_len: int) -> FICascade:
-        """Plan the first ``prefix_len`` tokens, which lie in the same pages for all requests, and each request's rest.
-
-        Both run by the decode kernel, which splits long sequences whatever the number of queries.
-        """
+        """Plan the first ``prefix_len`` tokens, in the same pages for all requests, and each request's rest."""
+        # Both run by the decode kernel, which splits long sequences whatever the number of queries.
         table, tokens = common.block_table_tensor, common.num_actual_tokens
         assert table is not None
         kernel = kernel.any_length

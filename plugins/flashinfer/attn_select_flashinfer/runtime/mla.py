@@ -37,11 +37,7 @@ def first_rows(tokens: int, query: Query) -> Query:
 
 
 class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
-    """Builds the metadata of one kind of layers, and keeps their workspaces and wrappers.
-
-    Raises:
-        ImportError, KernelMismatchError: FlashInfer cannot be called.
-    """
+    """Builds the metadata of one kind of layers, and keeps their workspaces and wrappers."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -53,17 +53,10 @@ class Lists(NamedTuple):
 
 
 class NativeDecode:
-    """Plans the decodes of one kind of layers.
-
-    Args:
-        context: its decode plan names the kernel.
-        kernel: ``fa3`` or ``fa2``.
-
-    Raises:
-        ConfigError: batches of this capacity may exceed what a schedule holds.
-    """
+    """Plans the decodes of one kind of layers."""
 
     def __init__(self, context: BackendContext, kernel: str, scale: SharedScale) -> None:
+        # kernel: ``fa3`` or ``fa2``
         config, self._context, self._scale = context.config, context, scale
         self._size, self._heads = cast(int, context.block_size), config.num_heads
         self._causal = not config.non_causal
@@ -103,7 +96,7 @@ class NativeDecode:
         requests = min(tokens, context.max_num_seqs)
         # A piece per tile, and one more per SM where keys are split. Tiles are half as high where queries are short.
         tiles = max(2 * requests, tokens * heads // TILE.value + requests)
-        if self._causal and drafts > 1 and TILE.value % heads:
+        if self._causal and drafts > 1 and TILE.value % heads:  # every query may become a request (``_by_token``)
             tiles = max(tiles, tokens * -(-heads // TILE.value))
         if tiles + MOST_SMS > MAX_WORKS:
             text = (
@@ -120,11 +113,9 @@ class NativeDecode:
         return Wrapper(made, self._schedule, captured="use_cuda_graph" in buffers)
 
     def capture(self, common: CommonAttentionMetadata) -> ScaledPlan:
-        """Return the call to capture. From then on its wrapper serves all batches of this size.
-
-        Its page indices are the captured block table, and a plan copies another table there. Since 0.7 they have
-        a place of their own.
-        """
+        """Return the call to capture. From then on its wrapper serves all batches of this size."""
+        # Its page indices are the captured block table, and a plan copies another table there. Since 0.7 they have a
+        # place of their own.
         causal = self._causal and common.causal and common.max_query_len > 1
         requests = common.num_actual_tokens if causal and self._by_token(common) else common.num_reqs
         if requests not in self._captured:
@@ -139,11 +130,7 @@ class NativeDecode:
         return self.build(common)
 
     def build(self, common: CommonAttentionMetadata) -> ScaledPlan:
-        """Return the decodes of a batch, planned.
-
-        Raises:
-            BatchError: a block table of more tokens than the kernels count.
-        """
+        """Return the decodes of a batch, planned."""
         causal = self._causal and common.causal and common.max_query_len > 1
         lists, single = self._lists(common), common.max_query_len == 1
         if causal and self._by_token(common):
@@ -217,6 +204,7 @@ class NativeDecode:
 
     def _by_token(self, common: CommonAttentionMetadata) -> bool:
         """Whether a tile of rows would cut a query in two under causality."""
+        # Rows are query * heads + head. Tiles end between queries where heads divide them; one tile cuts nothing.
         tile = self._tile(common.num_actual_tokens, common.num_reqs)
         return tile % self._heads != 0 and common.max_query_len * self._heads > tile
 
@@ -229,7 +217,7 @@ class NativeDecode:
         tokens = int(lists.queries[-1])
         request = torch.repeat_interleave(lists.queries.diff(), output_size=tokens)
         queries, pages, keys = self._multiples(1, tokens), self._pinned(tokens + 1), self._pinned(tokens)
-        pages[:-1] = lists.pages[request]
+        pages[:-1] = lists.pages[request]  # where pages begin, not prefix sums: requests may share them
         pages[-1] = lists.pages[-1]
         # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
         later = lists.queries[1:][request] - 1 - queries[:-1]

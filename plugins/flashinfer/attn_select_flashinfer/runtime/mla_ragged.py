@@ -124,20 +124,14 @@ class PlannedRagged:
 
 @dataclass(slots=True)
 class Run:
-    """Neighbouring requests with queries and keys.
+    """Neighbouring requests with queries and keys."""
 
-    Attributes:
-        rows, keys: theirs in the call.
-        lists: int32 on the device: prefix sums of queries and of keys ``(B + 1,)``, numbers of keys ``(B,)``.
-        host: int32 ``(B,)``, numbers of queries and of keys.
-        longest: most of them.
-    """
-
-    rows: slice
+    rows: slice  # rows, keys: theirs in the call
     keys: slice
+    # int32 on the device: prefix sums of queries and of keys ``(B + 1,)``, numbers of keys ``(B,)``
     lists: tuple[Tensor, ...]
-    host: tuple[Tensor, Tensor]
-    longest: tuple[int, int]
+    host: tuple[Tensor, Tensor]  # int32 ``(B,)``, numbers of queries and of keys
+    longest: tuple[int, int]  # most of them
 
 
 @dataclass(slots=True)

@@ -68,30 +68,29 @@ _FIRST = np.ones(1, dtype=bool)
 
 
 class Pieces(NamedTuple):
-    """What clusters do, one piece behind the other: request and range of keys ``(P,)``.
-
-    Attributes:
-        first: ``(clusters + 1,)``, each cluster's first piece, and how many there are.
-    """
+    """What clusters do, one piece behind the other: request and range of keys ``(P,)``."""
 
     request: Ints
     start: Ints
     end: Ints
-    first: Ints
+    first: Ints  # ``(clusters + 1,)``, each cluster's first piece, and how many there are
 
 
 def balanced(keys: Ints, clusters: int) -> Pieces:
     """Return the pieces of requests with ``keys (B,)``, at least one each, ``B`` at least 1."""
     tiles = (keys + (TILE_KEYS - 1)) // TILE_KEYS
-    span = int(tiles.max()) + 1  # a place is a request's number times this, and a tile of its keys
-    ends = (tiles + PIECE_TILES).cumsum()
+    span = int(tiles.max()) + 1  # a place is a request's number times this, and a tile of its keys: places sort as one
+    ends = (tiles + PIECE_TILES).cumsum()  # on the line, in tiles: where each request's keys end
     cost, longest = int(ends[-1]), max(1, span - 1)
-    # The longest request takes the least time in so many pieces. Where there are few requests, not all clusters work.
+    # In p pieces the longest request takes longest / p tiles, and p / MERGES_PER_TILE for the merge: least at
+    # p = sqrt(longest * MERGES_PER_TILE). Where there are few requests, not all clusters work: none gets less than
+    # such a piece.
     pieces = isqrt(longest * MERGES_PER_TILE)
     busy = min(clusters, -(-cost * pieces // longest))
     cuts = _whole_parts(tiles, cost, busy, span)
     if cuts is None:
         cuts = _equal_parts(tiles, ends, busy, span)
+    # A piece begins with each request and at each cut, once where both are the same place.
     places = np.concatenate((np.arange(0, len(keys) * span, span), cuts))
     places.sort()
     places = places[np.concatenate((_FIRST, places[1:] != places[:-1]))]
@@ -100,6 +99,7 @@ def balanced(keys: Ints, clusters: int) -> Pieces:
     end = keys[request]
     goes_on = (request[1:] == request[:-1]).nonzero()[0]
     end[goes_on] = start[goes_on + 1]
+    # Cluster c > 0 begins at cut c - 1. Those without a cut begin at the end, so that they have no piece.
     first = np.empty(clusters + 1, dtype=np.int64)
     first[0], first[len(cuts) + 1 :] = 0, len(places)
     first[1 : len(cuts) + 1] = places.searchsorted(cuts)
@@ -120,6 +120,7 @@ def _whole_parts(tiles: Ints, cost: int, clusters: int, span: int) -> Ints | Non
     count, longest = len(tiles), span - 1
     parts, each = max(1, clusters // count), -(-count // clusters)
     part = max(1, -(-longest // parts))
+    # Here the slowest cluster has ``each`` longest parts; of equal parts of the line, its share and one more piece.
     if each * (part + PIECE_TILES) > -(-cost // clusters) + PIECE_TILES:
         return None
     parts = max(1, -(-longest // part))  # no more than it takes
@@ -133,19 +134,12 @@ def _whole_parts(tiles: Ints, cost: int, clusters: int, span: int) -> Ints | Non
 
 @dataclass(slots=True, eq=False)
 class MLALists:
-    """Where such schedules lie on the device, always in the same place: graphs hold the addresses.
+    """Where such schedules lie on the device, always in the same place: graphs hold the addresses."""
 
-    Args:
-        memory: uint8, a wrapper's ``_int_workspace_buffer``.
-        offset: in it, behind what FlashInfer writes.
-        requests: of a batch, at most.
-        heads: of a query, no more rows than a cluster has.
-    """
-
-    memory: Tensor
-    offset: int
-    requests: int
-    heads: int
+    memory: Tensor  # uint8, a wrapper's ``_int_workspace_buffer``
+    offset: int  # in it, behind what FlashInfer writes
+    requests: int  # of a batch, at most
+    heads: int  # of a query, no more rows than a cluster has
 
     @staticmethod
     def width(requests: int) -> int:
@@ -158,14 +152,8 @@ class MLALists:
         return 4 * _LISTS * MLALists.width(requests)
 
     def info_of(self, wrapper: Any) -> Any:
-        """Return the numbers of a plan of ``wrapper`` with the offsets of these lists.
-
-        Args:
-            wrapper: what ``run`` reads a plan from (``planned``).
-
-        Raises:
-            KernelMismatchError: the wrapper's plan is not the one that this module knows.
-        """
+        """Return the numbers of a plan of ``wrapper`` with the offsets of these lists."""
+        # wrapper: what ``run`` reads a plan from (``planned``)
         info: Any = getattr(wrapper, _PLANNED[0], None) or ()
         if len(info) != _FIELDS or not all(hasattr(wrapper, name) for name in _PLANNED):
             text = f"a plan of {type(wrapper).__name__} of the installed FlashInfer is not {', '.join(_PLANNED)}"
@@ -180,41 +168,27 @@ class MLALists:
 
 
 def planned(wrapper: Any) -> Any:
-    """Return what a planned wrapper's ``run`` reads its plan from.
-
-    Before 0.7 that is the wrapper, since then the back end that it has planned (mla/_batch_mla/_wrapper.py and
-    _backends/_fa_common.py 0.7.2.post1).
-    """
+    """Return what a planned wrapper's ``run`` reads its plan from."""
+    # Before 0.7 that is the wrapper, since then the back end that it has planned (mla/_batch_mla/_wrapper.py and
+    # _backends/_fa_common.py 0.7.2.post1).
     return getattr(wrapper, "_planned_backend", wrapper)
 
 
 @dataclass(slots=True, eq=False)
 class BalancedPlan:
-    """The schedule of one batch in which each request has a query of one token, or none.
-
-    Args:
-        place: where it goes.
-        queries: int32 ``(B + 1,)`` on the host, prefix sums of query lengths.
-        pages: int32 ``(B,)`` or longer on the host, where each request's page indices begin.
-        keys: int32 ``(B,)`` on the host.
-        indices: int32 on the device, page indices.
-    """
+    """The schedule of one batch in which each request has a query of one token, or none."""
 
     place: MLALists
-    queries: Tensor
-    pages: Tensor
-    keys: Tensor
-    indices: Tensor
+    queries: Tensor  # int32 ``(B + 1,)`` on the host, prefix sums of query lengths
+    pages: Tensor  # int32 ``(B,)`` or longer on the host, where each request's page indices begin
+    keys: Tensor  # int32 ``(B,)`` on the host
+    indices: Tensor  # int32 on the device, page indices
     _host: Tensor | None = None
 
     def put(self, wrapper: Any, info: Any, scale: float, *, captured: bool) -> None:
-        """Make it the plan of a wrapper that has planned such a batch before, not waiting for the device.
-
-        Args:
-            info: from ``MLALists.info_of``.
-            scale: of the softmax.
-            captured: whether page indices have a place of their own, which a CUDA graph reads.
-        """
+        """Make it the plan of a wrapper that has planned such a batch before, not waiting for the device."""
+        # info: from ``MLALists.info_of``
+        # captured: whether page indices have a place of their own, which a CUDA graph reads
         place = self.place
         if self._host is None:
             self._host, lists = place.host()
@@ -230,38 +204,38 @@ class BalancedPlan:
 def write_lists(
     lists: NDArray[np.int32], rows: int, queries: Tensor, pages: Tensor, keys: Tensor, *, grid: tuple[int, int]
 ) -> int:
-    """Write the lists of a schedule in the order of ``MLAPlanInfo``, and return how many pieces there are.
-
-    Args:
-        lists: ``(lists, width)``, from ``MLALists.host``.
-        rows: query heads.
-        queries, pages, keys: as ``BalancedPlan`` has them.
-        grid: CTAs of a cluster, and clusters.
-    """
+    """Write the lists of a schedule in the order of ``MLAPlanInfo``, and return how many pieces there are."""
+    # lists: ``(lists, width)``, from ``MLALists.host``
+    # rows: query heads
+    # queries, pages, keys: as ``BalancedPlan`` has them
+    # grid: CTAs of a cluster, and clusters
     ctas, clusters = grid
     begins = queries.numpy()
     lens = begins[1:] - begins[:-1]
     lengths = np.multiply(keys.numpy(), lens, dtype=np.int64)
     pieces = balanced(lengths, clusters)
     request, count = pieces.request, len(pieces.request)
-    of = np.bincount(request, minlength=len(lengths))
+    of = np.bincount(request, minlength=len(lengths))  # pieces of each request
     is_cut = of > 1
     lists[Q_INDPTR, :count] = begins[request]
     lists[KV_INDPTR, :count] = pages.numpy()[request]
-    lists[PARTIAL_INDPTR, :count] = -1
+    lists[PARTIAL_INDPTR, :count] = -1  # written to the output at once
     lists[Q_LEN, :count] = lens[request]
     lists[KV_LEN, :count] = lengths[request]
     lists[Q_START, :count] = 0
     lists[KV_START, :count] = pieces.start
     lists[KV_END, :count] = pieces.end
     lists[WORK_INDPTR, : clusters + 1] = pieces.first
+    # The memory is uninitialised. A CTA whose rows begin where they end merges nothing.
     lists[MERGE_START : MERGE_STRIDE + 1, : ctas * clusters] = 0
     cut = is_cut.nonzero()[0]
     if not len(cut):
         return count
+    # Partial results of a request lie one piece behind the other, ``rows`` each: one row's are ``rows`` apart.
     in_parts = is_cut[request].nonzero()[0]
     lists[PARTIAL_INDPTR, in_parts] = np.arange(0, len(in_parts) * rows, rows)
-    # The CTAs share the rows of the requests that were cut, each in as many parts as there are CTAs for it.
+    # The CTAs share the rows of the requests that were cut, each in as many parts as there are CTAs for it. There is at
+    # least one: each of them was cut by a cluster's beginning, and the first cluster cuts none.
     part = -(-rows // (ctas * clusters // len(cut)))
     row = np.arange(0, rows, part)
     row_ends = of[cut].cumsum() * rows

@@ -52,11 +52,7 @@ class SparseMetadata:
 
 
 class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata | SparseCall]):
-    """Reads no lengths. Launches nothing, but on 9.0 copies a schedule to the device.
-
-    Raises:
-        ImportError, KernelMismatchError: FlashInfer cannot be called.
-    """
+    """Reads no lengths. Launches nothing, but on 9.0 copies a schedule to the device."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -173,12 +169,10 @@ def padded_width(slots: int) -> int:
 
 
 def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 slots ``(T, k')`` with each row's valid ones in front, and how many there are, int32 ``(T,)``.
-
-    Does not synchronise, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``. Behind the valid slots
-    the first is repeated: the kernel may read what stands there and weigh it with 0, which does not hide the NaN of
-    another request. A row without valid slots has zeros.
-    """
+    """Return int32 slots ``(T, k')`` with each row's valid ones in front, and how many there are, int32 ``(T,)``."""
+    # Does not synchronise, and keeps their order. k' is k rounded up to a multiple of ``SLOTS``. Behind the valid slots
+    # the first is repeated: the kernel may read what stands there and weigh it with 0, which does not hide the NaN of
+    # another request. A row without valid slots has zeros.
     front, counts = ops.slots_in_front(indices)
     filler = front[:, :1].clamp_min(0)
     missing = padded_width(front.shape[1]) - front.shape[1]

@@ -36,28 +36,17 @@ from attn_select_flashinfer.runtime.mla_schedule import (
 
 @dataclass(slots=True, eq=False)
 class SparseCall:
-    """The schedule of one number of tokens, for any layer.
+    """The schedule of one number of tokens, for any layer."""
 
-    Attributes:
-        num_tokens: T.
-        backend: what ``run`` reads the plan from.
-        wrapper: FlashInfer's.
-        memory: uint8 on the device, the lists.
-        info: the numbers of ``MLAPlanInfo``, which say where the lists are.
-        tokens: ``(P,)``, the token of each piece.
-        starts, ends: int32 ``(P,)``, its keys where a token has all of its slots.
-        kv_len, kv_end: int32 ``(P,)``, views of the lists: what the kernel reads.
-    """
-
-    num_tokens: int
-    backend: Any
-    wrapper: Any
-    memory: Tensor
-    info: Any
-    tokens: Tensor
-    starts: Tensor
+    num_tokens: int  # T
+    backend: Any  # what ``run`` reads the plan from
+    wrapper: Any  # FlashInfer's
+    memory: Tensor  # uint8 on the device, the lists
+    info: Any  # the numbers of ``MLAPlanInfo``, which say where the lists are
+    tokens: Tensor  # ``(P,)``, the token of each piece
+    starts: Tensor  # starts, ends: int32 ``(P,)``, its keys where a token has all of its slots
     ends: Tensor
-    kv_len: Tensor
+    kv_len: Tensor  # kv_len, kv_end: int32 ``(P,)``, views of the lists: what the kernel reads
     kv_end: Tensor
 
     def choose(self, slots: Tensor, counts: Tensor) -> None:
@@ -76,14 +65,10 @@ class SparseCall:
 
 
 class SparseSchedules:
-    """Makes schedules, and keeps a CUDA graph's schedule where the graph finds it.
-
-    Args:
-        context: sparse layers of one kind.
-        width: k, slots of a row, at least ``sparse_top_k``.
-    """
+    """Makes schedules, and keeps a CUDA graph's schedule where the graph finds it."""
 
     def __init__(self, context: BackendContext, width: int) -> None:
+        # width: k, slots of a row, at least ``sparse_top_k``
         config = context.config
         self._device, self._heads, self._width = context.device, config.num_heads, width
         self._most = cast(int, config.sparse_top_k)

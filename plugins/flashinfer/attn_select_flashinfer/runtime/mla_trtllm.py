@@ -49,11 +49,7 @@ Scale = float | Tensor
 
 
 def heads_of(kernel: MLAKernel, config: AttentionConfig) -> int:
-    """Return the heads that a kernel works on: the plan's, or more where ranks gather the queries of their heads.
-
-    Raises:
-        ConfigError: they are more than the kernel takes.
-    """
+    """Return the heads that a kernel works on: the plan's, or more where ranks gather the queries of their heads."""
     if config.num_heads <= kernel.heads:
         return kernel.heads
     if config.num_heads > MAX_HEADS:
@@ -64,39 +60,18 @@ def heads_of(kernel: MLAKernel, config: AttentionConfig) -> int:
 
 @dataclass(slots=True)
 class Work:
-    """What the kernel reads and writes for one call of a layer.
+    """What the kernel reads and writes for one call of a layer."""
 
-    Attributes:
-        query: ``(T, H', R + Pr)``, H' padded heads.
-        out: bfloat16 ``(T, H', R)``, contiguous; the layer's own output where that is one.
-        lse: float32 ``(T, H')``, in the kernel's base (cute-dsl: e, others: 2), likewise; None where it is not wanted.
-        bmm1_scale, bmm2_scale: factors of scores and output.
-    """
-
-    query: Tensor
-    out: Tensor
+    query: Tensor  # ``(T, H', R + Pr)``, H' padded heads
+    out: Tensor  # bfloat16 ``(T, H', R)``, contiguous; the layer's own output where that is one
+    # float32 ``(T, H')``, in the kernel's base (cute-dsl: e, others: 2), likewise; None where it is not wanted
     lse: Tensor | None
-    bmm1_scale: Scale
+    bmm1_scale: Scale  # bmm1_scale, bmm2_scale: factors of scores and output
     bmm2_scale: Scale
 
 
 class Heads:
-    """One layer's queries and outputs as FlashInfer's Blackwell MLA kernels take them.
-
-    They take padded heads and FP8 queries, and write bfloat16.
-
-    Args:
-        config: the layer.
-        kernel: says the query's dtype and the padded heads.
-        terms: of the layer.
-        cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
-            (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output).
-        device_scales: FP8 scales are read from the device at each call.
-
-    Attributes:
-        padded: H', the heads that the kernel works on.
-        sinks: float32 ``(H',)``, padded; None without.
-    """
+    """One layer's queries and outputs as FlashInfer's Blackwell MLA kernels take them: padded heads, bfloat16 out."""
 
     def __init__(
         self,
@@ -107,6 +82,10 @@ class Heads:
         cache_scales: bool = False,
         device_scales: bool = False,
     ) -> None:
+        # cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
+        # (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output)
+        # device_scales: FP8 scales are read from the device at each call
+        # padded: H', the heads that the kernel works on
         self._heads, self.padded, self._rank = (
             config.num_heads,
             heads_of(kernel, config),
@@ -119,7 +98,7 @@ class Heads:
         self._factors = (of_scores * terms.scale, scales.k_float) if self._fp8 else (terms.scale, 1.0)
         self._lse_factor = 1.0 if kernel.name == "cute-dsl" else LN2
         self._own_sinks = float_sinks(terms).sinks
-        self.sinks: Tensor | None = None
+        self.sinks: Tensor | None = None  # float32 ``(H',)``, padded
         if self._own_sinks is not None:
             self.sinks = self._own_sinks.new_zeros(self.padded)
             self.sinks[: self._heads] = self._own_sinks
@@ -161,33 +140,20 @@ class Heads:
 
 @dataclass(slots=True)
 class TrtllmCall:
-    """Decodes of one batch, the same for all layers.
+    """Decodes of one batch, the same for all layers."""
 
-    Attributes:
-        num_tokens: queries.
-        query_len: of each request; None: by ``bounds``.
-        block_table: int32 ``(B, W)``, contiguous.
-        seq_lens: int32 ``(B,)``, at least 1.
-        max_seq_len: a bound of them.
-        bounds: int32 ``(B + 1,)``, prefix sums of the query lengths where they differ.
-        max_query_len: a bound of them.
-        blank: bool ``(T,)``, queries whose request has no keys; None where there is none.
-        builder: keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries.
-        common: the batch.
-        number: the builder's ``number`` after this build; None where the lists are the call's own.
-    """
-
-    num_tokens: int
-    query_len: int | None
-    block_table: Tensor
-    seq_lens: Tensor
-    max_seq_len: int
-    bounds: Tensor | None
-    max_query_len: int
-    blank: Tensor | None
+    num_tokens: int  # queries
+    query_len: int | None  # of each request; None: by ``bounds``
+    block_table: Tensor  # int32 ``(B, W)``, contiguous
+    seq_lens: Tensor  # int32 ``(B,)``, at least 1
+    max_seq_len: int  # a bound of them
+    bounds: Tensor | None  # int32 ``(B + 1,)``, prefix sums of the query lengths where they differ
+    max_query_len: int  # a bound of them
+    blank: Tensor | None  # bool ``(T,)``, queries whose request has no keys; None where there is none
+    # keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries
     builder: TrtllmDecode
-    common: CommonAttentionMetadata
-    number: int | None
+    common: CommonAttentionMetadata  # the batch
+    number: int | None  # the builder's ``number`` after this build; None where the lists are the call's own
     _rows: TrtllmCall | None = None
 
     def rows(self) -> TrtllmCall:
@@ -197,11 +163,7 @@ class TrtllmCall:
         return self._rows
 
     def check(self) -> None:
-        """Compare the call with what is in the tensors that CUDA graphs read.
-
-        Raises:
-            BatchError: a later build has overwritten them.
-        """
+        """Compare the call with what is in the tensors that CUDA graphs read."""
         if self.number != self.builder.number:
             raise BatchError(
                 "a later build has overwritten the lengths of this batch, which CUDA graphs keep in one place",
@@ -210,18 +172,13 @@ class TrtllmCall:
 
 
 class TrtllmDecode:
-    """Builds the decodes of one kind of layers, and keeps their zeroed workspace.
-
-    Attributes:
-        workspace: uint8.
-        number: how often the tensors that CUDA graphs read were written; None without CUDA graphs.
-    """
+    """Builds the decodes of one kind of layers, and keeps their zeroed workspace."""
 
     def __init__(self, context: BackendContext, kernel: MLAKernel) -> None:
         self._context, config = context, context.config
         self._causal = not config.non_causal
         size, on = context.plans["decode"].workspace_bytes, context.device
-        self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)  # uint8
         version = library.flashinfer().version
         self._masks_drafts = (kernel.name, kernel.implementation) != ("cute-dsl", "modular")
         ragged = {"trtllm-gen": RAGGED.value, "cute-dsl": CUTE_DSL_RAGGED.value}.get(kernel.name)
@@ -230,6 +187,7 @@ class TrtllmDecode:
         self._most = min(context.max_num_batched_tokens, context.max_num_seqs * config.max_decode_query_len)
         self._lens: Tensor | None = None
         self._table: Tensor | None = None
+        # how often the tensors that CUDA graphs read were written; None without CUDA graphs
         self.number: int | None = None
         if context.cuda_graphs:
             self.number = 0
@@ -248,10 +206,11 @@ class TrtllmDecode:
         elif not uniform:  # some requests have no query
             return self.by_token(common)
         if self._lens is not None:
+            # Always by way of the tensor that graphs read, also where all have keys: a replay has other lengths.
             lens = torch.clamp_min(lens, 1, out=self._lens[: common.num_reqs])
             self.number = (self.number or 0) + 1
         blank = None
-        if keyless:
+        if keyless:  # such a request reads one key, of block 0, and its rows are blanked afterwards
             empty = common.seq_lens == 0
             lens, table = lens.clamp_min(1) if self._lens is None else lens, table.masked_fill(empty.unsqueeze(1), 0)
             blank = empty.repeat_interleave(longest, output_size=common.num_actual_tokens)
@@ -275,7 +234,7 @@ class TrtllmDecode:
         assert table is not None
         request = torch.repeat_interleave(common.query_lens_cpu, output_size=tokens)
         lens = common.seq_lens_cpu[request]
-        if self._causal and common.causal:
+        if self._causal and common.causal:  # a request's last query sees all keys, each one before it one fewer
             lens = lens - (common.query_start_loc_cpu[1:][request] - 1 - torch.arange(tokens, dtype=torch.int32))
         numbers = to_device(torch.cat([request.int(), lens.int().clamp_min(1)]), device)
         rows, blank = table.index_select(0, numbers[:tokens]), None

@@ -41,22 +41,12 @@ def hnd_or_nhd(context: BackendContext) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhaseKernel:
-    """A native kernel with what all calls of one phase have in common. One object per phase: it is the wrappers' key.
-
-    Attributes:
-        backend: ``fa2``, ``fa3`` or ``cute-dsl``.
-        single_token: run by the decode wrapper, which takes one token per request.
-        sinks: whether it counts attention sinks: of fa2 and fa3 a variant does.
-        query_dtype, cache_dtype, output_dtype: as the kernel takes them.
-        window_left: keys before a query's own that it sees, -1 for all.
-        soft_cap: of logits, 0.0 for none.
-        split_kv: whether long sequences may be split, by the load.
-    """
+    """A native kernel with what all calls of one phase share. One object per phase: it is the wrappers' key."""
 
     backend: Literal["fa2", "fa3", "cute-dsl"]
-    single_token: bool
-    sinks: bool
-    query_dtype: torch.dtype
+    single_token: bool  # run by the decode wrapper, which takes one token per request
+    sinks: bool  # whether it counts attention sinks: of fa2 and fa3 a variant does
+    query_dtype: torch.dtype  # query_dtype, cache_dtype, output_dtype: as the kernel takes them
     cache_dtype: torch.dtype
     output_dtype: torch.dtype
     num_heads: int
@@ -64,9 +54,9 @@ class PhaseKernel:
     head_size: int
     page_size: int
     kv_layout: str
-    window_left: int
-    soft_cap: float
-    split_kv: bool
+    window_left: int  # keys before a query's own that it sees, -1 for all
+    soft_cap: float  # of logits, 0.0 for none
+    split_kv: bool  # whether long sequences may be split, by the load
 
     @classmethod
     def of(cls, kernel: NativeKernel, context: BackendContext, *, decode: bool) -> PhaseKernel:
@@ -139,12 +129,10 @@ class PhaseKernel:
         return {"jit_args": arguments, "jit_kwargs": {"use_sliding_window": window}}
 
 
+# FlashInfer looks for it with Python's ``max`` over the tensor (decode.py and prefill.py 0.6.14, ``plan``): 2.3 us
+# per request on an H100's host, 80 % of the time of a plan for 256.
 class HostLengths(Tensor):
-    """Lengths on the host of which ``max()`` asks for the largest alone.
-
-    FlashInfer looks for it with Python's ``max`` over the tensor (decode.py and prefill.py 0.6.14, ``plan``): 2.3 us
-    per request on an H100's host, 80 % of the time of a plan for 256.
-    """
+    """Lengths on the host of which ``max()`` asks for the largest alone."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
 
@@ -152,24 +140,16 @@ class HostLengths(Tensor):
         yield self.amax()
 
 
+# numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us or more.
 @dataclass(slots=True)
 class PageLists:
-    """The pages of a step's requests: lists on the host, page indices on the device.
+    """The pages of a step's requests: lists on the host, page indices on the device."""
 
-    numpy (which flashinfer-python needs too) takes 1 us per operation on arrays of a batch's size, torch 2 us and more.
-
-    Attributes:
-        paged_kv_indptr: int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages.
-        paged_kv_indices: int32 on the device, at least ``paged_kv_indptr[-1]`` long: the pages of each request.
-        paged_kv_last_page_len: int32 ``(B,)`` on the host, tokens in the last page: ``page_size`` for a full one, 0 for
-            a request without keys.
-        seq_lens: int32 ``(B,)`` on the host.
-    """
-
-    paged_kv_indptr: Tensor
-    paged_kv_indices: Tensor
+    paged_kv_indptr: Tensor  # int32 ``(B + 1,)`` on the host, prefix sums of the numbers of pages
+    paged_kv_indices: Tensor  # int32 on the device, at least ``paged_kv_indptr[-1]`` long: the pages of each request
+    # int32 ``(B,)`` on the host, tokens in the last page: ``page_size`` for a full one, 0 for a request without keys
     paged_kv_last_page_len: Tensor
-    seq_lens: Tensor
+    seq_lens: Tensor  # int32 ``(B,)`` on the host
 
     @property
     def num_reqs(self) -> int:
@@ -178,11 +158,8 @@ class PageLists:
 
     @classmethod
     def of(cls, seq_lens: Tensor, page_size: int, indices: Tensor | None, device: torch.device) -> PageLists:
-        """Return the lists of requests with these lengths, int32 ``(B,)`` on the host.
-
-        Args:
-            indices: where page indices are to be written, at its front; None: a new tensor on ``device``.
-        """
+        """Return the lists of requests with these lengths, int32 ``(B,)`` on the host."""
+        # indices: where page indices are to be written, at its front; None: a new tensor on ``device``
         lens = seq_lens.numpy().copy()  # a copy: a batch may be planned again after the caller has changed its lengths
         pages = (lens + (page_size - 1)) // page_size
         indptr = np.zeros(len(lens) + 1, dtype=np.int32)
@@ -196,21 +173,13 @@ class PageLists:
 
 @dataclass(slots=True)
 class GraphBuffers:
-    """Index lists of captured decodes, on the device, where they stay; a batch size uses the front of them.
+    """Index lists of captured decodes, on the device, where they stay; a batch size uses the front of them."""
 
-    Attributes:
-        paged_kv_indptr: int32 ``(max_num_seqs + 1,)``.
-        paged_kv_indices: int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens.
-        paged_kv_last_page_len: int32 ``(max_num_seqs,)``.
-        qo_indptr: int32 ``(max_num_seqs + 1,)``, one token per request.
-        by_rows: whether the pages are rows of equal width (``RowLists``) instead of one list.
-    """
-
-    paged_kv_indptr: Tensor
-    paged_kv_indices: Tensor
-    paged_kv_last_page_len: Tensor
-    qo_indptr: Tensor
-    by_rows: bool = False
+    paged_kv_indptr: Tensor  # int32 ``(max_num_seqs + 1,)``
+    paged_kv_indices: Tensor  # int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens
+    paged_kv_last_page_len: Tensor  # int32 ``(max_num_seqs,)``
+    qo_indptr: Tensor  # int32 ``(max_num_seqs + 1,)``, one token per request
+    by_rows: bool = False  # whether the pages are rows of equal width (``RowLists``) instead of one list
 
     @classmethod
     def make(cls, context: BackendContext) -> GraphBuffers:
@@ -226,18 +195,13 @@ class GraphBuffers:
         )
 
 
+# Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory. All wrappers of one role share
+# one such buffer, since a step plans and runs one of them.
 class WrapperPool:
-    """The wrappers of one kind of layers.
-
-    Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory. All wrappers of one role share
-    one such buffer, since a step plans and runs one of them.
-
-    Args:
-        context: the kind.
-        scratch: uint8 on the device, for partial results; all wrappers share it, as kernels run one after the other.
-    """
+    """The wrappers of one kind of layers."""
 
     def __init__(self, context: BackendContext, scratch: Tensor) -> None:
+        # scratch: uint8 on the device, for partial results; all wrappers share it, as kernels run one after the other
         self._context, self.scratch = context, scratch
         self.ring = PinnedRing(context.device)
         self._schedules: dict[str, Schedule] = {}
@@ -290,20 +254,14 @@ class WrapperPool:
 
 
 class NativePlan(Plan):
-    """A batch planned on a native wrapper.
-
-    Args:
-        lists, more: what ``plan`` gets of the batch, by place and by name.
-
-    Raises:
-        BatchError: the schedule or its partial results need more scratch than there is.
-    """
+    """A batch planned on a native wrapper."""
 
     __slots__ = ("_cleared", "_kernel", "_lists", "_more", "_pool")
 
     def __init__(
         self, wrapper: Wrapper, pool: WrapperPool, kernel: PhaseKernel, lists: tuple[Tensor, ...], more: dict[str, Any]
     ) -> None:
+        # lists, more: what ``plan`` gets of the batch, by place and by name
         self._pool, self._kernel, self._lists, self._more = pool, kernel, lists, more
         # A captured grid has spare blocks. ``PrefillPlan`` (attention/scheduler.cuh 0.6.14) masks them only where keys
         # are split. Else they run by what the pinned buffer held before, which may be any rows. With zeros there they

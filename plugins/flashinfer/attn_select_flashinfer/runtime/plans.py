@@ -55,34 +55,22 @@ def _record(event: Any, device: torch.device) -> None:
 
 
 class PinnedRing:
-    """Plans wrappers, each time with a pinned buffer that no copy is still read from.
-
-    Args:
-        device: where the wrappers run; copies are ordered on its current stream.
-
-    Attributes:
-        buffers: how many there are: one, or more where the host runs steps ahead of the device.
-    """
+    """Plans wrappers, each time with a pinned buffer that no copy is still read from."""
 
     def __init__(self, device: torch.device) -> None:
+        # device: where the wrappers run; copies are ordered on its current stream
         self._device = device
         self._slots: list[tuple[Tensor, Any]] = []
 
     @property
     def buffers(self) -> int:
-        """Return how many buffers were needed."""
+        """Return how many buffers were needed: one, or more where the host runs steps ahead of the device."""
         return len(self._slots)
 
     def plan(self, wrapper: Any, *args: Any, cleared: int = 0, **kwargs: Any) -> None:
-        """Call ``wrapper.plan``.
-
-        Args:
-            cleared: bytes at the buffer's start that are zero before it.
-
-        Raises:
-            KernelMismatchError: the wrapper keeps no such buffer, so that its copies are unguarded.
-        """
-        _pinned_of(wrapper)
+        """Call ``wrapper.plan``."""
+        # cleared: bytes at the buffer's start that are zero before it
+        _pinned_of(wrapper)  # raises where the wrapper keeps no such buffer: its copies would be unguarded
 
         def plan(buffer: Tensor) -> None:
             setattr(wrapper, PINNED, buffer)
@@ -91,15 +79,12 @@ class PinnedRing:
         self.lend(plan, cleared=cleared)
 
     def lend(self, function: Callable[..., Any], *args: Any, cleared: int = 0) -> Any:
-        """Return ``function(buffer, *args)``, which starts a copy out of the pinned buffer.
-
-        Args:
-            cleared: as ``plan`` has it.
-        """
+        """Return ``function(buffer, *args)``, which starts a copy out of the pinned buffer."""
         buffer, event = self._free()
         if cleared:
             buffer[:cleared].zero_()
         result = function(buffer, *args)
+        # Behind the copy on its stream: once it has passed, the copy has read the buffer, which is free again.
         _record(event, self._device)
         return result
 
@@ -112,16 +97,12 @@ class PinnedRing:
         return self._slots[-1]
 
 
+# torch does not see FlashInfer's copy. It would give a buffer that was dropped to the next plan at once.
 class PinnedKeeper:
-    """Plans wrappers that pin a buffer of their own for each plan, and keeps each until its copy has finished.
-
-    torch does not see FlashInfer's copy. It would give a buffer that was dropped to the next plan at once.
-
-    Args:
-        device: where the wrappers run; copies are ordered on its current stream.
-    """
+    """Plans wrappers that pin a buffer of their own for each plan, and keeps each until its copy has finished."""
 
     def __init__(self, device: torch.device) -> None:
+        # device: where the wrappers run; copies are ordered on its current stream
         self._device = device
         self._kept: list[tuple[Tensor, Any]] = []
 
@@ -131,11 +112,7 @@ class PinnedKeeper:
         return len(self._kept)
 
     def plan(self, wrapper: Any, **kwargs: Any) -> None:
-        """Call ``wrapper.plan``.
-
-        Raises:
-            KernelMismatchError: the wrapper does not show its buffer, so that its copies are unguarded.
-        """
+        """Call ``wrapper.plan``."""
         self._kept = [each for each in self._kept if not each[1].query()]
         wrapper.plan(**kwargs)
         pinned, event = _pinned_of(wrapper), new_event(self._device)
@@ -154,34 +131,23 @@ def _pinned_of(wrapper: Any) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class Schedule:
-    """Where plans lie on the device; several wrappers may share it.
+    """Where plans lie on the device; several wrappers may share it."""
 
-    Attributes:
-        memory: uint8; None: the wrapper's own.
-        holder: the plan that is there; None where there is none that can be trusted.
-    """
-
-    memory: Tensor | None = None
-    holder: Plan | None = None
+    memory: Tensor | None = None  # uint8; None: the wrapper's own
+    holder: Plan | None = None  # the plan that is there; None where there is none that can be trusted
 
 
 @dataclass(slots=True, eq=False)
 class Wrapper:
-    """One of FlashInfer's wrappers.
+    """One of FlashInfer's wrappers."""
 
-    Attributes:
-        made: FlashInfer's object.
-        schedule: where its plans go.
-        captured: whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees.
-        compiled: what its ``plan`` calls (``CompiledPlan``), by causality; not there where it is not known (yet).
-        balanced: ``MLALists.info_of`` it; None before its first balanced plan.
-    """
-
-    made: Any
-    schedule: Schedule
+    made: Any  # FlashInfer's object
+    schedule: Schedule  # where its plans go
+    # whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees
     captured: bool = False
+    # what its ``plan`` calls (``CompiledPlan``), by causality; not there where it is not known (yet)
     compiled: dict[bool, Any] = field(default_factory=dict)
-    balanced: Any = None
+    balanced: Any = None  # ``MLALists.info_of`` it; None before its first balanced plan
 
 
 class Plan(ABC):
@@ -200,16 +166,12 @@ class Plan(ABC):
     def put(self) -> None:
         """Plan, not waiting for the device."""
         schedule = self.wrapper.schedule
-        schedule.holder = None
+        schedule.holder = None  # where ``write`` raises, what lies there is nobody's plan
         self.write()
         schedule.holder = self
 
     def ready(self) -> Any:
-        """Return FlashInfer's wrapper with this plan, which is made again where a later one took its place.
-
-        Raises:
-            BatchError: it must not be made again, because a CUDA graph uses the same buffers.
-        """
+        """Return FlashInfer's wrapper with this plan, which is made again where a later one took its place."""
         if self.wrapper.schedule.holder is not self:
             self._check_again()
             self.put()
@@ -228,27 +190,19 @@ class Plan(ABC):
         raise BatchError(text, hint="with CUDA graphs, run each batch before the next one is built, or build it again")
 
 
+# An MLA plan holds the softmax scale, which belongs to a layer. The builder has not seen a layer when it plans for
+# the first time. It plans for ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``. A layer of another scale plans
+# once more, in its first call, and later builds use its scale. All layers of a kind share a plan, so they have one
+# scale.
 class SharedScale:
-    """The softmax scale of a kind of MLA layers, as far as the builder knows.
-
-    An MLA plan holds the softmax scale, which belongs to a layer. The builder has not seen a layer when it plans for
-    the first time. It plans for ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``. A layer of another scale plans once
-    more, in its first call, and later builds use its scale. All layers of a kind share a plan, so they have one scale.
-    """
+    """The softmax scale of a kind of MLA layers, as far as the builder knows."""
 
     def __init__(self, config: AttentionConfig) -> None:
         self.value = (cast(int, config.qk_nope_head_dim) + cast(int, config.qk_rope_head_dim)) ** -0.5
 
 
 class ScaledPlan(Plan):
-    """One call of an MLA wrapper, planned for one softmax scale, the same for all layers.
-
-    Args:
-        num_tokens: queries.
-        arguments: of the plan, except for the scale.
-        shared: the builder's scale.
-        balanced: the schedule that runs in the place of FlashInfer's, if any.
-    """
+    """One call of an MLA wrapper, planned for one softmax scale, the same for all layers."""
 
     __slots__ = ("_arguments", "_balanced", "_ran", "_ring", "_scale", "_shared", "num_tokens")
 
@@ -261,6 +215,8 @@ class ScaledPlan(Plan):
         shared: SharedScale,
         balanced: BalancedPlan | None = None,
     ) -> None:
+        # num_tokens: queries
+        # balanced: the schedule that runs in the place of FlashInfer's, if any
         self.num_tokens, self._ring, self._arguments, self._shared = num_tokens, ring, arguments, shared
         self._scale, self._ran, self._balanced = shared.value, False, balanced
         super().__init__(wrapper)
@@ -276,17 +232,13 @@ class ScaledPlan(Plan):
             balanced.put(wrapper.made, wrapper.balanced, self._scale, captured=wrapper.captured)
 
     def ready_for(self, scale: float) -> Any:
-        """Return FlashInfer's wrapper, planned for this call and scale.
-
-        Raises:
-            BatchError: as ``ready``.
-            ConfigError: another layer of this kind has another scale.
-        """
+        """Return FlashInfer's wrapper, planned for this call and scale."""
         made = self.ready()
         if scale != self._scale:
             if self._ran:
                 text = f"layers of one group have the softmax scales {self._scale} and {scale}; a plan serves one scale"
                 raise ConfigError(text, fields=["scale"])
+            # The first layer of this call has a scale that the builder did not know: later builds do.
             self._shared.value = self._scale = scale
             self.put()
         self._ran = True

@@ -13,9 +13,5 @@ class PooledStateBackend(StateBackend):
 
     @classmethod
     def prepare(cls) -> None:
-        """Import the library.
-
-        Raises:
-            KernelMismatchError: it is not installed.
-        """
+        """Import the library."""
         library.flashinfer()

@@ -41,17 +41,11 @@ KernelFunction = Literal["dense", "dense_fp8", "sparse_decode", "sparse_prefill"
 
 @dataclass(frozen=True, slots=True)
 class FlashMLAKernel:
-    """What a plan runs.
+    """What a plan runs."""
 
-    Attributes:
-        provider: the distribution that the kernel is taken from.
-        function: which of its functions.
-        copies_cache: whether it reads a bfloat16 copy of an FP8 cache.
-    """
-
-    provider: str
-    function: KernelFunction
-    copies_cache: bool = False
+    provider: str  # the distribution that the kernel is taken from
+    function: KernelFunction  # which of its functions
+    copies_cache: bool = False  # whether it reads a bfloat16 copy of an FP8 cache
 
     @property
     def name(self) -> str:
@@ -61,20 +55,13 @@ class FlashMLAKernel:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlashMLABuild(KernelBuild):
-    """FlashMLA as one distribution builds it.
-
-    Attributes:
-        dense_fp8: whether dense decoding takes an FP8 e4m3 cache.
-        sparse: devices for which the sparse kernels are built.
-        sinks: whether the sparse kernels take attention sinks, in decode and in prefill.
-        notes: what a plan with this build says, one clause each.
-    """
+    """FlashMLA as one distribution builds it."""
 
     kernel: str = "FlashMLA"
-    dense_fp8: Fact[bool]
-    sparse: Fact[ComputeCapabilities]
-    sinks: Fact[bool]
-    notes: tuple[str, ...] = ()
+    dense_fp8: Fact[bool]  # whether dense decoding takes an FP8 e4m3 cache
+    sparse: Fact[ComputeCapabilities]  # devices for which the sparse kernels are built
+    sinks: Fact[bool]  # whether the sparse kernels take attention sinks, in decode and in prefill
+    notes: tuple[str, ...] = ()  # what a plan with this build says, one clause each
 
 
 BUILDS = (

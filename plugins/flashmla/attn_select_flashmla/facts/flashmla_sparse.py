@@ -101,10 +101,8 @@ def _reads_fp8(config: AttentionConfig) -> bool:
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashMLASparseOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the first installed build that runs the phase, or what each one lacks.
-
-    Both phases get the same build: no reason against a build depends on the phase.
-    """
+    """Return the first installed build that runs the phase, or what each one lacks."""
+    # Both phases get the same build: no reason against a build depends on the phase.
     devices = CAPABILITIES.compute_capabilities.value
     if not devices.accepts(device.compute_capability):
         # No build has kernels for the device, so it does not matter what each of them lacks besides.

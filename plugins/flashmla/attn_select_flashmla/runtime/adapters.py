@@ -46,53 +46,30 @@ _SPARSE_METADATA = ("num_heads_q", "is_fp8_kvcache", "topk")
 
 @dataclass(slots=True, eq=False)
 class TensorSchedule:
-    """A schedule as tensors, for kernels that take them; empty until the first call.
+    """A schedule as tensors, for kernels that take them; empty until the first call."""
 
-    Attributes:
-        tiles: int32 ``(num_sm_parts, 8)``.
-        splits: int32 ``(B + 1,)``.
-        seq_lens, block_table: sparse decoding of such builds asks for them and does not read them.
-    """
-
-    tiles: Tensor | None = None
-    splits: Tensor | None = None
+    tiles: Tensor | None = None  # int32 ``(num_sm_parts, 8)``
+    splits: Tensor | None = None  # int32 ``(B + 1,)``
+    # seq_lens, block_table: sparse decoding of such builds asks for them and does not read them
     seq_lens: Tensor | None = None
     block_table: Tensor | None = None
 
 
 @dataclass(slots=True)
 class DenseBatch:
-    """What dense decoding needs of a batch of B requests.
+    """What dense decoding needs of a batch of B requests."""
 
-    Attributes:
-        block_table: int32 ``(B, W)``.
-        seq_lens: int32 ``(B,)`` on the device.
-        causal: whether a query sees no key after itself; the last query stands at the last key.
-        schedule: shared by all layers, filled by the first.
-    """
-
-    block_table: Tensor
-    seq_lens: Tensor
-    causal: bool
-    schedule: Any
+    block_table: Tensor  # int32 ``(B, W)``
+    seq_lens: Tensor  # int32 ``(B,)`` on the device
+    causal: bool  # whether a query sees no key after itself; the last query stands at the last key
+    schedule: Any  # shared by all layers, filled by the first
 
 
+# The returned LSE is the natural logarithm, float32, +inf in a row without keys, and without the sinks.
 class Adapter(ABC):
-    """FlashMLA as one distribution builds it. Shapes: B requests of ``q_len`` queries, H heads, int32 index tensors.
+    """FlashMLA as one distribution builds it. Shapes: B requests of ``q_len`` queries, H heads, int32 index tensors."""
 
-    The returned LSE is the natural logarithm, float32, +inf in a row without keys, and without the sinks.
-
-    Args:
-        build: whose functions are called.
-
-    Attributes:
-        writes_output: whether the 16-bit and sparse kernels write where they are told to; else ``out`` is ignored.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, its version is another, or a function is missing or has
-            another signature.
-    """
-
+    # whether the 16-bit and sparse kernels write where they are told to; else ``out`` is ignored
     writes_output: ClassVar[bool] = False
     extra: ClassVar[dict[str, Any]] = {}
     """Passed to every call."""
@@ -369,11 +346,7 @@ _ADAPTERS: dict[str, type[Adapter]] = {
 
 @cache
 def adapter_of(build: FlashMLABuild) -> Adapter:
-    """Return the adapter of a build; imports its library. One per build.
-
-    Raises:
-        KernelMismatchError: as ``Adapter``.
-    """
+    """Return the adapter of a build; imports its library. One per build."""
     return _ADAPTERS[build.distribution](build)
 
 
@@ -381,6 +354,7 @@ def adapter_for(kernel: FlashMLAKernel) -> Adapter:
     """Return the adapter of the build that a plan's kernel names.
 
     Raises:
-        KernelMismatchError: as ``Adapter``.
+        KernelMismatchError: the build cannot be imported, its version is another, or a function is missing or has
+            another signature.
     """
     return adapter_of(build_of(kernel))

@@ -30,30 +30,19 @@ from attn_select_flashmla.runtime.lse import store_lse
 
 @dataclass(slots=True)
 class Padding:
-    """Queries of different lengths as ``B * q_len`` rows.
+    """Queries of different lengths as ``B * q_len`` rows."""
 
-    Attributes:
-        sources: int64 ``(B * q_len,)``, the token that each row takes; rows in front repeat their request's first.
-        places: int64 ``(T,)``, the row of each token.
-    """
-
-    sources: Tensor
-    places: Tensor
+    sources: Tensor  # int64 ``(B * q_len,)``, the token that each row takes; rows in front repeat their request's first
+    places: Tensor  # int64 ``(T,)``, the row of each token
 
 
 @dataclass(slots=True)
 class FlashMLAMetadata(DenseBatch):
-    """One batch of B decodes.
+    """One batch of B decodes."""
 
-    Attributes:
-        num_reqs: B.
-        query_len: the longest query.
-        padding: None where all queries are ``query_len`` long.
-    """
-
-    num_reqs: int
-    query_len: int
-    padding: Padding | None
+    num_reqs: int  # B
+    query_len: int  # the longest query
+    padding: Padding | None  # None where all queries are ``query_len`` long
 
 
 def _kernel(context: BackendContext) -> FlashMLAKernel:
@@ -156,7 +145,7 @@ def padded(common: CommonAttentionMetadata) -> tuple[int, Padding]:
     """Return the longest query's length, and how the others are padded to it. One copy to the device, not waiting."""
     lens, starts = common.query_lens_cpu, common.query_start_loc_cpu[:-1]
     requests, most = len(lens), int(lens.max())
-    firsts = (most - lens).unsqueeze(1)
+    firsts = (most - lens).unsqueeze(1)  # the row of each request's first query, behind its padding
     offsets = torch.arange(most, dtype=torch.int32)
     # A request without a query repeats a neighbour's token. What comes out of it is dropped.
     sources = (starts.unsqueeze(1) + (offsets - firsts).clamp_min(0)).clamp_max(int(common.query_start_loc_cpu[-1]) - 1)

@@ -46,19 +46,13 @@ MAX_DECODE_ROWS = 1024
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Tokens that one call of a kernel computes.
+    """Tokens that one call of a kernel computes."""
 
-    Attributes:
-        rows: the tokens.
-        schedule: of the decode kernel, shared by all layers; None: the prefill kernel.
-        blocks: int64 ``(n,)``, the blocks to copy first; None: the cache itself is read.
-        positions: int32 ``(num_blocks,)``, where each block of the cache lies in the copy, negative if nowhere. Made by
-            the first layer, which knows how many blocks there are.
-    """
-
-    rows: slice
-    schedule: Any = None
-    blocks: Tensor | None = None
+    rows: slice  # the tokens
+    schedule: Any = None  # of the decode kernel, shared by all layers; None: the prefill kernel
+    blocks: Tensor | None = None  # int64 ``(n,)``, the blocks to copy first; None: the cache itself is read
+    # int32 ``(num_blocks,)``, where each block of the cache lies in the copy, negative if nowhere. Made by the first
+    # layer, which knows how many blocks there are.
     positions: Tensor | None = None
 
     def position_of(self, indices: Tensor, num_blocks: int) -> Tensor:
@@ -69,6 +63,7 @@ class Span:
             self.positions = torch.full((num_blocks,), -1, dtype=torch.int32, device=blocks.device)
             self.positions[blocks] = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)
         slots = indices.clamp_min(0)
+        # 64 tokens a block. A slot of a block that was not copied gives -64 to -1: void for the prefill kernel too.
         block = self.positions.index_select(0, (slots >> 6).flatten()).view_as(slots)
         return torch.where(indices < 0, -1, (block << 6) + (slots & (BLOCK - 1)))
 
@@ -144,6 +139,7 @@ class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetad
             return []
         repeats = torch.tensor(counts)
         rows = torch.repeat_interleave(torch.arange(first, first + requests), repeats)
+        # Each block's request and its place in that request's row of the table, for all spans in one copy.
         columns = torch.arange(len(rows)) - torch.repeat_interleave(repeats.cumsum(0) - repeats, repeats)
         row, column = to_device(torch.stack([rows, columns]), table.device).unbind(0)
         edges = list(pairwise([0, *ends, requests]))
@@ -180,10 +176,10 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         outputs: Outputs,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
-        """As ``MLAAttentionImpl.forward_mqa``; ``kv_cache`` is bfloat16 ``(blocks, size, 576)`` or bytes
-        ``(blocks, 64, 656)``. Padding of ``topk_indices`` is exactly -1: the decode kernel takes any other negative
-        number for an address. Checked mode refuses it.
-        """
+        """As ``MLAAttentionImpl.forward_mqa``."""
+        # kv_cache: bfloat16 ``(blocks, size, 576)`` or bytes ``(blocks, 64, 656)``
+        # Padding of ``topk_indices`` is exactly -1: the decode kernel takes any other negative number for an address.
+        # Checked mode refuses it.
         assert topk_indices is not None
         spans = attn_metadata.spans
         if len(spans) == 1 and spans[0].rows.stop == query.shape[0] and not spans[0].rows.start:

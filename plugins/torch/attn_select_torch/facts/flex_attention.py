@@ -88,14 +88,10 @@ def _cpu_has_template() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FlexKernel:
-    """What inductor compiles.
+    """What inductor compiles."""
 
-    Attributes:
-        language: of the template.
-        stages: tiles of keys and values that a GPU's kernel loads ahead: two where shared memory holds them, else one.
-    """
-
-    language: Literal["C++", "Triton"]
+    language: Literal["C++", "Triton"]  # of the template
+    # tiles of keys and values that a GPU's kernel loads ahead: two where shared memory holds them, else one
     stages: int
 
     @property
@@ -213,11 +209,9 @@ def plan(
 
 
 def compile_key(config: AttentionConfig) -> object:
-    """Group layers that share one compilation: head counts and sizes are static (flex_attention.py v2.13.0).
-
-    Causality, windows and lengths are numbers that the mask reads; only image ranges, and the way from a place in the
-    cache to a position, are code.
-    """
+    """Group layers that share one compilation: head counts and sizes are static (flex_attention.py v2.13.0)."""
+    # Causality, windows and lengths are numbers that the mask reads; only image ranges, and the way from a place in the
+    # cache to a position, are code.
     return (
         config.num_heads,
         config.num_kv_heads,

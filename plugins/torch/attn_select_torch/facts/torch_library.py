@@ -47,10 +47,8 @@ def notes(config: AttentionConfig, device: Device) -> tuple[str, ...]:
 
 
 def takes_varlen(config: AttentionConfig, capability: tuple[int, int] | None) -> bool:
-    """Whether ``torch.nn.attention.varlen`` computes these layers: FlashAttention-2 with windows, without biases.
-
-    Its limits are in pytorch/pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
-    """
+    """Whether ``torch.nn.attention.varlen`` computes these layers: FlashAttention-2 with windows, without biases."""
+    # Its limits are in pytorch/pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     return (
         capability is not None
         and capability >= (8, 0)

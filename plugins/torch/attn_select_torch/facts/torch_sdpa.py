@@ -59,12 +59,10 @@ _NAMES: dict[SdpaFunction, str] = {
 }
 
 
+# With ``cuDNN and varlen_attn`` whole prompts of some length are computed by cuDNN, everything else by the other.
 @dataclass(frozen=True, slots=True)
 class SdpaKernel:
-    """What attends. Where the installed torch lacks ``varlen_attn``, ``scaled_dot_product_attention`` does its work.
-
-    With ``cuDNN and varlen_attn`` whole prompts of some length are computed by cuDNN, everything else by the other.
-    """
+    """What attends. Where the installed torch lacks ``varlen_attn``, ``scaled_dot_product_attention`` does its work."""
 
     function: SdpaFunction
 
@@ -97,10 +95,9 @@ def _decodes_by_sdpa(config: AttentionConfig) -> bool:
 
 
 def _prompts_by_cudnn(config: AttentionConfig, capability: tuple[int, int] | None) -> bool:
-    """Whether cuDNN computes whole prompts, where it was measured: 88 us beside 175 for 2048 tokens (H200, torch 2.11).
-
-    It has causality from the first key on and no windows (pytorch/pytorch aten/src/ATen/native/cudnn/MHA.cpp v2.11.0).
-    """
+    """Whether cuDNN computes whole prompts."""
+    # Where it was measured: 88 us beside 175 for 2048 tokens (H200, torch 2.11). It has causality from the first key on
+    # and no windows (pytorch/pytorch aten/src/ATen/native/cudnn/MHA.cpp v2.11.0).
     plain = config.attn_type == "decoder" and not config.non_causal and config.sliding_window is None
     return capability == (9, 0) and plain and config.head_size <= 128
 

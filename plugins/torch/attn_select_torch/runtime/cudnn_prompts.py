@@ -26,20 +26,13 @@ ATTEND = torch.ops.aten._scaled_dot_product_cudnn_attention
 
 @dataclass(slots=True)
 class Prompt:
-    """One request whose query is its whole sequence.
+    """One request whose query is its whole sequence."""
 
-    Attributes:
-        request: its number in the batch.
-        start, end: its tokens.
-        padded: their number, rounded up.
-        rows: row numbers in the cache (``CacheGather.rows``) of ``padded`` keys.
-    """
-
-    request: int
-    start: int
+    request: int  # its number in the batch
+    start: int  # start, end: its tokens
     end: int
-    padded: int
-    rows: Tensor
+    padded: int  # their number, rounded up
+    rows: Tensor  # row numbers in the cache (``CacheGather.rows``) of ``padded`` keys
 
 
 def prompts(common: CommonAttentionMetadata, gather: CacheGather) -> list[Prompt]:

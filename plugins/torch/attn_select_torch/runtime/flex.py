@@ -82,10 +82,8 @@ def _masked(
 
 @cache
 def _compiled(kind: Kind) -> Callable[..., Any]:
-    """Return the compiled function of one kind of layer.
-
-    Each has a code object of its own: torch counts recompilations by it, and gives up compiling after eight.
-    """
+    """Return the compiled function of one kind of layer."""
+    # Each has a code object of its own: torch counts recompilations by it, and gives up compiling after eight.
     code = _masked.__code__.replace(co_name=f"flex_{kind.device}_{abs(hash(kind)):x}")
     function = FunctionType(code, globals(), code.co_name, _masked.__defaults__, _masked.__closure__)
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)

@@ -29,15 +29,10 @@ _LEAST_ROWS, _LEAST_PAGES = 2**14, 2**20
 
 @dataclass(slots=True)
 class BlockLists:
-    """Blocks of the cache that each tile reads, int32.
+    """Blocks of the cache that each tile reads, int32."""
 
-    Attributes:
-        counts: ``(1, 1, tiles)``.
-        indices: ``(1, 1, tiles, W)``; entries behind a tile's count are undefined.
-    """
-
-    counts: Tensor
-    indices: Tensor
+    counts: Tensor  # ``(1, 1, tiles)``
+    indices: Tensor  # ``(1, 1, tiles, W)``; entries behind a tile's count are undefined
 
     def widened(self, num_blocks: int) -> BlockLists:
         """Return lists of at least ``num_blocks`` columns: the CPU's template wants them, though it reads only some."""
@@ -52,73 +47,50 @@ class BlockLists:
 
 @dataclass(slots=True)
 class Pages:
-    """From a block of the cache back to its place in a request.
+    """From a block of the cache back to its place in a request."""
 
-    Attributes:
-        num_blocks: of the cache.
-        first: int32, one per row: where its request's part of ``places`` begins.
-        places: int32, per request and block of the cache the block's number within the request; set only where the
-            request has the block.
-    """
-
-    num_blocks: int
-    first: Tensor
+    num_blocks: int  # of the cache
+    first: Tensor  # int32, one per row: where its request's part of ``places`` begins
+    # int32, per request and block of the cache the block's number within the request; set only where the request has
+    # the block
     places: Tensor
 
 
 @dataclass(slots=True)
 class Tails:
-    """The slots behind each request's last key in that key's block. A block is read whole, and 0 * NaN is NaN.
+    """The slots behind each request's last key in that key's block. A block is read whole, and 0 * NaN is NaN."""
 
-    Attributes:
-        slots: int64 ``(B * (TILE - 1),)``. Where a request has fewer, its block's first slot, which holds a key.
-        unused: bool, False for those.
-    """
-
-    slots: Tensor
-    unused: Tensor
+    slots: Tensor  # int64 ``(B * (TILE - 1),)``. Where a request has fewer, its block's first slot, which holds a key.
+    unused: Tensor  # bool, False for those
 
     def clear(self, values: Tensor) -> None:
-        """Write zeros where unused slots of ``values``, ``(num_slots, num_kv_heads, value_head_size)``, are not finite.
-
-        Finite numbers stay: they may be tokens that this batch does not attend to, such as the step's own ones where
-        its context is attended to alone.
-        """
+        """Write zeros where unused slots of ``values`` are not finite."""
+        # values: ``(num_slots, num_kv_heads, value_head_size)``
+        # Finite numbers stay: they may be tokens that this batch does not attend to, such as the step's own ones where
+        # its context is attended to alone.
         kept = values.index_select(0, self.slots)
         values.index_copy_(0, self.slots, kept.masked_fill_(self.unused[:, None, None] & ~kept.isfinite(), 0))
 
 
 @dataclass(slots=True)
 class FlexMetadata:
-    """A step for all layers: T tokens in R padded rows.
+    """A step for all layers: T tokens in R padded rows."""
 
-    Attributes:
-        num_tokens: T.
-        tokens: int64 ``(R,)``, the token of each row; any for padding.
-        rows: int64 ``(T,)``, the row of each token.
-        bounds: first and last position that each row sees, with image ranges a second pair; int32, at least R each.
-        requests: int32, one per row.
-        partial, full: blocks that need the mask, and blocks that do not.
-        block_table: int32 ``(B, W)``; None without a cache.
-        present: int32 ``(B, 2)``, first and end column of the block table that the request's rows see.
-        tails: what is cleared before the cache is read; None without a cache.
-        trees: where drafts may form a tree, per row the position of its request's first token of this step and the
-            row's token, int32, and bool ``(tokens, 1 + drafts)``; all of static sizes.
-        make_pages: makes ``pages``, which needs the size of the cache.
-    """
-
-    num_tokens: int
-    tokens: Tensor
-    rows: Tensor
+    num_tokens: int  # T
+    tokens: Tensor  # int64 ``(R,)``, the token of each row; any for padding
+    rows: Tensor  # int64 ``(T,)``, the row of each token
+    # first and last position that each row sees, with image ranges a second pair; int32, at least R each
     bounds: tuple[Tensor, ...]
-    requests: Tensor
-    partial: BlockLists
+    requests: Tensor  # int32, one per row
+    partial: BlockLists  # partial, full: blocks that need the mask, and blocks that do not
     full: BlockLists
-    block_table: Tensor | None
-    present: Tensor
-    tails: Tails | None
+    block_table: Tensor | None  # int32 ``(B, W)``; None without a cache
+    present: Tensor  # int32 ``(B, 2)``, first and end column of the block table that the request's rows see
+    tails: Tails | None  # what is cleared before the cache is read; None without a cache
+    # where drafts may form a tree, per row the position of its request's first token of this step and the row's token,
+    # int32, and bool ``(tokens, 1 + drafts)``; all of static sizes
     trees: tuple[Tensor, Tensor, Tensor] | None
-    make_pages: Callable[[FlexMetadata, int], Pages]
+    make_pages: Callable[[FlexMetadata, int], Pages]  # makes ``pages``, which needs the size of the cache
     _pages: Pages | None = None
     _widened: tuple[int, BlockLists, BlockLists] | None = None
 
@@ -225,22 +197,19 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
         return present.copy_(values)
 
     def _lists(self, name: str, tiles: Tensor, table: Tensor | None, width: int) -> BlockLists:
-        """Look up each tile's blocks.
-
-        Args:
-            name: ``full`` for the middle range, ``partial`` for the other two.
-            tiles: int32 ``(5, tiles)``: starts of the first, the middle and the last range, end, request.
-            table: None where a block's number is its place.
-            width: most blocks of a tile.
-        """
+        """Look up each tile's blocks."""
+        # name: ``full`` for the middle range, ``partial`` for the other two
+        # tiles: int32 ``(5, tiles)``: starts of the first, the middle and the last range, end, request
+        # table: None where a block's number is its place
         start, full, rest, end, requests = tiles.unbind(0)
         columns = torch.arange(width, dtype=torch.int32, device=tiles.device)
         if name == "full":
             counts, found = rest - full, full[:, None] + columns
         else:
+            # The blocks before and behind the full ones, side by side: columns past the first skip the full ones.
             counts, found = (full - start) + (end - rest), start[:, None] + columns
             found = torch.where(found < full[:, None], found, found + (rest - full)[:, None])
-        if table is not None:
+        if table is not None:  # columns behind a tile's count may lie outside the table, and are not read
             found = table[requests.long()].gather(1, found.clamp(0, table.shape[1] - 1).long())
         counts = self._keep(f"{name} counts", counts, self.most_tiles)
         found = self._keep(f"{name} blocks", found, self.most_tiles, width)

@@ -18,35 +18,23 @@ FAR = 2**30
 
 @dataclass(slots=True)
 class Rows:
-    """Rows and tiles of a batch on the host.
+    """Rows and tiles of a batch on the host."""
 
-    Attributes:
-        tiles: how many.
-        tokens: int32, the token of each row; for padding the first one of its request.
-        requests: int32, the request of each row.
-        valid: bool, False for padding.
-        bounds: int32, first and last position that each row sees; a pair more for image ranges.
-        first_rows: int32, the first row of each request.
-        drafts_from: int32, per row the position of its request's first token of this step, from which on drafts form a
-            tree, or ``FAR``; None where the layer has no trees.
-    """
-
-    tiles: int
-    tokens: Tensor
-    requests: Tensor
-    valid: Tensor
-    bounds: list[Tensor]
-    first_rows: Tensor
+    tiles: int  # how many
+    tokens: Tensor  # int32, the token of each row; for padding the first one of its request
+    requests: Tensor  # int32, the request of each row
+    valid: Tensor  # bool, False for padding
+    bounds: list[Tensor]  # int32, first and last position that each row sees; a pair more for image ranges
+    first_rows: Tensor  # int32, the first row of each request
+    # int32, per row the position of its request's first token of this step, from which on drafts form a tree, or
+    # ``FAR``; None where the layer has no trees
     drafts_from: Tensor | None = None
 
 
 def lay_out(common: CommonAttentionMetadata, config: AttentionConfig, paged: bool, fixed: bool) -> Rows:
-    """Lay out the tokens of each request from a tile's first row on.
-
-    Args:
-        paged: keys are in a cache, and bounds are positions; else they are the step's own.
-        fixed: as many tiles for every batch of as many requests and tokens.
-    """
+    """Lay out the tokens of each request from a tile's first row on."""
+    # paged: keys are in a cache, and bounds are positions; else they are the step's own
+    # fixed: as many tiles for every batch of as many requests and tokens
     causal = config.attn_type == "decoder" and not config.non_causal and common.causal
     lens, starts = common.query_lens_cpu, common.query_start_loc_cpu[:-1]
     seq_lens = common.seq_lens_cpu if paged else lens
@@ -88,7 +76,7 @@ def _image_bounds(rows: Rows, ranges: Sequence[Ranges], lens: list[int], first_p
     """Return the first and last position of the images that each row belongs to."""
     first, last = torch.full_like(rows.requests, FAR), torch.full_like(rows.requests, -1)
     for request, own in enumerate(ranges):
-        offset = int(rows.first_rows[request]) - first_positions[request]
+        offset = int(rows.first_rows[request]) - first_positions[request]  # from a position to its row
         end = first_positions[request] + lens[request]
         for low, high in own:
             part = slice(max(low, first_positions[request]) + offset, min(high + 1, end) + offset)
@@ -99,11 +87,8 @@ def _image_bounds(rows: Rows, ranges: Sequence[Ranges], lens: list[int], first_p
 
 
 def spans_of(rows: Rows, starts: Tensor | None) -> list[Tensor]:
-    """Return per tile where its blocks start, where the full ones start and end, and where all end; int32 each.
-
-    Args:
-        starts: without a cache, the row of each request's first key; bounds are shifted by it.
-    """
+    """Return per tile where its blocks start, where the full ones start and end, and where all end; int32 each."""
+    # starts: without a cache, the row of each request's first key; bounds are shifted by it
     if starts is not None:
         shift = starts[rows.requests.long()]
         for number, bound in enumerate(rows.bounds):
@@ -115,7 +100,8 @@ def spans_of(rows: Rows, starts: Tensor | None) -> list[Tensor]:
         low = torch.minimum(low, rows.bounds[2].view(rows.tiles, TILE).amin(1))
         high = torch.maximum(high, rows.bounds[3].view(rows.tiles, TILE).amax(1))
     start, end = low // TILE, high // TILE + 1
-    # A row of padding may see anything, a row without keys nothing.
+    # A block is full where it lies between the latest first and the earliest last position of the tile's rows. A row of
+    # padding may see anything, a row without keys nothing.
     padding = ~rows.valid.view(rows.tiles, TILE)
     latest = first.masked_fill(blind, FAR).masked_fill(padding, 0).amax(1)
     earliest = last.masked_fill(blind, -1).masked_fill(padding, FAR).amin(1)

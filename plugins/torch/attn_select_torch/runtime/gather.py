@@ -39,16 +39,11 @@ class Buffers:
 
 
 class CacheGather:
-    """How one kind of layers reads its cache.
-
-    Args:
-        config: the layers.
-        layout: ``FLASH_ATTN_NHD``, ``FLASHINFER_NHD`` or ``FLASHINFER_HND``.
-        block_size: tokens per block of tables and cache.
-        dtype: what keys and values are converted to. FP8 numbers come without their scale.
-    """
+    """How one kind of layers reads its cache."""
 
     def __init__(self, config: AttentionConfig, layout: str, block_size: int, dtype: torch.dtype) -> None:
+        # layout: ``FLASH_ATTN_NHD``, ``FLASHINFER_NHD`` or ``FLASHINFER_HND``
+        # dtype: what keys and values are converted to. FP8 numbers come without their scale.
         self.config, self.layout, self.block_size, self.dtype = config, layout, block_size, dtype
         self.width = max(config.head_size, config.value_head_size)
         self.by_head = layout == FLASHINFER_HND
@@ -62,12 +57,8 @@ class CacheGather:
         self._fp8 = FP8_DTYPES.get(config.cache_dtype)
 
     def rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """Return row numbers, int64: of N tokens ``(N,)``, with HND ``(num_kv_heads * N,)`` head by head.
-
-        Args:
-            blocks: block ids ``(N,)``.
-            offsets: places within the blocks ``(N,)``.
-        """
+        """Return row numbers, int64: of N tokens ``(N,)``, with HND ``(num_kv_heads * N,)`` head by head."""
+        # blocks, offsets: block ids, and places within the blocks, ``(N,)``
         first = torch.add(offsets.long(), blocks, alpha=self._rows_per_block)
         if not self.by_head:
             return first
@@ -75,10 +66,8 @@ class CacheGather:
         return (heads[:, None] + first).flatten()
 
     def read(self, kv_cache: Tensor, rows: Tensor, batch: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``(batch, num_kv_heads, N / batch, width)``, overwritten by the next call.
-
-        Both are as wide as the wider of them, as the cache's rows are; elements behind the own size are arbitrary.
-        """
+        """Return keys and values ``(batch, num_kv_heads, N / batch, width)``, overwritten by the next call."""
+        # Both are as wide as the wider of them, as the cache's rows are; elements behind the own size are arbitrary.
         if self._fp8 is not None:
             kv_cache = kv_cache.view(torch.uint8)  # torch's index operations know no FP8
         if not kv_cache.is_contiguous():

@@ -163,11 +163,9 @@ def _sdpa(
     causal: bool,
     outputs: Outputs,
 ) -> None:
-    """Write fused attention of one request's query, key and value ``(1, H, ...)``.
-
-    Values get the keys' width, or the other way round: the kernels that keep no matrix of scores want one width for all
-    (pytorch/pytorch aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, check_head_dim_size_cpp).
-    """
+    """Write fused attention of one request's query, key and value ``(1, H, ...)``."""
+    # Values get the keys' width, or the other way round: the kernels that keep no matrix of scores want one width for
+    # all (pytorch/pytorch aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, check_head_dim_size_cpp).
     size, width = tensors[2].shape[-1], max(tensor.shape[-1] for tensor in tensors)
     query, key, value = (functional.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors)
     if outputs.lse is None:

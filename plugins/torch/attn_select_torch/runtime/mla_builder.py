@@ -24,21 +24,13 @@ FEW_KEYS = 128
 
 @dataclass(slots=True)
 class Gather:
-    """Decodes of one query length that are computed together: n requests, q tokens each, at most S keys.
+    """Decodes of one query length that are computed together: n requests, q tokens each, at most S keys."""
 
-    Attributes:
-        tokens: int64 ``(n * q,)``, their rows in the batch.
-        shape: ``(n, q, S)``.
-        slots: int64 ``(n * S,)`` of the cache; behind a request's last key its first one again.
-        visible: bool ``(n, q or 1, S)``; None where every row sees every key.
-        distance: int32 ``(n, q, S)``, from row to key, with ALiBi.
-    """
-
-    tokens: Tensor
-    shape: tuple[int, int, int]
-    slots: Tensor
-    visible: Tensor | None
-    distance: Tensor | None
+    tokens: Tensor  # int64 ``(n * q,)``, their rows in the batch
+    shape: tuple[int, int, int]  # ``(n, q, S)``
+    slots: Tensor  # int64 ``(n * S,)`` of the cache; behind a request's last key its first one again
+    visible: Tensor | None  # bool ``(n, q or 1, S)``; None where every row sees every key
+    distance: Tensor | None  # int32 ``(n, q, S)``, from row to key, with ALiBi
 
 
 class _Decode(NamedTuple):
@@ -135,6 +127,7 @@ class TorchMLAMetadataBuilder(AttentionMetadataBuilder[tuple[Gather, ...]]):
                 keys,
                 causal=causal,
                 sliding_window=config.sliding_window,
+                # with image ranges each request is a group by itself
                 mm_prefix_ranges=() if common.mm_prefix_ranges is None else common.mm_prefix_ranges[group[0].request],
                 drafts=drafts,
             )
@@ -162,6 +155,8 @@ class TorchMLAMetadataBuilder(AttentionMetadataBuilder[tuple[Gather, ...]]):
 
 def _grouped(decodes: Sequence[_Decode], *, alone: bool) -> list[list[_Decode]]:
     """Put decodes of one query length and similar numbers of keys together, and decodes without keys apart."""
+    # Longest first: each member of a group takes as many latents as the first one, at most half of them padding, unless
+    # there are few.
     groups: list[list[_Decode]] = []
     room = 0
     for decode in sorted(decodes, key=lambda d: (d.query_len, d.num_keys), reverse=True):

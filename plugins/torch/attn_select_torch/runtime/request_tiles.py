@@ -20,56 +20,41 @@ LEAST_STEP = 16
 
 
 def rounded(tokens: int) -> int:
-    """Return a length that is not below ``tokens``: at most an eighth more, or ``LEAST_STEP``.
-
-    torch builds a graph of cuDNN for each shape, which takes the host tens of milliseconds. Where lengths grow by a
-    token from step to step, that would be done in every step.
-    """
+    """Return a length that is not below ``tokens``: at most an eighth more, or ``LEAST_STEP``."""
+    # torch builds a graph of cuDNN for each shape, which takes the host tens of milliseconds. Where lengths grow by a
+    # token from step to step, that would be done in every step.
     step = max(LEAST_STEP, (1 << max(0, tokens - 1).bit_length()) // (2 * STEPS))
     return -(-tokens // step) * step
 
 
 @dataclass(slots=True)
 class Tile:
-    """Rows and columns of a piece.
+    """Rows and columns of a piece."""
 
-    Attributes:
-        start: first token of the piece's query; ``rows`` of them.
-        low, high: columns of the piece's keys.
-        first_key: position of column ``low`` relative to the tile's last row; None where image ranges reach into the
-            tile, and where drafts may form a tree.
-    """
-
-    start: int
+    start: int  # first token of the piece's query; ``rows`` of them
     rows: int
-    low: int
+    low: int  # low, high: columns of the piece's keys
     high: int
+    # position of column ``low`` relative to the tile's last row; None where image ranges reach into the tile, and where
+    # drafts may form a tree
     first_key: int | None
 
 
 @dataclass(slots=True)
 class Request:
-    """The rows of one request that see any key, and the keys that they see.
+    """The rows of one request that see any key, and the keys that they see."""
 
-    Attributes:
-        index: its number in the batch.
-        first_token: of the rows, in the step.
-        rows: tokens.
-        seq_len: keys.
-        low, high: positions of the keys, the end not included. Image ranges leave no gap: one that a row is part of
-            reaches from there to what the row sees anyway.
-        first_place: where drafts may form a tree, the number of the first of the rows among the request's tokens.
-        tiles: its rows, cut.
-    """
-
-    index: int
-    first_token: int
-    rows: int
-    seq_len: int
+    index: int  # its number in the batch
+    first_token: int  # of the rows, in the step
+    rows: int  # tokens
+    seq_len: int  # keys
+    # low, high: positions of the keys, the end not included. Image ranges leave no gap: one that a row is part of
+    # reaches from there to what the row sees anyway.
     low: int
     high: int
+    # where drafts may form a tree, the number of the first of the rows among the request's tokens
     first_place: int | None = None
-    tiles: list[Tile] = field(default_factory=list)
+    tiles: list[Tile] = field(default_factory=list)  # its rows, cut
 
     @property
     def keys(self) -> int:
@@ -79,17 +64,11 @@ class Request:
 
 @dataclass(slots=True)
 class Limits:
-    """How large the parts may be.
+    """How large the parts may be."""
 
-    Attributes:
-        tile_rows: tokens of one tile where rows see different keys.
-        group_keys: keys that several requests may take together, padding included; 0: each request by itself.
-        few_keys: keys, padding included, that they may take however much of it is padding.
-    """
-
-    tile_rows: int
-    group_keys: int
-    few_keys: int = 0
+    tile_rows: int  # tokens of one tile where rows see different keys
+    group_keys: int  # keys that several requests may take together, padding included; 0: each request by itself
+    few_keys: int = 0  # keys, padding included, that they may take however much of it is padding
 
 
 def requests_of(
@@ -103,7 +82,8 @@ def requests_of(
     most_drafts = 0 if common.tree_mask is None else common.tree_mask.shape[1]
     for index, seq_len in enumerate(seq_lens):
         start, end = bounds[index], bounds[index + 1]
-        # Rows that stand before the first key, out of its reach.
+        # Rows that stand before the first key, out of its reach: row r is at seq_len - queries + r, which is negative
+        # for some where there are more queries than keys.
         reach = 0 if causal else (seq_len + end - start if window is None else window - 1)
         unseeing = min(end - start, max(0, end - start - seq_len - reach)) if seq_len else end - start
         if unseeing:
@@ -139,36 +119,23 @@ def _tiles(request: Request, causal: bool, window: int | None, ranges: Ranges, m
 
 @dataclass(slots=True)
 class Group:
-    """Requests with queries of one length that are computed together, in the batch's order.
+    """Requests with queries of one length that are computed together, in the batch's order."""
 
-    Attributes:
-        rows: tokens of each.
-        index: their numbers in the batch, ascending.
-        first_tokens: of each request's rows, in the step.
-        seq_lens: keys of each.
-        keys: the most keys that one of them sees.
-        padded: whether another sees fewer.
-    """
-
-    rows: int
-    index: Sequence[int]
-    first_tokens: Sequence[int]
-    seq_lens: Sequence[int]
-    keys: int
-    padded: bool
+    rows: int  # tokens of each
+    index: Sequence[int]  # their numbers in the batch, ascending
+    first_tokens: Sequence[int]  # of each request's rows, in the step
+    seq_lens: Sequence[int]  # keys of each
+    keys: int  # the most keys that one of them sees
+    padded: bool  # whether another sees fewer
 
 
 def equal_queries(
     common: CommonAttentionMetadata, window: int | None, limits: Limits, *, alone: bool = False
 ) -> list[Group] | None:
-    """Return the groups of a batch in which all queries are short and equally long, as in most decodes.
-
-    None: another batch, a single request, or one that is too long to share a group. ``requests_of`` and ``grouped``,
-    which look at each request by itself, take ten times as long for many.
-
-    Args:
-        alone: whether a single request is a group too.
-    """
+    """Return the groups of a batch in which all queries are short and equally long, as in most decodes."""
+    # None: another batch, a single request, or one that is too long to share a group. ``requests_of`` and ``grouped``,
+    # which look at each request by itself, take ten times as long for many.
+    # alone: whether a single request is a group too
     rows, number = common.max_query_len, common.num_reqs
     if (number == 1 and not alone) or not 0 < rows <= limits.tile_rows or rows * number != common.num_actual_tokens:
         return None
@@ -177,7 +144,7 @@ def equal_queries(
         return None
     keys = seq_lens if window is None else [min(seq_len, rows + window - 1) for seq_len in seq_lens]
     most = max(keys)
-    if 2 * most > limits.group_keys:
+    if 2 * most > limits.group_keys:  # not even two requests of this length may go together
         return None
     whole, starts = range(number), range(0, rows * number, rows)
     if _fit(number, most, sum(keys), limits):

@@ -143,10 +143,8 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         return pad(packed, (0, self.width - self.key_size)) if self.width > self.key_size else packed
 
     def _aligned(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose address does not depend on where its request lies in the batch.
-
-        Matrix products sum in an order that depends on alignment.
-        """
+        """Return a tensor whose address does not depend on where its request lies in the batch."""
+        # Matrix products sum in an order that depends on alignment.
         return tensor.clone() if self.config.batch_invariant else tensor
 
     def _cached_keys(
@@ -251,12 +249,8 @@ class _Results:
             self.factor = scales.v.view(-1, 1, 1) if scales.v.ndim else scales.v_float
 
     def write(self, tokens: slice | Tensor, start: int, rows: int, out: Tensor, lse: Tensor | None) -> None:
-        """Write ``(B, T, num_kv_heads, group, Dv)`` and ``(B, T, num_kv_heads, group)`` to rows of the step.
-
-        Args:
-            tokens: of the piece.
-            start, rows: which of them, where the piece is one request.
-        """
+        """Write ``(B, T, num_kv_heads, group, Dv)`` and ``(B, T, num_kv_heads, group)`` to rows of the step."""
+        # start, rows: which of the piece's tokens, where it is one request
         factor = self.factor
         if self.sinks is not None:
             assert lse is not None

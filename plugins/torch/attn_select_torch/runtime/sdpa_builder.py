@@ -44,51 +44,32 @@ host than the padding on the device (16 requests of 200 to 2000 keys: 252 us in 
 
 @dataclass(slots=True)
 class Piece:
-    """One or more requests that are computed together, as ``pieces`` has it, with what the device needs.
+    """One or more requests that are computed together, as ``pieces`` has it, with what the device needs."""
 
-    Attributes:
-        batch: requests.
-        tokens: slice of the step's tokens, or int64 ids of them, request by request.
-        keys: keys per request, padding included.
-        rows: row numbers in the cache (``CacheGather.rows``); None without a cache.
-        first_key: without a cache the first row of key and value.
-        padding: additive ``(batch, 1, 1, keys)``; None where nothing is padded.
-        tiles: with their masks, additive ``(1, 1, rows * group, columns)`` or None; those of image ranges and trees of
-            drafts bool ``(rows, columns)``.
-        key_offsets: positions of the columns relative to the sequence's end ``(keys,)``, with ALiBi or image ranges.
-    """
-
-    batch: int
-    tokens: slice | Tensor
-    keys: int
-    rows: Tensor | None
-    first_key: int
-    padding: Tensor | None
+    batch: int  # requests
+    tokens: slice | Tensor  # slice of the step's tokens, or int64 ids of them, request by request
+    keys: int  # keys per request, padding included
+    rows: Tensor | None  # row numbers in the cache (``CacheGather.rows``); None without a cache
+    first_key: int  # without a cache the first row of key and value
+    padding: Tensor | None  # additive ``(batch, 1, 1, keys)``; None where nothing is padded
+    # with their masks, additive ``(1, 1, rows * group, columns)`` or None; those of image ranges and trees of drafts
+    # bool ``(rows, columns)``
     tiles: list[tuple[Tile, Tensor | None]]
+    # positions of the columns relative to the sequence's end ``(keys,)``, with ALiBi or image ranges
     key_offsets: Tensor | None
 
 
 @dataclass(slots=True)
 class SDPAMetadata:
-    """A step for all layers.
+    """A step for all layers."""
 
-    Attributes:
-        pieces: computed one after the other.
-        blind: ``(start, end)`` tokens that see no key.
-        buffers: what gathers go to.
-        calls: in place of pieces, the calls of ``varlen_attn``.
-        prompts: beside calls, the requests that cuDNN computes.
-        prefix: with cascade attention the shared prefix, for all queries; the rest is the suffix.
-        num_tokens: of the step.
-    """
-
-    pieces: list[Piece]
-    blind: list[Range]
-    buffers: Buffers
-    calls: list[varlen.Call]
-    prompts: list[cudnn_prompts.Prompt]
-    prefix: SDPAMetadata | None
-    num_tokens: int
+    pieces: list[Piece]  # computed one after the other
+    blind: list[Range]  # ``(start, end)`` tokens that see no key
+    buffers: Buffers  # what gathers go to
+    calls: list[varlen.Call]  # in place of pieces, the calls of ``varlen_attn``
+    prompts: list[cudnn_prompts.Prompt]  # beside calls, the requests that cuDNN computes
+    prefix: SDPAMetadata | None  # with cascade attention the shared prefix, for all queries; the rest is the suffix
+    num_tokens: int  # of the step
 
 
 def compute_dtype(config: AttentionConfig, device: torch.device) -> torch.dtype:
@@ -109,17 +90,11 @@ def functions(context: BackendContext) -> dict[Phase, SdpaFunction]:
 
 @dataclass(slots=True)
 class _Chosen:
-    """The requests of a group on the device.
+    """The requests of a group on the device."""
 
-    Attributes:
-        table: their rows of the block table.
-        seq_lens: their keys ``(B,)``.
-        tokens: as ``Piece`` has them.
-    """
-
-    table: Tensor
-    seq_lens: Tensor
-    tokens: slice | Tensor
+    table: Tensor  # their rows of the block table
+    seq_lens: Tensor  # their keys ``(B,)``
+    tokens: slice | Tensor  # as ``Piece`` has them
 
 
 class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
@@ -226,6 +201,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
             if request.first_place is not None:
                 assert common.tree_mask is not None
                 rows_of_tree = common.tree_mask[request.first_token + tile.start :][: tile.rows]
+                # From the sequence's end to places in the step: the request's tokens of the step are its last keys.
                 drafts = drafts_seen(rows_of_tree, columns + request.rows + request.first_place)
             seen = visible_keys(
                 row_offsets(request.rows, tile, device),
@@ -279,6 +255,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         keys = rounded(group.keys) if self._rounds else group.keys
         if len(self._columns) < keys:
             self._columns = torch.arange(1 << (keys - 1).bit_length(), device=device)
+        # Padding stands in front, so that all requests end at the last column and one mask serves all.
         positions = (chosen.seq_lens - keys)[:, None] + self._columns[:keys]  # int64, as indices are
         padding = None
         # Fewer keys than others have only requests that see their first one: windows cut all to one length.
@@ -288,7 +265,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         columns = torch.div(positions, size, rounding_mode="floor")
         blocks = chosen.table.gather(1, columns)
         offsets = torch.sub(positions, columns, alpha=size)
-        tile = Tile(0, rows, 0, keys, 1 - keys)
+        tile = Tile(0, rows, 0, keys, 1 - keys)  # the last row stands at the last key
         key_offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
         gathered = self.gather.rows(blocks.flatten(), offsets.flatten())
         return Piece(batch, chosen.tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)

@@ -56,8 +56,8 @@ class TorchStateImpl(GatheredStateImpl):
     def _prepared(
         self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the inputs in float32: queries and keys normalised and scaled, one per value head; a strength of 1
-        where there is none."""
+        """Return the inputs in float32, queries and keys one per value head, strength 1 where there is none."""
+        # Queries and keys are normalised and scaled.
         config, rule = self.context.config, self.context.config.rule
         query, key, value = query.float(), key.float(), value.float()
         if rule.normalized:

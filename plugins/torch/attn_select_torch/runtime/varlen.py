@@ -28,37 +28,25 @@ CALL_BYTES = 2**28
 
 @dataclass(slots=True)
 class Varlen:
-    """``varlen_attn`` of the installed torch.
+    """``varlen_attn`` of the installed torch."""
 
-    Attributes:
-        function: with the arguments of ``varlen_attn``.
-        options: keyword arguments of every call.
-    """
-
-    function: Callable[..., Any]
-    options: dict[str, Any]
+    function: Callable[..., Any]  # with the arguments of ``varlen_attn``
+    options: dict[str, Any]  # keyword arguments of every call
 
 
 @dataclass(slots=True)
 class Call:
-    """Some requests of a batch.
+    """Some requests of a batch."""
 
-    Attributes:
-        start, end: their tokens.
-        query_start_loc, key_start_loc: int32 ``(B + 1,)`` on the device.
-        max_query_len, max_key_len: tokens.
-        rows: row numbers in the cache (``CacheGather.rows``); None without a cache, keys are then the step's own.
-        window: ``(left, right)`` keys that a row sees beside itself; -1: all.
-    """
-
-    start: int
+    start: int  # start, end: their tokens
     end: int
-    query_start_loc: Tensor
+    query_start_loc: Tensor  # query_start_loc, key_start_loc: int32 ``(B + 1,)`` on the device
     key_start_loc: Tensor
-    max_query_len: int
+    max_query_len: int  # max_query_len, max_key_len: tokens
     max_key_len: int
+    # row numbers in the cache (``CacheGather.rows``); None without a cache, keys are then the step's own
     rows: Tensor | None
-    window: tuple[int, int]
+    window: tuple[int, int]  # ``(left, right)`` keys that a row sees beside itself; -1: all
 
 
 def available(functions: Mapping[Phase, SdpaFunction]) -> Varlen | None:
@@ -113,11 +101,8 @@ def _kernel(
 
 
 def options_for(known: set[str]) -> dict[str, Any] | None:
-    """Return the keyword arguments of every call, or None where ``varlen_attn`` does not take what is needed.
-
-    Args:
-        known: names of its parameters: they grew from release to release.
-    """
+    """Return the keyword arguments of every call, or None where ``varlen_attn`` does not take what is needed."""
+    # known: names of its parameters: they grew from release to release
     from torch.nn.attention.varlen import AuxRequest
 
     if not {"return_aux", "scale", "window_size"} <= known:
@@ -142,6 +127,8 @@ def calls(
     query_lens, seq_lens = common.query_lens_cpu.tolist(), common.seq_lens_cpu.tolist()
     if gather is None:
         seq_lens = query_lens
+    # Keys before the window of a request's first row are not gathered. FlashAttention places the last row at the last
+    # key, so what is cut off in front moves no mask.
     first_keys = [0] * len(seq_lens)
     if gather is not None and config.sliding_window is not None:
         lens = zip(query_lens, seq_lens, strict=True)
@@ -188,6 +175,7 @@ def _call(
         sums.append(sums[-1] + count)
     numbers = to_device(torch.tensor([*sums, *first_keys], dtype=torch.int32), bounds.device)
     key_bounds, firsts = numbers[: len(sums)], numbers[len(sums) :]
+    # Of each gathered key: its request, its position there, and so its row in the cache.
     tokens = torch.arange(sums[-1], dtype=torch.int32, device=bounds.device)
     request = torch.searchsorted(key_bounds[1:], tokens, right=True)
     positions = tokens - key_bounds[request] + firsts[request]
