@@ -37,18 +37,14 @@ from attn_select_measure.bench_machine import Machine
 from attn_select_measure.prepared import Prepared, Step
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text, uncertainty
 
-LEAST_US = 1000.0
-"""A graph runs at least this long by the roofline, so that its launch does not count."""
+LEAST_US = 1000.0  # A graph runs at least this long by the roofline, so that its launch does not count
+# A graph of several layers runs at most this long: what one layer of a longer step touches is more than L2.
 MOST_US = 20000.0
-"""A graph of several layers runs at most this long: what one layer of a longer step touches is more than L2."""
 MOST_LAYERS = 256
-SPARE_BYTES = 4 << 30
-"""Device memory that stays free for the kernels' workspaces and the oracle."""
-SPARE_HOST_BYTES = 1 << 30
-"""Of this machine's memory, where kernels run on the CPU."""
+SPARE_BYTES = 4 << 30  # Device memory that stays free for the kernels' workspaces and the oracle
+SPARE_HOST_BYTES = 1 << 30  # Of this machine's memory, where kernels run on the CPU
 LEAST_ROUNDS = 3
-SETTLED_ROUNDS = 5
-"""Rounds after which ``settled`` may end a batch."""
+SETTLED_ROUNDS = 5  # Rounds after which ``settled`` may end a batch
 
 
 class Bench:

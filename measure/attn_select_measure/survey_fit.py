@@ -30,19 +30,15 @@ from attn_select.times.prediction import VERSION, family_of
 from attn_select_measure.survey_records import Record
 
 Array = NDArray[np.float64]
-Done = Callable[[], None]
-"""Told after each fit."""
-LEAST = 5
-"""Times that a backend needs in a family to be predicted."""
-_LEVEL = 0.25
-"""Variance of a backend's level: half a logarithm."""
+Done = Callable[[], None]  # Told after each fit
+LEAST = 5  # Times that a backend needs in a family to be predicted
+_LEVEL = 0.25  # Variance of a backend's level: half a logarithm
+# Logarithm of a feature's scale (of one standard deviation of it) at the start, and the prior of it.
 _START, _PRIOR, _PRIOR_WIDTH = -1.5, -2.0, 0.5
-"""Logarithm of a feature's scale (of one standard deviation of it) at the start, and the prior of it."""
 _AMPLITUDE, _NOISE, _NOISE_WIDTH = 0.06, 0.03**2, 0.7
 _STEPS = 25
 _DIGITS = 4
-MEASURED = ("times_us", "first_call_s", "workspace_bytes", "host_us")
-"""What a file has of each workload and backend."""
+MEASURED = ("times_us", "first_call_s", "workspace_bytes", "host_us")  # What a file has of each workload and backend
 _FOLDS = 10
 
 
@@ -120,10 +116,8 @@ def _groups(timed: Sequence[Timed]) -> list[str]:
 
 
 def extended(data: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
-    """Return a survey's data with more workloads of its GPU; scales, amplitude and noise stay as they were fitted.
-
-    Backends that the survey has no times of are left out.
-    """
+    """Return a survey's data with more workloads of its GPU; scales, amplitude and noise stay as they were fitted."""
+    # Backends that the survey has no times of are left out.
     rates = Rates(**data["rates"])
     families = dict(data["families"])
     for name, timed in _by_family(records, rates).items():

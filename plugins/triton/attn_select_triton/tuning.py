@@ -26,10 +26,9 @@ Kernel = Literal[
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "": operator.eq,
 }  # fmt: skip
+# Rows that a program of a decode merges at once, and partial results of each that it reads at once.
 MERGED_ROWS, MERGED_PARTS = 4, 8
-"""Rows that a program of a decode merges at once, and partial results of each that it reads at once."""
-LEAST_SHARED_KIB = 99
-"""Taken of a GPU that ``tuning.toml`` does not know."""
+LEAST_SHARED_KIB = 99  # Taken of a GPU that ``tuning.toml`` does not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +141,7 @@ class Cost:
     merge: float = 0.0
 
     def shared(self, pairs: float, items: Any, last: Any) -> Any:
-        """Return the time of the warp-specialised kernel's programs in ns, without the merge: numbers or arrays.
-
-        Args:
-            pairs, items, last: as ``schedule.Shares`` has them.
-        """
+        """Return the time of the warp-specialised kernel's programs in ns, without the merge: numbers or arrays."""
         return np.maximum(2 * self.tile * (pairs + items * self.border), last * self.alone)
 
 
@@ -187,12 +182,9 @@ class DecodeSplits:
         return units * key_bytes / (self.bandwidth * 1e3 * gpu.gbps)
 
     def merging_us(self, splits: Any, rows: int, apart: bool) -> Any:
-        """Return what merging so many partial results of each row takes, a number or an array.
-
-        Args:
-            rows: that a program of the decode merges, unless ``apart``.
-            apart: whether a launch of its own merges all rows.
-        """
+        """Return what merging so many partial results of each row takes, a number or an array."""
+        # rows: that a program of the decode merges, unless ``apart``.
+        # apart: whether a launch of its own merges all rows.
         if apart:
             return self.merge_apart_us + self.merge_parts_us * splits
         return self.merge_us + self.merge_round_us * -(-rows // MERGED_ROWS) * -(-splits // MERGED_PARTS)
@@ -200,17 +192,12 @@ class DecodeSplits:
     def of_equal(
         self, programs: int, keys: int, gpu: Gpu, tile: Tile, key_bytes: int, rows: int, apart: bool
     ) -> int:  # fmt: skip
-        """Return into how many splits requests of ``keys`` each are cut.
-
-        A program takes a time for each of its tiles, and all together no less than their bytes take, which is longer
-        where the last wave leaves places empty. Of all counts those are tried that fill so many waves best.
-
-        Args:
-            programs: unsplit.
-            tile: the programs'.
-            key_bytes: of a key and its value, of one KV head.
-            rows, apart: as ``merging_us`` has them.
-        """
+        """Return into how many splits requests of ``keys`` each are cut."""
+        # A program takes a time for each of its tiles, and all together no less than their bytes take, which is longer
+        # where the last wave leaves places empty. Of all counts those are tried that fill so many waves best.
+        # programs: unsplit.
+        # tile: the programs'.
+        # key_bytes: of a key and its value, of one KV head.
         places = self.places(gpu, tile)
         most = max(1, min(-(-keys // self.least_keys), self.most * gpu.sms // max(1, programs)))
         least = keys * self.us_of_a_key(programs, gpu, key_bytes)
@@ -313,11 +300,8 @@ def keys_class(kernel: Kernel, keys: int) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=4096)
 def section_of(kv_heads: int, head_bytes: int) -> int:
-    """Return for how many KV heads, a divisor of all, a tile of rows runs before the next tile.
-
-    Args:
-        head_bytes: keys and values of the longest request and one KV head.
-    """
+    """Return for how many KV heads, a divisor of all, a tile of rows runs before the next tile."""
+    # head_bytes: keys and values of the longest request and one KV head.
     fit = _tuning()["sections"]["mib"] * (1 << 20) // max(1, head_bytes)
     return max(heads for heads in range(1, kv_heads + 1) if kv_heads % heads == 0 and heads <= max(1, fit))
 

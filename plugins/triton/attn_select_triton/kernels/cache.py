@@ -13,12 +13,10 @@ from attn_select_triton.kernels.launch import FP8, SLICED, cache_strides, power_
 from attn_select_triton.kernels.primitives import saturated
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
+# ``gather_pages`` fills whole tiles of this many keys: no tile of a prefill then holds anything but keys and zeros.
 GATHER_ALIGN = 64
-"""``gather_pages`` fills whole tiles of this many keys: no tile of a prefill then holds anything but keys and zeros."""
-GATHER_TOKENS = 8
-"""Tokens, all heads, of one program of the gather."""
-WRITE_TOKENS = 4
-"""Tokens, all heads, of one program of the cache update."""
+GATHER_TOKENS = 8  # Tokens, all heads, of one program of the gather
+WRITE_TOKENS = 4  # Tokens, all heads, of one program of the cache update
 
 
 @triton.jit
@@ -62,10 +60,8 @@ def gather_pages_kernel(
     ALIGN: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Copy ``TOKENS`` tokens of one request, all heads, into rows of ``BLOCK_D`` and ``BLOCK_DV`` elements a head.
-
-    Memory traffic: each key and value that some query sees read once and written once, plus zeros up to ``ALIGN``.
-    """
+    """Copy ``TOKENS`` tokens of one request, all heads, into rows of ``BLOCK_D`` and ``BLOCK_DV`` elements a head."""
+    # Memory traffic: each key and value that some query sees read once and written once, plus zeros up to ``ALIGN``.
     request = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + request)
     low = 0

@@ -53,11 +53,10 @@ from attn_select_triton.kernels.query_rows import (
 )
 from attn_select_triton.kernels.relaunch import Relaunch
 
+# Tiles of so many rows compile to wgmma, which takes V from shared memory: splitting FP8 pairs in registers is for
+# smaller ones. (With it, triton 3.6.0 gave wrong results on Hopper.)
 WGMMA_ROWS = 64
-"""Tiles of so many rows compile to wgmma, which takes V from shared memory: splitting FP8 pairs in registers is for
-smaller ones. (With it, triton 3.6.0 gave wrong results on Hopper.)"""
-E4M3_SHIFT = 256.0
-"""``primitives.fp8_pairs`` gives e4m3 times 2 ** -8."""
+E4M3_SHIFT = 256.0  # ``primitives.fp8_pairs`` gives e4m3 times 2 ** -8
 
 
 @triton.jit
@@ -139,21 +138,17 @@ def decode_kernel(
     COMPUTE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One program: up to ``block_m`` rows (all heads of a KV head's group x all tokens), against one piece of the keys.
-
-    Of a request in one piece the result is written at once; of several, the program that is done last merges all, or a
-    launch of its own does (``merge.merge_pieces``). Memory traffic: each key and value that is seen, once; with several
-    pieces a float32 partial row and its LSE each, written and read.
-
-    Args:
-        part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
-        arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that
-            are done: 0 before and behind. None: they are merged by a launch of its own.
-        pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
-        row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
-        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the
-            dtype of the products.
-    """
+    """One program: up to ``block_m`` rows (heads of a KV head's group x tokens), against one piece of the keys."""
+    # Of a request in one piece the result is written at once; of several, the program that is done last merges all, or
+    # a launch of its own does (``merge.merge_pieces``). Memory traffic: each key and value that is seen, once; with
+    # several pieces a float32 partial row and its LSE each, written and read.
+    # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
+    # arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that are
+    # done: 0 before and behind. None: they are merged by a launch of its own.
+    # pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
+    # row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
+    # TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the dtype of the
+    # products.
     TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
     TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
     SHAPE: tl.constexpr = as_constants(RowShape, ROW_SHAPE)
@@ -230,26 +225,21 @@ def decode_workspace(tokens: int, heads: int, value_size: int, slots: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Q, K and V of a kind of layers.
+    """Q, K and V of a kind of layers."""
 
-    Attributes:
-        heads, kv_heads: of the query, and of K and V.
-        head_size, value_size: of Q and K, and of V.
-        dtype, cache_dtype: of the query, and of K and V.
-        device: where they live.
-    """
-
+    # heads, kv_heads: of the query, and of K and V
     heads: int
     kv_heads: int
+    # head_size, value_size: of Q and K, and of V
     head_size: int
     value_size: int
+    # dtype, cache_dtype: of the query, and of K and V
     dtype: torch.dtype
     cache_dtype: torch.dtype
-    device: torch.device
+    device: torch.device  # where they live
 
 
-_launches: dict[Any, Relaunch] = {}
-"""By all that Triton compiles and specialises the kernel for."""
+_launches: dict[Any, Relaunch] = {}  # By all that Triton compiles and specialises the kernel for
 
 
 class Decode:

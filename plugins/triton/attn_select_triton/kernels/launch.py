@@ -24,14 +24,13 @@ Launch = Tile
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
+# Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both.
 SLICED = [
     "table_ptr", "query_start_loc_ptr", "key_start_loc_ptr", "seq_lens_ptr", "slot_ptr",
     "lse_ptr", "prefix_lse_ptr", "suffix_lse_ptr", "slopes_ptr", "sinks_ptr", "ranges_ptr", "tree_ptr",
     "k_scale_ptr", "v_scale_ptr", "out_scale_ptr",
 ]  # fmt: skip
-"""Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both."""
-PRECISION = "ieee"
-"""Of float32 products: exact, on the FMA units. Products of the other dtypes are not affected."""
+PRECISION = "ieee"  # Of float32 products: exact, on the FMA units. Products of the other dtypes are not affected.
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +82,21 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def compute_dtype(query: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """Return the dtype that K, V and the query are multiplied in.
-
-    FP8 converts to float16 in one instruction for two numbers and to bfloat16 in several, so a bfloat16 query over an
-    FP8 cache is multiplied as float16; both FP8 formats fit it exactly.
-    """
+    """Return the dtype that K, V and the query are multiplied in."""
+    # FP8 converts to float16 in one instruction for two numbers and to bfloat16 in several, so a bfloat16 query over an
+    # FP8 cache is multiplied as float16; both FP8 formats fit it exactly.
     return tl.float16 if cache in FP8 and query == torch.bfloat16 else COMPUTE[query]
 
 
 def prefill_launch(
     capability: tuple[int, int], width: int, dtype: torch.dtype, described: bool, paged: bool, keys: int
 ) -> Launch:
-    """Return the launch of a prefill.
-
-    Args:
-        width: the larger of QK's and V's head size; twice that where float32 makes tiles twice as large.
-        dtype: of the query.
-        described: K and V come through tensor descriptors (TMA).
-        paged: over a block table, whose lookup takes stages of the pipeline too.
-        keys: the longest request's.
-    """
+    """Return the launch of a prefill."""
+    # width: the larger of QK's and V's head size; twice that where float32 makes tiles twice as large.
+    # dtype: of the query.
+    # described: K and V come through tensor descriptors (TMA).
+    # paged: over a block table, whose lookup takes stages of the pipeline too.
+    # keys: the longest request's.
     return tile_of(
         "prefill", capability, width=width, dtype=_name(dtype), described=described, paged=paged, keys=keys
     )  # fmt: skip
@@ -118,15 +112,12 @@ def hopper_prefill_launch(head_size: int, value_size: int) -> Launch | None:
 def decode_launch(
     capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype, programs: float
 ) -> Launch:
-    """Return the launch of a decode.
-
-    Args:
-        rows: query rows per KV head, heads of a group x tokens.
-        width: the larger of QK's and V's head size.
-        dtype: of the query.
-        cache: the cache's dtype.
-        programs: unsplit programs per SM.
-    """
+    """Return the launch of a decode."""
+    # rows: query rows per KV head, heads of a group x tokens.
+    # width: the larger of QK's and V's head size.
+    # dtype: of the query.
+    # cache: the cache's dtype.
+    # programs: unsplit programs per SM.
     block_m = min(TILE_ROWS, power_of_two(rows))
     kind = "fp8" if cache in FP8 else _name(cache)
     tile = tile_of(
@@ -139,15 +130,11 @@ def decode_launch(
 def num_splits_for(
     programs: int, keys: int, gpu: Gpu, launch: Launch, key_bytes: int, rows: int, apart: bool = False
 ) -> int:  # fmt: skip
-    """Return into how many splits a decode cuts the keys.
-
-    Args:
-        programs: requests x KV heads x row tiles, unsplit.
-        keys: the longest request's, or its window's.
-        launch: of the programs.
-        key_bytes: of a key and its value, of one KV head.
-        rows, apart: as ``DecodeSplits.merging_us`` has them.
-    """
+    """Return into how many splits a decode cuts the keys."""
+    # programs: requests x KV heads x row tiles, unsplit.
+    # keys: the longest request's, or its window's.
+    # launch: of the programs.
+    # key_bytes: of a key and its value, of one KV head.
     return decode_splits().of_equal(programs, keys, gpu, launch, key_bytes, rows, apart)
 
 
@@ -173,23 +160,17 @@ def _four(tensor: Tensor) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """K or V as a matrix of rows for TMA.
+    """K or V as a matrix of rows for TMA."""
 
-    Attributes:
-        boxes: descriptors in boxes of ``(block_n, columns)``.
-        shape, strides: of the matrix.
-        page_rows: rows from a block to the next.
-        head_rows, head_columns: rows and columns from a head to the next; one of them is 0.
-        more_rows: rows beside the rows of all pages or tokens, may be negative.
-    """
-
-    boxes: Descriptors
+    boxes: Descriptors  # descriptors in boxes of ``(block_n, columns)``
+    # shape, strides: of the matrix
     shape: tuple[int, int]
     strides: tuple[int, int]
-    page_rows: int
+    page_rows: int  # rows from a block to the next
+    # head_rows, head_columns: rows and columns from a head to the next; one of them is 0
     head_rows: int
     head_columns: int
-    more_rows: int
+    more_rows: int  # rows beside the rows of all pages or tokens, may be negative
 
     def over(self, tensor: Tensor, boxes: Descriptors | None = None) -> Any:
         """Return the descriptor, or one in other ``boxes``, over a tensor of another address or first dimension."""

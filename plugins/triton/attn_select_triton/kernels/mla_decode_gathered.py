@@ -35,8 +35,7 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     products,
 )
 
-LOADERS = gl.constexpr(4)
-"""Warps that copy."""
+LOADERS = gl.constexpr(4)  # Warps that copy
 
 
 @gluon.jit
@@ -140,14 +139,11 @@ def mla_decode_gathered_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from some heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``.
-
-    Args:
-        q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, blocks ``(ROWS, R / 2)`` and
-            ``(ROWS, P)``; 16, 32 or 64 rows.
-        cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
-        table_ptr: int32 slots, the ones that each request reads.
-    """
+    """Attend from some heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``."""
+    # q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
+    # ``(ROWS, P)``; 16, 32 or 64 rows.
+    # cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
+    # table_ptr: int32 slots, the ones that each request reads.
     position, part, slots = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip

@@ -30,42 +30,32 @@ from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.pieces import FIELDS
 from attn_select_triton.kernels.primitives import LN2
 
+# Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory.
 KEYS = gl.constexpr(64)
-"""Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
 STAGES = gl.constexpr(2)
-SLACK = gl.constexpr(8.0)
-"""As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits."""
+SLACK = gl.constexpr(8.0)  # As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits
 
 
 class Position(NamedTuple):
-    """What a program works on.
+    """What a program works on."""
 
-    Attributes:
-        first: of the rows of its request, tokens x heads.
-        splits: in how many pieces the request's keys are.
-        query_start, query_len, seq_len: the request's.
-        low, high: its keys.
-        tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the
-            request's last row have none.
-    """
-
-    first: Any
-    splits: Any
+    first: Any  # of the rows of its request, tokens x heads
+    splits: Any  # in how many pieces the request's keys are
+    # query_start, query_len, seq_len: the request's
     query_start: Any
     query_len: Any
     seq_len: Any
+    # low, high: its keys
     low: Any
     high: Any
+    # tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the
+    # request's last row have none.
     tiles: Any
     full: Any
 
 
 class Shared(NamedTuple):
-    """The query, and ``STAGES`` tiles of keys, in shared memory: two halves of the latent's columns, and the rope part.
-
-    Attributes:
-        weights: of one group's own tile; None where one group hands them on through an ``Exchange``.
-    """
+    """The query and ``STAGES`` tiles of keys in shared memory: the latent's columns in two halves, and the rope."""
 
     q_left: Any
     q_right: Any
@@ -73,7 +63,7 @@ class Shared(NamedTuple):
     k_left: Any
     k_right: Any
     k_pe: Any
-    weights: Any
+    weights: Any  # of one group's own tile; None where one group hands them on through an ``Exchange``
 
 
 class Barriers(NamedTuple):
@@ -123,10 +113,8 @@ def key_range(
     table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return a program's ``Position``, the workspace row where its piece begins, and the block table of its request.
-
-    The grid is ``mla_decode``'s.
-    """
+    """Return a program's ``Position``, the workspace row where its piece begins, and the block table of its request."""
+    # The grid is ``mla_decode``'s.
     first = gl.program_id(0) * ROWS
     if pieces_ptr is not None:
         piece = pieces_ptr + gl.program_id(1) * FIELDS
@@ -211,15 +199,10 @@ def seen_keys(flat, position, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def softmax_tile(scores, row_max, MASKED: gl.constexpr, AXIS: gl.constexpr, SLACK: gl.constexpr):
-    """Take a tile of base-2 scores, whose keys lie along ``AXIS``, into the running maximum.
-
-    Args:
-        SLACK: a maximum stays until a score exceeds it by more than this. Weights are up to ``2 ** SLACK`` then, and
-            what was summed before is seldom multiplied.
-
-    Returns:
-        Weights, the factor for what was summed before, and the new maximum.
-    """
+    """Take a tile of base-2 scores, whose keys lie along ``AXIS``, into the running maximum."""
+    # SLACK: a maximum stays until a score exceeds it by more than this. Weights are up to ``2 ** SLACK`` then, and what
+    # was summed before is seldom multiplied.
+    # Returns weights, the factor for what was summed before, and the new maximum.
     tile_max = gl.max(scores, AXIS)
     new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)
     base = new_max
@@ -288,13 +271,9 @@ def write_quarters(
     pointers, first, second, norm, staging, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr,
 ):  # fmt: skip
-    """Write two quarters of a program's columns from ``COLUMN`` on, times ``norm``; 16-bit ones by way of ``staging``.
-
-    A thread has two numbers of a row in a row; from shared memory it takes eight.
-
-    Args:
-        staging: shared memory of ``ROWS * R`` bytes that nothing else uses any more.
-    """
+    """Write two quarters of a program's columns from ``COLUMN`` on, times ``norm``; 16-bit ones through ``staging``."""
+    # A thread has two numbers of a row in a row; from shared memory it takes eight.
+    # staging: shared memory of ``ROWS * R`` bytes that nothing else uses any more.
     first = first * norm
     second = second * norm
     if SPLIT and position.splits > 1:
@@ -346,15 +325,12 @@ def attend_scores(
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
     PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the weights of all tiles for the groups that sum values, and write the log-sum-exp.
-
-    Args:
-        exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers,
-            that they are given and that they are taken. Behind the last tile the factors are the output's.
-        PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
-        DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
-        AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.
-    """
+    """Compute the weights of all tiles for the groups that sum values, and write the log-sum-exp."""
+    # exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers, that
+    # they are given and that they are taken. Behind the last tile the factors are the output's.
+    # PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
+    # DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
+    # AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS if AXIS == 1 else ROWS, DEPTH])
     flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, S))
     limits = seen_keys(flat, position, HEADS, CAUSAL)
@@ -428,14 +404,10 @@ def attend_values(
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
     TILE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Sum one half of the values' columns over all tiles, and write it.
-
-    The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
-
-    Args:
-        staging: as ``write_quarters`` has it, behind the last tile's scores.
-        TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
-    """
+    """Sum one half of the values' columns over all tiles, and write it."""
+    # The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
+    # staging: as ``write_quarters`` has it, behind the last tile's scores.
+    # TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
     first = gl.zeros([ROWS, R // 4], gl.float32, ACC)
     second = gl.zeros([ROWS, R // 4], gl.float32, ACC)
@@ -528,10 +500,8 @@ def attend_all_values(
     pointers, smem, barriers, exchange, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Sum all of the values' columns over all tiles, transposed, and write them.
-
-    The weights stay in shared memory, ``(ROWS, KEYS)``.
-    """
+    """Sum all of the values' columns over all tiles, transposed, and write them."""
+    # The weights stay in shared memory, ``(ROWS, KEYS)``.
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     EVERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -610,14 +580,9 @@ def attend_half_turned(
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well.
-
-    Products are transposed, and each half's group computes all scores.
-
-    Args:
-        TILE: the function that attends to one tile, ``attend_tile_turned`` or one with its arguments.
-        DEPTH: as ``attend_scores`` has it.
-    """
+    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well."""
+    # Products are transposed, and each half's group computes all scores.
+    # TILE: the function that attends to one tile, ``attend_tile_turned`` or one with its arguments.
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -692,15 +657,11 @@ def mla_decode_hopper_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from 64 rows of one request to one piece of its keys; all else as ``mla_decode_kernel``.
-
-    Memory traffic: the piece's latents once per row tile.
-
-    Args:
-        q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
-            ``(ROWS, P)``.
-        kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
-    """
+    """Attend from 64 rows of one request to one piece of its keys; all else as ``mla_decode_kernel``."""
+    # Memory traffic: the piece's latents once per row tile.
+    # q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
+    # ``(ROWS, P)``.
+    # kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     position, part, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip

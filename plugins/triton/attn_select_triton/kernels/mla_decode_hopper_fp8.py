@@ -43,20 +43,15 @@ from attn_select_triton.kernels.mla_decode_hopper import (
 )
 from attn_select_triton.kernels.primitives import E4M3_MAX
 
+# Three tiles of 576 bytes a key, the query and a widened tile fill 208 of the 227 KiB of shared memory.
 STAGES = gl.constexpr(3)
-"""Three tiles of 576 bytes a key, the query and a widened tile fill 208 of the 227 KiB of shared memory."""
 SLOTS = gl.constexpr(2)
-PART = gl.constexpr(128)
-"""Columns of the latent that one box of TMA and one product take: the width of the swizzle."""
+PART = gl.constexpr(128)  # Columns of the latent that one box of TMA and one product take: the width of the swizzle
 ROPE = gl.constexpr(64)
 
 
 class Shared(NamedTuple):
-    """The query and ``STAGES`` tiles of keys in e4m3, and both halves of a tile's latents widened to float16.
-
-    Attributes:
-        weights: as ``mla_decode_hopper.Shared`` has them.
-    """
+    """The query and ``STAGES`` tiles of keys in e4m3, and both halves of a tile's latents widened to float16."""
 
     q: Any
     q_pe: Any
@@ -64,7 +59,7 @@ class Shared(NamedTuple):
     k_pe: Any
     left_values: Any
     right_values: Any
-    weights: Any
+    weights: Any  # as ``mla_decode_hopper.Shared`` has them
 
 
 class Barriers(NamedTuple):
@@ -87,12 +82,10 @@ def round_query(
     query, q_smem, q_pe, q_ready, position,
     HEADS: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Bring one half of the query's columns to shared memory in e4m3; all of it is under way before any is waited for.
-
-    Args:
-        query: pointer and strides of the latents' columns, the same of the rope part's, and the scale.
-        RIGHT: the right half of the latents' columns, or the left one and the rope part.
-    """
+    """Bring one half of the query's columns to shared memory in e4m3."""
+    # All loads are issued before one is waited for.
+    # query: pointer and strides of the latents' columns, the same of the rope part's, and the scale.
+    # RIGHT: the right half of the latents' columns, or the left one and the rope part.
     q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, scale = query
     T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -292,14 +285,11 @@ def mla_decode_hopper_fp8_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from ``ROWS`` rows of one request to one piece of its keys; all else as ``mla_decode_hopper_kernel``.
-
-    Args:
-        q_ptr, qr_ptr: 16-bit query ``(T, H, R)`` and its rope part ``(T, H, 64)``, the last dimensions contiguous.
-        kv_part, kv_rope: descriptors over the cache's rows ``(tokens, R + 64)`` of e4m3, blocks ``(64, 128)`` and
-            ``(64, 64)``.
-        score_scale: scale * log2(e), times the query's scale and the cache's.
-    """
+    """Attend from ``ROWS`` rows of one request to one piece of its keys; all else as ``mla_decode_hopper_kernel``."""
+    # q_ptr, qr_ptr: 16-bit query ``(T, H, R)`` and its rope part ``(T, H, 64)``, the last dimensions contiguous.
+    # kv_part, kv_rope: descriptors over the cache's rows ``(tokens, R + 64)`` of e4m3, blocks ``(64, 128)`` and ``(64,
+    # 64)``.
+    # score_scale: scale * log2(e), times the query's scale and the cache's.
     position, part, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip

@@ -14,26 +14,19 @@ from torch import Tensor
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes
 
-FIELDS = tl.constexpr(8)
-"""Numbers of a piece: the fields of ``Piece``, and one that fills 32 bytes."""
-TOGETHER = tl.constexpr(32)
-"""Requests that a program lists."""
+FIELDS = tl.constexpr(8)  # Numbers of a piece: the fields of ``Piece``, and one that fills 32 bytes
+TOGETHER = tl.constexpr(32)  # Requests that a program lists
 
 
 class Piece(NamedTuple):
-    """One piece of a request's keys.
+    """One piece of a request's keys."""
 
-    Attributes:
-        request: its number; -1: there is no such piece.
-        split, splits: which of how many even shares.
-        slot: of the first share's partial result, where there are several.
-        query_start, query_len, seq_len: the request's.
-    """
-
-    request: tl.tensor
+    request: tl.tensor  # its number; -1: there is no such piece
+    # split, splits: which of how many even shares
     split: tl.tensor
     splits: tl.tensor
-    slot: tl.tensor
+    slot: tl.tensor  # of the first share's partial result, where there are several
+    # query_start, query_len, seq_len: the request's
     query_start: tl.tensor
     query_len: tl.tensor
     seq_len: tl.tensor
@@ -88,12 +81,9 @@ def list_pieces_kernel(
     pieces_ptr, query_start_loc_ptr, seq_lens_ptr, count, capacity, merges, split_tokens, most_splits, reach,
     tile_tokens,
 ):  # fmt: skip
-    """List the pieces of ``TOGETHER`` requests at their places among all, of which longer ones come first.
-
-    Behind them stand the requests that have several, in their order.
-
-    Each program goes through all requests, to count those before its own.
-    """
+    """List the pieces of ``TOGETHER`` requests at their places among all, of which longer ones come first."""
+    # Behind them stand the requests that have several, in their order.
+    # Each program goes through all requests, to count those before its own.
     index = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     start, query_len, seq_len, splits, size = shares(
         query_start_loc_ptr, seq_lens_ptr, index, count, split_tokens, most_splits, reach, tile_tokens

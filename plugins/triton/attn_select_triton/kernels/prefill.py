@@ -83,17 +83,13 @@ def prefill_kernel(
     ROW_SHAPE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """One program: ``block_m`` rows of one request and KV head, against all keys that they see.
-
-    Rows are tokens x heads of the group, token by token, so a tile is full whatever the group. Requests' tiles come
-    last first: causal rows with the most keys start earliest. Memory traffic: Q and output once, each K and V tile
-    once per row tile, which L2 serves, since neighbouring programs share the KV head.
-
-    Args:
-        row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
-        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the
-            dtype of the products.
-    """
+    """One program: ``block_m`` rows of one request and KV head, against all keys that they see."""
+    # Rows are tokens x heads of the group, token by token, so a tile is full whatever the group. Requests' tiles come
+    # last first: causal rows with the most keys start earliest. Memory traffic: Q and output once, each K and V tile
+    # once per row tile, which L2 serves, since neighbouring programs share the KV head.
+    # row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
+    # TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the dtype of the
+    # products.
     TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
     TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
     SHAPE: tl.constexpr = as_constants(RowShape, ROW_SHAPE)
@@ -157,13 +153,11 @@ def prefill_kernel(
 
 
 class _Kind:
-    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel.
+    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel."""
 
-    Attributes:
-        block_m: query rows of a program.
-        arguments: the kernel's last.
-        launch: the kernel.
-    """
+    # block_m: query rows of a program.
+    # arguments: the kernel's last.
+    # launch: the kernel.
 
     __slots__ = ("_described", "arguments", "block_m", "launch")
 

@@ -65,25 +65,19 @@ from attn_select_triton.kernels.work_list import WorkList
 from attn_select_triton.limits import GLUON_CAPABILITY
 from attn_select_triton.tuning import section_of
 
-LEAST_BOX = 16
-"""Tokens of the smallest box that was run."""
+LEAST_BOX = 16  # Tokens of the smallest box that was run
 
 
 class Rows(NamedTuple):
-    """The query's and the output's rows in global memory.
+    """The query's and the output's rows in global memory."""
 
-    Attributes:
-        q_ptr, out_ptr, lse_ptr: as ``prefill_attention`` has them.
-        out_scale_ptr: of an e4m3 output.
-        sinks_ptr: a logit for each head.
-        stride_qt, stride_qh, stride_ot, stride_oh: elements from a token and from a head to the next.
-    """
-
+    # q_ptr, out_ptr, lse_ptr: as ``prefill_attention`` has them
     q_ptr: Any
     out_ptr: Any
-    out_scale_ptr: Any
+    out_scale_ptr: Any  # of an e4m3 output
     lse_ptr: Any
-    sinks_ptr: Any
+    sinks_ptr: Any  # a logit for each head
+    # stride_qt, stride_qh, stride_ot, stride_oh: elements from a token and from a head to the next
     stride_qt: Any
     stride_qh: Any
     stride_ot: Any
@@ -156,11 +150,8 @@ def begin(rows, item, flat, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def attend_ahead(item, before, running, scores, q_smem, tiles, OPTIONS: gl.constexpr):
-    """Attend to all tiles of an item. A tile's scores begin beside the softmax of the tile before.
-
-    Args:
-        before: what a tile's number lacks of the tiles that were loaded before it.
-    """
+    """Attend to all tiles of an item. A tile's scores begin beside the softmax of the tile before."""
+    # before: what a tile's number lacks of the tiles that were loaded before it.
     p = as_operand(gl.zeros([ROWS, OPTIONS.keys], gl.float32, score_layout(OPTIONS.keys)), tiles.k.dtype)
     second = gl.minimum(item.start + 1, item.tiles)
     for tile in range(item.start, second):
@@ -178,12 +169,8 @@ def attend_ahead(item, before, running, scores, q_smem, tiles, OPTIONS: gl.const
 def attend_in_order(
     item, before, turns, worked, running, scores, q_smem, tiles, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """Attend to all tiles of an item, one after the other.
-
-    Args:
-        before: as ``attend_ahead`` has it.
-        worked: items with tiles before this one.
-    """
+    """Attend to all tiles of an item, one after the other."""
+    # worked: items with tiles before this one.
     middle = item.start
     if OPTIONS.window:
         middle = gl.maximum(gl.minimum(item.full_start, item.tiles), item.start)
@@ -258,14 +245,12 @@ def attend_items(
     q_smem, rows, tiles, turns, mail, scales, parts, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Attend from one group's 64 rows of each item to all its tiles, and write their output, or their partial result
-    where several programs share the keys. The query of the next item is on its way meanwhile, where registers allow it.
-
-    Args:
-        q_smem: shared memory of the query's parts.
-        rows: a ``Rows``; tiles a ``Tiles``, mail a ``Mail``, scales a ``Scales``, parts a ``Parts``.
-        turns: a barrier for each group.
-        INDEX: of the group.
-    """
+    where several programs share the keys. The query of the next item is on its way meanwhile, where registers allow
+    it."""
+    # q_smem: shared memory of the query's parts.
+    # rows: a ``Rows``; tiles a ``Tiles``, mail a ``Mail``, scales a ``Scales``, parts a ``Parts``.
+    # turns: a barrier for each group.
+    # INDEX: of the group.
     PARTS: gl.constexpr = OPTIONS.parts
     EARLY: gl.constexpr = OPTIONS.parts + OPTIONS.v_parts < 8
     S: gl.constexpr = score_layout(OPTIONS.keys)
@@ -369,18 +354,15 @@ def prefill_hopper_kernel(
     v_head_columns,
     COMPILED_FOR: gl.constexpr,
 ):
-    """Attend from the rows of all items, 64 (token-major, the heads of a KV head's group within a token) of each group.
-
-    On chip: the query ``(64 * groups, D)`` and ``stages`` tiles each of K ``(keys, D)`` and V ``(keys, DV)`` in shared
-    memory; of each group scores ``(64, keys)`` and output ``(64, DV)`` in registers. Memory traffic: Q and output once,
-    K and V once per item, which L2 serves.
-
-    Args:
-        counter_ptr: two zeros, which the last program leaves there.
-        work_ptr: ``WorkList.rows`` of ``num_requests``.
-        items: of all KV heads.
-        COMPILED_FOR: an ``Options``.
-    """
+    """Attend from the rows of all items, 64 (token-major, the heads of a KV head's group within a token) of each
+    group."""
+    # On chip: the query ``(64 * groups, D)`` and ``stages`` tiles each of K ``(keys, D)`` and V ``(keys, DV)`` in
+    # shared memory; of each group scores ``(64, keys)`` and output ``(64, DV)`` in registers. Memory traffic: Q and
+    # output once, K and V once per item, which L2 serves.
+    # counter_ptr: two zeros, which the last program leaves there.
+    # work_ptr: ``WorkList.rows`` of ``num_requests``.
+    # items: of all KV heads.
+    # COMPILED_FOR: an ``Options``.
     OPTIONS: gl.constexpr = constants(COMPILED_FOR)
     PARTS: gl.constexpr = OPTIONS.parts
     V_PARTS: gl.constexpr = OPTIONS.v_parts
@@ -453,10 +435,8 @@ _readable: dict[Any, bool] = {}
 
 
 def readable(key: Tensor, value: Tensor) -> bool:
-    """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes.
-
-    What lies between two heads of K may hold NaN, and a part that reaches there is multiplied.
-    """
+    """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
+    # What lies between two heads of K may hold NaN, and a part that reaches there is multiplied.
     kind = (*key.shape[1:], *value.shape[1:], key.stride(), value.stride(), *specialised(key, value), key.numel() > 0)
     if kind not in _readable:
         tile = hopper_prefill_launch(key.shape[-1], value.shape[-1])
@@ -471,11 +451,9 @@ def readable(key: Tensor, value: Tensor) -> bool:
 
 
 class _Boxes:
-    """Descriptors of boxes ``(box, PART)`` over K or V of one kind, whose addresses and first dimensions differ.
+    """Descriptors of boxes ``(box, PART)`` over K or V of one kind, whose addresses and first dimensions differ."""
 
-    Attributes:
-        rows: K or V as a matrix of rows.
-    """
+    # rows: K or V as a matrix of rows.
 
     __slots__ = ("_boxes", "rows")
 
@@ -496,21 +474,18 @@ class _Boxes:
         return self.rows.over(tensor, self._boxes)
 
 
-Flags = tuple[bool, bool, bool, bool, bool, bool]
-"""``causal`` to ``split`` of ``Options``."""
+Flags = tuple[bool, bool, bool, bool, bool, bool]  # ``causal`` to ``split`` of ``Options``
 
 
 class _Kind:
-    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel.
+    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel."""
 
-    Attributes:
-        keys, values: of K and V.
-        sms: multiprocessors.
-        row_bytes: of K and V of one token and KV head.
-        strides, places: of the kernel's arguments.
-        ahead: keys of the longest request beyond which scores are begun early, where that was measured; 0: nowhere.
-        options, launches: the kernel without and with scores begun early.
-    """
+    # keys, values: of K and V.
+    # sms: multiprocessors.
+    # row_bytes: of K and V of one token and KV head.
+    # strides, places: of the kernel's arguments.
+    # ahead: keys of the longest request beyond which scores are begun early, where that was measured; 0: nowhere.
+    # options, launches: the kernel without and with scores begun early.
 
     __slots__ = ("ahead", "keys", "launches", "options", "places", "row_bytes", "sms", "strides", "values")
 

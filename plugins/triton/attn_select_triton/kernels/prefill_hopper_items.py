@@ -23,52 +23,39 @@ from attn_select_triton.kernels.gluon_names import barrier, reinterpret, tma_loa
 from attn_select_triton.limits import GLUON_PART
 
 PART = gl.constexpr(GLUON_PART)
-ROWS = gl.constexpr(64)
-"""Query rows of a compute group."""
+ROWS = gl.constexpr(64)  # Query rows of a compute group
 FIELDS = gl.constexpr(work_list.FIELDS)
 
 
 class Options(NamedTuple):
-    """What the prefill is compiled for.
+    """What the prefill is compiled for."""
 
-    Attributes:
-        heads: of the query; group of them share a KV head.
-        causal, window, soft_cap, sinks: which of ``launch.Terms`` there are. A window is causal.
-        lse: whether the log-sum-exp is written.
-        split: whether some requests are cut: programs share the keys of their rows.
-        paged: K and V lie in blocks of ``block_size`` tokens, found through a block table.
-        head_size, value_size: of Q and K, and of V.
-        parts, v_parts: parts of ``PART`` columns of K and of V. Of a size that is no multiple, the last part has the
-            next head's columns, or zeros: the query has zeros there, and the output's are not written.
-        keys, stages: of a tile, and tiles of K and of V in shared memory.
-        box: tokens that TMA loads at once.
-        turns: groups multiply in turns (``attend_tile``).
-        apart: every thread keeps the sums of its own keys until the item ends.
-        groups: compute groups.
-        ahead: scores are begun early (``attend_tile_ahead``): without a window and without turns.
-    """
-
-    heads: int
+    heads: int  # of the query; group of them share a KV head
     group: int
+    # causal, window, soft_cap, sinks: which of ``launch.Terms`` there are. A window is causal.
     causal: bool
     window: bool
     soft_cap: bool
     sinks: bool
-    lse: bool
-    split: bool
-    paged: bool
+    lse: bool  # whether the log-sum-exp is written
+    split: bool  # whether some requests are cut: programs share the keys of their rows
+    paged: bool  # K and V lie in blocks of ``block_size`` tokens, found through a block table
     block_size: int
+    # head_size, value_size: of Q and K, and of V
     head_size: int
     value_size: int
+    # parts, v_parts: parts of ``PART`` columns of K and of V. Of a size that is no multiple, the last part has the next
+    # head's columns, or zeros: the query has zeros there, and the output's are not written.
     parts: int
     v_parts: int
+    # keys, stages: of a tile, and tiles of K and of V in shared memory
     keys: int
     stages: int
-    box: int
-    turns: bool
-    apart: bool
-    groups: int
-    ahead: bool
+    box: int  # tokens that TMA loads at once
+    turns: bool  # groups multiply in turns (``attend_tile``)
+    apart: bool  # every thread keeps the sums of its own keys until the item ends
+    groups: int  # compute groups
+    ahead: bool  # scores are begun early (``attend_tile_ahead``): without a window and without turns
 
 
 @gluon.constexpr_function
@@ -78,43 +65,32 @@ def constants(options):
 
 
 class Item(NamedTuple):
-    """Some rows of one request and KV head, and the keys that they see.
+    """Some rows of one request and KV head, and the keys that they see."""
 
-    Attributes:
-        first: of the rows of its request, tokens x heads of a group.
-        query_start, query_len: of its request; the length is negative behind the last item.
-        seq_len: keys of its request.
-        start, full_start, full, tiles: rows see the tiles ``start .. tiles - 1``, and all rows all keys of
-            ``full_start .. full - 1``.
-        split: which share of the keys.
-        partial: the first row of this share's partial results; negative where the share is the whole.
-    """
-
-    first: Any
+    first: Any  # of the rows of its request, tokens x heads of a group
     kv_head: Any
+    # query_start, query_len: of its request; the length is negative behind the last item
     query_start: Any
     query_len: Any
-    seq_len: Any
+    seq_len: Any  # keys of its request
+    # Rows see the tiles ``start .. tiles - 1``, and all rows see all keys of ``full_start .. full - 1``.
     start: Any
     full_start: Any
     full: Any
     tiles: Any
-    split: Any
-    partial: Any
+    split: Any  # which share of the keys
+    partial: Any  # the first row of this share's partial results; negative where the share is the whole
 
 
 class Tiles(NamedTuple):
-    """Tiles of K and V in shared memory, and the barriers of each stage.
+    """Tiles of K and V in shared memory, and the barriers of each stage."""
 
-    Attributes:
-        k, v: ``(stages * parts, keys, PART)``.
-        k_ready, v_ready: a tile was loaded.
-        k_empty, v_empty: all groups are through with one.
-    """
-
+    # k, v: ``(stages * parts, keys, PART)``
     k: Any
     v: Any
+    # k_ready, v_ready: a tile was loaded
     k_ready: Any
+    # k_empty, v_empty: all groups are through with one
     k_empty: Any
     v_ready: Any
     v_empty: Any
@@ -129,36 +105,24 @@ class Mail(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The requests.
+    """The requests."""
 
-    Attributes:
-        query_start_loc_ptr, seq_lens_ptr, num_requests: as ``prefill_attention`` has them.
-        work_ptr: ``WorkList.rows``.
-        head_items: of one KV head.
-        section: KV heads whose keys L2 holds.
-        window: as ``launch.Terms`` has it.
-    """
-
+    # query_start_loc_ptr, seq_lens_ptr, num_requests: as ``prefill_attention`` has them
     query_start_loc_ptr: Any
     seq_lens_ptr: Any
     num_requests: Any
-    work_ptr: Any
-    head_items: Any
-    section: Any
-    window: Any
+    work_ptr: Any  # ``WorkList.rows``
+    head_items: Any  # of one KV head
+    section: Any  # KV heads whose keys L2 holds
+    window: Any  # as ``launch.Terms`` has it
 
 
 class Source(NamedTuple):
-    """K or V in global memory.
+    """K or V in global memory."""
 
-    Attributes:
-        descriptor: over rows of one token each.
-        page_rows: rows from a page to the next.
-        head_rows, head_columns: from a head to the next.
-    """
-
-    descriptor: Any
-    page_rows: Any
+    descriptor: Any  # over rows of one token each
+    page_rows: Any  # rows from a page to the next
+    # head_rows, head_columns: from a head to the next
     head_rows: Any
     head_columns: Any
 
@@ -198,12 +162,10 @@ def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexp
 
 @gluon.jit
 def item_at(index, batch, OPTIONS: gl.constexpr):
-    """Return the item with this number, and its request.
-
-    Requests come as they are listed, of each its last row tiles first, and each for ``section`` KV heads before the
-    next: long rows start before short ones, and L2 holds what a section reads. A request that is cut has an item for
-    each share of a row tile's keys.
-    """
+    """Return the item with this number, and its request."""
+    # Requests come as they are listed, of each its last row tiles first, and each for ``section`` KV heads before the
+    # next: long rows start before short ones, and L2 holds what a section reads. A request that is cut has an item for
+    # each share of a row tile's keys.
     GROUP: gl.constexpr = OPTIONS.group
     KEYS: gl.constexpr = OPTIONS.keys
     BLOCK_M: gl.constexpr = OPTIONS.groups * ROWS
@@ -248,11 +210,8 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def publish(mail, turn, item):
-    """Tell the groups the next item, once they are through with the one before the last.
-
-    Args:
-        turn: items before this one.
-    """
+    """Tell the groups the next item, once they are through with the one before the last."""
+    # turn: items before this one.
     slot = turn % 2
     mbarrier.wait(mail.read.index(slot), (turn // 2 & 1) ^ 1)
     i = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -285,14 +244,10 @@ def take(mail, turn):
 
 @gluon.jit
 def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl.constexpr):
-    """Take items as long as there are any, tell the groups, and load every tile once they are through with its buffer.
-
-    Boxes behind the end read page 0. The program that ends last clears the counter.
-
-    Args:
-        k, v: a ``Source`` each; tiles a ``Tiles``, mail a ``Mail``, batch a ``Batch``, places a ``Places``.
-        counter_ptr: of items that were taken, and of programs that ended.
-    """
+    """Take items as long as there are any, tell the groups, and load every tile once its buffer is free."""
+    # Boxes behind the end read page 0. The program that ends last clears the counter.
+    # k, v: a ``Source`` each; tiles a ``Tiles``, mail a ``Mail``, batch a ``Batch``, places a ``Places``.
+    # counter_ptr: of items that were taken, and of programs that ended.
     PARTS: gl.constexpr = OPTIONS.parts
     V_PARTS: gl.constexpr = OPTIONS.v_parts
     KEYS: gl.constexpr = OPTIONS.keys

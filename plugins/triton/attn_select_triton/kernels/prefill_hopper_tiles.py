@@ -22,42 +22,28 @@ from attn_select_triton.kernels.gluon_names import barrier
 from attn_select_triton.kernels.hopper_barriers import hand_back
 from attn_select_triton.kernels.prefill_hopper_items import PART, ROWS
 
+# Of an accumulator ``(ROWS, PART)``.
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
-"""Of an accumulator ``(ROWS, PART)``."""
+# Of what goes to global memory and comes from there: 16 bytes a thread.
 T = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Of what goes to global memory and comes from there: 16 bytes a thread."""
 
 
 class Scores(NamedTuple):
-    """How a group's products ``q . k`` become scores.
+    """How a group's products ``q . k`` become scores."""
 
-    Attributes:
-        scale: scale * log2(e), or with a soft cap scale / cap.
-        cap_log2: the soft cap times log2(e).
-        window: as ``launch.Terms`` has it.
-        limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
-        seq_len: keys of the request.
-    """
-
-    scale: Any
-    cap_log2: Any
-    window: Any
-    limits: Any
-    seq_len: Any
+    scale: Any  # scale * log2(e), or with a soft cap scale / cap
+    cap_log2: Any  # the soft cap times log2(e)
+    window: Any  # as ``launch.Terms`` has it
+    limits: Any  # int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them
+    seq_len: Any  # keys of the request
 
 
 class Running(NamedTuple):
-    """What a group's rows have seen so far.
+    """What a group's rows have seen so far."""
 
-    Attributes:
-        accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
-        row_max: float32 ``(ROWS,)``, base 2.
-        sums: float32 ``(ROWS,)``, of the weights; with ``apart`` ``(ROWS, 8)``, a thread's of its own keys.
-    """
-
-    accumulators: Any
-    row_max: Any
-    sums: Any
+    accumulators: Any  # float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
+    row_max: Any  # float32 ``(ROWS,)``, base 2
+    sums: Any  # float32 ``(ROWS,)``, of the weights; with ``apart`` ``(ROWS, 8)``, a thread's of its own keys
 
 
 @gluon.constexpr_function
@@ -68,10 +54,8 @@ def score_layout(keys):
 
 @gluon.jit
 def clear_behind(v_smem, buffer, first, seq_len, OPTIONS: gl.constexpr):
-    """Clear the values of keys at ``seq_len`` and behind: their memory may hold NaN, and 0 times NaN is NaN.
-
-    All groups do so, each before its own product, and store the same numbers.
-    """
+    """Clear the values of keys at ``seq_len`` and behind: their memory may hold NaN, and 0 times NaN is NaN."""
+    # All groups do so, each before its own product, and store the same numbers.
     V_PARTS: gl.constexpr = OPTIONS.v_parts
     rows = first + gl.arange(0, OPTIONS.keys, layout=gl.SliceLayout(1, T))
     for part in gl.static_range(V_PARTS):
@@ -163,19 +147,13 @@ def attend_tile(
     tile, loaded, turns, worked, running, scores, q_smem, tiles,
     MASKED: gl.constexpr, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Attend from one group's rows to one tile.
-
-    With turns a group's product with V and its next scores are issued together, while the others take exponentials.
-    Left to themselves groups may fall into step, and the tensor cores wait for all.
-
-    Args:
-        loaded: tiles that were loaded before this one, of all items.
-        turns: a barrier for each group; worked items with tiles before this one.
-        running: a ``Running``; scores a ``Scores``, tiles a ``Tiles``.
-
-    Returns:
-        ``running`` with this tile.
-    """
+    """Attend from one group's rows to one tile."""
+    # With turns a group's product with V and its next scores are issued together, while the others take exponentials.
+    # Left to themselves groups may fall into step, and the tensor cores wait for all.
+    # loaded: tiles that were loaded before this one, of all items.
+    # turns: a barrier for each group; worked items with tiles before this one.
+    # running: a ``Running``; scores a ``Scores``, tiles a ``Tiles``.
+    # Returns ``running`` with this tile.
     accumulators, row_max, sums = running
     buffer = loaded % OPTIONS.stages
     phase = loaded // OPTIONS.stages & 1
@@ -219,14 +197,9 @@ def first_weights(tile, loaded, running, scores, q_smem, tiles, OPTIONS: gl.cons
 def attend_tile_ahead(
     tile, loaded, p, running, scores, q_smem, tiles, MASKED: gl.constexpr, OPTIONS: gl.constexpr
 ):  # fmt: skip
-    """Issue one tile's scores and the product of the tile before with its values, which goes on beside the softmax.
-
-    Args:
-        p: the weights ``(ROWS, keys)`` of the tile before; all else as ``attend_tile`` has it.
-
-    Returns:
-        The weights of this tile, and ``running`` with the values of the tile before.
-    """
+    """Issue one tile's scores and the product of the tile before with its values, which goes on beside the softmax."""
+    # p: the weights ``(ROWS, keys)`` of the tile before; all else as ``attend_tile`` has it.
+    # Returns the weights of this tile, and ``running`` with the values of the tile before.
     accumulators, row_max, sums = running
     buffer = loaded % OPTIONS.stages
     before = (loaded - 1) % OPTIONS.stages

@@ -19,8 +19,7 @@ from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
-WORDS = 512
-"""Words of 8 bytes that a program copies at a time."""
+WORDS = 512  # Words of 8 bytes that a program copies at a time
 
 
 @triton.jit
@@ -105,10 +104,8 @@ def merge_rank_memory_kernel(
     LSE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Meet, and merge the partial results that lie in all ranks' memory, of part ``OWN`` of ``SPLIT`` of the heads.
-
-    Memory traffic: each partial once, and the result.
-    """
+    """Meet, and merge the partial results that lie in all ranks' memory, of part ``OWN`` of ``SPLIT`` of the heads."""
+    # Memory traffic: each partial once, and the result.
     meet(addresses, met_ptr, timeout, 1, RANK, RANKS, PROGRAMS)
     width = tl.arange(0, BLOCK_DV)
     first = tl.program_id(0) * ROWS

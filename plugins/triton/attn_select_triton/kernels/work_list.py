@@ -12,8 +12,7 @@ from torch import Tensor
 
 from attn_select.runtime.batch import to_device
 
-FIELDS = 4
-"""Numbers of a row of the list, 16 bytes."""
+FIELDS = 4  # Numbers of a row of the list, 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
