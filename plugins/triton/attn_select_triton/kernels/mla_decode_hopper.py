@@ -123,6 +123,7 @@ def key_range(
         splits = gl.load(piece + 2)
         slot = gl.load(piece + 3)
         query_start = gl.load(piece + 4)
+        # Without rows a program that has no piece loads no tile and writes nothing, though all its warps still start.
         query_len = gl.where(request < 0, 0, gl.load(piece + 5))
         seq_len = gl.load(piece + 6)
     else:
@@ -136,9 +137,12 @@ def key_range(
     high = seq_len
     full_high = seq_len
     if CAUSAL:
+        # Rows are token-major: the last row's token sees the most keys (high), the first row's the fewest (full_high).
         last_token = gl.minimum((first + ROWS - 1) // HEADS, query_len - 1)
         high = gl.maximum(seq_len + last_token + 1 - query_len, 0)
         full_high = gl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
+    # Whole tiles are dealt out as evenly as they go, as in ``primitives.split_bounds``: only the last piece ends within
+    # one.
     all_tiles = (high + KEYS - 1) // KEYS
     low = split * all_tiles // splits * KEYS
     high = gl.minimum(high, (split + 1) * all_tiles // splits * KEYS)
@@ -164,10 +168,15 @@ def load_tiles(
         tma_load(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
     for tile in range(tiles):
         buffer = tile % STAGES
+        # The other parity than the readers': on a fresh barrier such a wait passes at once, so the first tile of each
+        # buffer waits for nobody, and each later one for the readers of the tile before it there.
         free = (tile // STAGES & 1) ^ 1
         start = low + tile * KEYS
+        # A tile lies in one page: blocks have multiples of 64 tokens (``limits.GLUON_BLOCK``).
         key = gl.load(table + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
         mbarrier.wait(barriers.left_empty.index(buffer), free)
+        # A barrier for each half, since each half of the values has its own group (``add_values``). The rope part
+        # serves the scores alone; it comes with the first half.
         bar = barriers.left_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
         tma_load(kv_rope, [key, R], bar, smem.k_pe.index(buffer))
@@ -184,6 +193,8 @@ def clear_behind(values, first, high, T: gl.constexpr):
     rows = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
     loaded = values.load(T)
     values.store(gl.where((rows < high)[:, None], loaded, gl.zeros_like(loaded)))
+    # wgmma reads shared memory through the async proxy: without the fence it might miss plain stores, without the
+    # barrier those of other warps.
     fence_async_shared()
     barrier()
 
@@ -206,7 +217,7 @@ def softmax_tile(scores, row_max, MASKED: gl.constexpr, AXIS: gl.constexpr, SLAC
     tile_max = gl.max(scores, AXIS)
     new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)
     base = new_max
-    if MASKED:
+    if MASKED:  # a row may have seen no key yet, and -inf - -inf is NaN
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
     return gl.exp2(scores - gl.expand_dims(base, AXIS)), gl.exp2(row_max - base), new_max
 
@@ -272,8 +283,8 @@ def write_quarters(
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr,
 ):  # fmt: skip
     """Write two quarters of a program's columns from ``COLUMN`` on, times ``norm``; 16-bit ones through ``staging``."""
-    # A thread has two numbers of a row in a row; from shared memory it takes eight.
-    # staging: shared memory of ``ROWS * R`` bytes that nothing else uses any more.
+    # A thread has two numbers of a row in a row; from shared memory it takes eight, 16 bytes.
+    # staging: shared memory that nothing else uses any more: two quarters of ``ROWS * R / 4`` numbers of 2 bytes.
     first = first * norm
     second = second * norm
     if SPLIT and position.splits > 1:
@@ -307,6 +318,7 @@ def score_tile(
         seen = gl.expand_dims(keys, 1 - AXIS) < gl.expand_dims(limits, AXIS)
         scores = gl.where(seen, scores, float("-inf"))
     weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, AXIS, SLACK)
+    # Transposed, a row's keys lie across warps: each thread keeps sums of its own keys, and they meet once, at the end.
     sums = sums * rescale + gl.sum(weights, 1) if AXIS == 1 else sums * rescale[None, :] + weights
     slot = tile % SLOTS
     mbarrier.wait(exchange.taken.index(slot), (tile // SLOTS & 1) ^ 1)
@@ -314,7 +326,7 @@ def score_tile(
     place.store(weights.to(exchange.weights.dtype))
     exchange.factors.index(slot).store(rescale)
     if AXIS == 0:
-        fence_async_shared()  # wgmma reads the weights where they are
+        fence_async_shared()  # wgmma reads the weights where they are; else ``take_weights`` takes them to registers
     hand_back(exchange.given, slot)
     return new_max, sums
 
@@ -339,7 +351,7 @@ def attend_scores(
         sums = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     else:
         sums = gl.zeros([KEYS, ROWS], gl.float32, S)  # a thread's of its own keys
-    if position.tiles > 0:
+    if position.tiles > 0:  # else no query was loaded, and nothing arrives
         mbarrier.wait(barriers.q_ready, 0)
     for tile in range(position.full):
         row_max, sums = score_tile(
@@ -378,6 +390,7 @@ def attend_scores(
     row_sum = sums
     if AXIS == 0:
         row_sum = gl.sum(sums, 0)
+    # One more turn of the exchange hands on what the output is to be multiplied with: only this group knows the sums.
     slot = position.tiles % SLOTS
     mbarrier.wait(exchange.taken.index(slot), (position.tiles // SLOTS & 1) ^ 1)
     exchange.factors.index(slot).store(gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0))
@@ -393,7 +406,8 @@ def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
     mbarrier.wait(exchange.given.index(slot), tile // SLOTS & 1)
     weights = exchange.weights.index(slot).load(gl.DotOperandLayout(0, ACC, 2))
     factor = exchange.factors.index(slot).load(gl.SliceLayout(1, ACC))
-    least = gl.min(exchange.factors.index(slot).load(EVERY), 0)  # every warp reads all: none waits for another
+    # 64 factors fill one warp of this layout, so every warp reads all, and none waits for another.
+    least = gl.min(exchange.factors.index(slot).load(EVERY), 0)
     hand_back(exchange.taken, slot)
     return weights, factor, least
 
@@ -406,7 +420,8 @@ def attend_values(
 ):  # fmt: skip
     """Sum one half of the values' columns over all tiles, and write it."""
     # The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
-    # staging: as ``write_quarters`` has it, behind the last tile's scores.
+    # staging: as ``write_quarters`` has it. It may be a half of the query: the last factors are given when all scores
+    # are done.
     # TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
     first = gl.zeros([ROWS, R // 4], gl.float32, ACC)
@@ -425,6 +440,7 @@ def attend_values(
 @gluon.jit
 def multiply_values(first, second, weights, factor, least, first_values, second_values):
     """Return the sums of two quarters of the columns with one tile's values."""
+    # Few tiles raise a maximum (``SLACK``): of the others all factors are 1, and the sums stay as they are.
     if least < 1.0:
         first = first * factor[:, None]
         second = second * factor[:, None]
@@ -447,7 +463,7 @@ def products(tile, smem, barriers, S: gl.constexpr):
     scores = warpgroup_mma(smem.q_right, smem.k_right.index(buffer).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(barriers.left_empty, buffer)
-    mbarrier.arrive(barriers.right_empty.index(buffer), count=1)
+    mbarrier.arrive(barriers.right_empty.index(buffer), count=1)  # ``hand_back``'s barrier stands for both
     return scores
 
 
@@ -484,9 +500,12 @@ def add_values(
     buffer = tile % STAGES
     weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    # Swizzled memory holds 128 bytes of every key's columns, then the next 128 of every key: so the first quarter's
+    # columns are the first part of a half's memory.
     quarters = reinterpret(halves, halves.dtype, [2 * STAGES, KEYS, R // 4], halves.type.layout)
     first_values = quarters.index(2 * buffer)
     second_values = quarters.index(2 * buffer + 1)
+    # No race with the scores, which read these columns as keys: the tile's weights were given, so they are done.
     if low + (tile + 1) * KEYS > high:
         clear_behind(first_values, low + tile * KEYS, high, T)
         clear_behind(second_values, low + tile * KEYS, high, T)
@@ -517,7 +536,7 @@ def attend_all_values(
         least = gl.min(exchange.factors.index(slot).load(EVERY), 0)  # as in take_weights
         mbarrier.wait(barriers.left_ready.index(buffer), tile // STAGES & 1)
         mbarrier.wait(barriers.right_ready.index(buffer), tile // STAGES & 1)
-        if position.low + (tile + 1) * KEYS > position.high:
+        if position.low + (tile + 1) * KEYS > position.high:  # no race, as in add_values
             clear_behind(left, position.low + tile * KEYS, position.high, T)
             clear_behind(right, position.low + tile * KEYS, position.high, T)
         if least < 1.0:
@@ -526,11 +545,11 @@ def attend_all_values(
         weights = exchange.weights.index(slot).permute((1, 0))
         first = warpgroup_mma(left.permute((1, 0)), weights, first, is_async=True)
         second = warpgroup_mma(right.permute((1, 0)), weights, second, is_async=True)
-        first = warpgroup_mma_wait(1, [first])
+        first = warpgroup_mma_wait(1, [first])  # the left half goes back while the second product still runs
         hand_back(barriers.left_empty, buffer)
         second = warpgroup_mma_wait(0, [second])
         hand_back(barriers.right_empty, buffer)
-        mbarrier.arrive(exchange.taken.index(slot), count=1)
+        mbarrier.arrive(exchange.taken.index(slot), count=1)  # not before: both products read the weights in place
     slot = position.tiles % SLOTS
     mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
     norm = exchange.factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
@@ -551,12 +570,14 @@ def attend_tile_turned(
     right = smem.k_right.index(buffer)
     values = right if RIGHT else left
     if MASKED:
+        # The other group may multiply scores with this half meanwhile. What is cleared are keys that it masks.
         clear_behind(values, low + tile * KEYS, high, T)
     scores = gl.zeros([KEYS, ROWS], gl.float32, S)
     scores = warpgroup_mma(smem.k_pe.index(buffer), smem.q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
     scores = warpgroup_mma(left, smem.q_left.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(right, smem.q_right.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
+    # The other half served this group's scores alone; its own is its values too.
     hand_back(barriers.left_empty if RIGHT else barriers.right_empty, buffer)
     scores *= score_scale
     if MASKED:
@@ -566,7 +587,7 @@ def attend_tile_turned(
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     smem.weights.permute((1, 0)).store(weights.to(values.dtype))
-    fence_async_shared()
+    fence_async_shared()  # wgmma takes its right operand from shared memory alone
     barrier()
     accumulator = warpgroup_mma(values.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(0, [accumulator])
@@ -624,7 +645,7 @@ def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, TAKERS: gl.con
     taken = barriers_of(SLOTS)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(given.index(slot), count=1)
-        mbarrier.init(taken.index(slot), count=TAKERS)
+        mbarrier.init(taken.index(slot), count=TAKERS)  # each group that takes arrives once
     return Exchange(weights, factors, given, taken)
 
 
@@ -680,6 +701,7 @@ def mla_decode_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(left_ready.index(stage), count=1)
         mbarrier.init(right_ready.index(stage), count=1)
+        # The group of the scores and the one that sums the half's values; with few rows one group sums both halves.
         mbarrier.init(left_empty.index(stage), count=2)
         mbarrier.init(right_empty.index(stage), count=2)
     fence_async_shared()
@@ -709,6 +731,10 @@ def mla_decode_hopper_kernel(
         R,
         BLOCK_SIZE,
     )
+    # The last lists are registers of a thread, of all groups but the first, which gets the rest of what they start with
+    # (``tuning.toml``, mla_hopper): four times 128, or three times 168 with few rows. The loader's warp counts as a
+    # whole group. Groups that sum values get the most: with R = 512 an accumulator of (64, R / 2) float32 is 128
+    # registers of each of 128 threads, and so is one of (R, 32).
     if ROWS == 64:
         exchange = make_exchange(kv_half.dtype, 1, ROWS, 2)
         fence_async_shared()
