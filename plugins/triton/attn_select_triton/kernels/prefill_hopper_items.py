@@ -153,6 +153,7 @@ def find_row(work_ptr, place, num_requests):
 def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexpr, BOXES: gl.constexpr):
     """Load one tile of K or V: part by part, box by box."""
     bar = ready.index(buffer)
+    # Boxes arrive whole even behind a tensor's end, so a tile always counts the same bytes.
     mbarrier.expect(bar, BOXES * PARTS * descriptor.block_type.nbytes)
     for part in gl.static_range(PARTS):
         for i in gl.static_range(BOXES):
@@ -169,6 +170,7 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
     GROUP: gl.constexpr = OPTIONS.group
     KEYS: gl.constexpr = OPTIONS.keys
     BLOCK_M: gl.constexpr = OPTIONS.groups * ROWS
+    # One section after the other; within one the KV head runs fastest, then the item.
     place = index % (batch.head_items * batch.section)
     kv_head = index // (batch.head_items * batch.section) * batch.section + place % batch.section
     row_ptr = find_row(batch.work_ptr, place // batch.section, batch.num_requests)
@@ -177,12 +179,14 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
     shares = gl.load(row_ptr + 2)
     query_start = gl.load(batch.query_start_loc_ptr + request)
     query_len = gl.load(batch.query_start_loc_ptr + request + 1) - query_start
+    # Row tiles come last first: causal rows at the end see the most keys.
     first = ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - number // shares) * BLOCK_M
     seq_len = gl.load(batch.seq_lens_ptr + request)
     high = seq_len
     full_high = seq_len
     if OPTIONS.causal:
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
+        # The last row sees the most keys, the first one the fewest: those every row sees.
         high = gl.minimum(gl.maximum(seq_len + last_token + 1 - query_len, 0), seq_len)
         full_high = gl.minimum(gl.maximum(seq_len + first // GROUP + 1 - query_len, 0), high)
     tiles = (high + KEYS - 1) // KEYS
@@ -190,6 +194,7 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
     start = 0
     full_start = 0
     if OPTIONS.window:
+        # The window of the first row begins first; from where the last row's begins on, every row sees the keys.
         context = seq_len - query_len
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
         start = gl.minimum(gl.maximum(context + first // GROUP - batch.window + 1, 0) // KEYS, tiles)
@@ -202,7 +207,7 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
         start = gl.minimum(start + split * share, tiles)
         tiles = gl.minimum(start + share, tiles)
         full = gl.minimum(full, tiles)
-        if shares > 1:
+        if shares > 1:  # each share has room for all rows of its request
             partial = gl.load(row_ptr + 3) + split * query_len * OPTIONS.heads
     item = Item(first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split, partial)
     return request, item
@@ -214,6 +219,7 @@ def publish(mail, turn, item):
     # turn: items before this one.
     slot = turn % 2
     mbarrier.wait(mail.read.index(slot), (turn // 2 & 1) ^ 1)
+    # One store of 16 numbers: an item's fields in their order, and behind them what ``where`` leaves.
     i = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [1], [0]))
     numbers = gl.where(i == 0, item.first, item.kv_head)
     for place in gl.static_range(2, 11):
@@ -234,6 +240,7 @@ def take(mail, turn):
     """Return the item that ``publish`` told."""
     slot = turn % 2
     mbarrier.wait(mail.there.index(slot), turn // 2 & 1)
+    # Every thread loads all 16, so that ``number_of`` asks no other thread.
     numbers = mail.memory.index(slot).load(gl.BlockedLayout([16], [32], [4], [0]))
     return Item(
         number_of(numbers, 0), number_of(numbers, 1), number_of(numbers, 2), number_of(numbers, 3),
@@ -276,18 +283,22 @@ def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl
         for tile in range(item.start, item.tiles):
             count = loaded + tile - item.start
             buffer = count % STAGES
-            free = (count // STAGES & 1) ^ 1
+            free = (
+                count // STAGES & 1
+            ) ^ 1  # passes at once in the first round, as in ``mla_decode_hopper.load_tiles``
             k_rows = ()
             v_rows = ()
             for i in gl.static_range(BOXES):
                 token = tile * KEYS + i * BOX
                 if OPTIONS.paged:
+                    # A tile has all its boxes even behind the last token, where the table may say anything.
                     page = gl.load(pages_ptr + token // BLOCK_SIZE, mask=token < item.seq_len, other=0)
                     k_rows = k_rows + (k_row + page * k.page_rows + token % BLOCK_SIZE,)
                     v_rows = v_rows + (v_row + page * v.page_rows + token % BLOCK_SIZE,)
                 else:
                     k_rows = k_rows + (k_row + token,)
                     v_rows = v_rows + (v_row + token,)
+            # K and V have barriers of their own: scores need K alone, and K's buffer is free before V's.
             mbarrier.wait(tiles.k_empty.index(buffer), free)
             load_tile(k.descriptor, k_boxes, tiles.k_ready, buffer, k_rows, item.kv_head * k.head_columns, PARTS, BOXES)
             mbarrier.wait(tiles.v_empty.index(buffer), free)
@@ -296,8 +307,10 @@ def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl
             )
         turn += 1
         loaded += item.tiles - item.start
+        # A program's first item has its own number; the counter hands out those behind.
         index = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
     publish(mail, turn, Item(0, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0))
+    # Whoever ends last knows that nobody takes an item any more, and leaves zeros for the next launch.
     ended = gl.atomic_add(counter_ptr + 1, 1)
     if ended == gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)

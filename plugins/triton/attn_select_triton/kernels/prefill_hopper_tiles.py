@@ -116,19 +116,22 @@ def soften(tile, products, row_max, sums, scores, MASKED: gl.constexpr, OPTIONS:
         products = tanh(products * scores.scale)
         factor = scores.cap_log2
     if MASKED:
+        # The limits move and the keys stay 0 to KEYS - 1, which are constants.
         keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, score_layout(KEYS)))
         limits = scores.limits - tile * KEYS
         seen = keys[None, :] < limits[:, None]
         if OPTIONS.window:
             seen = seen & (keys[None, :] >= (limits - scores.window)[:, None])
         products = gl.where(seen, products, float("-inf"))
+    # The factor is positive, so the largest product is the largest score: scaling costs one FMA with the subtraction.
     new_max = gl.maximum(row_max, gl.max(products, 1) * factor)
     base = new_max
-    if MASKED:
+    if MASKED:  # a row may have seen no key yet, and -inf - -inf is NaN
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(products * factor - base[:, None])
     rescale = gl.exp2(row_max - base)
     if OPTIONS.apart:
+        # In wgmma's layout a thread has the same two of every eight columns: each eighth column adds up within it.
         added = gl.sum(gl.reshape(weights, [ROWS, KEYS // 8, 8]), 1)
         sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, added.type.layout))[:, None] + added
     else:
@@ -138,7 +141,7 @@ def soften(tile, products, row_max, sums, scores, MASKED: gl.constexpr, OPTIONS:
 
 @gluon.jit
 def as_operand(weights, dtype):
-    """Return weights as ``wgmma`` takes them."""
+    """Return weights as ``wgmma`` takes them: its left operand, from registers."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
 
 
@@ -168,6 +171,8 @@ def attend_tile(
     scaled = rescaled(accumulators, rescale, OPTIONS)
     mbarrier.wait(tiles.v_ready.index(buffer), phase)
     if OPTIONS.turns:
+        # This group's barrier went through a phase for each tile and item before; groups behind the first have waited
+        # for this item's start too (``attend_items``).
         mbarrier.wait(turns.index(INDEX), (loaded + worked + (1 if INDEX > 0 else 0)) & 1)
     if MASKED:  # noqa: SIM102  one is compiled in
         if (tile + 1) * OPTIONS.keys > scores.seq_len:
@@ -189,6 +194,7 @@ def first_weights(tile, loaded, running, scores, q_smem, tiles, OPTIONS: gl.cons
     mbarrier.wait(tiles.k_ready.index(buffer), loaded // OPTIONS.stages & 1)
     products = warpgroup_mma_wait(0, [multiply_scores(q_smem, tiles.k, buffer, OPTIONS)])
     hand_back(tiles.k_empty, buffer)
+    # Masked, since an item's only tile may be its last. There are no earlier values for the factor to scale.
     weights, _, new_max, sums = soften(tile, products, row_max, sums, scores, True, OPTIONS)
     return as_operand(weights, tiles.k.dtype), Running(accumulators, new_max, sums)
 
@@ -207,11 +213,12 @@ def attend_tile_ahead(
     mbarrier.wait(tiles.v_ready.index(before), (loaded - 1) // OPTIONS.stages & 1)
     products = multiply_scores(q_smem, tiles.k, buffer, OPTIONS)
     added = multiply_values(p, tiles.v, before, accumulators, OPTIONS)
-    products = warpgroup_mma_wait(OPTIONS.v_parts, [products])
+    products = warpgroup_mma_wait(OPTIONS.v_parts, [products])  # so many were issued behind, and still run
     hand_back(tiles.k_empty, buffer)
     weights, rescale, new_max, sums = soften(tile, products, row_max, sums, scores, MASKED, OPTIONS)
     done = warpgroup_mma_wait(0, added + (p,))  # p stays where it is until then
     hand_back(tiles.v_empty, before)
+    # Only now: the weights that were just multiplied are of the maximum before this tile.
     accumulators = rescaled(done, rescale, OPTIONS)
     return as_operand(weights, tiles.k.dtype), Running(accumulators, new_max, sums)
 
@@ -223,6 +230,7 @@ def last_values(tile, loaded, p, running, seq_len, tiles, OPTIONS: gl.constexpr)
     accumulators, row_max, sums = running
     buffer = loaded % OPTIONS.stages
     mbarrier.wait(tiles.v_ready.index(buffer), loaded // OPTIONS.stages & 1)
+    # Of an item's tiles only the last may reach behind the keys: ``attend_tile_ahead`` need not clear.
     if (tile + 1) * OPTIONS.keys > seq_len:
         clear_behind(tiles.v, buffer, tile * OPTIONS.keys, seq_len, OPTIONS)
     done = warpgroup_mma_wait(0, multiply_values(p, tiles.v, buffer, accumulators, OPTIONS) + (p,))
