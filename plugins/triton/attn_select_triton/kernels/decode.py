@@ -74,8 +74,9 @@ def write_partial(part_ptr, part_lse_ptr, result, lse, rows, part, SIZE: tl.cons
 def is_last(arrived_ptr, splits):
     """Say that this program's partial result is there, and return whether all of its request's are."""
     tl.debug_barrier()  # what all threads wrote is there before one says so
+    # Released: the others' reads come behind what was written before. Acquired: the last one sees what they wrote.
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == splits - 1
-    if last:
+    if last:  # zero again for the next launch
         tl.store(arrived_ptr, 0)
     return last
 
@@ -86,6 +87,7 @@ def merge_rows(
     SIZE: tl.constexpr, PADDED: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of all rows of a program, and write them."""
+    # A few rows at a time: registers hold a whole float32 row of each and the partial results in flight.
     end = tl.minimum(first + SHAPE.block_m, piece.query_len * SHAPE.group)
     for begins in range(first, end, MERGED_ROWS):
         flat = begins + tl.arange(0, MERGED_ROWS)
@@ -186,6 +188,8 @@ def decode_kernel(
     table_ptr += piece.request.to(tl.int64) * stride_table
     k_ptr += kv_head * k_strides.head
     v_ptr += kv_head * v_strides.head
+    # Tiles begin at multiples of BLOCK_N even where a window does not: keys before ``low`` are masked. Of the tiles
+    # that every row sees, those of this piece.
     origin = split_low // BLOCK_N * BLOCK_N
     full_low = tl.maximum(full_low, origin)
     full_high = tl.maximum(tl.minimum(full_high, split_high // BLOCK_N * BLOCK_N), full_low)
@@ -199,7 +203,7 @@ def decode_kernel(
 
     SIZE: tl.constexpr = 2 * TILES.dv if TILES.pairs > 0 else TILES.dv
     PADDED: tl.constexpr = 2 * TILES.block_dv if TILES.pairs > 0 else TILES.block_dv
-    if TILES.pairs > 0:
+    if TILES.pairs > 0:  # even and odd columns were summed apart
         accumulator = tl.interleave(accumulator, odd)
     result = normalised(accumulator, row_sum) * v_scale
     lse = natural_lse(row_max, row_sum)
@@ -208,6 +212,7 @@ def decode_kernel(
             part = piece.slot.to(tl.int64) * slot_rows + rows.token * SHAPE.heads + rows.head
             write_partial(part_ptr, part_lse_ptr, result, lse, rows, part + piece.split * slot_rows, SIZE, PADDED)
             if arrived_ptr is not None:
+                # One counter for each request, row tile and KV head: the programs of its pieces share it.
                 arrived_ptr += piece.slot * tl.num_programs(0) + tl.program_id(0)
                 if is_last(arrived_ptr, piece.splits):
                     merge_rows(
@@ -339,6 +344,7 @@ class Decode:
         pairs, slopes, sinks, ranges = self._pairs, terms.slopes, terms.sinks, terms.ranges
         if pairs:
             if v_strides[3] == 1 and value.is_cuda:
+                # Two FP8 numbers are one element from here on: strides and columns count half.
                 value = value.view(torch.int16)
                 v_strides = (v_strides[0] // 2, v_strides[1] // 2, v_strides[2] // 2, 1)
                 v_scale *= E4M3_SHIFT if pairs == 1 else 1.0

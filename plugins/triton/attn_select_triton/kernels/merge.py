@@ -33,6 +33,7 @@ def merged_parts(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
+    # Unrolled in part: the loads of one round do not wait for each other, though the sums go in order.
     for start in range(0, splits, IN_FLIGHT):
         for index in tl.static_range(IN_FLIGHT):
             there = inside & (start + index < splits)
@@ -51,7 +52,7 @@ def merged(total, row_max, row_sum, numbers, lse):
     """Return the running sums ``(rows, columns)``, base-2 maxima and weights with one more partial result of each."""
     lse *= LOG2E
     new_max = tl.maximum(row_max, lse)
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key so far, and -inf - -inf is NaN
     rescale = tl.exp2(row_max - base)
     weight = tl.exp2(lse - base)
     return total * rescale[:, None] + numbers * weight[:, None], new_max, row_sum * rescale + weight
@@ -72,7 +73,7 @@ def merge_row(
         split = start + tl.arange(0, CHUNK)
         part = first + split * stride
         lse = tl.load(part_lse_ptr + part, mask=split < splits, other=float("-inf")) * LOG2E
-        mask = (lse > float("-inf"))[:, None] & (width < SIZE)[None, :]
+        mask = (lse > float("-inf"))[:, None] & (width < SIZE)[None, :]  # what weighs nothing is not read
         numbers = tl.load(part_ptr + part[:, None] * SIZE + width[None, :], mask=mask, other=0.0)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -135,6 +136,7 @@ def merge_pieces_kernel(
         if row < piece.query_len * HEADS:
             first = piece.slot.to(tl.int64) * stride + row
             splits = piece.splits
+            # Three sizes are compiled in: a tile is as large as ``CHUNK`` says even where most of it is masked.
             if splits <= CHUNK // 4:
                 merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 4)
             elif splits <= CHUNK // 2:

@@ -99,6 +99,7 @@ def attend_latent(
     # Returns ``running`` with these keys.
     q_latent, q_rope = query
     accumulator, row_max, row_sum = running
+    # A tile's page is loaded one tile ahead, since its latents cannot be asked for before.
     next_page = tl.load(latents.table_ptr + low // TILES.block_size, mask=low < high, other=0)
     for start in tl.range(low, high, TILES.block_n):
         page = next_page
@@ -341,6 +342,7 @@ class _Prepared:
         stride_b, stride_t, _ = kv_cache.stride()
         whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * element % 16 == 0
         described = launch.described and whole_rows
+        # As TMA sees a query: rows, one per token and head, all the same distance from each other.
         flat_query = all(
             part.stride(0) == heads * part.stride(1) and part.data_ptr() % 16 == 0 for part in (query, query_rope)
         )
@@ -477,6 +479,7 @@ def mla_decode(
     page_rows = prepared.page_rows
     parts_of_query = latent, rope
     queries = [part.over(of, tokens * heads) for part, of in zip(prepared.query_parts, parts_of_query, strict=False)]
+    # The last block ends with its own tokens, where the stride to a next one may be longer.
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
     keys: list[Any] = [part.over(kv_cache, cache_rows) for part in prepared.cache_parts]
     scales: tuple[float, ...] = (scale * kv_scale * LOG2E.value, kv_scale)

@@ -145,7 +145,7 @@ def attend_tokens(q, low, high, last, slopes, head, score_scale, TILES: tl.const
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, TILES.block_d], tl.float32)
-    whole = high // TILES.block_n * TILES.block_n
+    whole = high // TILES.block_n * TILES.block_n  # only what is behind it pays for a mask
     for start in tl.range(low, whole, TILES.block_n):
         accumulator, row_max, row_sum = attend_tile(
             q, (accumulator, row_max, row_sum), start, high, last, slopes, head, score_scale, TILES, False
@@ -353,6 +353,7 @@ def paged_attention_v2_reduce_kernel(
         part_sum = tl.load(part_sum_ptr + part, mask=filled, other=0.0)
         mask = filled[:, None] & (size < D)[None, :]
         parts = tl.load(part_ptr + part[:, None] * D + size[None, :], mask=mask, other=0.0).to(tl.float32)
+        # Never -inf: each partition that is counted has a key. Results are normalised, so they weigh by their sums.
         new_largest = tl.maximum(largest, tl.max(part_max, 0))
         weights = part_sum * tl.exp2(part_max - new_largest)
         rescale = tl.exp2(largest - new_largest)
@@ -613,6 +614,7 @@ def paged_attention_v2(
             f"partials has {room} rows; one sequence of {partitions} partitions and {heads} heads needs "
             f"{heads * partitions} (Partials.reserve)"
         )
+    # A launch takes whole sequences, so room counts in multiples of one's; the launches share them evenly.
     launches = -(-seqs * heads * partitions // (room - room % (heads * partitions)))
     step = -(-seqs // launches)
     programs = min(partitions, max(1, PROGRAMS_PER_SM * sm_count(query.device) // (tiles * step)))
@@ -620,6 +622,7 @@ def paged_attention_v2(
     for first in range(0, seqs, step):
         if first or step < seqs:
             part = slice(first, first + step)
+            # Starts need one more than there are sequences, and more does no harm.
             starts, lens, table = query_start_loc[first:], seq_lens[part], block_table[part]
         else:
             starts, lens, table = query_start_loc, seq_lens, block_table

@@ -86,7 +86,7 @@ def soft_cap(scores, cap_log2, EXACT: tl.constexpr):
         square = (scores / cap_log2) * (scores / cap_log2)
         series = 2 / 15 + square * (-17 / 315 + square * (62 / 2835))
         series = scores * (1 + square * (-1 / 3 + square * series))
-        capped = tl.where(square < 0.0625, series, capped)
+        capped = tl.where(square < 0.0625, series, capped)  # |scores / cap| below a quarter
     return capped
 
 
@@ -126,6 +126,7 @@ def split_bounds(split, num_splits, first, last, BLOCK_N: tl.constexpr):
     # The tiles are dealt out as evenly as they go; a split without tiles has ``low >= high``.
     origin = first // BLOCK_N
     tiles = tl.cdiv(last, BLOCK_N) - origin
+    # Product first, division last: shares differ by one tile at most.
     low = (origin + split * tiles // num_splits) * BLOCK_N
     high = (origin + (split + 1) * tiles // num_splits) * BLOCK_N
     return tl.maximum(low, first), tl.minimum(high, last)
@@ -137,6 +138,7 @@ def fp8_pairs(pairs, E5M2: tl.constexpr):
     # As 16-bit elements, tiles of V go through ``ldmatrix`` transposed, which FP8 cannot; the bits are moved two
     # elements at a time. E5M2 is the upper half of a float16. The exponent of E4M3 is biased by 7 and not by 15, so its
     # numbers come out times ``2 ** -8``; its NaN comes out as 1.875.
+    # Two int16 elements in one register are four numbers: a mask and a shift serve both halves at once.
     if E5M2:
         even = tl.inline_asm_elementwise(
             "{ .reg .b32 t; and.b32 t, $1, 0x00FF00FF; shl.b32 $0, t, 8; }", "=r,r", [pairs],
@@ -146,6 +148,8 @@ def fp8_pairs(pairs, E5M2: tl.constexpr):
             "and.b32 $0, $1, 0xFF00FF00;", "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
+        # The sign goes to bit 15, exponent and mantissa to bits 13 to 7: the four bits of E4M3's exponent are then the
+        # lower ones of float16's five.
         even = tl.inline_asm_elementwise(
             "{ .reg .b32 s, t; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; shl.b32 t, $1, 7; "
             "and.b32 t, t, 0x3F803F80; or.b32 $0, s, t; }", "=r,r", [pairs],
@@ -354,6 +358,8 @@ def attend(
     for start in tl.range(low, high, TILES.block_n):
         keys = start + tl.arange(0, TILES.block_n)
         inside = (keys >= first_visible) & (keys < high)
+        # Through a descriptor K is not masked: what lies behind the keys reaches its own scores alone, which are
+        # replaced. V would spread it, 0 times NaN being NaN.
         if TILES.described:
             key = described_tile(k.source, k, table_ptr, start, inside, 0, TILES, False)
         else:
@@ -366,7 +372,7 @@ def attend(
             rest = described_tile(rest_descriptor, k, table_ptr, start, inside, TILES.block_d, TILES, False)
             products = tl.dot(query.rest, tl.trans(rest), products)
         found = final_scores(products, query, keys, inside, scores, TERMS, MASKED)
-        factor = 1.0 if TERMS.soft_cap or TERMS.alibi else scores.scale
+        factor = 1.0 if TERMS.soft_cap or TERMS.alibi else scores.scale  # as ``final_scores`` left it
         weights, rescale, row_max, row_sum = online_softmax(found, row_max, row_sum, MASKED, factor)
         accumulator *= rescale[:, None]
         if TILES.described:
@@ -396,6 +402,7 @@ def attend_visible(
 ):  # fmt: skip
     """Attend to the keys ``[low, high)``, of which every row sees ``[full_low, full_high)``, whole tiles."""
     # Arguments as ``attend`` has them; ``low`` is a multiple of ``block_n``.
+    # Three loops, of which the middle one has no mask: only tiles at the edge of a window and at the end pay for one.
     if TERMS.window:
         running = attend(
             query, running, low, tl.minimum(full_low, high), first_visible, k, v, rest_descriptor, table_ptr, scores,
@@ -422,6 +429,7 @@ def key_bounds(
     high = seq_len
     full_high = seq_len
     if WINDOW:
+        # The first row's window begins first and the last row's last: between those some rows see a key and others not.
         low = tl.maximum(first_row - window + 1, 0)
         full_low = tl.maximum(last_row - window + 1, 0)
         if not CAUSAL:
@@ -431,12 +439,14 @@ def key_bounds(
         high = tl.minimum(seq_len, tl.maximum(last_row + 1, 0))
         full_high = tl.minimum(seq_len, tl.maximum(first_row + 1, 0))
     if RANGES > 0:
+        # An image range that a row stands in adds keys on both sides. It takes none away, so the full tiles stay.
         index = tl.arange(0, triton.next_power_of_2(RANGES))
         first = tl.load(ranges_ptr + 2 * index, mask=index < RANGES, other=1)
         last = tl.load(ranges_ptr + 2 * index + 1, mask=index < RANGES, other=0)
         meets = (first <= last_row) & (last >= first_row) & (index < RANGES)
         low = tl.minimum(low, tl.min(tl.where(meets, first, seq_len), 0))
         high = tl.minimum(tl.maximum(high, tl.max(tl.where(meets, last + 1, 0), 0)), seq_len)
+    # Inwards to whole tiles.
     full_low = tl.cdiv(full_low, BLOCK_N) * BLOCK_N
     full_high = tl.maximum(full_high // BLOCK_N * BLOCK_N, full_low)
     return low, full_low, full_high, high

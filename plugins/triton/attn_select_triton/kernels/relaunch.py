@@ -77,11 +77,14 @@ def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
     launcher = compiled.run
     if type(launcher).__name__ != "CudaLauncher" or launcher.global_scratch_size or launcher.profile_scratch_size:
         return unknown
+    # A copy of the launcher whose C function only notes what it is given: nothing is launched, and no release's list
+    # of arguments is written down here.
     given: list[Any] = []
     shown = copy(launcher)
     shown.launch = lambda *each: given.extend(each)
     start = 1, 1, 1, 0
     shown(*start, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    # By identity: what stands between stream and arguments is the kernel's, whatever its number.
     together = isinstance(given[-1], tuple) and _same(given[-1], arguments)
     behind = 1 if together else len(arguments)
     if not together and not _same(given[-behind:], arguments):
@@ -90,6 +93,7 @@ def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
     places = [place for place, argument in enumerate(arguments) if hasattr(argument, "block_shape")]
     if not places:
         return Launcher(compiled, launcher.launch, kernel, together)
+    # With descriptors Triton wraps C's function in one that encodes them: what it wraps is in its closure.
     wrapped = inspect.getclosurevars(launcher.launch).nonlocals
     function, metas = wrapped.get("launcher"), wrapped.get("tensordesc_meta") or ()
     if function is None or len(metas) != len(places):
@@ -116,6 +120,7 @@ def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[An
         return
     flat: Sequence[Any] = arguments
     if launcher.descriptors:
+        # One descriptor becomes several arguments. The last comes first, so that places before it stay true.
         flat = list(arguments)
         for place, meta in launcher.descriptors:
             flat[place : place + 1] = encoded(flat[place], meta)

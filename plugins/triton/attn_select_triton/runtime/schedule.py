@@ -38,7 +38,7 @@ def split_keys(
     wanted = num_splits_for(requests * units, longest, gpu, launch, key_bytes, rows, apart)
     splits = max(1, min(wanted, room // requests))
     tokens = -(-longest // splits)
-    if by.uneven * int(lens.sum()) < requests * longest:
+    if by.uneven * int(lens.sum()) < requests * longest:  # the longest is ``uneven`` times the mean or more
         tokens = uneven_tokens(lens, tokens, units, room, gpu, launch, key_bytes, rows, apart)
         splits = -(-longest // tokens)
     return splits, max(1, tokens)
@@ -56,6 +56,7 @@ def uneven_tokens(
     time, count = decode_times(
         lens, sizes, by, units=units, gpu=gpu, launch=launch, key_bytes=key_bytes, rows=rows, apart=apart
     )  # fmt: skip
+    # Only requests in several pieces need room: they are counted where all pieces together are too many.
     if count.max() > room:
         pieces = -(-lens // sizes[:, None])
         time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
@@ -83,6 +84,7 @@ def decode_times(
     pieces = np.ceil(keys / sizes[:, None])
     merging = by.merging_us(pieces.max(1), rows, apart)
     own, placed = in_order(np.ceil(keys / pieces), pieces)
+    # Here and below arrays are changed in place: this runs on the host in every step.
     busy = np.ceil(own / launch.block_n)
     busy *= by.tile_us
     own *= by.key_us
@@ -90,6 +92,7 @@ def decode_times(
     count = placed[:, -1]
     waves = np.ceil(count / places)
     least = float(keys.sum()) * by.us_of_a_key(units, gpu, key_bytes)
+    # ``least * (1 + idle * empty)`` of ``DecodeSplits.of_equal``, where ``empty`` is 1 - count / (waves * places).
     time = least * (1 + by.idle) - count / waves * (least * by.idle / places)
     np.maximum(time, last_of_waves(placed, busy, places) + by.beside * least, out=time)
     time += waves * by.start_us
@@ -102,7 +105,9 @@ def in_order(own: NDArray[np.float64], pieces: NDArray[np.float64]) -> tuple[NDA
     # own: whole numbers ``(ways, B)`` below 2**31, the size of a piece of each request.
     # pieces: ``(ways, B)``, the number of pieces of each request, from 1 to 2**20.
     # Returns the sorted sizes, and the running sum of pieces in that order, both ``(ways, B)``.
-    # Sorted in one array, which takes a third of the time of an order and two arrays in it.
+    # Sorted in one array, which takes a third of the time of an order and two arrays in it. Each number is
+    # ``pieces - own * ORDER``: float64 holds it exactly (52 bits), and the largest size is the least of them. A size is
+    # got back by rounding up, since pieces are less than ORDER; what is left is the pieces.
     both = own * -ORDER
     both += pieces
     both.sort(1)
@@ -118,6 +123,8 @@ def last_of_waves(placed: NDArray[np.float64], busy: NDArray[np.float64], places
     # placed: ``(ways, B)``, the running sum of pieces that ``in_order`` returns.
     # busy: ``(ways, B)``, the time of one piece of each request, in the same order.
     # places: how many pieces run at a time.
+    # For each request: the wave in which its last piece stands, times what a piece takes that is no longer than any
+    # before it.
     waves = np.ceil(placed / places)
     waves *= busy
     found: NDArray[np.float64] = waves.max(1)
@@ -126,6 +133,7 @@ def last_of_waves(placed: NDArray[np.float64], busy: NDArray[np.float64], places
 
 def most_pieces(units: int, gpu: Gpu) -> int:
     """Return by how much the pieces that ``split_keys`` makes of any batch may outnumber its requests."""
+    # Cut into shares of ``parts`` to a multiprocessor, all keys make so many pieces more than there are requests.
     by = tuning.decode_splits()
     return -(-max(by.most, *by.uneven_parts) * gpu.sms // units)
 
@@ -160,6 +168,7 @@ def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
     # sms: multiprocessors. One program fills one.
     requests, longest, by = len(lens), int(lens.max()), tuning.latent_splits()
     tiles = max(1, -(-longest // by.tile))
+    # All below counts in tiles: a piece has whole ones.
     size = -(-tiles // max(1, min(slots // requests, mla_num_splits(requests * units, longest, sms))))
     if int(lens.sum()) < by.even * longest * requests:
         own = np.maximum(np.ceil(lens / by.tile), 1.0)
@@ -172,6 +181,7 @@ def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
         cut = np.where(splits > 1, splits, 0).sum(1)
         time = np.maximum(work, last_of_waves(placed, ordered + by.program, sms / units))
         time += by.end * ordered[:, 0] + by.merge * (cut > 0)
+        # Neither the list nor the workspace has room for more.
         time[(placed[:, -1] > requests + latent_pieces(units, sms)) | (cut > slots)] = np.inf
         size = int(sizes[int(time.argmin())])
     return size * by.tile
@@ -210,6 +220,7 @@ def copied_rows(query_lens: Sequence[int], seq_lens: Sequence[int], window: int)
 
 def _rows(query_len: int, seq_len: int, window: int) -> tuple[int, int]:
     """Return the first token that a request's copy has, and its rows."""
+    # From the first key that the first new token sees, outwards to whole steps of the copy.
     begin = max(0, seq_len - query_len - window + 1) // GATHER_ALIGN * GATHER_ALIGN if window else 0
     return begin, -(-seq_len // GATHER_ALIGN) * GATHER_ALIGN - begin
 
@@ -218,7 +229,7 @@ def gathered_chunks(query_lens: Sequence[int], seq_lens: Sequence[int], window: 
     """Cut requests into launches whose keys fit into ``room`` rows; one that does not fit is not gathered."""
     # window: keys that a row sees to its left, itself included; 0: all.
     chunks: list[Chunk] = []
-    used = room
+    used = room  # so that the first request opens a chunk
     for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         begin, rows = _rows(query_len, seq_len, window)
         if rows > room:
@@ -231,7 +242,7 @@ def gathered_chunks(query_lens: Sequence[int], seq_lens: Sequence[int], window: 
         chunk = chunks[-1]
         assert chunk.starts is not None
         chunk.last, chunk.tokens, chunk.most_rows = request + 1, chunk.tokens + query_len, max(chunk.most_rows, rows)
-        chunk.starts.append(used - begin)
+        chunk.starts.append(used - begin)  # token 0 would lie there, though a window leaves it out
         used += rows
     return chunks
 
@@ -307,7 +318,7 @@ def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Shares
     tiles, each = tiles_of(work.query_lens, work.heads, 2 * TILE_ROWS), work.heads[1] / gpu.sms
     pairs = float((tiles * work.mean).sum()) * each
     whole = Shares(np.ones(len(tiles), dtype=np.int64), float(tiles.sum()) * each, pairs, work.longest, 0)
-    if whole.last <= pairs or not room:
+    if whole.last <= pairs or not room:  # nobody reads longer than the average: cutting would gain nothing
         return whole
     sizes = np.array([pairs / parts for parts in tuning.share_parts()])
     counts = np.ceil(work.seen / np.maximum(sizes, tuning.least_share())[:, None])
@@ -316,7 +327,7 @@ def prefill_shares(cost: Cost, work: PrefillWork, gpu: Gpu, room: int) -> Shares
     items = own.sum(1) * each
     # Of a request's items some multiprocessor has its share, whole ones.
     last = np.maximum(np.ceil(own * each) * work.least, work.seen) / counts
-    partials = np.where(counts > 1, counts * (work.query_lens * work.heads[0]), 0).sum(1)
+    partials = np.where(counts > 1, counts * (work.query_lens * work.heads[0]), 0).sum(1)  # one share is the result
     time = cost.shared(pairs, items, last.max(1)) + np.where(partials, cost.merge + cost.row * partials, 0.0)
     time[partials > room] = np.inf
     best = int(time.argmin())
@@ -344,11 +355,14 @@ def prefill_way(
 def prefill_cost(cost: Cost, work: PrefillWork, shares: Shares | None, gpu: Gpu, launches: int = 1) -> float:
     """Return the predicted time of a way to run a prefill, in ns."""
     # shares: None: by a kernel that cuts no keys.
+    # Copies and launches cost the same with either kernel. The plain one's programs end when all work is done or, where
+    # it is little, when the longest row is.
     each = work.heads[1] / gpu.sms
     others = each * cost.key / gpu.bandwidth_share * work.keys + cost.fixed * launches
     if shares is not None:
         return shares.cost(cost) + others
     busy = each * cost.tile * (work.pairs + work.tiles * cost.border)
+    # A program alone on its multiprocessor is faster than two that share one.
     latency = cost.alone if 2 * work.tiles * work.heads[1] <= gpu.sms else cost.two
     return max(busy, work.longest * latency) + others + cost.row * work.tokens * work.heads[0]
 
@@ -359,6 +373,7 @@ def image_ranges(common: CommonAttentionMetadata, first: int, last: int) -> list
     # lies in an image range.
     if common.mm_prefix_ranges is None:
         return None
+    # A range that ends before the step's first new token holds none of its rows; of one token it changes nothing.
     computed = common.num_computed_tokens_cpu[first:last].tolist()
     given: Sequence[Ranges] = common.mm_prefix_ranges[first:last]
     found = [
