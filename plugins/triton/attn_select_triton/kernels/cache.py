@@ -77,6 +77,7 @@ def gather_pages_kernel(
     pages = pages.to(tl.int64)
     rows = (tl.load(key_start_loc_ptr + request) + token).to(tl.int64)
 
+    # All heads of a token side by side; what is not read is written as zeros, so that rows and heads are padded.
     element = tl.arange(0, BLOCK_K)
     head, column = element // BLOCK_D, element % BLOCK_D
     written = (head < HEADS)[None, :]

@@ -102,6 +102,7 @@ def index_logits_kernel(
 @triton.jit
 def _ordered(numbers):
     """Return uint32 in the order of float32 numbers."""
+    # A float's bits are in order but for the sign: negative ones run backwards, and below positive ones.
     bits = numbers.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -124,6 +125,7 @@ def _counted(logits, low, high, least, STEP: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _with_digit(counts, least, wanted, STEP: tl.constexpr):
     """Return ``least`` with its next digit, and how many of the scores that begin so are kept."""
+    # How many scores have a digit or a larger one: it falls with the digit, and the last that reaches ``wanted`` is it.
     from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     digit = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
     wanted -= tl.sum(tl.where(tl.arange(0, 256) == digit, from_here - counts, 0), 0)
@@ -147,6 +149,7 @@ def _write_kept(
 ):
     """Write the slots of scores of ``[low, high)`` above ``least``, and of equal ones up to ``wanted`` in all."""
     # written: slots that stand in ``out`` before; ties, equal scores before ``low``.
+    # Tensors from the start, since the loop makes them ones.
     written = written + tl.zeros((), tl.int32)
     ties = ties + tl.zeros((), tl.int32)
     for start in range(low, high, BLOCK):
@@ -261,6 +264,7 @@ def index_write_kernel(
     least, wanted = _leading_digits(counts_ptr, token, tokens, TOP_K, 4)
     other = tl.arange(0, CHUNKS)
     kept = kept_ptr + (token * tl.num_programs(1) + other) * 2
+    # Chunks before this one wrote all that are above, and of the equal ones no more than are wanted.
     above = tl.sum(tl.load(kept, mask=other < chunk, other=0), 0)
     ties = tl.sum(tl.load(kept + 1, mask=other < chunk, other=0), 0)
     written = above + tl.minimum(ties, wanted)
@@ -282,6 +286,7 @@ def _select(logits: Tensor, rows: IndexedRows, block_size: int, topk_indices: Te
     grid = tokens, chunks
     counts = torch.zeros(DIGITS, tokens, 256, dtype=torch.int32, device=logits.device)
     kept = torch.empty(tokens, chunks, 2, dtype=torch.int32, device=logits.device)
+    # A launch for each digit: which scores count for the next one follows from the counts of all chunks.
     for step in range(DIGITS):
         index_digit_kernel[grid](
             logits, rows.num_keys, counts, tokens, strides[0], top_k, step, CHUNK, TOPK_BLOCK, num_warps=8

@@ -182,6 +182,8 @@ def describable(tensor: Tensor, dtype: torch.dtype, block_n: int, capability: tu
     """Whether TMA can read K or V ``([num_blocks, block_size,] heads, size)``: alignment, strides, whole tiles."""
     size, paged = tensor.element_size(), tensor.ndim == 4
     token, head, column = tensor.stride()[-3:]
+    # A matrix has one distance between rows, a token's: heads lie within a row or whole rows apart, and blocks whole
+    # rows apart. Bases and distances are multiples of 16 bytes.
     outer = max(token, head)
     return (
         capability >= TMA_FROM
@@ -204,7 +206,7 @@ def describe(tensor: Tensor, block_n: int, columns: int) -> Described:
     rows = (tensor.shape[0] - 1) * page_rows + tokens if tensor.ndim == 4 else tokens
     if token >= head:  # a row holds the heads of a token
         shape, head_rows, head_columns = (rows, (heads - 1) * head + size), 0, head
-    else:
+    else:  # a row is one head of one token, and heads lie many rows apart
         shape, head_rows, head_columns = (rows + (heads - 1) * (head // token), size), head // token, 0
     boxes = Descriptors(TensorDescriptor(tensor, list(shape), [token, 1], [block_n, columns]))
     more_rows = shape[0] - (page_rows if tensor.ndim == 4 else 1) * len(tensor)

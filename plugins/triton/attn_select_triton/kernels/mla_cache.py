@@ -130,7 +130,7 @@ def gather_cache_mla_kernel(
     inside = token < num_tokens
     low = tl.zeros([TOKENS], tl.int32)
     high = low + num_requests
-    for _ in range(steps):
+    for _ in range(steps):  # as many for each token of the tile: those that are found stay where they are
         middle = (low + high) // 2
         open_ = low < high
         behind = open_ & (tl.load(start_loc_ptr + 1 + middle, mask=open_, other=0) <= token)

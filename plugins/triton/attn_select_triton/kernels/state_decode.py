@@ -51,6 +51,7 @@ def state_decode_kernel(
     place = v_head * K * V + (values[None, :] * K + keys[:, None] if V_FIRST else keys[:, None] * V + values[None, :])
     slot = tl.load(read_slots_ptr + request)
     state = tl.load(states_ptr + slot * stride_slot + place, mask=inside & (slot >= 0), other=0.0).to(tl.float32)
+    # The state stays in registers over all tokens of the request.
     first = start.to(tl.int64)
     for token in range(0, end - start):
         row = first + token

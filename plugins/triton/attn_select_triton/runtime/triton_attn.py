@@ -115,6 +115,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if metadata.beside:
             decodes, *others = metadata.parts
             with side_stream(call.query.device) as side:
+                # ``alone=False``: programs that end leave places in which the decodes' start.
                 for part in others:
                     self._run(part, self._terms[part.causal], call, output, lse, alone=False)
                 with torch.cuda.stream(side):

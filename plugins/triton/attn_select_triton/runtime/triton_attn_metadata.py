@@ -227,7 +227,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if len(parts) < 2 or self.context.device.type != "cuda" or parts[0].decode is None:
             return False
         if any(part.decode is not None or "workspace" in part.own for part in parts[1:]):
-            return False
+            return False  # both streams would write their partial results to the same place
         decodes = len(parts[0].decode.seq_lens)
         tokens = common.num_actual_tokens - int(common.query_start_loc_cpu[decodes])
         keys = int(common.seq_lens_cpu[:decodes].sum())
@@ -301,6 +301,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         room = self._workspace.numel() // (query_len * self._row)
         lens = common.seq_lens_cpu[first:last].numpy().astype(np.int64)
         tile_tokens = self._tile_tokens(launch, query_len)
+        # With a window only what a program's rows see counts as keys.
         lens = np.clip(lens, 1, self._visible(tile_tokens, int(lens.max())) or 1)
         # Where few programs have many pieces each, merging by the last of them would take longer than a launch.
         merges = requests if requests * units <= tuning.decode_splits().apart and not self._fixed_split else 0
@@ -352,6 +353,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
 
     def _tile_tokens(self, launch: Launch, query_len: int) -> int:
         """Return how many tokens of a request one program has rows of, at most."""
+        # One more than fit: the first row may stand amid a token's heads.
         return min(query_len, -(-launch.block_m // self._group) + 1)
 
     def _launch(self, requests: int, query_len: int) -> Launch:
@@ -459,6 +461,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             "query_start_loc": bounds,
             "seq_lens": seq_lens,
             "num_tokens": tokens,
+            # Tiles are chosen by it: batch-invariant ones may not depend on the step.
             "max_seq_len": self.context.max_model_len if self.context.config.batch_invariant else longest,
         }
         if table is None:
@@ -484,6 +487,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             heads=(heads * self._group, heads),
             tile_rows=self._tile_rows,
             device=self.shape.device,
+            # By the keys of one share, negated for the longest first.
             longest_first=np.argsort(common.seq_lens_cpu[first:last].numpy() / -shares, kind="stable"),
         )
 
