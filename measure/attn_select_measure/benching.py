@@ -170,6 +170,7 @@ class Bench:
         machine, began = self.machine, time.monotonic()
         for number, own in enumerate(timed_rounds(calls, machine.torch_device, machine.clear), 1 - WARM_UP_ROUNDS):
             every = machine.gathered((own, time.monotonic() - began))
+            # A step is done when its slowest rank is. Rounds up to number 0 warm up.
             times = {index: max(each[index] for each, _ in every) for index in own}
             found.seconds = max(spent for _, spent in every)
             for index, spent in times.items() if number > 0 else ():
@@ -199,6 +200,7 @@ class Bench:
         count = layers = 1
         if machine.on_gpu:
             l2 = torch.cuda.get_device_properties(machine.torch_device).L2_cache_size
+            # So many layers that three times what L2 holds is read before a cache comes up again.
             wanted = -(-3 * l2 // max(1, largest + weights)) + 1
             floor = floor or LEAST_US
             count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))

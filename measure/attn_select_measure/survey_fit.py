@@ -236,7 +236,7 @@ def fit_scales(timed: Sequence[Timed], backends: Sequence[str]) -> Scales:
         scales, amplitude, noise = np.exp(theta[:count]), math.exp(theta[count]), math.exp(theta[count + 1])
         total, slope = 0.0, np.zeros(count + 2)
         for x, y in sets:
-            distances = np.sqrt(_squares(x * scales, x * scales) + 1e-12)
+            distances = np.sqrt(_squares(x * scales, x * scales) + 1e-12)  # not 0: the slope divides by it
             kernel = amplitude * np.exp(-distances)
             inverse, logarithm = _inverse(kernel + _LEVEL + noise * np.eye(len(y)))
             weights = inverse @ y
@@ -339,7 +339,7 @@ def left_out(
 def _squares(one: Array, other: Array) -> Array:
     """Return the squared distance of each pair."""
     sums = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
-    return np.asarray(np.maximum(sums, 0.0))
+    return np.asarray(np.maximum(sums, 0.0))  # rounding may leave less than 0
 
 
 def _inverse(matrix: Array) -> tuple[Array, float]:

@@ -33,16 +33,11 @@ LEAST_SHARED_KIB = 99  # Taken of a GPU that ``tuning.toml`` does not know
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the choices see it.
+    """A GPU as the choices see it."""
 
-    Attributes:
-        capability: its compute capability; (0, 0) for Triton's interpreter.
-        sms: multiprocessors.
-        bandwidth_gbps: peak memory bandwidth in GB/s; None: taken for the reference's per multiprocessor.
-    """
-
-    capability: tuple[int, int]
-    sms: int
+    capability: tuple[int, int]  # its compute capability; (0, 0) for Triton's interpreter
+    sms: int  # multiprocessors
+    # peak memory bandwidth in GB/s; None: taken for the reference's per multiprocessor
     bandwidth_gbps: float | None = None
 
     @property
@@ -73,28 +68,19 @@ def measured(capability: tuple[int, int] | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one kernel is launched.
+    """How one kernel is launched."""
 
-    Attributes:
-        block_m: query rows (tokens x heads of a group) of a program; in ``tuning.toml`` of decodes the most.
-        block_n: keys of a tile.
-        num_warps, num_stages: as Triton has them.
-        by_tma: MLA's: the cache is read through tensor descriptors where pages hold whole tiles.
-        registers: with which a thread starts; 0: the compiler's choice.
-        turns: the groups of the warp-specialised prefill take turns at the tensor cores.
-        sums_apart: its threads add up the weights of their own keys, and all threads' only at the end.
-        ahead: its groups begin a tile's scores before the values of the tile before, and keep sums apart, where the
-            longest request has more keys than this; 0: nowhere.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # query rows (tokens x heads of a group) of a program; in ``tuning.toml`` of decodes the most
+    block_n: int  # keys of a tile
+    # num_warps, num_stages: as Triton has them
     num_warps: int
     num_stages: int
-    by_tma: bool = False
-    registers: int = 0
-    turns: bool = False
-    sums_apart: bool = False
+    by_tma: bool = False  # MLA's: the cache is read through tensor descriptors where pages hold whole tiles
+    registers: int = 0  # with which a thread starts; 0: the compiler's choice
+    turns: bool = False  # the groups of the warp-specialised prefill take turns at the tensor cores
+    sums_apart: bool = False  # its threads add up the weights of their own keys, and all threads' only at the end
+    # its groups begin a tile's scores before the values of the tile before, and keep sums apart, where the longest
+    # request has more keys than this; 0: nowhere
     ahead: int = 0
 
 
@@ -109,12 +95,9 @@ def _chosen(kernel: Kernel, gpu_facts: tuple[tuple[int, int], int], given: tuple
 
 
 def find_tile(kernel: Kernel, gpu: Gpu | tuple[int, int], **given: Any) -> Tile | None:
-    """Return the tile of a kernel's first row whose conditions hold; None: no row's do.
-
-    Args:
-        gpu: or its compute capability.
-        given: what the rows of this kernel ask for, besides the GPU.
-    """
+    """Return the tile of a kernel's first row whose conditions hold; None: no row's do."""
+    # gpu: or its compute capability.
+    # given: what the rows of this kernel ask for, besides the GPU.
     if not isinstance(gpu, Gpu):
         gpu = Gpu(gpu, 1)
     return _chosen(kernel, (gpu.capability, gpu.shared_kib), tuple(given.items()))

@@ -35,22 +35,14 @@ PRECISION = "ieee"  # Of float32 products: exact, on the FMA units. Products of 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What attention adds to plain softmax.
+    """What attention adds to plain softmax."""
 
-    Attributes:
-        causal: a row sees no key behind itself.
-        window: tokens that a row sees to each side it may look at, itself included; 0: all.
-        soft_cap: ``cap * tanh(score / cap)``; 0: none.
-        slopes: ALiBi, float32 ``(H,)``.
-        sinks: ``(H,)`` logits that count in the denominator only.
-        ranges: int32 ``(B, R, 2)``, inclusive positions whose tokens see each other; first > last where unused.
-    """
-
-    causal: bool = True
-    window: int = 0
-    soft_cap: float = 0.0
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
+    causal: bool = True  # a row sees no key behind itself
+    window: int = 0  # tokens that a row sees to each side it may look at, itself included; 0: all
+    soft_cap: float = 0.0  # ``cap * tanh(score / cap)``; 0: none
+    slopes: Tensor | None = None  # ALiBi, float32 ``(H,)``
+    sinks: Tensor | None = None  # ``(H,)`` logits that count in the denominator only
+    # int32 ``(B, R, 2)``, inclusive positions whose tokens see each other; first > last where unused
     ranges: Tensor | None = None
 
     def of_heads(self, some: slice) -> Terms:

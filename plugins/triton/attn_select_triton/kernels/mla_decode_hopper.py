@@ -45,7 +45,7 @@ class Position(NamedTuple):
     query_start: Any
     query_len: Any
     seq_len: Any
-    # low, high: its keys
+    # low, high: the keys of its piece
     low: Any
     high: Any
     # tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the

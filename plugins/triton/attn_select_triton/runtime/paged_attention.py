@@ -44,20 +44,17 @@ COPY_ROWS = 256
 
 def copy_pays(query_lens: Sequence[int], seq_lens: Sequence[int], group: int) -> bool:
     """Whether prefills read keys and values so often that these are copied into rows first (``COPY_ROWS``)."""
+    # Query token i of n sees seq_len - n + 1 + i keys: seq_len - n / 2 in the mean.
     pairs = sum(query_len * (seq_len - query_len / 2) for query_len, seq_len in zip(query_lens, seq_lens, strict=True))
     return pairs * group >= COPY_ROWS * sum(seq_lens)
 
 
 @dataclass(slots=True)
 class Prefill:
-    """Requests of one launch.
+    """Requests of one launch."""
 
-    Attributes:
-        arguments: of ``prefill_attention``.
-        gather: of ``gather_classic``, which comes before; None: keys and values are read where they lie.
-    """
-
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # of ``prefill_attention``
+    # of ``gather_classic``, which comes before; None: keys and values are read where they lie
     gather: dict[str, Any] | None = None
 
 

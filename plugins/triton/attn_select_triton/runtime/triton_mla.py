@@ -143,6 +143,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             )
         capacity, merges = int(splits.sum()), len(cut)
         if self._pieces is not None:  # the same at capture and replay
+            # A request in several pieces takes two slots at least.
             capacity, merges = self._most_pieces(requests, units), min(requests, slots // 2)
         elif not merges and not self._fixed_split:
             return {}
