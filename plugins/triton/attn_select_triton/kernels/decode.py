@@ -294,7 +294,7 @@ class Decode:
             load = requests * shape.kv_heads / sm_count(shape.device)
             launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
         self._merges, self._listed = merges, pieces
-        if pieces is not None and merges:
+        if pieces is not None and merges:  # the decode takes the pieces, the merge what is listed behind them
             pieces = pieces[:-merges]
         self.shape, self.launch, self.pieces, self.seq_lens = shape, launch, pieces, seq_lens
         row_tiles = -(-rows // launch.block_m)
@@ -315,7 +315,7 @@ class Decode:
             partials = slots * max_query_len * shape.heads * shape.value_size
             parts, part_lse = workspace[:partials], workspace[partials:wanted]
         self._tensors = (parts, part_lse, arrived, pieces, block_table, query_start_loc, seq_lens)
-        self._tree = None if tree_mask is None else tree_mask.view(torch.uint8)
+        self._tree = None if tree_mask is None else tree_mask.view(torch.uint8)  # bytes, as ``Scores`` has them
         self._columns, self._stride_tree = (0, 0) if tree_mask is None else (tree_mask.shape[1], tree_mask.stride(0))
         self._sizes = (max_query_len * shape.heads, row_tiles)
         self._compute = compute

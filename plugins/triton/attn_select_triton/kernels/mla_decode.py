@@ -61,7 +61,7 @@ def latent_tile(latents, page, start, high, TILES: tl.constexpr, MASKED: tl.cons
     """Return the latents ``(block_n, block_r)`` and rope parts ``(block_n, block_p)`` of keys from ``start`` on."""
     # Keys at ``high`` and behind are 0 where ``MASKED``: their memory may hold NaN, and 0 times NaN is NaN. A described
     # tile lies in one page: ``block_size`` is a multiple of ``block_n``.
-    if TILES.described and not MASKED:
+    if TILES.described and not MASKED:  # TMA reads whole boxes: where keys are to be left out, pointers do it
         row = page * latents.page_rows + start % TILES.block_size
         return latents.latent_descriptor.load([row, 0]), latents.rope_descriptor.load([row, TILES.r])
     keys = start + tl.arange(0, TILES.block_n)
@@ -347,6 +347,8 @@ class _Prepared:
             part.stride(0) == heads * part.stride(1) and part.data_ptr() % 16 == 0 for part in (query, query_rope)
         )
         fp8 = kv_cache.dtype == torch.float8_e4m3fn
+        # The launch was chosen before strides and addresses were known: where they do not suit TMA, the other kernel's.
+        # Over FP8 the kernel itself reads the query, to round it.
         if launch.hopper and not (described and (fp8 or flat_query)):
             columns = power_of_two(rank) + power_of_two(rope)
             tile = tile_of(

@@ -149,7 +149,7 @@ def key_range(
     tiles = gl.maximum(high - low + KEYS - 1, 0) // KEYS
     tiles = gl.where(first < query_len * HEADS, tiles, 0)
     full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
-    part = (slot + split).to(gl.int64) * slot_rows
+    part = (slot + split).to(gl.int64) * slot_rows  # times R it is an offset, which may need 64 bits
     table = table_ptr + request * stride_table
     position = Position(first, splits, query_start, query_len, seq_len, low, high, tiles, full)
     return position, part, table
@@ -583,6 +583,7 @@ def attend_tile_turned(
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
+    # No slack: the accumulator is multiplied at every tile here, so a maximum that stays would spare nothing.
     weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
@@ -734,8 +735,9 @@ def mla_decode_hopper_kernel(
     # The last lists are registers of a thread, of all groups but the first, which gets the rest of what they start with
     # (``tuning.toml``, mla_hopper): four times 128, or three times 168 with few rows. The loader's warp counts as a
     # whole group. Groups that sum values get the most: with R = 512 an accumulator of (64, R / 2) float32 is 128
-    # registers of each of 128 threads, and so is one of (R, 32).
+    # registers of each of 128 threads, and so is one of (R, 32). ``attend_scores`` ends with SLOTS, DEPTH and AXIS.
     if ROWS == 64:
+        # One slot is enough: both groups take the weights to registers at once. Memory is full (``KEYS``).
         exchange = make_exchange(kv_half.dtype, 1, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(

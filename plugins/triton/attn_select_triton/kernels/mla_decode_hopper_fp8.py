@@ -193,7 +193,7 @@ def attend_tile_turned(
     tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Attend to one tile, with all products transposed; the weights pass through shared memory, ``(ROWS, KEYS)``."""
+    """Attend to one tile, all products transposed, as ``mla_decode_hopper.attend_tile_turned``."""
     values = smem.right_values if RIGHT else smem.left_values
     R: gl.constexpr = 2 * accumulator.shape[0]
     PARTS: gl.constexpr = R // PART
@@ -211,7 +211,7 @@ def attend_tile_turned(
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)  # no slack, as there
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     smem.weights.permute((1, 0)).store(weights.to(gl.float16))

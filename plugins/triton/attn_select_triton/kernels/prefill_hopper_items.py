@@ -146,7 +146,7 @@ def find_row(work_ptr, place, num_requests):
             low = middle + 1
         else:
             high = middle
-    return work_ptr + (low - 1) * FIELDS
+    return work_ptr + (low - 1) * FIELDS  # ``low`` is the first row that begins behind it
 
 
 @gluon.jit

@@ -151,6 +151,7 @@ def few_keys(seen: int, width: int, decodes: bool) -> bool:
     # width: the larger of QK's and V's head size.
     # decodes: whether the step has decodes, whose own launch that spares.
     by = tuning.joined()
+    # Keys of wider heads take longer: they count for more than those of 128 columns.
     return seen * max(1.0, width / 128) <= (by.keys if decodes else by.alone)
 
 
@@ -176,6 +177,7 @@ def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
         sizes = np.array([size, tiles, *[min(tiles, math.ceil(share / parts)) for parts in by.parts]])
         splits = np.ceil(own / sizes[:, None])
         tiles_each = np.ceil(own / splits)
+        # Two bounds, as in ``decode_times``: all work shared out evenly, and the last pieces.
         work = (splits * (tiles_each + by.program)).sum(1) * units / sms
         ordered, placed = in_order(tiles_each, splits)
         cut = np.where(splits > 1, splits, 0).sum(1)
@@ -197,6 +199,7 @@ def fixed_split(max_keys: int, least: int = LEAST_FIXED_SPLIT, tile: int = 1) ->
     # max_keys: the most keys that a request can have.
     # least: the fewest keys of a split.
     # tile: the number of keys of a split is a multiple of this.
+    # The longest request has ``MOST_FIXED_SPLITS`` at most, all in whole tiles.
     return max(least, -(-max_keys // (MOST_FIXED_SPLITS * tile)) * tile)
 
 
