@@ -155,7 +155,7 @@ def attend_ahead(item, before, running, scores, q_smem, tiles, OPTIONS: gl.const
     """Attend to all tiles of an item. A tile's scores begin beside the softmax of the tile before."""
     # before: what a tile's number lacks of the tiles that were loaded before it.
     # The first and the last loop have one turn or none: a share may have no tiles, and then nothing arrives. The zeros
-    # are what ``p`` is in that case.
+    # only say what kind of tensor ``p`` is.
     p = as_operand(gl.zeros([ROWS, OPTIONS.keys], gl.float32, score_layout(OPTIONS.keys)), tiles.k.dtype)
     second = gl.minimum(item.start + 1, item.tiles)
     for tile in range(item.start, second):
@@ -198,6 +198,7 @@ def write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS: gl.conste
     inside = flat < item.query_len * GROUP
     place = item.partial + flat // GROUP * OPTIONS.heads + item.kv_head * GROUP + flat % GROUP
     gl.store(parts.part_lse_ptr + place, lse, mask=inside)
+    # Rows are known in the layout of scores; accumulators have another.
     row = gl.convert_layout(place, gl.SliceLayout(1, ACC)).to(gl.int64)
     rows_inside = gl.convert_layout(inside, gl.SliceLayout(1, ACC))[:, None]
     columns = gl.arange(0, PART, gl.SliceLayout(0, ACC))
