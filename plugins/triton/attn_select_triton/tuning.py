@@ -72,7 +72,6 @@ class Tile:
 
     block_m: int  # query rows (tokens x heads of a group) of a program; in ``tuning.toml`` of decodes the most
     block_n: int  # keys of a tile
-    # num_warps, num_stages: as Triton has them
     num_warps: int
     num_stages: int
     by_tma: bool = False  # MLA's: the cache is read through tensor descriptors where pages hold whole tiles
@@ -179,7 +178,6 @@ class DecodeSplits:
         # A program takes a time for each of its tiles, and all together no less than their bytes take, which is longer
         # where the last wave leaves places empty. Of all counts those are tried that fill so many waves best.
         # programs: unsplit.
-        # tile: the programs'.
         # key_bytes: of a key and its value, of one KV head.
         places = self.places(gpu, tile)
         most = max(1, min(-(-keys // self.least_keys), self.most * gpu.sms // max(1, programs)))

@@ -232,13 +232,10 @@ def decode_workspace(tokens: int, heads: int, value_size: int, slots: int) -> in
 class Shape:
     """Q, K and V of a kind of layers."""
 
-    # heads, kv_heads: of the query, and of K and V
     heads: int
     kv_heads: int
-    # head_size, value_size: of Q and K, and of V
     head_size: int
     value_size: int
-    # dtype, cache_dtype: of the query, and of K and V
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device  # where they live

@@ -28,7 +28,6 @@ class Descriptors:
 
     # TMA's form of a descriptor, which ``relaunch`` keeps with it, says nothing else but the address and the number of
     # rows. So one that was made for a tensor that is gone fits the next tensor of this kind in its place.
-    # like: one of the descriptors.
 
     __slots__ = ("_fields", "_made", "_type")
 

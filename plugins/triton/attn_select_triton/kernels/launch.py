@@ -85,7 +85,6 @@ def prefill_launch(
 ) -> Launch:
     """Return the launch of a prefill."""
     # width: the larger of QK's and V's head size; twice that where float32 makes tiles twice as large.
-    # dtype: of the query.
     # described: K and V come through tensor descriptors (TMA).
     # paged: over a block table, whose lookup takes stages of the pipeline too.
     # keys: the longest request's.
@@ -107,8 +106,6 @@ def decode_launch(
     """Return the launch of a decode."""
     # rows: query rows per KV head, heads of a group x tokens.
     # width: the larger of QK's and V's head size.
-    # dtype: of the query.
-    # cache: the cache's dtype.
     # programs: unsplit programs per SM.
     block_m = min(TILE_ROWS, power_of_two(rows))
     kind = "fp8" if cache in FP8 else _name(cache)
@@ -125,7 +122,6 @@ def num_splits_for(
     """Return into how many splits a decode cuts the keys."""
     # programs: requests x KV heads x row tiles, unsplit.
     # keys: the longest request's, or its window's.
-    # launch: of the programs.
     # key_bytes: of a key and its value, of one KV head.
     return decode_splits().of_equal(programs, keys, gpu, launch, key_bytes, rows, apart)
 

@@ -27,8 +27,6 @@ def merged_parts(
     """Return the merged result ``(ROWS, PADDED)`` and natural LSE ``(ROWS,)`` of rows that other programs wrote."""
     # One split is taken after the other, so that a row's bits depend on its own splits alone.
     # first: int64 ``(ROWS,)``, each row's first partial result; ``stride`` to the next.
-    # splits: of every row.
-    # inside: the rows that are there.
     width = tl.arange(0, PADDED)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)

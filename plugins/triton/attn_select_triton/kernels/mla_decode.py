@@ -170,7 +170,6 @@ def mla_decode_kernel(
     # in registers.
     # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot; with ``SPLIT``.
     # pieces_ptr: of ``pieces.list_pieces``, or None.
-    # SPLIT: whether a request may have several pieces.
     first = tl.program_id(0) * BLOCK_M
     if pieces_ptr is not None:
         piece = read_piece(pieces_ptr, tl.program_id(1))
@@ -241,7 +240,6 @@ class MLALaunch:
 
     block_m: int  # query rows (heads x tokens) of a program
     block_n: int  # keys of a tile
-    # num_warps, num_stages: as Triton has them
     num_warps: int
     num_stages: int
     described: bool = False  # read the cache through tensor descriptors (TMA) where pages hold whole tiles
@@ -264,10 +262,8 @@ def mla_launch(
     """Return the launch parameters of a shape class."""
     # Found by measuring on compute capability 9.0; elsewhere what compiles into the chip's shared memory without
     # spilling. Below 8.0 ``tl.dot`` is scalar, and operands are held in float32.
-    # capability: the device's compute capability.
     # rows: most query rows (heads x tokens) of a request.
     # rank, rope: sizes of the latent and of the rope part.
-    # block_size: tokens per block of the cache.
     # gluon: whether to take the warp-specialised kernel where it serves.
     names = str(query), "fp8_e4m3" if cache == torch.float8_e4m3fn else str(cache)
     lacks = gluon_lacks(capability, rank, rope, block_size, *names)
@@ -292,8 +288,6 @@ def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
     """Return into how many splits the keys of a request go."""
     # One program fills an SM, so programs run in waves. Never gives 2 x ``sms`` programs or more where splitting.
     # programs: requests x row tiles.
-    # max_seq_len: the most keys of a request in the batch.
-    # sms: multiprocessors of the device.
     return latent_splits().of_equal(programs, max_seq_len, sms)
 
 
@@ -314,14 +308,10 @@ def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: 
 class _Prepared:
     """What the dtypes, sizes, strides and alignments of a call decide."""
 
-    # block_m: query rows of a program.
     # page_rows: rows of a token each from one block of the cache to the next; 0 without descriptors.
-    # query_parts, cache_parts: descriptors.
     # pointers: whether the kernel takes the tensors as well.
     # fp8: the kernel rounds the query to the cache's dtype.
     # gathered: the kernel takes the cache as it is and no descriptors of it.
-    # strides, constants: arguments of the kernel.
-    # decode, merge: its launches.
 
     __slots__ = (
         "block_m", "cache_parts", "constants", "decode", "fp8", "gathered", "merge", "merge_constants", "page_rows",

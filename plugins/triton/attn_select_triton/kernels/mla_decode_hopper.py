@@ -41,7 +41,6 @@ class Position(NamedTuple):
 
     first: Any  # of the rows of its request, tokens x heads
     splits: Any  # in how many pieces the request's keys are
-    # query_start, query_len, seq_len: the request's
     query_start: Any
     query_len: Any
     seq_len: Any

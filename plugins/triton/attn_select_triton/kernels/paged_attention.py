@@ -449,7 +449,6 @@ def classic_prefill_launch(
     capability: tuple[int, int], width: int, dtype: torch.dtype, cache: torch.dtype
 ) -> Launch | None:
     """Return how ``prefill_attention`` is launched over the classic layout's blocks; None: by its own table."""
-    # width: the head size.
     # dtype: of the query; ``cache`` of K and V.
     bits = 8 * max(dtype.itemsize, cache.itemsize) if dtype.itemsize == cache.itemsize else 0
     return find_tile("classic_prefill", capability, width=width, bits=bits)
@@ -458,7 +457,6 @@ def classic_prefill_launch(
 def paged_launch(capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype) -> Launch:
     """Return the launch of either version."""
     # rows: query heads of a KV head's group.
-    # width: the head size.
     # dtype: of the query; ``cache`` of K and V.
     block_m = min(MOST_ROWS, power_of_two(rows))
     name = str(dtype).removeprefix("torch.")
@@ -485,10 +483,8 @@ class Partials:
 class _Prepared:
     """What the dtypes, sizes, strides and alignments of a call decide."""
 
-    # row_tiles: of a KV head's group.
     # strides: of query and output; cache_strides of blocks and heads of K and of V.
     # constants: of the version's kernel from ``GROUP`` on.
-    # attend, reduce: its launch, and the reduction's.
 
     __slots__ = ("attend", "cache_strides", "constants", "reduce", "row_tiles", "strides")
 

@@ -26,7 +26,6 @@ class Piece(NamedTuple):
     split: tl.tensor
     splits: tl.tensor
     slot: tl.tensor  # of the first share's partial result, where there are several
-    # query_start, query_len, seq_len: the request's
     query_start: tl.tensor
     query_len: tl.tensor
     seq_len: tl.tensor

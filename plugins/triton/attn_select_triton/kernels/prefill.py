@@ -156,9 +156,7 @@ def prefill_kernel(
 class _Kind:
     """What all calls share that differ in nothing by which Triton compiles or specialises the kernel."""
 
-    # block_m: query rows of a program.
     # arguments: the kernel's last.
-    # launch: the kernel.
 
     __slots__ = ("_described", "arguments", "block_m", "launch")
 

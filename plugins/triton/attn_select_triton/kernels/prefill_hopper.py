@@ -71,7 +71,6 @@ LEAST_BOX = 16  # Tokens of the smallest box that was run
 class Rows(NamedTuple):
     """The query's and the output's rows in global memory."""
 
-    # q_ptr, out_ptr, lse_ptr: as ``prefill_attention`` has them
     q_ptr: Any
     out_ptr: Any
     out_scale_ptr: Any  # of an e4m3 output
@@ -256,7 +255,6 @@ def attend_items(
     # q_smem: shared memory of the query's parts.
     # rows: a ``Rows``; tiles a ``Tiles``, mail a ``Mail``, scales a ``Scales``, parts a ``Parts``.
     # turns: a barrier for each group.
-    # INDEX: of the group.
     PARTS: gl.constexpr = OPTIONS.parts
     EARLY: gl.constexpr = OPTIONS.parts + OPTIONS.v_parts < 8
     S: gl.constexpr = score_layout(OPTIONS.keys)
@@ -468,8 +466,6 @@ def readable(key: Tensor, value: Tensor) -> bool:
 class _Boxes:
     """Descriptors of boxes ``(box, PART)`` over K or V of one kind, whose addresses and first dimensions differ."""
 
-    # rows: K or V as a matrix of rows.
-
     __slots__ = ("_boxes", "rows")
 
     def __init__(self, tensor: Tensor, box: int) -> None:
@@ -495,8 +491,6 @@ Flags = tuple[bool, bool, bool, bool, bool, bool]  # ``causal`` to ``split`` of 
 class _Kind:
     """What all calls share that differ in nothing by which Triton compiles or specialises the kernel."""
 
-    # keys, values: of K and V.
-    # sms: multiprocessors.
     # row_bytes: of K and V of one token and KV head.
     # strides, places: of the kernel's arguments.
     # ahead: keys of the longest request beyond which scores are begun early, where that was measured; 0: nowhere.

@@ -41,7 +41,6 @@ class Options(NamedTuple):
     split: bool  # whether some requests are cut: programs share the keys of their rows
     paged: bool  # K and V lie in blocks of ``block_size`` tokens, found through a block table
     block_size: int
-    # head_size, value_size: of Q and K, and of V
     head_size: int
     value_size: int
     # parts, v_parts: parts of ``PART`` columns of K and of V. Of a size that is no multiple, the last part has the next
@@ -107,7 +106,6 @@ class Mail(NamedTuple):
 class Batch(NamedTuple):
     """The requests."""
 
-    # query_start_loc_ptr, seq_lens_ptr, num_requests: as ``prefill_attention`` has them
     query_start_loc_ptr: Any
     seq_lens_ptr: Any
     num_requests: Any

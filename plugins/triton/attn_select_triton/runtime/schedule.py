@@ -196,8 +196,6 @@ def latent_pieces(units: int, sms: int) -> int:
 
 def fixed_split(max_keys: int, least: int = LEAST_FIXED_SPLIT, tile: int = 1) -> int:
     """Return the keys of a batch-invariant split. They depend on no batch."""
-    # max_keys: the most keys that a request can have.
-    # least: the fewest keys of a split.
     # tile: the number of keys of a split is a multiple of this.
     # The longest request has ``MOST_FIXED_SPLITS`` at most, all in whole tiles.
     return max(least, -(-max_keys // (MOST_FIXED_SPLITS * tile)) * tile)

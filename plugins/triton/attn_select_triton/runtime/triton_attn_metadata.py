@@ -53,7 +53,6 @@ class Gather:
 class Part:
     """Requests that one launch serves, by the decode kernel or else the prefill's."""
 
-    # causal, ranges: as ``Terms`` has them
     causal: bool
     ranges: Tensor | None = None
     decode: Decode | None = None  # the prepared decode
@@ -262,7 +261,6 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
 
     def _joined(self, common: CommonAttentionMetadata, decodes: bool) -> bool:
         """Whether one launch of the decode kernel serves a step with prefills."""
-        # decodes: whether the step has decodes too.
         if self._fixed_split or common.tree_mask is not None:
             return False
         launch = self._launch(common.num_reqs, common.max_query_len)
