@@ -281,9 +281,8 @@ def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl
         for tile in range(item.start, item.tiles):
             count = loaded + tile - item.start
             buffer = count % STAGES
-            free = (
-                count // STAGES & 1
-            ) ^ 1  # passes at once in the first round, as in ``mla_decode_hopper.load_tiles``
+            # Passes at once in the first round, as in ``mla_decode_hopper.load_tiles``.
+            free = (count // STAGES & 1) ^ 1
             k_rows = ()
             v_rows = ()
             for i in gl.static_range(BOXES):
