@@ -23,8 +23,7 @@ MOST_THREADS = 8
 @contextmanager
 def compiling(progress: Progress) -> Iterator[None]:
     """Compile the kernels that launches lack, in threads, and run none of them; ends when all are compiled."""
-    # A launch whose kernel is there already runs.
-    # Raises Exception: what the compiler raised for the first kernel that does not compile.
+    # A launch whose kernel is there already runs. What the compiler raised first goes on to the caller.
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     names: dict[Future[Any], str] = {}

@@ -36,7 +36,8 @@ from attn_select_triton.runtime.triton_attn_metadata import (
 class _Call:
     """One layer's tensors."""
 
-    query: Tensor  # rows of the step. key, value: views of the cache, or without one the step's own.
+    query: Tensor  # rows of the step
+    # key, value: views of the cache, or without one the step's own
     key: Tensor
     value: Tensor
     boxes: bool  # ``prefill_hopper`` can read them

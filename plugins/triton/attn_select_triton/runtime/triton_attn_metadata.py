@@ -83,8 +83,7 @@ def planned_prefill(context: BackendContext) -> PrefillKernel:
 
 
 def check_gluon(device: torch.device) -> None:
-    """Check that the Gluon kernel of a plan is one for this device."""
-    # Raises KernelMismatchError: it is not.
+    """Check that the Gluon kernel of a plan is one for this device; else KernelMismatchError."""
     capability = capability_of(device)
     if capability != GLUON_CAPABILITY:
         raise KernelMismatchError(
@@ -96,8 +95,6 @@ def check_gluon(device: torch.device) -> None:
 
 class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
     """Builds the metadata of one kind of layers; reserves the workspaces of its plans."""
-
-    # Raises KernelMismatchError: the plan's prefill is a Gluon kernel, which does not run on this device.
 
     takes_length_bounds = True
     least_cascade_bytes = LEAST_SAVED

@@ -66,8 +66,6 @@ class MLACall:
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
     """Builds the metadata of one kind of layers: launch, pieces of the keys and the workspace for their results."""
 
-    # Raises KernelMismatchError: the plan's kernel is not one for this device and this Triton.
-
     takes_length_bounds = True
 
     def __init__(self, context: BackendContext) -> None:
@@ -123,8 +121,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         return requests + latent_pieces(units, self._sms)
 
     def _split(self, common: CommonAttentionMetadata) -> dict[str, Any]:
-        """Return how ``mla_decode`` is to split the keys."""
-        # Raises BatchError: partial results would take more than what was reserved.
+        """Return how ``mla_decode`` is to split the keys; BatchError where the results outgrow what was reserved."""
         config, requests = self.context.config, common.num_reqs
         tokens = max(1, common.max_query_len)  # a step may have no tokens at all
         assert self._workspace is not None
@@ -162,7 +159,6 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLACall:
         """As ``AttentionMetadataBuilder.build``: all tensors but workspace and pieces are the batch's own."""
-        # Raises BatchError: partial results would take more than what was reserved.
         common = common_attn_metadata
         arguments = {
             "query_start_loc": common.query_start_loc,

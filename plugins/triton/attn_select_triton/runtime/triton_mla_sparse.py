@@ -83,8 +83,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
 
 
 def launch_of(context: BackendContext) -> MLALaunch:
-    """Return how the plan's kernel is launched."""
-    # Raises KernelMismatchError: the plan's kernel is not one for this device.
+    """Return how the plan's kernel is launched; KernelMismatchError where it is not one for this device."""
     config, planned = context.config, _kernel(context)
     if not planned.gluon:
         return mla_launch(
