@@ -276,8 +276,8 @@ def attend_items(
         flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         limits, running = begin(rows, item, flat, OPTIONS)
         scores = Scores(scales.score_scale, scales.cap_log2, scales.window, limits, item.seq_len)
-        # A group's barrier is reached once for each tile and once more for each item, so that no phase is missed: the
-        # first group waits for the end of the item before, the others for the start of this one.
+        # Each group arrives at the next one's barrier, once for each tile and once more for each item. No phase may be
+        # missed: the first group waits for the end of the item before, the others for the start of this one.
         if OPTIONS.turns and item.tiles > item.start:
             if INDEX > 0:
                 mbarrier.wait(turns.index(INDEX), (loaded + worked) & 1)
