@@ -37,18 +37,14 @@ from attn_select_measure.bench_machine import Machine
 from attn_select_measure.prepared import Prepared, Step
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text, uncertainty
 
-LEAST_US = 1000.0
-"""A graph runs at least this long by the roofline, so that its launch does not count."""
+LEAST_US = 1000.0  # A graph runs at least this long by the roofline, so that its launch does not count
+# A graph of several layers runs at most this long: what one layer of a longer step touches is more than L2.
 MOST_US = 20000.0
-"""A graph of several layers runs at most this long: what one layer of a longer step touches is more than L2."""
 MOST_LAYERS = 256
-SPARE_BYTES = 4 << 30
-"""Device memory that stays free for the kernels' workspaces and the oracle."""
-SPARE_HOST_BYTES = 1 << 30
-"""Of this machine's memory, where kernels run on the CPU."""
+SPARE_BYTES = 4 << 30  # Device memory that stays free for the kernels' workspaces and the oracle
+SPARE_HOST_BYTES = 1 << 30  # Of this machine's memory, where kernels run on the CPU
 LEAST_ROUNDS = 3
-SETTLED_ROUNDS = 5
-"""Rounds after which ``settled`` may end a batch."""
+SETTLED_ROUNDS = 5  # Rounds after which ``settled`` may end a batch
 
 
 class Bench:
@@ -174,6 +170,7 @@ class Bench:
         machine, began = self.machine, time.monotonic()
         for number, own in enumerate(timed_rounds(calls, machine.torch_device, machine.clear), 1 - WARM_UP_ROUNDS):
             every = machine.gathered((own, time.monotonic() - began))
+            # A step is done when its slowest rank is. Rounds up to number 0 warm up.
             times = {index: max(each[index] for each, _ in every) for index in own}
             found.seconds = max(spent for _, spent in every)
             for index, spent in times.items() if number > 0 else ():
@@ -203,6 +200,7 @@ class Bench:
         count = layers = 1
         if machine.on_gpu:
             l2 = torch.cuda.get_device_properties(machine.torch_device).L2_cache_size
+            # So many layers that three times what L2 holds is read before a cache comes up again.
             wanted = -(-3 * l2 // max(1, largest + weights)) + 1
             floor = floor or LEAST_US
             count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))

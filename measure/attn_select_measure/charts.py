@@ -16,6 +16,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+# Of backends, on a light and on a dark page; each has a contrast of at least 4.5 with its page. None is a red, which
+# says that something is wrong.
 COLOURS = (
     ("#0a66c2", "#6cb2ff"),
     ("#b34700", "#ff9f5a"),
@@ -26,8 +28,8 @@ COLOURS = (
     ("#7a5c00", "#e3c04d"),
     ("#4f5b66", "#aab8c6"),
 )
-"""Of backends, on a light and on a dark page; each has a contrast of at least 4.5 with its page. None is a red, which
-says that something is wrong."""
+# Of backends, so that colour is not all that tells them apart: matplotlib's markers, each with its shape in an SVG of
+# 12 by 12. No cross is among them, which says that something is wrong.
 SIGNS = {
     "o": '<circle cx="6" cy="6" r="4.6"/>',
     "s": '<rect x="1.8" y="1.8" width="8.4" height="8.4"/>',
@@ -38,14 +40,12 @@ SIGNS = {
     "*": '<polygon points="6,0.5 7.5,4.2 11.5,4.4 8.4,6.9 9.4,10.8 6,8.6 2.6,10.8 3.6,6.9 0.5,4.4 4.5,4.2"/>',
     "h": '<polygon points="6,0.8 10.5,3.4 10.5,8.6 6,11.2 1.5,8.6 1.5,3.4"/>',
 }
-"""Of backends, so that colour is not all that tells them apart: matplotlib's markers, each with its shape in an SVG of
-12 by 12. No cross is among them, which says that something is wrong."""
 _MARKERS = [*SIGNS]
 _SIZE = (4.6, 3.3)
+# Of a chart, with room for numbers of six digits. A layout that fits them would draw each chart twice.
 _MARGINS = {"left": 0.17, "bottom": 0.15, "right": 0.97, "top": 0.97}
-"""Of a chart, with room for numbers of six digits. A layout that fits them would draw each chart twice."""
+# The colour of a series; those of text and axes, and of the grid, follow.
 _PLACEHOLDER = re.compile(r"#fa00(\d\d)")
-"""The colour of a series; those of text and axes, and of the grid, follow."""
 INK, GRID = "#fa0101", "#fa0102"
 _STYLE: Any = {
     "svg.fonttype": "none",

@@ -23,13 +23,11 @@ from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.environment import Environment
 from attn_select.reference.problems import Request
 
-MEMORY_SHARE = 0.9
-"""Of the device's memory, for all processes together."""
+MEMORY_SHARE = 0.9  # Of the device's memory, for all processes together
 END_SECONDS = 5.0
 
 
-Key = tuple[int, int, str]
-"""Seed and number of a workload, and what runs it."""
+Key = tuple[int, int, str]  # Seed and number of a workload, and what runs it
 
 
 @dataclass(frozen=True, slots=True)

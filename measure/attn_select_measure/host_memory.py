@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
+# The limit of a container and what is used of it, in both versions of Linux's control groups.
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
-"""The limit of a container and what is used of it, in both versions of Linux's control groups."""
 
 
 def free_bytes() -> int | None:

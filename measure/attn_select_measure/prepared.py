@@ -22,10 +22,9 @@ from attn_select_measure.bench_machine import Machine
 from attn_select_measure.timed import Candidate, EagerCost, Timed, failure_text
 
 Step = LayerStep | StateStep
+# A round of a backend that is far slower than the roofline takes about this long: it runs fewer layers.
 LONGEST_US = 15000.0
-"""A round of a backend that is far slower than the roofline takes about this long: it runs fewer layers."""
-EAGER_LAYERS, EAGER_REPEATS = 16, 3
-"""Layers of an eager step, and how often it is timed."""
+EAGER_LAYERS, EAGER_REPEATS = 16, 3  # Layers of an eager step, and how often it is timed
 
 
 class Prepared:

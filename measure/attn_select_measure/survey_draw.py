@@ -27,29 +27,25 @@ from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
 from attn_select_measure.timed_fields import timed_fields
 
+# In turn; their number and that of ``PHASES`` have no common factor, so that every pair comes up.
 FAMILIES = (
     "gqa", "mla", "window", "gqa", "sinks", "fp8", "sparse", "mla", "gqa", "drafts", "mla fp8", "gqa", "cap",
     "sparse", "gqa", "mla", "window", "fp8", "mla drafts", "gqa", "drafts", "sinks", "sparse", "mla fp8", "gqa",
 )  # fmt: skip
-"""In turn; their number and that of ``PHASES`` have no common factor, so that every pair comes up."""
+# Decodes of one length, of few long ones among many short (``uneven``) and of many lengths (``spread``); whole prompts;
+# prompts with history (``chunk``); both kinds in one step.
 PHASES = (
     "decode", "prefill", "uneven", "mixed", "decode", "chunk", "spread",
     "decode", "mixed", "uneven", "prefill", "spread", "chunk", "decode",
 )  # fmt: skip
-"""Decodes of one length, of few long ones among many short (``uneven``) and of many lengths (``spread``); whole
-prompts; prompts with history (``chunk``); both kinds in one step."""
-OF_MODELS = 0.5
-"""Share of the layers that are of known models, where the family has some."""
-MOST_US = 6000.0
-"""What a step may take by an H100's roofline."""
-MOST_CACHE_BYTES = 4 << 30
-"""Of one layer: 32 of them fill a large GPU."""
-RANKS: Mapping[int, float] = {1: 4, 2: 3, 4: 3, 8: 3, 16: 1}
-"""Tensor-parallel degrees and their weights."""
+OF_MODELS = 0.5  # Share of the layers that are of known models, where the family has some
+MOST_US = 6000.0  # What a step may take by an H100's roofline
+MOST_CACHE_BYTES = 4 << 30  # Of one layer: 32 of them fill a large GPU
+RANKS: Mapping[int, float] = {1: 4, 2: 3, 4: 3, 8: 3, 16: 1}  # Tensor-parallel degrees and their weights
 HEAD_SIZES: Mapping[int, float] = {64: 3, 80: 1, 96: 1, 112: 0.5, 128: 8, 192: 1, 256: 3, 512: 0.5}
 KV_HEADS: Mapping[int, float] = {1: 4, 2: 3, 4: 3, 8: 4, 16: 1, 32: 1}
+# Query heads per KV head.
 GROUPS: Mapping[int, float] = {1: 3, 2: 2, 3: 0.5, 4: 4, 5: 1, 6: 0.5, 7: 1, 8: 3, 10: 0.5, 12: 0.5, 16: 2}
-"""Query heads per KV head."""
 MOST_HEADS = 128
 WINDOWS: Mapping[int, float] = {128: 2, 512: 2, 1024: 3, 2048: 1, 4096: 3}
 DRAFTS: Mapping[int, float] = {1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 7: 2}
@@ -75,8 +71,7 @@ class Space:
 
 
 SPACE = Space()
-TINY = Space(requests=4, contexts=(8, 64), prompts=(4, 24), tokens=64, tiny=True)
-"""What a CPU is tried with."""
+TINY = Space(requests=4, contexts=(8, 64), prompts=(4, 24), tokens=64, tiny=True)  # What a CPU is tried with
 
 
 @dataclass(frozen=True, slots=True)

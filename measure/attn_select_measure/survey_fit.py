@@ -30,19 +30,15 @@ from attn_select.times.prediction import VERSION, family_of
 from attn_select_measure.survey_records import Record
 
 Array = NDArray[np.float64]
-Done = Callable[[], None]
-"""Told after each fit."""
-LEAST = 5
-"""Times that a backend needs in a family to be predicted."""
-_LEVEL = 0.25
-"""Variance of a backend's level: half a logarithm."""
+Done = Callable[[], None]  # Told after each fit
+LEAST = 5  # Times that a backend needs in a family to be predicted
+_LEVEL = 0.25  # Variance of a backend's level: half a logarithm
+# Logarithm of a feature's scale (of one standard deviation of it) at the start, and the prior of it.
 _START, _PRIOR, _PRIOR_WIDTH = -1.5, -2.0, 0.5
-"""Logarithm of a feature's scale (of one standard deviation of it) at the start, and the prior of it."""
 _AMPLITUDE, _NOISE, _NOISE_WIDTH = 0.06, 0.03**2, 0.7
 _STEPS = 25
 _DIGITS = 4
-MEASURED = ("times_us", "first_call_s", "workspace_bytes", "host_us")
-"""What a file has of each workload and backend."""
+MEASURED = ("times_us", "first_call_s", "workspace_bytes", "host_us")  # What a file has of each workload and backend
 _FOLDS = 10
 
 
@@ -120,10 +116,8 @@ def _groups(timed: Sequence[Timed]) -> list[str]:
 
 
 def extended(data: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
-    """Return a survey's data with more workloads of its GPU; scales, amplitude and noise stay as they were fitted.
-
-    Backends that the survey has no times of are left out.
-    """
+    """Return a survey's data with more workloads of its GPU; scales, amplitude and noise stay as they were fitted."""
+    # Backends that the survey has no times of are left out.
     rates = Rates(**data["rates"])
     families = dict(data["families"])
     for name, timed in _by_family(records, rates).items():
@@ -242,7 +236,7 @@ def fit_scales(timed: Sequence[Timed], backends: Sequence[str]) -> Scales:
         scales, amplitude, noise = np.exp(theta[:count]), math.exp(theta[count]), math.exp(theta[count + 1])
         total, slope = 0.0, np.zeros(count + 2)
         for x, y in sets:
-            distances = np.sqrt(_squares(x * scales, x * scales) + 1e-12)
+            distances = np.sqrt(_squares(x * scales, x * scales) + 1e-12)  # not 0: the slope divides by it
             kernel = amplitude * np.exp(-distances)
             inverse, logarithm = _inverse(kernel + _LEVEL + noise * np.eye(len(y)))
             weights = inverse @ y
@@ -345,7 +339,7 @@ def left_out(
 def _squares(one: Array, other: Array) -> Array:
     """Return the squared distance of each pair."""
     sums = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
-    return np.asarray(np.maximum(sums, 0.0))
+    return np.asarray(np.maximum(sums, 0.0))  # rounding may leave less than 0
 
 
 def _inverse(matrix: Array) -> tuple[Array, float]:

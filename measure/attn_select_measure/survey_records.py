@@ -20,20 +20,15 @@ from attn_select.times.evidence import known_stale
 from attn_select.times.fingerprint import present, stale_parts
 from attn_select.times.prediction import PACKAGED_FOLDER, SUFFIX, read_survey_file
 
-VERSION = 1
-"""Of the lines' format."""
-PAIR = " + "
-"""Between the backend of a step's prefills and that of its decodes, where they differ."""
-MOST_KNOWN_STALE = 3
-"""Backends whose packaged times may be of older kernels."""
+VERSION = 1  # Of the lines' format
+PAIR = " + "  # Between the backend of a step's prefills and that of its decodes, where they differ
+MOST_KNOWN_STALE = 3  # Backends whose packaged times may be of older kernels
 Record = dict[str, Any]
 
 
 def read_survey(path: Path) -> list[Record]:
-    """Return a file's workloads in the order of seeds and numbers; none where there is no file. An ``.xz`` is unpacked.
-
-    The last line may have been cut off by the end of a run: it is left out.
-    """
+    """Return a file's workloads in the order of seeds and numbers, an ``.xz`` unpacked; none where there is no file."""
+    # The last line may have been cut off by the end of a run: it is left out.
     named = printable(str(path))
     try:
         content = path.read_bytes()

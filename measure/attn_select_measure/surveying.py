@@ -31,18 +31,14 @@ from attn_select_measure.survey_records import PAIR, Record, append_record, merg
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 from attn_select_measure.timed_fields import timed_fields
 
-ONLY_BY_NAME = ("FLEX_ATTENTION",)
-"""Timed where they are named alone: it compiles for half a minute at each new shape."""
+ONLY_BY_NAME = ("FLEX_ATTENTION",)  # Timed where they are named alone: it compiles for half a minute at each new shape
+# Most rounds of a workload, how sure its medians need to be, and seconds after which no further round begins.
 ROUNDS, SETTLED, ROUNDS_SECONDS = 12, 0.01, 1.0
-"""Most rounds of a workload, how sure its medians need to be, and seconds after which no further round begins."""
 MOST_JOBS = 14
 COMPILE_SECONDS = 120.0
-WORKLOADS_PER_JOB = 4
-"""Workloads whose first calls run together, for each process."""
-COMPILE_SHARE = 0.4
-"""Of the time that is left, for the first calls of the next workloads at most."""
-FIRST_PACE = 2.0
-"""Seconds that a workload is thought to take before one was timed."""
+WORKLOADS_PER_JOB = 4  # Workloads whose first calls run together, for each process
+COMPILE_SHARE = 0.4  # Of the time that is left, for the first calls of the next workloads at most
+FIRST_PACE = 2.0  # Seconds that a workload is thought to take before one was timed
 
 
 class DeviceLost(Exception):
@@ -70,8 +66,8 @@ class Settings:
     rules: RulesArgument = None  # as in ``select``
 
 
+# Returns the workloads to be timed, of this machine and the records that are in the file already.
 Plan = Callable[[Machine, Sequence[Record]], Iterable[Work]]
-"""Returns the workloads to be timed, of this machine and the records that are in the file already."""
 
 
 def default_jobs(on_gpu: bool) -> int:

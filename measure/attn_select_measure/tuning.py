@@ -27,8 +27,7 @@ from attn_select_measure.survey_fit import extended, fit_survey, save
 from attn_select_measure.survey_records import PAIR, Record, times_of
 from attn_select_measure.surveying import Work, work_of
 
-LEAST_OTHERS = 100
-"""Workloads of other layers that must be known before a layer's own times are added to them."""
+LEAST_OTHERS = 100  # Workloads of other layers that must be known before a layer's own times are added to them
 _PHASES_OF: Mapping[str, tuple[Phase, ...]] = {
     **dict.fromkeys(("decode", "uneven", "spread"), ("decode",)),
     **dict.fromkeys(("prefill", "chunk"), ("prefill",)),

@@ -22,8 +22,7 @@ from attn_select.layer.layer_config import layer_of
 from attn_select_measure.charts import COLOURS, SIGNS
 from attn_select_measure.report_page.predicted import Chart, ChartGroup
 
-MARK = "attn-select report"
-"""In the first lines of every report, so that a file can be told to be one."""
+MARK = "attn-select report"  # In the first lines of every report, so that a file can be told to be one
 _CUT = "\x00"
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 TMA_FROM = (9, 0)
 GLUON_CAPABILITY = (9, 0)
-MEASURED_CAPABILITY = (9, 0)
-"""Of the GPUs on which tiles and splits were measured, which ``tuning.toml`` names."""
-TILE_ROWS = 128
-"""The most query rows (queries x heads of a group) that one decode program holds."""
+MEASURED_CAPABILITY = (9, 0)  # Of the GPUs on which tiles and splits were measured, which ``tuning.toml`` names
+TILE_ROWS = 128  # The most query rows (queries x heads of a group) that one decode program holds
+# Columns of K and V in one part of the warp-specialised prefill's tiles: 128 bytes, the width of TMA's swizzle.
 GLUON_PART = 64
-"""Columns of K and V in one part of the warp-specialised prefill's tiles: 128 bytes, the width of TMA's swizzle."""
+# Sizes of the latent, of the rope part, and of blocks (multiples) that MLA's Gluon kernels were run with.
 GLUON_RANKS, GLUON_ROPE, GLUON_BLOCK = (256, 512), 64, 64
-"""Sizes of the latent, of the rope part, and of blocks (multiples) that MLA's Gluon kernels were run with."""
 
 
 def power_of_two(size: int) -> int:

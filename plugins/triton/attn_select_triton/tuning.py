@@ -26,24 +26,18 @@ Kernel = Literal[
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "": operator.eq,
 }  # fmt: skip
+# Rows that a program of a decode merges at once, and partial results of each that it reads at once.
 MERGED_ROWS, MERGED_PARTS = 4, 8
-"""Rows that a program of a decode merges at once, and partial results of each that it reads at once."""
-LEAST_SHARED_KIB = 99
-"""Taken of a GPU that ``tuning.toml`` does not know."""
+LEAST_SHARED_KIB = 99  # Taken of a GPU that ``tuning.toml`` does not know
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the choices see it.
+    """A GPU as the choices see it."""
 
-    Attributes:
-        capability: its compute capability; (0, 0) for Triton's interpreter.
-        sms: multiprocessors.
-        bandwidth_gbps: peak memory bandwidth in GB/s; None: taken for the reference's per multiprocessor.
-    """
-
-    capability: tuple[int, int]
-    sms: int
+    capability: tuple[int, int]  # its compute capability; (0, 0) for Triton's interpreter
+    sms: int  # multiprocessors
+    # peak memory bandwidth in GB/s; None: taken for the reference's per multiprocessor
     bandwidth_gbps: float | None = None
 
     @property
@@ -74,28 +68,18 @@ def measured(capability: tuple[int, int] | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one kernel is launched.
+    """How one kernel is launched."""
 
-    Attributes:
-        block_m: query rows (tokens x heads of a group) of a program; in ``tuning.toml`` of decodes the most.
-        block_n: keys of a tile.
-        num_warps, num_stages: as Triton has them.
-        by_tma: MLA's: the cache is read through tensor descriptors where pages hold whole tiles.
-        registers: with which a thread starts; 0: the compiler's choice.
-        turns: the groups of the warp-specialised prefill take turns at the tensor cores.
-        sums_apart: its threads add up the weights of their own keys, and all threads' only at the end.
-        ahead: its groups begin a tile's scores before the values of the tile before, and keep sums apart, where the
-            longest request has more keys than this; 0: nowhere.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # query rows (tokens x heads of a group) of a program; in ``tuning.toml`` of decodes the most
+    block_n: int  # keys of a tile
     num_warps: int
     num_stages: int
-    by_tma: bool = False
-    registers: int = 0
-    turns: bool = False
-    sums_apart: bool = False
+    by_tma: bool = False  # MLA's: the cache is read through tensor descriptors where pages hold whole tiles
+    registers: int = 0  # with which a thread starts; 0: the compiler's choice
+    turns: bool = False  # the groups of the warp-specialised prefill take turns at the tensor cores
+    sums_apart: bool = False  # its threads add up the weights of their own keys, and all threads' only at the end
+    # its groups begin a tile's scores before the values of the tile before, and keep sums apart, where the longest
+    # request has more keys than this; 0: nowhere
     ahead: int = 0
 
 
@@ -110,12 +94,9 @@ def _chosen(kernel: Kernel, gpu_facts: tuple[tuple[int, int], int], given: tuple
 
 
 def find_tile(kernel: Kernel, gpu: Gpu | tuple[int, int], **given: Any) -> Tile | None:
-    """Return the tile of a kernel's first row whose conditions hold; None: no row's do.
-
-    Args:
-        gpu: or its compute capability.
-        given: what the rows of this kernel ask for, besides the GPU.
-    """
+    """Return the tile of a kernel's first row whose conditions hold; None: no row's do."""
+    # gpu: or its compute capability.
+    # given: what the rows of this kernel ask for, besides the GPU.
     if not isinstance(gpu, Gpu):
         gpu = Gpu(gpu, 1)
     return _chosen(kernel, (gpu.capability, gpu.shared_kib), tuple(given.items()))
@@ -142,11 +123,7 @@ class Cost:
     merge: float = 0.0
 
     def shared(self, pairs: float, items: Any, last: Any) -> Any:
-        """Return the time of the warp-specialised kernel's programs in ns, without the merge: numbers or arrays.
-
-        Args:
-            pairs, items, last: as ``schedule.Shares`` has them.
-        """
+        """Return the time of the warp-specialised kernel's programs in ns, without the merge: numbers or arrays."""
         return np.maximum(2 * self.tile * (pairs + items * self.border), last * self.alone)
 
 
@@ -187,12 +164,9 @@ class DecodeSplits:
         return units * key_bytes / (self.bandwidth * 1e3 * gpu.gbps)
 
     def merging_us(self, splits: Any, rows: int, apart: bool) -> Any:
-        """Return what merging so many partial results of each row takes, a number or an array.
-
-        Args:
-            rows: that a program of the decode merges, unless ``apart``.
-            apart: whether a launch of its own merges all rows.
-        """
+        """Return what merging so many partial results of each row takes, a number or an array."""
+        # rows: that a program of the decode merges, unless ``apart``.
+        # apart: whether a launch of its own merges all rows.
         if apart:
             return self.merge_apart_us + self.merge_parts_us * splits
         return self.merge_us + self.merge_round_us * -(-rows // MERGED_ROWS) * -(-splits // MERGED_PARTS)
@@ -200,17 +174,11 @@ class DecodeSplits:
     def of_equal(
         self, programs: int, keys: int, gpu: Gpu, tile: Tile, key_bytes: int, rows: int, apart: bool
     ) -> int:  # fmt: skip
-        """Return into how many splits requests of ``keys`` each are cut.
-
-        A program takes a time for each of its tiles, and all together no less than their bytes take, which is longer
-        where the last wave leaves places empty. Of all counts those are tried that fill so many waves best.
-
-        Args:
-            programs: unsplit.
-            tile: the programs'.
-            key_bytes: of a key and its value, of one KV head.
-            rows, apart: as ``merging_us`` has them.
-        """
+        """Return into how many splits requests of ``keys`` each are cut."""
+        # A program takes a time for each of its tiles, and all together no less than their bytes take, which is longer
+        # where the last wave leaves places empty. Of all counts those are tried that fill so many waves best.
+        # programs: unsplit.
+        # key_bytes: of a key and its value, of one KV head.
         places = self.places(gpu, tile)
         most = max(1, min(-(-keys // self.least_keys), self.most * gpu.sms // max(1, programs)))
         least = keys * self.us_of_a_key(programs, gpu, key_bytes)
@@ -313,11 +281,8 @@ def keys_class(kernel: Kernel, keys: int) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=4096)
 def section_of(kv_heads: int, head_bytes: int) -> int:
-    """Return for how many KV heads, a divisor of all, a tile of rows runs before the next tile.
-
-    Args:
-        head_bytes: keys and values of the longest request and one KV head.
-    """
+    """Return for how many KV heads, a divisor of all, a tile of rows runs before the next tile."""
+    # head_bytes: keys and values of the longest request and one KV head.
     fit = _tuning()["sections"]["mib"] * (1 << 20) // max(1, head_bytes)
     return max(heads for heads in range(1, kv_heads + 1) if kv_heads % heads == 0 and heads <= max(1, fit))
 

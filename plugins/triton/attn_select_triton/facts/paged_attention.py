@@ -40,9 +40,8 @@ class PagedAttentionOptions(TritonAttnOptions):
 _V1 = "vllm-project/vllm csrc/attention/paged_attention_v1.cu 03f8611"
 _RULE = "vllm-project/vllm vllm/attention/ops/paged_attn.py 002a0ba"
 _KERNELS = f"{OWN}, as {_V1}"
+# ``_RULE`` has the first three. A batch whose partial results take more than the last is run in several launches.
 DECODE = ClassicDecodeKernel(partition_size=512, v1_most_tokens=8192, v1_least_rows=512, partials_bytes=128 << 20)
-"""``_RULE`` has the first three. A batch whose partial results take more than the last is run in several
-launches."""
 
 CAPABILITIES = Capabilities(
     compute_capabilities=TURING_AND_UP,
@@ -66,8 +65,8 @@ CAPABILITIES = Capabilities(
 )
 
 LAYOUTS = (PAGED_ATTENTION_LAYOUT,)
+# V is read in pieces of one block: a decode on an H100 took 372, 388 and 440 us in blocks of 32, 16 and 8.
 BLOCK_SIZES = (32, 16, 8)
-"""V is read in pieces of one block: a decode on an H100 took 372, 388 and 440 us in blocks of 32, 16 and 8."""
 
 _GATHERED = (
     "TRITON_ATTN's prefill kernel; TMA reads the step's own keys, or keys and values copied out of the cache where the "

@@ -70,17 +70,15 @@ CAPABILITIES = Capabilities(
 )
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
+# Kernel block sizes that a plan offers where the config names none; every multiple of 16 runs.
 PAGES = (16, 32, 64, 128, 256)
-"""Kernel block sizes that a plan offers where the config names none; every multiple of 16 runs."""
-TMA_PAGE = 64
-"""Pages of a multiple of so many tokens hold whole tiles."""
+TMA_PAGE = 64  # Pages of a multiple of so many tokens hold whole tiles
+# Half the programs per SM that the workspace of split-KV decode has room for. Two fill an SM. The rest is for batches
+# of unequal lengths, where every request has room for as many splits as the longest.
 PROGRAMS_PER_SM = 8
-"""Half the programs per SM that the workspace of split-KV decode has room for. Two fill an SM. The rest is for batches
-of unequal lengths, where every request has room for as many splits as the longest."""
 
 WARPS_HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
-WARPS_PLAIN_SIZE = 64
-"""Of which windows took 1.3 times as long as by the plain prefill."""
+WARPS_PLAIN_SIZE = 64  # Of which windows took 1.3 times as long as by the plain prefill
 _GATHERED = "TMA reads keys and values copied out of their pages, where the copy pays and fits its workspace"
 _TMA = "TMA reads whole pages"
 _WARPS = "one warp loads pages by TMA for two groups of warps that multiply (Gluon)"

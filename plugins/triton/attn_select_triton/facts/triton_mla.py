@@ -26,16 +26,15 @@ from attn_select_triton.facts.triton_support import (
 )
 from attn_select_triton.limits import GLUON_CAPABILITY, gluon_lacks
 
+# Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512.
 LORA_RANKS = HeadSizes(multiple_of=16, minimum=16, maximum=512)
-"""Accepted ``kv_lora_rank``: the contraction of ``tl.dot`` goes in steps of 16; DeepSeek-V2 and V3 have 512."""
+# Accepted ``qk_rope_head_dim``; DeepSeek-V2 and V3 have 64.
 ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
-"""Accepted ``qk_rope_head_dim``; DeepSeek-V2 and V3 have 64."""
-HEAD_TILE = 64
-"""The most query rows (heads x draft tokens) that one decode program holds."""
+HEAD_TILE = 64  # The most query rows (heads x draft tokens) that one decode program holds
+# Half the pieces per SM that the workspace of split-KV decode has room for, of requests in several pieces. One program
+# fills an SM; the rest is for requests of unequal lengths: twice as much room was worth 0.2 % where the survey's were
+# simulated.
 PROGRAMS_PER_SM = 2
-"""Half the pieces per SM that the workspace of split-KV decode has room for, of requests in several pieces. One program
-fills an SM; the rest is for requests of unequal lengths: twice as much room was worth 0.2 % where the survey's were
-simulated."""
 
 
 _RAN = "ran on an H100, triton 3.6.0"
@@ -62,11 +61,11 @@ def _capabilities(reads_cache: bool) -> Capabilities:
 
 PREFILL = _capabilities(reads_cache=False)
 DECODE = _capabilities(reads_cache=True)
+# Of decode, preferred first: a tile of up to 64 keys then lies in one block. Other multiples of 16 run as they are.
 BLOCK_SIZES = (64, 32, 16)
-"""Of decode, preferred first: a tile of up to 64 keys then lies in one block. Other multiples of 16 run as they are."""
 
+# Head sizes of QK and of V for which the warp-specialised prefill was run.
 PREFILL_SIZES = ((96, 64), (192, 128), (256, 256))
-"""Head sizes of QK and of V for which the warp-specialised prefill was run."""
 
 _PREFILL = "TRITON_ATTN's prefill kernel on decompressed keys and values"
 _WARPS = "TRITON_ATTN's warp-specialised prefill (Gluon) on decompressed keys and values"

@@ -25,8 +25,7 @@ from attn_select_triton.facts.triton_support import (
 )
 from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_RANKS, GLUON_ROPE
 
-ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)
-"""Accepted ``qk_rope_head_dim`` besides 0."""
+ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)  # Accepted ``qk_rope_head_dim`` besides 0
 
 _RAN = "ran on an H200, triton 3.6.0"
 _ONE_TOKEN = f"{OWN}: every token is a request of one query, whose chosen slots are blocks of one token"

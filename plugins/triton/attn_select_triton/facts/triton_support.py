@@ -11,25 +11,23 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_triton.limits import MEASURED_CAPABILITY
 
+# ``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run.
 COMPILED = "compiled ahead of time, triton 3.6.0"
-"""``triton.compile`` with a target, ptxas included, of loads, stores, casts and ``tl.dot``; nothing was run."""
 
 TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.5")
+# 3.6 is the first release that compiled for 10.3 and 12.1 (3.5.1: ptxas knows neither); 3.3.1 fails on ``tl.dot`` of
+# float16 for 7.5.
 TRITON = Library("triton", "triton", "pip install triton", ">=3.6")
-"""3.6 is the first release that compiled for 10.3 and 12.1 (3.5.1: ptxas knows neither); 3.3.1 fails on ``tl.dot`` of
-float16 for 7.5."""
 LIBRARIES = ((TORCH,), (TRITON,))
 
-COMPILER_VARIABLES = ("CC", "PATH")
-"""What ``machine_reasons`` reads of the environment."""
+COMPILER_VARIABLES = ("CC", "PATH")  # What ``machine_reasons`` reads of the environment
+# Triton builds its driver module with ``$CC`` or one of these (triton-lang/triton python/triton/runtime/build.py
+# v3.6.0).
 C_COMPILERS = ("gcc", "clang")
-"""Triton builds its driver module with ``$CC`` or one of these (triton-lang/triton python/triton/runtime/build.py
-v3.6.0)."""
 
+# Releases of Triton with which the kernels in Gluon, its experimental language of explicit layouts, were run.
 GLUON_RAN = ((3, 6), (3, 7))
-"""Releases of Triton with which the kernels in Gluon, its experimental language of explicit layouts, were run."""
-GLUON_COMPILED = "3.6.0, 3.7.1, 3.8.0 and 3.9.0"
-"""Those with which all of them were compiled ahead of time."""
+GLUON_COMPILED = "3.6.0, 3.7.1, 3.8.0 and 3.9.0"  # Those with which all of them were compiled ahead of time
 
 OWN = "own kernel"
 TURING_AND_UP: Fact[ComputeCapabilities] = Fact(
@@ -44,8 +42,8 @@ KV_CACHE_DTYPES: Fact[tuple[str, ...]] = Fact(
     ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
     f"{COMPILED}: fp8e5 from 7.5 on, fp8e4nv from 8.9 on; {OWN}: casts to the query's dtype as it loads",
 )
+# Of QK and of V, each by itself: own prefill and decode kernels; rows are padded to a power of two under a mask.
 PREFILL_HEAD_SIZES = HeadSizes(multiple_of=8, minimum=32, maximum=512)
-"""Of QK and of V, each by itself: own prefill and decode kernels; rows are padded to a power of two under a mask."""
 
 ANY_STRIDE = f"{OWN}: reads the cache by strides, one page-table entry per tile of 16 tokens or more"
 NAN_TAIL_SAFE = Fact(True, f"{OWN}: what lies behind a sequence's end is loaded as 0 or cleared on chip")
@@ -134,16 +132,14 @@ def gluon_marks(environment: Environment) -> tuple[str, ...]:
     return (f"the Gluon kernel never ran with Triton {version} (ran with {ran}; compiled with {GLUON_COMPILED})",)
 
 
+# Taken where a device's count is unknown: a full GB202, the largest single die in a product line (NVIDIA RTX Blackwell
+# architecture whitepaper).
 MOST_SMS = 192
-"""Taken where a device's count is unknown: a full GB202, the largest single die in a product line (NVIDIA RTX Blackwell
-architecture whitepaper)."""
 
 
 def split_workspace(device: Device, programs_per_sm: int, rows: int, width: int) -> int:
-    """Return the bytes that split-KV decode reserves for partial results.
-
-    With G programs unsplit and a target T = ``programs_per_sm`` x SMs, it takes ceil(T / G) splits where G < T, hence
-    fewer than T + G < 2 T programs. Each writes, in float32, ``rows`` accumulators of ``width`` elements with their
-    maximum and sum. The kernel's choice of splits keeps to this bound.
-    """
+    """Return the bytes that split-KV decode reserves for partial results."""
+    # With G programs unsplit and a target T = ``programs_per_sm`` x SMs, it takes ceil(T / G) splits where G < T, hence
+    # fewer than T + G < 2 T programs. Each writes, in float32, ``rows`` accumulators of ``width`` elements with their
+    # maximum and sum. The kernel's choice of splits keeps to this bound.
     return 2 * programs_per_sm * (device.sm_count or MOST_SMS) * rows * (width + 2) * 4

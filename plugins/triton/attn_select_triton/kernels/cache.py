@@ -13,12 +13,10 @@ from attn_select_triton.kernels.launch import FP8, SLICED, cache_strides, power_
 from attn_select_triton.kernels.primitives import saturated
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
+# ``gather_pages`` fills whole tiles of this many keys: no tile of a prefill then holds anything but keys and zeros.
 GATHER_ALIGN = 64
-"""``gather_pages`` fills whole tiles of this many keys: no tile of a prefill then holds anything but keys and zeros."""
-GATHER_TOKENS = 8
-"""Tokens, all heads, of one program of the gather."""
-WRITE_TOKENS = 4
-"""Tokens, all heads, of one program of the cache update."""
+GATHER_TOKENS = 8  # Tokens, all heads, of one program of the gather
+WRITE_TOKENS = 4  # Tokens, all heads, of one program of the cache update
 
 
 @triton.jit
@@ -62,10 +60,8 @@ def gather_pages_kernel(
     ALIGN: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Copy ``TOKENS`` tokens of one request, all heads, into rows of ``BLOCK_D`` and ``BLOCK_DV`` elements a head.
-
-    Memory traffic: each key and value that some query sees read once and written once, plus zeros up to ``ALIGN``.
-    """
+    """Copy ``TOKENS`` tokens of one request, all heads, into rows of ``BLOCK_D`` and ``BLOCK_DV`` elements a head."""
+    # Memory traffic: each key and value that some query sees read once and written once, plus zeros up to ``ALIGN``.
     request = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + request)
     low = 0
@@ -81,6 +77,7 @@ def gather_pages_kernel(
     pages = pages.to(tl.int64)
     rows = (tl.load(key_start_loc_ptr + request) + token).to(tl.int64)
 
+    # All heads of a token side by side; what is not read is written as zeros, so that rows and heads are padded.
     element = tl.arange(0, BLOCK_K)
     head, column = element // BLOCK_D, element % BLOCK_D
     written = (head < HEADS)[None, :]

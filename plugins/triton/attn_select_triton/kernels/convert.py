@@ -15,10 +15,9 @@ from attn_select_triton.kernels.launch import FP8
 from attn_select_triton.kernels.primitives import saturated
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
+# Elements of one program of ``quantize_fp8``, and of the latent part in ``concat_and_quantize_mla_q``.
 QUANTIZE_BLOCK = 2048
-"""Elements of one program of ``quantize_fp8``, and of the latent part in ``concat_and_quantize_mla_q``."""
-FLATTEN_BLOCK = 1024
-"""Columns of one step of ``flatten_block_table``."""
+FLATTEN_BLOCK = 1024  # Columns of one step of ``flatten_block_table``
 _LIMITS = {dtype: torch.finfo(dtype).max for dtype in FP8}
 
 
@@ -27,10 +26,8 @@ def quantize_fp8_kernel(
     numbers_ptr, out_ptr, scale_ptr, units, stride, tiles, UNIT: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale and cast ``BLOCK`` elements of a row of ``units * UNIT``; the next is ``stride * UNIT`` elements behind.
-
-    Memory traffic: each number read once, its byte written once.
-    """
+    """Scale and cast ``BLOCK`` elements of a row of ``units * UNIT``; the next is ``stride * UNIT`` elements behind."""
+    # Memory traffic: each number read once, its byte written once.
     columns = units.to(tl.int64) * UNIT
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -77,12 +74,9 @@ def concat_and_quantize_mla_q_kernel(
     stride_rope_head, UNIT: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale and cast the two parts of ``ROWS`` rows, each a head of a token, and write them side by side.
-
-    Strides are counted in ``UNIT`` elements.
-
-    Memory traffic: each number read once, its byte written once.
-    """
+    """Scale and cast the two parts of ``ROWS`` rows, each a head of a token, and write them side by side."""
+    # Strides are counted in ``UNIT`` elements.
+    # Memory traffic: each number read once, its byte written once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (row // heads).to(tl.int64)[:, None] * UNIT, (row % heads).to(tl.int64)[:, None] * UNIT
     inside, scale = (row < rows)[:, None], tl.load(scale_ptr)

@@ -53,11 +53,10 @@ from attn_select_triton.kernels.query_rows import (
 )
 from attn_select_triton.kernels.relaunch import Relaunch
 
+# Tiles of so many rows compile to wgmma, which takes V from shared memory: splitting FP8 pairs in registers is for
+# smaller ones. (With it, triton 3.6.0 gave wrong results on Hopper.)
 WGMMA_ROWS = 64
-"""Tiles of so many rows compile to wgmma, which takes V from shared memory: splitting FP8 pairs in registers is for
-smaller ones. (With it, triton 3.6.0 gave wrong results on Hopper.)"""
-E4M3_SHIFT = 256.0
-"""``primitives.fp8_pairs`` gives e4m3 times 2 ** -8."""
+E4M3_SHIFT = 256.0  # ``primitives.fp8_pairs`` gives e4m3 times 2 ** -8
 
 
 @triton.jit
@@ -75,8 +74,9 @@ def write_partial(part_ptr, part_lse_ptr, result, lse, rows, part, SIZE: tl.cons
 def is_last(arrived_ptr, splits):
     """Say that this program's partial result is there, and return whether all of its request's are."""
     tl.debug_barrier()  # what all threads wrote is there before one says so
+    # Released: the others' reads come behind what was written before. Acquired: the last one sees what they wrote.
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == splits - 1
-    if last:
+    if last:  # zero again for the next launch
         tl.store(arrived_ptr, 0)
     return last
 
@@ -87,6 +87,7 @@ def merge_rows(
     SIZE: tl.constexpr, PADDED: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of all rows of a program, and write them."""
+    # A few rows at a time: registers hold a whole float32 row of each and the partial results in flight.
     end = tl.minimum(first + SHAPE.block_m, piece.query_len * SHAPE.group)
     for begins in range(first, end, MERGED_ROWS):
         flat = begins + tl.arange(0, MERGED_ROWS)
@@ -139,21 +140,17 @@ def decode_kernel(
     COMPUTE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One program: up to ``block_m`` rows (all heads of a KV head's group x all tokens), against one piece of the keys.
-
-    Of a request in one piece the result is written at once; of several, the program that is done last merges all, or a
-    launch of its own does (``merge.merge_pieces``). Memory traffic: each key and value that is seen, once; with several
-    pieces a float32 partial row and its LSE each, written and read.
-
-    Args:
-        part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
-        arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that
-            are done: 0 before and behind. None: they are merged by a launch of its own.
-        pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
-        row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
-        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the
-            dtype of the products.
-    """
+    """One program: up to ``block_m`` rows (heads of a KV head's group x tokens), against one piece of the keys."""
+    # Of a request in one piece the result is written at once; of several, the program that is done last merges all, or
+    # a launch of its own does (``merge.merge_pieces``). Memory traffic: each key and value that is seen, once; with
+    # several pieces a float32 partial row and its LSE each, written and read.
+    # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
+    # arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that are
+    # done: 0 before and behind. None: they are merged by a launch of its own.
+    # pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
+    # row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
+    # TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the dtype of the
+    # products.
     TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
     TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
     SHAPE: tl.constexpr = as_constants(RowShape, ROW_SHAPE)
@@ -191,6 +188,8 @@ def decode_kernel(
     table_ptr += piece.request.to(tl.int64) * stride_table
     k_ptr += kv_head * k_strides.head
     v_ptr += kv_head * v_strides.head
+    # Tiles begin at multiples of BLOCK_N even where a window does not: keys before ``low`` are masked. Of the tiles
+    # that every row sees, those of this piece.
     origin = split_low // BLOCK_N * BLOCK_N
     full_low = tl.maximum(full_low, origin)
     full_high = tl.maximum(tl.minimum(full_high, split_high // BLOCK_N * BLOCK_N), full_low)
@@ -204,7 +203,7 @@ def decode_kernel(
 
     SIZE: tl.constexpr = 2 * TILES.dv if TILES.pairs > 0 else TILES.dv
     PADDED: tl.constexpr = 2 * TILES.block_dv if TILES.pairs > 0 else TILES.block_dv
-    if TILES.pairs > 0:
+    if TILES.pairs > 0:  # even and odd columns were summed apart
         accumulator = tl.interleave(accumulator, odd)
     result = normalised(accumulator, row_sum) * v_scale
     lse = natural_lse(row_max, row_sum)
@@ -213,6 +212,7 @@ def decode_kernel(
             part = piece.slot.to(tl.int64) * slot_rows + rows.token * SHAPE.heads + rows.head
             write_partial(part_ptr, part_lse_ptr, result, lse, rows, part + piece.split * slot_rows, SIZE, PADDED)
             if arrived_ptr is not None:
+                # One counter for each request, row tile and KV head: the programs of its pieces share it.
                 arrived_ptr += piece.slot * tl.num_programs(0) + tl.program_id(0)
                 if is_last(arrived_ptr, piece.splits):
                     merge_rows(
@@ -230,14 +230,7 @@ def decode_workspace(tokens: int, heads: int, value_size: int, slots: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Q, K and V of a kind of layers.
-
-    Attributes:
-        heads, kv_heads: of the query, and of K and V.
-        head_size, value_size: of Q and K, and of V.
-        dtype, cache_dtype: of the query, and of K and V.
-        device: where they live.
-    """
+    """Q, K and V of a kind of layers."""
 
     heads: int
     kv_heads: int
@@ -245,11 +238,10 @@ class Shape:
     value_size: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
-    device: torch.device
+    device: torch.device  # where they live
 
 
-_launches: dict[Any, Relaunch] = {}
-"""By all that Triton compiles and specialises the kernel for."""
+_launches: dict[Any, Relaunch] = {}  # By all that Triton compiles and specialises the kernel for
 
 
 class Decode:
@@ -299,7 +291,7 @@ class Decode:
             load = requests * shape.kv_heads / sm_count(shape.device)
             launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
         self._merges, self._listed = merges, pieces
-        if pieces is not None and merges:
+        if pieces is not None and merges:  # the decode takes the pieces, the merge what is listed behind them
             pieces = pieces[:-merges]
         self.shape, self.launch, self.pieces, self.seq_lens = shape, launch, pieces, seq_lens
         row_tiles = -(-rows // launch.block_m)
@@ -320,7 +312,7 @@ class Decode:
             partials = slots * max_query_len * shape.heads * shape.value_size
             parts, part_lse = workspace[:partials], workspace[partials:wanted]
         self._tensors = (parts, part_lse, arrived, pieces, block_table, query_start_loc, seq_lens)
-        self._tree = None if tree_mask is None else tree_mask.view(torch.uint8)
+        self._tree = None if tree_mask is None else tree_mask.view(torch.uint8)  # bytes, as ``Scores`` has them
         self._columns, self._stride_tree = (0, 0) if tree_mask is None else (tree_mask.shape[1], tree_mask.stride(0))
         self._sizes = (max_query_len * shape.heads, row_tiles)
         self._compute = compute
@@ -349,6 +341,7 @@ class Decode:
         pairs, slopes, sinks, ranges = self._pairs, terms.slopes, terms.sinks, terms.ranges
         if pairs:
             if v_strides[3] == 1 and value.is_cuda:
+                # Two FP8 numbers are one element from here on: strides and columns count half.
                 value = value.view(torch.int16)
                 v_strides = (v_strides[0] // 2, v_strides[1] // 2, v_strides[2] // 2, 1)
                 v_scale *= E4M3_SHIFT if pairs == 1 else 1.0

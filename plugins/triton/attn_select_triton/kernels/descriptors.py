@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 1024
-"""Descriptors of one kind that are kept, about 1 KB each: K or V of so many layers."""
+MOST = 1024  # Descriptors of one kind that are kept, about 1 KB each: K or V of so many layers
 
 
 class _Address:
@@ -25,14 +24,10 @@ class _Address:
 
 
 class Descriptors:
-    """Descriptors of rows of one kind, that is dtype, columns, strides and box, at any address.
+    """Descriptors of rows of one kind, that is dtype, columns, strides and box, at any address."""
 
-    TMA's form of a descriptor, which ``relaunch`` keeps with it, says nothing else but the address and the number of
-    rows. So one that was made for a tensor that is gone fits the next tensor of this kind in its place.
-
-    Args:
-        like: one of the descriptors.
-    """
+    # TMA's form of a descriptor, which ``relaunch`` keeps with it, says nothing else but the address and the number of
+    # rows. So one that was made for a tensor that is gone fits the next tensor of this kind in its place.
 
     __slots__ = ("_fields", "_made", "_type")
 

@@ -20,5 +20,6 @@ def barriers_of(STAGES: gl.constexpr):
 @gluon.jit
 def hand_back(empty, buffer):
     """Tell the loader that this compute group is through with a tile, or with its part of one."""
+    # One arrival stands for the whole group, so all of its warps must be done before.
     barrier()
     mbarrier.arrive(empty.index(buffer), count=1)

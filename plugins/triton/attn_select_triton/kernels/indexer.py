@@ -20,20 +20,13 @@ from attn_select_triton.kernels import launch
 
 E4M3_MAX = tl.constexpr(448.0)
 LEAST = tl.constexpr(1e-4)
-QUANTIZED_ROWS = 16
-"""Rows of one program that quantises."""
-KEYS, BLOCK_N = 1024, 128
-"""Keys of one token that a program scores, and of one step of it."""
-TOPK_BLOCK = 2048
-"""Scores of one step of the selection."""
-LONG = 16384
-"""Of so many keys and less, one program selects all of a token's."""
-CHUNK = 8192
-"""The most keys that one program selects among: a multiple of ``TOPK_BLOCK``."""
-DIGITS = 4
-"""Digits of 8 bits of a score."""
-MOST_LOGITS = 2**26
-"""Scores that are held at once: 256 MiB."""
+QUANTIZED_ROWS = 16  # Rows of one program that quantises
+KEYS, BLOCK_N = 1024, 128  # Keys of one token that a program scores, and of one step of it
+TOPK_BLOCK = 2048  # Scores of one step of the selection
+LONG = 16384  # Of so many keys and less, one program selects all of a token's
+CHUNK = 8192  # The most keys that one program selects among: a multiple of ``TOPK_BLOCK``
+DIGITS = 4  # Digits of 8 bits of a score
+MOST_LOGITS = 2**26  # Scores that are held at once: 256 MiB
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -41,10 +34,8 @@ def quantize_rows_kernel(
     numbers_ptr, codes_ptr, scales_ptr, slots_ptr, rows, stride_n, stride_cb, stride_ct, stride_sb,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write e4m3 codes of ``ROWS`` rows and a scale for each: a power of two, at least ``max |x| / 448``.
-
-    With ``SLOTS`` into the places of a paged cache, and nowhere at slot -1. Memory traffic: each number once.
-    """
+    """Write e4m3 codes of ``ROWS`` rows and a scale for each: a power of two, at least ``max |x| / 448``."""
+    # With ``SLOTS`` into the places of a paged cache, and nowhere at slot -1. Memory traffic: each number once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     column = tl.arange(0, BLOCK_D)
@@ -74,11 +65,9 @@ def index_logits_kernel(
     TOP_K: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Score up to ``KEYS`` keys of one token: ``sum_h weights[h] * relu(query[h] . key)``.
-
-    With ``FP8`` queries and keys are e4m3 with scales; ``WIDEN`` multiplies them as float32. Memory traffic: the keys,
-    once for each token, and the scores.
-    """
+    """Score up to ``KEYS`` keys of one token: ``sum_h weights[h] * relu(query[h] . key)``."""
+    # With ``FP8`` queries and keys are e4m3 with scales; ``WIDEN`` multiplies them as float32. Memory traffic: the
+    # keys, once for each token, and the scores.
     token = tl.program_id(0).to(tl.int64)
     seen = tl.load(num_keys_ptr + token)
     start = tl.program_id(1) * KEYS
@@ -113,6 +102,7 @@ def index_logits_kernel(
 @triton.jit
 def _ordered(numbers):
     """Return uint32 in the order of float32 numbers."""
+    # A float's bits are in order but for the sign: negative ones run backwards, and below positive ones.
     bits = numbers.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -135,6 +125,7 @@ def _counted(logits, low, high, least, STEP: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _with_digit(counts, least, wanted, STEP: tl.constexpr):
     """Return ``least`` with its next digit, and how many of the scores that begin so are kept."""
+    # How many scores have a digit or a larger one: it falls with the digit, and the last that reaches ``wanted`` is it.
     from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     digit = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
     wanted -= tl.sum(tl.where(tl.arange(0, 256) == digit, from_here - counts, 0), 0)
@@ -156,11 +147,9 @@ def _write_all(table, out, seen, TOP_K: tl.constexpr, BLOCK_SIZE: tl.constexpr, 
 def _write_kept(
     logits, table, out, low, high, least, wanted, written, ties, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the slots of scores of ``[low, high)`` above ``least``, and of equal ones up to ``wanted`` in all.
-
-    Args:
-        written: slots that stand in ``out`` before; ties, equal scores before ``low``.
-    """
+    """Write the slots of scores of ``[low, high)`` above ``least``, and of equal ones up to ``wanted`` in all."""
+    # written: slots that stand in ``out`` before; ties, equal scores before ``low``.
+    # Tensors from the start, since the loop makes them ones.
     written = written + tl.zeros((), tl.int32)
     ties = ties + tl.zeros((), tl.int32)
     for start in range(low, high, BLOCK):
@@ -182,11 +171,9 @@ def index_topk_kernel(
     logits_ptr, table_ptr, request_ptr, num_keys_ptr, out_ptr, stride_logits, stride_table, stride_out,
     TOP_K: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of one token's ``TOP_K`` largest scores in the order of positions, -1 behind the last.
-
-    The smallest score that is kept is found digit by digit, of 8 bits each (radix select). Memory traffic: the scores
-    five times, mostly out of the L2 cache.
-    """
+    """Write the slots of one token's ``TOP_K`` largest scores in the order of positions, -1 behind the last."""
+    # The smallest score that is kept is found digit by digit, of 8 bits each (radix select). Memory traffic: the scores
+    # five times, mostly out of the L2 cache.
     token = tl.program_id(0).to(tl.int64)
     seen = tl.load(num_keys_ptr + token)
     table = table_ptr + tl.load(request_ptr + token).to(tl.int64) * stride_table
@@ -233,11 +220,8 @@ def index_kept_kernel(
     logits_ptr, num_keys_ptr, counts_ptr, kept_ptr, tokens, stride_logits,
     TOP_K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write how many of a chunk's scores are above the least that is kept, and how many equal it.
-
-    Args:
-        kept_ptr: int32 ``(tokens, chunks, 2)``.
-    """
+    """Write how many of a chunk's scores are above the least that is kept, and how many equal it."""
+    # kept_ptr: int32 ``(tokens, chunks, 2)``.
     token = tl.program_id(0).to(tl.int64)
     seen = tl.load(num_keys_ptr + token)
     low = tl.program_id(1) * CHUNK
@@ -263,10 +247,8 @@ def index_write_kernel(
     stride_table, stride_out, TOP_K: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write what of one chunk is kept, behind what is kept of the chunks before: as ``index_topk_kernel`` would.
-
-    ``CHUNKS`` is a power of two, at least the chunks that there are.
-    """
+    """Write what of one chunk is kept, behind what is kept of the chunks before: as ``index_topk_kernel`` would."""
+    # ``CHUNKS`` is a power of two, at least the chunks that there are.
     token = tl.program_id(0).to(tl.int64)
     seen = tl.load(num_keys_ptr + token)
     chunk = tl.program_id(1)
@@ -282,6 +264,7 @@ def index_write_kernel(
     least, wanted = _leading_digits(counts_ptr, token, tokens, TOP_K, 4)
     other = tl.arange(0, CHUNKS)
     kept = kept_ptr + (token * tl.num_programs(1) + other) * 2
+    # Chunks before this one wrote all that are above, and of the equal ones no more than are wanted.
     above = tl.sum(tl.load(kept, mask=other < chunk, other=0), 0)
     ties = tl.sum(tl.load(kept + 1, mask=other < chunk, other=0), 0)
     written = above + tl.minimum(ties, wanted)
@@ -303,6 +286,7 @@ def _select(logits: Tensor, rows: IndexedRows, block_size: int, topk_indices: Te
     grid = tokens, chunks
     counts = torch.zeros(DIGITS, tokens, 256, dtype=torch.int32, device=logits.device)
     kept = torch.empty(tokens, chunks, 2, dtype=torch.int32, device=logits.device)
+    # A launch for each digit: which scores count for the next one follows from the counts of all chunks.
     for step in range(DIGITS):
         index_digit_kernel[grid](
             logits, rows.num_keys, counts, tokens, strides[0], top_k, step, CHUNK, TOPK_BLOCK, num_warps=8

@@ -24,34 +24,25 @@ Launch = Tile
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
+# Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both.
 SLICED = [
     "table_ptr", "query_start_loc_ptr", "key_start_loc_ptr", "seq_lens_ptr", "slot_ptr",
     "lse_ptr", "prefix_lse_ptr", "suffix_lse_ptr", "slopes_ptr", "sinks_ptr", "ranges_ptr", "tree_ptr",
     "k_scale_ptr", "v_scale_ptr", "out_scale_ptr",
 ]  # fmt: skip
-"""Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both."""
-PRECISION = "ieee"
-"""Of float32 products: exact, on the FMA units. Products of the other dtypes are not affected."""
+PRECISION = "ieee"  # Of float32 products: exact, on the FMA units. Products of the other dtypes are not affected.
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What attention adds to plain softmax.
+    """What attention adds to plain softmax."""
 
-    Attributes:
-        causal: a row sees no key behind itself.
-        window: tokens that a row sees to each side it may look at, itself included; 0: all.
-        soft_cap: ``cap * tanh(score / cap)``; 0: none.
-        slopes: ALiBi, float32 ``(H,)``.
-        sinks: ``(H,)`` logits that count in the denominator only.
-        ranges: int32 ``(B, R, 2)``, inclusive positions whose tokens see each other; first > last where unused.
-    """
-
-    causal: bool = True
-    window: int = 0
-    soft_cap: float = 0.0
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
+    causal: bool = True  # a row sees no key behind itself
+    window: int = 0  # tokens that a row sees to each side it may look at, itself included; 0: all
+    soft_cap: float = 0.0  # ``cap * tanh(score / cap)``; 0: none
+    slopes: Tensor | None = None  # ALiBi, float32 ``(H,)``
+    sinks: Tensor | None = None  # ``(H,)`` logits that count in the denominator only
+    # int32 ``(B, R, 2)``, inclusive positions whose tokens see each other; first > last where unused
     ranges: Tensor | None = None
 
     def of_heads(self, some: slice) -> Terms:
@@ -83,26 +74,20 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def compute_dtype(query: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """Return the dtype that K, V and the query are multiplied in.
-
-    FP8 converts to float16 in one instruction for two numbers and to bfloat16 in several, so a bfloat16 query over an
-    FP8 cache is multiplied as float16; both FP8 formats fit it exactly.
-    """
+    """Return the dtype that K, V and the query are multiplied in."""
+    # FP8 converts to float16 in one instruction for two numbers and to bfloat16 in several, so a bfloat16 query over an
+    # FP8 cache is multiplied as float16; both FP8 formats fit it exactly.
     return tl.float16 if cache in FP8 and query == torch.bfloat16 else COMPUTE[query]
 
 
 def prefill_launch(
     capability: tuple[int, int], width: int, dtype: torch.dtype, described: bool, paged: bool, keys: int
 ) -> Launch:
-    """Return the launch of a prefill.
-
-    Args:
-        width: the larger of QK's and V's head size; twice that where float32 makes tiles twice as large.
-        dtype: of the query.
-        described: K and V come through tensor descriptors (TMA).
-        paged: over a block table, whose lookup takes stages of the pipeline too.
-        keys: the longest request's.
-    """
+    """Return the launch of a prefill."""
+    # width: the larger of QK's and V's head size; twice that where float32 makes tiles twice as large.
+    # described: K and V come through tensor descriptors (TMA).
+    # paged: over a block table, whose lookup takes stages of the pipeline too.
+    # keys: the longest request's.
     return tile_of(
         "prefill", capability, width=width, dtype=_name(dtype), described=described, paged=paged, keys=keys
     )  # fmt: skip
@@ -118,15 +103,10 @@ def hopper_prefill_launch(head_size: int, value_size: int) -> Launch | None:
 def decode_launch(
     capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype, programs: float
 ) -> Launch:
-    """Return the launch of a decode.
-
-    Args:
-        rows: query rows per KV head, heads of a group x tokens.
-        width: the larger of QK's and V's head size.
-        dtype: of the query.
-        cache: the cache's dtype.
-        programs: unsplit programs per SM.
-    """
+    """Return the launch of a decode."""
+    # rows: query rows per KV head, heads of a group x tokens.
+    # width: the larger of QK's and V's head size.
+    # programs: unsplit programs per SM.
     block_m = min(TILE_ROWS, power_of_two(rows))
     kind = "fp8" if cache in FP8 else _name(cache)
     tile = tile_of(
@@ -139,15 +119,10 @@ def decode_launch(
 def num_splits_for(
     programs: int, keys: int, gpu: Gpu, launch: Launch, key_bytes: int, rows: int, apart: bool = False
 ) -> int:  # fmt: skip
-    """Return into how many splits a decode cuts the keys.
-
-    Args:
-        programs: requests x KV heads x row tiles, unsplit.
-        keys: the longest request's, or its window's.
-        launch: of the programs.
-        key_bytes: of a key and its value, of one KV head.
-        rows, apart: as ``DecodeSplits.merging_us`` has them.
-    """
+    """Return into how many splits a decode cuts the keys."""
+    # programs: requests x KV heads x row tiles, unsplit.
+    # keys: the longest request's, or its window's.
+    # key_bytes: of a key and its value, of one KV head.
     return decode_splits().of_equal(programs, keys, gpu, launch, key_bytes, rows, apart)
 
 
@@ -173,23 +148,17 @@ def _four(tensor: Tensor) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """K or V as a matrix of rows for TMA.
+    """K or V as a matrix of rows for TMA."""
 
-    Attributes:
-        boxes: descriptors in boxes of ``(block_n, columns)``.
-        shape, strides: of the matrix.
-        page_rows: rows from a block to the next.
-        head_rows, head_columns: rows and columns from a head to the next; one of them is 0.
-        more_rows: rows beside the rows of all pages or tokens, may be negative.
-    """
-
-    boxes: Descriptors
+    boxes: Descriptors  # descriptors in boxes of ``(block_n, columns)``
+    # shape, strides: of the matrix
     shape: tuple[int, int]
     strides: tuple[int, int]
-    page_rows: int
+    page_rows: int  # rows from a block to the next
+    # head_rows, head_columns: rows and columns from a head to the next; one of them is 0
     head_rows: int
     head_columns: int
-    more_rows: int
+    more_rows: int  # rows beside the rows of all pages or tokens, may be negative
 
     def over(self, tensor: Tensor, boxes: Descriptors | None = None) -> Any:
         """Return the descriptor, or one in other ``boxes``, over a tensor of another address or first dimension."""
@@ -201,6 +170,8 @@ def describable(tensor: Tensor, dtype: torch.dtype, block_n: int, capability: tu
     """Whether TMA can read K or V ``([num_blocks, block_size,] heads, size)``: alignment, strides, whole tiles."""
     size, paged = tensor.element_size(), tensor.ndim == 4
     token, head, column = tensor.stride()[-3:]
+    # A matrix has one distance between rows, a token's: heads lie within a row or whole rows apart, and blocks whole
+    # rows apart. Bases and distances are multiples of 16 bytes.
     outer = max(token, head)
     return (
         capability >= TMA_FROM
@@ -223,7 +194,7 @@ def describe(tensor: Tensor, block_n: int, columns: int) -> Described:
     rows = (tensor.shape[0] - 1) * page_rows + tokens if tensor.ndim == 4 else tokens
     if token >= head:  # a row holds the heads of a token
         shape, head_rows, head_columns = (rows, (heads - 1) * head + size), 0, head
-    else:
+    else:  # a row is one head of one token, and heads lie many rows apart
         shape, head_rows, head_columns = (rows + (heads - 1) * (head // token), size), head // token, 0
     boxes = Descriptors(TensorDescriptor(tensor, list(shape), [token, 1], [block_n, columns]))
     more_rows = shape[0] - (page_rows if tensor.ndim == 4 else 1) * len(tensor)

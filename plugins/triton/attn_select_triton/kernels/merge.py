@@ -16,8 +16,7 @@ from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 from attn_select_triton.kernels.work_list import WorkList
 
 MERGED_ROWS = tl.constexpr(tuning.MERGED_ROWS)
-IN_FLIGHT = tl.constexpr(tuning.MERGED_PARTS)
-"""Partial results of a row that ``merged_parts`` reads at once."""
+IN_FLIGHT = tl.constexpr(tuning.MERGED_PARTS)  # Partial results of a row that ``merged_parts`` reads at once
 
 
 @triton.jit
@@ -25,19 +24,14 @@ def merged_parts(
     part_ptr, part_lse_ptr, first, stride, splits, inside,
     SIZE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the merged result ``(ROWS, PADDED)`` and natural LSE ``(ROWS,)`` of rows that other programs wrote.
-
-    One split is taken after the other, so that a row's bits depend on its own splits alone.
-
-    Args:
-        first: int64 ``(ROWS,)``, each row's first partial result; ``stride`` to the next.
-        splits: of every row.
-        inside: the rows that are there.
-    """
+    """Return the merged result ``(ROWS, PADDED)`` and natural LSE ``(ROWS,)`` of rows that other programs wrote."""
+    # One split is taken after the other, so that a row's bits depend on its own splits alone.
+    # first: int64 ``(ROWS,)``, each row's first partial result; ``stride`` to the next.
     width = tl.arange(0, PADDED)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
+    # Unrolled in part: the loads of one round do not wait for each other, though the sums go in order.
     for start in range(0, splits, IN_FLIGHT):
         for index in tl.static_range(IN_FLIGHT):
             there = inside & (start + index < splits)
@@ -56,7 +50,7 @@ def merged(total, row_max, row_sum, numbers, lse):
     """Return the running sums ``(rows, columns)``, base-2 maxima and weights with one more partial result of each."""
     lse *= LOG2E
     new_max = tl.maximum(row_max, lse)
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key so far, and -inf - -inf is NaN
     rescale = tl.exp2(row_max - base)
     weight = tl.exp2(lse - base)
     return total * rescale[:, None] + numbers * weight[:, None], new_max, row_sum * rescale + weight
@@ -66,12 +60,9 @@ def merged(total, row_max, row_sum, numbers, lse):
 def merge_row(
     part_ptr, part_lse_ptr, first, stride, splits, SIZE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Return the merged result ``(PADDED,)`` and natural LSE of one row.
-
-    Args:
-        first: int64, of its first partial result; ``stride`` to the next.
-        CHUNK: partial results that are taken at once, in their order.
-    """
+    """Return the merged result ``(PADDED,)`` and natural LSE of one row."""
+    # first: int64, of its first partial result; ``stride`` to the next.
+    # CHUNK: partial results that are taken at once, in their order.
     width = tl.arange(0, PADDED)
     row_max = float("-inf")
     row_sum = 0.0
@@ -80,7 +71,7 @@ def merge_row(
         split = start + tl.arange(0, CHUNK)
         part = first + split * stride
         lse = tl.load(part_lse_ptr + part, mask=split < splits, other=float("-inf")) * LOG2E
-        mask = (lse > float("-inf"))[:, None] & (width < SIZE)[None, :]
+        mask = (lse > float("-inf"))[:, None] & (width < SIZE)[None, :]  # what weighs nothing is not read
         numbers = tl.load(part_ptr + part[:, None] * SIZE + width[None, :], mask=mask, other=0.0)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -123,17 +114,13 @@ def merge_pieces_kernel(
     CHUNK: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge the partial results of one row of requests in several pieces, one request after the other.
-
-    Grid: rows of a slot (most tokens of a request x heads) x programs that share the requests. Memory traffic: each
-    partial result once. The bits of a row depend on its own partial results alone.
-
-    Args:
-        part_ptr, part_lse_ptr: float32, a row's results at ``(slot + split) * rows of a slot + token * HEADS + head``.
-        pieces_ptr: of ``pieces.list_pieces``, where ``merges`` requests in several pieces stand behind ``listed``
-            pieces; None: ``merges`` requests have ``num_splits`` each.
-        CHUNK: partial results of a row that are read at once; half or a quarter of it where the row has fewer.
-    """
+    """Merge the partial results of one row of requests in several pieces, one request after the other."""
+    # Grid: rows of a slot (most tokens of a request x heads) x programs that share the requests. Memory traffic: each
+    # partial result once. The bits of a row depend on its own partial results alone.
+    # part_ptr, part_lse_ptr: float32, a row's results at ``(slot + split) * rows of a slot + token * HEADS + head``.
+    # pieces_ptr: of ``pieces.list_pieces``, where ``merges`` requests in several pieces stand behind ``listed`` pieces;
+    # None: ``merges`` requests have ``num_splits`` each.
+    # CHUNK: partial results of a row that are read at once; half or a quarter of it where the row has fewer.
     row = tl.program_id(0)
     stride = tl.num_programs(0)
     width = tl.arange(0, PADDED)
@@ -147,6 +134,7 @@ def merge_pieces_kernel(
         if row < piece.query_len * HEADS:
             first = piece.slot.to(tl.int64) * stride + row
             splits = piece.splits
+            # Three sizes are compiled in: a tile is as large as ``CHUNK`` says even where most of it is masked.
             if splits <= CHUNK // 4:
                 merged_row = merge_row(part_ptr, part_lse_ptr, first, stride, splits, SIZE, PADDED, CHUNK // 4)
             elif splits <= CHUNK // 2:
@@ -163,11 +151,11 @@ def merge_pieces_kernel(
         request = request_of(pieces_ptr, listed, merges, index)
 
 
+# About as many programs of ``merge_pieces_kernel`` share the requests: two waves on an H100. A captured step launches
+# for as many requests as may ever be in several pieces, of which most steps have few.
 MERGE_PROGRAMS = 1024
-"""About as many programs of ``merge_pieces_kernel`` share the requests: two waves on an H100. A captured step launches
-for as many requests as may ever be in several pieces, of which most steps have few."""
+# Numbers of a row's partial results that ``merge_pieces_kernel`` reads at once, unless the row has fewer.
 MERGE_NUMBERS = 8192
-"""Numbers of a row's partial results that ``merge_pieces_kernel`` reads at once, unless the row has fewer."""
 _merge_pieces = Relaunches(merge_pieces_kernel, num_warps=4)
 
 
@@ -239,9 +227,9 @@ def merge_shares_kernel(
         tl.store(lse_ptr + token * HEADS + row % HEADS, lse, mask=inside)
 
 
+# Numbers of the rows that one program of ``merge_shares`` merges. With the partial results in flight they fill half of
+# a thread's registers.
 SHARED_NUMBERS = 1024
-"""Numbers of the rows that one program of ``merge_shares`` merges. With the partial results in flight they fill half of
-a thread's registers."""
 _merge_shares = Relaunches(merge_shares_kernel, num_warps=4)
 
 
@@ -302,10 +290,8 @@ def merge_attn_states_kernel(
     ROWS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge ``ROWS`` rows (a head of a token) of two partials. Memory traffic: each partial read, the result written.
-
-    A partial with LSE -inf is not read.
-    """
+    """Merge ``ROWS`` rows (a head of a token) of two partials."""
+    # Memory traffic: each partial read, but none whose LSE is -inf; the result written.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     token = (row // HEADS).to(tl.int64)
@@ -336,8 +322,7 @@ def merge_attn_states_kernel(
         tl.store(lse_ptr + token * stride_lt + head * stride_lh, lse, mask=inside)
 
 
-MERGE_ROWS = 16
-"""Rows of one program of ``merge_attn_states``."""
+MERGE_ROWS = 16  # Rows of one program of ``merge_attn_states``
 _merge = Relaunches(merge_attn_states_kernel, num_warps=4)
 
 

@@ -13,14 +13,11 @@ from attn_select_triton.kernels.launch import FP8, power_of_two
 from attn_select_triton.kernels.primitives import saturated
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
-WRITE_TOKENS = 4
-"""Tokens of one program of the cache update."""
-GATHER_TOKENS = 16
-"""Tokens of one program of the gather."""
-MOST_COLUMNS = 512
-"""Columns that the gather copies at a time."""
+WRITE_TOKENS = 4  # Tokens of one program of the cache update
+GATHER_TOKENS = 16  # Tokens of one program of the gather
+MOST_COLUMNS = 512  # Columns that the gather copies at a time
+# Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both.
 SLICED = ["slot_ptr", "table_ptr", "starts_ptr", "start_loc_ptr", "scale_ptr"]
-"""Pointers into slices of a step's tensors, aligned to 16 bytes in one step and not in another: one kernel for both."""
 
 
 @triton.jit
@@ -127,15 +124,13 @@ def gather_cache_mla_kernel(
     SCALED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Copy ``TOKENS`` tokens. Memory traffic: each latent read and written once.
-
-    The request of a token is found by ``steps`` halvings of the sums of lengths, which stay in the caches.
-    """
+    """Copy ``TOKENS`` tokens. Memory traffic: each latent read and written once."""
+    # The request of a token is found by ``steps`` halvings of the sums of lengths, which stay in the caches.
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < num_tokens
     low = tl.zeros([TOKENS], tl.int32)
     high = low + num_requests
-    for _ in range(steps):
+    for _ in range(steps):  # as many for each token of the tile: those that are found stay where they are
         middle = (low + high) // 2
         open_ = low < high
         behind = open_ & (tl.load(start_loc_ptr + 1 + middle, mask=open_, other=0) <= token)

@@ -29,53 +29,39 @@ from attn_select_triton.tuning import latent_splits, tile_of
 
 
 class Latents(NamedTuple):
-    """The cache of latents, as one request sees it.
+    """The cache of latents, as one request sees it."""
 
-    Attributes:
-        cache_ptr: the first element of all blocks.
-        latent_descriptor, rope_descriptor: of rows of one token each; with ``described``.
-        page_rows: such rows from one block to the next.
-        table_ptr: the request's row of the block table.
-        stride_block, stride_token: elements.
-    """
-
-    cache_ptr: Any
+    cache_ptr: Any  # the first element of all blocks
+    # latent_descriptor, rope_descriptor: of rows of one token each; with ``described``
     latent_descriptor: Any
     rope_descriptor: Any
-    page_rows: Any
-    table_ptr: Any
+    page_rows: Any  # such rows from one block to the next
+    table_ptr: Any  # the request's row of the block table
+    # stride_block, stride_token: elements
     stride_block: Any
     stride_token: Any
 
 
 class LatentTiles(NamedTuple):
-    """What tiles of the cache are read; all of it is compiled in.
+    """What tiles of the cache are read; all of it is compiled in."""
 
-    Attributes:
-        described: whole tiles are read through tensor descriptors.
-        block_size: tokens of a block.
-        r, block_r: size of the latent, and columns of its tile.
-        p, block_p: size of the rope part, and columns of its tile.
-        block_n: keys of a tile.
-    """
-
-    described: bool
-    block_size: int
+    described: bool  # whole tiles are read through tensor descriptors
+    block_size: int  # tokens of a block
+    # r, block_r: size of the latent, and columns of its tile
     r: int
     block_r: int
+    # p, block_p: size of the rope part, and columns of its tile
     p: int
     block_p: int
-    block_n: int
+    block_n: int  # keys of a tile
 
 
 @triton.jit
 def latent_tile(latents, page, start, high, TILES: tl.constexpr, MASKED: tl.constexpr):
-    """Return the latents ``(block_n, block_r)`` and rope parts ``(block_n, block_p)`` of keys from ``start`` on.
-
-    Keys at ``high`` and behind are 0 where ``MASKED``: their memory may hold NaN, and 0 times NaN is NaN.
-    A described tile lies in one page: ``block_size`` is a multiple of ``block_n``.
-    """
-    if TILES.described and not MASKED:
+    """Return the latents ``(block_n, block_r)`` and rope parts ``(block_n, block_p)`` of keys from ``start`` on."""
+    # Keys at ``high`` and behind are 0 where ``MASKED``: their memory may hold NaN, and 0 times NaN is NaN. A described
+    # tile lies in one page: ``block_size`` is a multiple of ``block_n``.
+    if TILES.described and not MASKED:  # TMA reads whole boxes: where keys are to be left out, pointers do it
         row = page * latents.page_rows + start % TILES.block_size
         return latents.latent_descriptor.load([row, 0]), latents.rope_descriptor.load([row, TILES.r])
     keys = start + tl.arange(0, TILES.block_n)
@@ -103,22 +89,17 @@ def latent_tile(latents, page, start, high, TILES: tl.constexpr, MASKED: tl.cons
 def attend_latent(
     query, running, limits, low, high, score_scale, latents, TILES: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Attend from a tile of rows to the keys ``[low, high)`` in tiles of ``block_n``.
-
-    ``low`` is a multiple of ``block_n``; without ``MASKED`` so is ``high``, and every row sees every key.
-
-    Args:
-        query: the parts ``(BLOCK_M, block_r)`` and ``(BLOCK_M, block_p)``: the latents are cast to their dtype.
-        running: accumulator, row_max and row_sum so far.
-        limits: int32 ``(BLOCK_M,)``, how many keys of the request each row sees.
-        score_scale: scale * log2(e), with an FP8 cache times its scale.
-        latents: a ``Latents``; TILES a ``LatentTiles``.
-
-    Returns:
-        ``running`` with these keys.
-    """
+    """Attend from a tile of rows to the keys ``[low, high)`` in tiles of ``block_n``."""
+    # ``low`` is a multiple of ``block_n``; without ``MASKED`` so is ``high``, and every row sees every key.
+    # query: the parts ``(BLOCK_M, block_r)`` and ``(BLOCK_M, block_p)``: the latents are cast to their dtype.
+    # running: accumulator, row_max and row_sum so far.
+    # limits: int32 ``(BLOCK_M,)``, how many keys of the request each row sees.
+    # score_scale: scale * log2(e), with an FP8 cache times its scale.
+    # latents: a ``Latents``; TILES a ``LatentTiles``.
+    # Returns ``running`` with these keys.
     q_latent, q_rope = query
     accumulator, row_max, row_sum = running
+    # A tile's page is loaded one tile ahead, since its latents cannot be asked for before.
     next_page = tl.load(latents.table_ptr + low // TILES.block_size, mask=low < high, other=0)
     for start in tl.range(low, high, TILES.block_n):
         page = next_page
@@ -180,21 +161,15 @@ def mla_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend from ``BLOCK_M`` rows of one request to one piece of its keys.
-
-    Of a request in one piece the result is written at once; of several, to the workspace: ``merge_pieces_kernel`` says
-    where a row's partial results lie.
-
-    Grid: row tiles x pieces; neighbours read the same keys at the same time, from L2. Without a list of pieces row
-    tiles x even shares of a request's keys x requests. Memory traffic: the piece's latents once per row tile. On chip:
-    q ``(BLOCK_M, R + P)`` and two or more tiles ``(BLOCK_N, R + P)`` in shared memory, ``(BLOCK_M, R)`` float32 in
-    registers.
-
-    Args:
-        part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot; with ``SPLIT``.
-        pieces_ptr: of ``pieces.list_pieces``, or None.
-        SPLIT: whether a request may have several pieces.
-    """
+    """Attend from ``BLOCK_M`` rows of one request to one piece of its keys."""
+    # Of a request in one piece the result is written at once; of several, to the workspace: ``merge_pieces_kernel``
+    # says where a row's partial results lie.
+    # Grid: row tiles x pieces; neighbours read the same keys at the same time, from L2. Without a list of pieces row
+    # tiles x even shares of a request's keys x requests. Memory traffic: the piece's latents once per row tile. On
+    # chip: q ``(BLOCK_M, R + P)`` and two or more tiles ``(BLOCK_N, R + P)`` in shared memory, ``(BLOCK_M, R)`` float32
+    # in registers.
+    # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot; with ``SPLIT``.
+    # pieces_ptr: of ``pieces.list_pieces``, or None.
     first = tl.program_id(0) * BLOCK_M
     if pieces_ptr is not None:
         piece = read_piece(pieces_ptr, tl.program_id(1))
@@ -261,26 +236,17 @@ def mla_decode_kernel(
 
 @dataclass(frozen=True, slots=True)
 class MLALaunch:
-    """How the decode is launched.
+    """How the decode is launched."""
 
-    Attributes:
-        block_m: query rows (heads x tokens) of a program.
-        block_n: keys of a tile.
-        num_warps, num_stages: as Triton has them.
-        described: read the cache through tensor descriptors (TMA) where pages hold whole tiles.
-        hopper: the warp-specialised kernel of ``mla_decode_hopper``, over an FP8 cache ``mla_decode_hopper_fp8``, of
-            which only ``block_m`` is free: 16, 32 or 64. Where a tensor's strides do not suit TMA, the other kernel
-            serves.
-        gathered: with ``hopper``, ``mla_decode_gathered`` for blocks of one token.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # query rows (heads x tokens) of a program
+    block_n: int  # keys of a tile
     num_warps: int
     num_stages: int
-    described: bool = False
+    described: bool = False  # read the cache through tensor descriptors (TMA) where pages hold whole tiles
+    # the warp-specialised kernel of ``mla_decode_hopper``, over an FP8 cache ``mla_decode_hopper_fp8``, of which only
+    # ``block_m`` is free: 16, 32 or 64. Where a tensor's strides do not suit TMA, the other kernel serves.
     hopper: bool = False
-    gathered: bool = False
+    gathered: bool = False  # with ``hopper``, ``mla_decode_gathered`` for blocks of one token
 
 
 def mla_launch(
@@ -293,18 +259,12 @@ def mla_launch(
     cache: torch.dtype,
     gluon: bool = True,
 ) -> MLALaunch:
-    """Return the launch parameters of a shape class.
-
-    Found by measuring on compute capability 9.0; elsewhere what compiles into the chip's
-    shared memory without spilling. Below 8.0 ``tl.dot`` is scalar, and operands are held in float32.
-
-    Args:
-        capability: the device's compute capability.
-        rows: most query rows (heads x tokens) of a request.
-        rank, rope: sizes of the latent and of the rope part.
-        block_size: tokens per block of the cache.
-        gluon: whether to take the warp-specialised kernel where it serves.
-    """
+    """Return the launch parameters of a shape class."""
+    # Found by measuring on compute capability 9.0; elsewhere what compiles into the chip's shared memory without
+    # spilling. Below 8.0 ``tl.dot`` is scalar, and operands are held in float32.
+    # rows: most query rows (heads x tokens) of a request.
+    # rank, rope: sizes of the latent and of the rope part.
+    # gluon: whether to take the warp-specialised kernel where it serves.
     names = str(query), "fp8_e4m3" if cache == torch.float8_e4m3fn else str(cache)
     lacks = gluon_lacks(capability, rank, rope, block_size, *names)
     if gluon and lacks is None:
@@ -325,15 +285,9 @@ def gathered_launch(rows: int) -> MLALaunch:
 
 @lru_cache(maxsize=4096)
 def mla_num_splits(programs: int, max_seq_len: int, sms: int) -> int:
-    """Return into how many splits the keys of a request go.
-
-    One program fills an SM, so programs run in waves. Never gives 2 x ``sms`` programs or more where splitting.
-
-    Args:
-        programs: requests x row tiles.
-        max_seq_len: the most keys of a request in the batch.
-        sms: multiprocessors of the device.
-    """
+    """Return into how many splits the keys of a request go."""
+    # One program fills an SM, so programs run in waves. Never gives 2 x ``sms`` programs or more where splitting.
+    # programs: requests x row tiles.
     return latent_splits().of_equal(programs, max_seq_len, sms)
 
 
@@ -352,18 +306,12 @@ def _described(rows: int, tensor: Tensor, stride: int, block: list[int], gluon: 
 
 
 class _Prepared:
-    """What the dtypes, sizes, strides and alignments of a call decide.
+    """What the dtypes, sizes, strides and alignments of a call decide."""
 
-    Attributes:
-        block_m: query rows of a program.
-        page_rows: rows of a token each from one block of the cache to the next; 0 without descriptors.
-        query_parts, cache_parts: descriptors.
-        pointers: whether the kernel takes the tensors as well.
-        fp8: the kernel rounds the query to the cache's dtype.
-        gathered: the kernel takes the cache as it is and no descriptors of it.
-        strides, constants: arguments of the kernel.
-        decode, merge: its launches.
-    """
+    # page_rows: rows of a token each from one block of the cache to the next; 0 without descriptors.
+    # pointers: whether the kernel takes the tensors as well.
+    # fp8: the kernel rounds the query to the cache's dtype.
+    # gathered: the kernel takes the cache as it is and no descriptors of it.
 
     __slots__ = (
         "block_m", "cache_parts", "constants", "decode", "fp8", "gathered", "merge", "merge_constants", "page_rows",
@@ -384,10 +332,13 @@ class _Prepared:
         stride_b, stride_t, _ = kv_cache.stride()
         whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * element % 16 == 0
         described = launch.described and whole_rows
+        # As TMA sees a query: rows, one per token and head, all the same distance from each other.
         flat_query = all(
             part.stride(0) == heads * part.stride(1) and part.data_ptr() % 16 == 0 for part in (query, query_rope)
         )
         fp8 = kv_cache.dtype == torch.float8_e4m3fn
+        # The launch was chosen before strides and addresses were known: where they do not suit TMA, the other kernel's.
+        # Over FP8 the kernel itself reads the query, to round it.
         if launch.hopper and not (described and (fp8 or flat_query)):
             columns = power_of_two(rank) + power_of_two(rope)
             tile = tile_of(
@@ -520,6 +471,7 @@ def mla_decode(
     page_rows = prepared.page_rows
     parts_of_query = latent, rope
     queries = [part.over(of, tokens * heads) for part, of in zip(prepared.query_parts, parts_of_query, strict=False)]
+    # The last block ends with its own tokens, where the stride to a next one may be longer.
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
     keys: list[Any] = [part.over(kv_cache, cache_rows) for part in prepared.cache_parts]
     scales: tuple[float, ...] = (scale * kv_scale * LOG2E.value, kv_scale)

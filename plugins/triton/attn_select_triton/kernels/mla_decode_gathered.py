@@ -35,8 +35,7 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     products,
 )
 
-LOADERS = gl.constexpr(4)
-"""Warps that copy."""
+LOADERS = gl.constexpr(4)  # Warps that copy
 
 
 @gluon.jit
@@ -60,13 +59,14 @@ def gather_tiles(
     for tile in range(tiles):
         buffer = tile % STAGES
         free = (tile // STAGES & 1) ^ 1
-        there = (keys < high)[:, None]
+        there = (keys < high)[:, None]  # of other keys zeros are written
         rows = cache_ptr + (chosen.to(gl.int64) * stride_token)[:, None]
         keys += KEYS
         chosen = gl.load(slots + keys, mask=keys < high, other=0)
         mbarrier.wait(barriers.left_empty.index(buffer), free)
         async_load(smem.k_pe.index(buffer), rows + rope_columns, mask=there)
         async_load(smem.k_left.index(buffer), rows + columns, mask=there)
+        # Each thread arrives when its own copies are there. The barrier was made for all of them, so none adds itself.
         async_copy.mbarrier_arrive(barriers.left_ready.index(buffer), increment_count=False)
         mbarrier.wait(barriers.right_empty.index(buffer), free)
         async_load(smem.k_right.index(buffer), rows + (R // 2 + columns), mask=there)
@@ -76,6 +76,8 @@ def gather_tiles(
 @gluon.jit
 def wait_for_tile(tile, barriers):
     """Wait until threads have written a tile. ``wgmma`` reads it behind a fence."""
+    # TMA writes through the async proxy, as wgmma reads; copies of threads do not. The functions below call the dense
+    # kernel's, which wait once more: for phases that are over, so they pass.
     mbarrier.wait(barriers.left_ready.index(tile % STAGES), tile // STAGES & 1)
     mbarrier.wait(barriers.right_ready.index(tile % STAGES), tile // STAGES & 1)
     fence_async_shared()
@@ -140,14 +142,11 @@ def mla_decode_gathered_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from some heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``.
-
-    Args:
-        q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, blocks ``(ROWS, R / 2)`` and
-            ``(ROWS, P)``; 16, 32 or 64 rows.
-        cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
-        table_ptr: int32 slots, the ones that each request reads.
-    """
+    """Attend from some heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``."""
+    # q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
+    # ``(ROWS, P)``; 16, 32 or 64 rows.
+    # cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
+    # table_ptr: int32 slots, the ones that each request reads.
     position, part, slots = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
@@ -182,6 +181,8 @@ def mla_decode_gathered_kernel(
     strides = Strides(stride_ot, stride_oh)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
+    # Registers as in ``mla_decode_hopper_kernel``, but the loaders need more: each of their threads holds the addresses
+    # of its rows.
     if ROWS == 64:
         exchange = make_exchange(DTYPE, 1, ROWS, 2)
         fence_async_shared()

@@ -30,42 +30,31 @@ from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.pieces import FIELDS
 from attn_select_triton.kernels.primitives import LN2
 
+# Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory.
 KEYS = gl.constexpr(64)
-"""Keys of a tile. Two tiles of 576 columns and the query fill 216 of the 227 KiB of shared memory."""
 STAGES = gl.constexpr(2)
-SLACK = gl.constexpr(8.0)
-"""As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits."""
+SLACK = gl.constexpr(8.0)  # As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits
 
 
 class Position(NamedTuple):
-    """What a program works on.
+    """What a program works on."""
 
-    Attributes:
-        first: of the rows of its request, tokens x heads.
-        splits: in how many pieces the request's keys are.
-        query_start, query_len, seq_len: the request's.
-        low, high: its keys.
-        tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the
-            request's last row have none.
-    """
-
-    first: Any
-    splits: Any
+    first: Any  # of the rows of its request, tokens x heads
+    splits: Any  # in how many pieces the request's keys are
     query_start: Any
     query_len: Any
     seq_len: Any
+    # low, high: the keys of its piece
     low: Any
     high: Any
+    # tiles, full: of keys from ``low`` on, and how many of them are seen whole by every row. Programs behind the
+    # request's last row have none.
     tiles: Any
     full: Any
 
 
 class Shared(NamedTuple):
-    """The query, and ``STAGES`` tiles of keys, in shared memory: two halves of the latent's columns, and the rope part.
-
-    Attributes:
-        weights: of one group's own tile; None where one group hands them on through an ``Exchange``.
-    """
+    """The query and ``STAGES`` tiles of keys in shared memory: the latent's columns in two halves, and the rope."""
 
     q_left: Any
     q_right: Any
@@ -73,7 +62,7 @@ class Shared(NamedTuple):
     k_left: Any
     k_right: Any
     k_pe: Any
-    weights: Any
+    weights: Any  # of one group's own tile; None where one group hands them on through an ``Exchange``
 
 
 class Barriers(NamedTuple):
@@ -123,10 +112,8 @@ def key_range(
     table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table,
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return a program's ``Position``, the workspace row where its piece begins, and the block table of its request.
-
-    The grid is ``mla_decode``'s.
-    """
+    """Return a program's ``Position``, the workspace row where its piece begins, and the block table of its request."""
+    # The grid is ``mla_decode``'s.
     first = gl.program_id(0) * ROWS
     if pieces_ptr is not None:
         piece = pieces_ptr + gl.program_id(1) * FIELDS
@@ -135,6 +122,7 @@ def key_range(
         splits = gl.load(piece + 2)
         slot = gl.load(piece + 3)
         query_start = gl.load(piece + 4)
+        # Without rows a program that has no piece loads no tile and writes nothing, though all its warps still start.
         query_len = gl.where(request < 0, 0, gl.load(piece + 5))
         seq_len = gl.load(piece + 6)
     else:
@@ -148,16 +136,19 @@ def key_range(
     high = seq_len
     full_high = seq_len
     if CAUSAL:
+        # Rows are token-major: the last row's token sees the most keys (high), the first row's the fewest (full_high).
         last_token = gl.minimum((first + ROWS - 1) // HEADS, query_len - 1)
         high = gl.maximum(seq_len + last_token + 1 - query_len, 0)
         full_high = gl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
+    # Whole tiles are dealt out as evenly as they go, as in ``primitives.split_bounds``: only the last piece ends within
+    # one.
     all_tiles = (high + KEYS - 1) // KEYS
     low = split * all_tiles // splits * KEYS
     high = gl.minimum(high, (split + 1) * all_tiles // splits * KEYS)
     tiles = gl.maximum(high - low + KEYS - 1, 0) // KEYS
     tiles = gl.where(first < query_len * HEADS, tiles, 0)
     full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
-    part = (slot + split).to(gl.int64) * slot_rows
+    part = (slot + split).to(gl.int64) * slot_rows  # times R it is an offset, which may need 64 bits
     table = table_ptr + request * stride_table
     position = Position(first, splits, query_start, query_len, seq_len, low, high, tiles, full)
     return position, part, table
@@ -176,10 +167,15 @@ def load_tiles(
         tma_load(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
     for tile in range(tiles):
         buffer = tile % STAGES
+        # The other parity than the readers': on a fresh barrier such a wait passes at once, so the first tile of each
+        # buffer waits for nobody, and each later one for the readers of the tile before it there.
         free = (tile // STAGES & 1) ^ 1
         start = low + tile * KEYS
+        # A tile lies in one page: blocks have multiples of 64 tokens (``limits.GLUON_BLOCK``).
         key = gl.load(table + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
         mbarrier.wait(barriers.left_empty.index(buffer), free)
+        # A barrier for each half, since each half of the values has its own group (``add_values``). The rope part
+        # serves the scores alone; it comes with the first half.
         bar = barriers.left_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
         tma_load(kv_rope, [key, R], bar, smem.k_pe.index(buffer))
@@ -196,6 +192,8 @@ def clear_behind(values, first, high, T: gl.constexpr):
     rows = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
     loaded = values.load(T)
     values.store(gl.where((rows < high)[:, None], loaded, gl.zeros_like(loaded)))
+    # wgmma reads shared memory through the async proxy: without the fence it might miss plain stores, without the
+    # barrier those of other warps.
     fence_async_shared()
     barrier()
 
@@ -211,19 +209,14 @@ def seen_keys(flat, position, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def softmax_tile(scores, row_max, MASKED: gl.constexpr, AXIS: gl.constexpr, SLACK: gl.constexpr):
-    """Take a tile of base-2 scores, whose keys lie along ``AXIS``, into the running maximum.
-
-    Args:
-        SLACK: a maximum stays until a score exceeds it by more than this. Weights are up to ``2 ** SLACK`` then, and
-            what was summed before is seldom multiplied.
-
-    Returns:
-        Weights, the factor for what was summed before, and the new maximum.
-    """
+    """Take a tile of base-2 scores, whose keys lie along ``AXIS``, into the running maximum."""
+    # SLACK: a maximum stays until a score exceeds it by more than this. Weights are up to ``2 ** SLACK`` then, and what
+    # was summed before is seldom multiplied.
+    # Returns weights, the factor for what was summed before, and the new maximum.
     tile_max = gl.max(scores, AXIS)
     new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)
     base = new_max
-    if MASKED:
+    if MASKED:  # a row may have seen no key yet, and -inf - -inf is NaN
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
     return gl.exp2(scores - gl.expand_dims(base, AXIS)), gl.exp2(row_max - base), new_max
 
@@ -288,13 +281,9 @@ def write_quarters(
     pointers, first, second, norm, staging, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr,
 ):  # fmt: skip
-    """Write two quarters of a program's columns from ``COLUMN`` on, times ``norm``; 16-bit ones by way of ``staging``.
-
-    A thread has two numbers of a row in a row; from shared memory it takes eight.
-
-    Args:
-        staging: shared memory of ``ROWS * R`` bytes that nothing else uses any more.
-    """
+    """Write two quarters of a program's columns from ``COLUMN`` on, times ``norm``; 16-bit ones through ``staging``."""
+    # A thread has two numbers of a row in a row; from shared memory it takes eight, 16 bytes.
+    # staging: shared memory that nothing else uses any more: two quarters of ``ROWS * R / 4`` numbers of 2 bytes.
     first = first * norm
     second = second * norm
     if SPLIT and position.splits > 1:
@@ -328,6 +317,7 @@ def score_tile(
         seen = gl.expand_dims(keys, 1 - AXIS) < gl.expand_dims(limits, AXIS)
         scores = gl.where(seen, scores, float("-inf"))
     weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, AXIS, SLACK)
+    # Transposed, a row's keys lie across warps: each thread keeps sums of its own keys, and they meet once, at the end.
     sums = sums * rescale + gl.sum(weights, 1) if AXIS == 1 else sums * rescale[None, :] + weights
     slot = tile % SLOTS
     mbarrier.wait(exchange.taken.index(slot), (tile // SLOTS & 1) ^ 1)
@@ -335,7 +325,7 @@ def score_tile(
     place.store(weights.to(exchange.weights.dtype))
     exchange.factors.index(slot).store(rescale)
     if AXIS == 0:
-        fence_async_shared()  # wgmma reads the weights where they are
+        fence_async_shared()  # wgmma reads the weights where they are; else ``take_weights`` takes them to registers
     hand_back(exchange.given, slot)
     return new_max, sums
 
@@ -346,15 +336,12 @@ def attend_scores(
     HEADS: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
     PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the weights of all tiles for the groups that sum values, and write the log-sum-exp.
-
-    Args:
-        exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers,
-            that they are given and that they are taken. Behind the last tile the factors are the output's.
-        PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
-        DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
-        AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.
-    """
+    """Compute the weights of all tiles for the groups that sum values, and write the log-sum-exp."""
+    # exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers, that
+    # they are given and that they are taken. Behind the last tile the factors are the output's.
+    # PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
+    # DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
+    # AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS if AXIS == 1 else ROWS, DEPTH])
     flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, S))
     limits = seen_keys(flat, position, HEADS, CAUSAL)
@@ -363,7 +350,7 @@ def attend_scores(
         sums = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     else:
         sums = gl.zeros([KEYS, ROWS], gl.float32, S)  # a thread's of its own keys
-    if position.tiles > 0:
+    if position.tiles > 0:  # else no query was loaded, and nothing arrives
         mbarrier.wait(barriers.q_ready, 0)
     for tile in range(position.full):
         row_max, sums = score_tile(
@@ -402,6 +389,7 @@ def attend_scores(
     row_sum = sums
     if AXIS == 0:
         row_sum = gl.sum(sums, 0)
+    # One more turn of the exchange hands on what the output is to be multiplied with: only this group knows the sums.
     slot = position.tiles % SLOTS
     mbarrier.wait(exchange.taken.index(slot), (position.tiles // SLOTS & 1) ^ 1)
     exchange.factors.index(slot).store(gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0))
@@ -417,7 +405,8 @@ def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
     mbarrier.wait(exchange.given.index(slot), tile // SLOTS & 1)
     weights = exchange.weights.index(slot).load(gl.DotOperandLayout(0, ACC, 2))
     factor = exchange.factors.index(slot).load(gl.SliceLayout(1, ACC))
-    least = gl.min(exchange.factors.index(slot).load(EVERY), 0)  # every warp reads all: none waits for another
+    # 64 factors fill one warp of this layout, so every warp reads all, and none waits for another.
+    least = gl.min(exchange.factors.index(slot).load(EVERY), 0)
     hand_back(exchange.taken, slot)
     return weights, factor, least
 
@@ -428,14 +417,11 @@ def attend_values(
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
     TILE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Sum one half of the values' columns over all tiles, and write it.
-
-    The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
-
-    Args:
-        staging: as ``write_quarters`` has it, behind the last tile's scores.
-        TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
-    """
+    """Sum one half of the values' columns over all tiles, and write it."""
+    # The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
+    # staging: as ``write_quarters`` has it. It may be a half of the query: the last factors are given when all scores
+    # are done.
+    # TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
     first = gl.zeros([ROWS, R // 4], gl.float32, ACC)
     second = gl.zeros([ROWS, R // 4], gl.float32, ACC)
@@ -453,6 +439,7 @@ def attend_values(
 @gluon.jit
 def multiply_values(first, second, weights, factor, least, first_values, second_values):
     """Return the sums of two quarters of the columns with one tile's values."""
+    # Few tiles raise a maximum (``SLACK``): of the others all factors are 1, and the sums stay as they are.
     if least < 1.0:
         first = first * factor[:, None]
         second = second * factor[:, None]
@@ -475,7 +462,7 @@ def products(tile, smem, barriers, S: gl.constexpr):
     scores = warpgroup_mma(smem.q_right, smem.k_right.index(buffer).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(barriers.left_empty, buffer)
-    mbarrier.arrive(barriers.right_empty.index(buffer), count=1)
+    mbarrier.arrive(barriers.right_empty.index(buffer), count=1)  # ``hand_back``'s barrier stands for both
     return scores
 
 
@@ -512,9 +499,12 @@ def add_values(
     buffer = tile % STAGES
     weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
+    # Swizzled memory holds 128 bytes of every key's columns, then the next 128 of every key: so the first quarter's
+    # columns are the first part of a half's memory.
     quarters = reinterpret(halves, halves.dtype, [2 * STAGES, KEYS, R // 4], halves.type.layout)
     first_values = quarters.index(2 * buffer)
     second_values = quarters.index(2 * buffer + 1)
+    # No race with the scores, which read these columns as keys: the tile's weights were given, so they are done.
     if low + (tile + 1) * KEYS > high:
         clear_behind(first_values, low + tile * KEYS, high, T)
         clear_behind(second_values, low + tile * KEYS, high, T)
@@ -528,10 +518,8 @@ def attend_all_values(
     pointers, smem, barriers, exchange, position, strides,
     HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Sum all of the values' columns over all tiles, transposed, and write them.
-
-    The weights stay in shared memory, ``(ROWS, KEYS)``.
-    """
+    """Sum all of the values' columns over all tiles, transposed, and write them."""
+    # The weights stay in shared memory, ``(ROWS, KEYS)``.
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     EVERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -547,7 +535,7 @@ def attend_all_values(
         least = gl.min(exchange.factors.index(slot).load(EVERY), 0)  # as in take_weights
         mbarrier.wait(barriers.left_ready.index(buffer), tile // STAGES & 1)
         mbarrier.wait(barriers.right_ready.index(buffer), tile // STAGES & 1)
-        if position.low + (tile + 1) * KEYS > position.high:
+        if position.low + (tile + 1) * KEYS > position.high:  # no race, as in add_values
             clear_behind(left, position.low + tile * KEYS, position.high, T)
             clear_behind(right, position.low + tile * KEYS, position.high, T)
         if least < 1.0:
@@ -556,11 +544,11 @@ def attend_all_values(
         weights = exchange.weights.index(slot).permute((1, 0))
         first = warpgroup_mma(left.permute((1, 0)), weights, first, is_async=True)
         second = warpgroup_mma(right.permute((1, 0)), weights, second, is_async=True)
-        first = warpgroup_mma_wait(1, [first])
+        first = warpgroup_mma_wait(1, [first])  # the left half goes back while the second product still runs
         hand_back(barriers.left_empty, buffer)
         second = warpgroup_mma_wait(0, [second])
         hand_back(barriers.right_empty, buffer)
-        mbarrier.arrive(exchange.taken.index(slot), count=1)
+        mbarrier.arrive(exchange.taken.index(slot), count=1)  # not before: both products read the weights in place
     slot = position.tiles % SLOTS
     mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
     norm = exchange.factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
@@ -581,22 +569,25 @@ def attend_tile_turned(
     right = smem.k_right.index(buffer)
     values = right if RIGHT else left
     if MASKED:
+        # The other group may multiply scores with this half meanwhile. What is cleared are keys that it masks.
         clear_behind(values, low + tile * KEYS, high, T)
     scores = gl.zeros([KEYS, ROWS], gl.float32, S)
     scores = warpgroup_mma(smem.k_pe.index(buffer), smem.q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
     scores = warpgroup_mma(left, smem.q_left.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(right, smem.q_right.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
+    # The other half served this group's scores alone; its own is its values too.
     hand_back(barriers.left_empty if RIGHT else barriers.right_empty, buffer)
     scores *= score_scale
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
+    # No slack: the accumulator is multiplied at every tile here, so a maximum that stays would spare nothing.
     weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     smem.weights.permute((1, 0)).store(weights.to(values.dtype))
-    fence_async_shared()
+    fence_async_shared()  # wgmma takes its right operand from shared memory alone
     barrier()
     accumulator = warpgroup_mma(values.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
     accumulator = warpgroup_mma_wait(0, [accumulator])
@@ -610,14 +601,9 @@ def attend_half_turned(
     HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well.
-
-    Products are transposed, and each half's group computes all scores.
-
-    Args:
-        TILE: the function that attends to one tile, ``attend_tile_turned`` or one with its arguments.
-        DEPTH: as ``attend_scores`` has it.
-    """
+    """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well."""
+    # Products are transposed, and each half's group computes all scores.
+    # TILE: the function that attends to one tile, ``attend_tile_turned`` or one with its arguments.
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -659,7 +645,7 @@ def make_exchange(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, TAKERS: gl.con
     taken = barriers_of(SLOTS)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(given.index(slot), count=1)
-        mbarrier.init(taken.index(slot), count=TAKERS)
+        mbarrier.init(taken.index(slot), count=TAKERS)  # each group that takes arrives once
     return Exchange(weights, factors, given, taken)
 
 
@@ -692,15 +678,11 @@ def mla_decode_hopper_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from 64 rows of one request to one piece of its keys; all else as ``mla_decode_kernel``.
-
-    Memory traffic: the piece's latents once per row tile.
-
-    Args:
-        q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
-            ``(ROWS, P)``.
-        kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
-    """
+    """Attend from 64 rows of one request to one piece of its keys; all else as ``mla_decode_kernel``."""
+    # Memory traffic: the piece's latents once per row tile.
+    # q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
+    # ``(ROWS, P)``.
+    # kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
     position, part, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
@@ -719,6 +701,7 @@ def mla_decode_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(left_ready.index(stage), count=1)
         mbarrier.init(right_ready.index(stage), count=1)
+        # The group of the scores and the one that sums the half's values; with few rows one group sums both halves.
         mbarrier.init(left_empty.index(stage), count=2)
         mbarrier.init(right_empty.index(stage), count=2)
     fence_async_shared()
@@ -748,7 +731,12 @@ def mla_decode_hopper_kernel(
         R,
         BLOCK_SIZE,
     )
+    # The last lists are registers of a thread, of all groups but the first, which gets the rest of what they start with
+    # (``tuning.toml``, mla_hopper): four times 128, or three times 168 with few rows. The loader's warp counts as a
+    # whole group. Groups that sum values get the most: with R = 512 an accumulator of (64, R / 2) float32 is 128
+    # registers of each of 128 threads, and so is one of (R, 32). ``attend_scores`` ends with SLOTS, DEPTH and AXIS.
     if ROWS == 64:
+        # One slot is enough: both groups take the weights to registers at once. Memory is full (``KEYS``).
         exchange = make_exchange(kv_half.dtype, 1, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(

@@ -43,20 +43,15 @@ from attn_select_triton.kernels.mla_decode_hopper import (
 )
 from attn_select_triton.kernels.primitives import E4M3_MAX
 
+# Three tiles of 576 bytes a key, the query and a widened tile fill 208 of the 227 KiB of shared memory.
 STAGES = gl.constexpr(3)
-"""Three tiles of 576 bytes a key, the query and a widened tile fill 208 of the 227 KiB of shared memory."""
 SLOTS = gl.constexpr(2)
-PART = gl.constexpr(128)
-"""Columns of the latent that one box of TMA and one product take: the width of the swizzle."""
+PART = gl.constexpr(128)  # Columns of the latent that one box of TMA and one product take: the width of the swizzle
 ROPE = gl.constexpr(64)
 
 
 class Shared(NamedTuple):
-    """The query and ``STAGES`` tiles of keys in e4m3, and both halves of a tile's latents widened to float16.
-
-    Attributes:
-        weights: as ``mla_decode_hopper.Shared`` has them.
-    """
+    """The query and ``STAGES`` tiles of keys in e4m3, and both halves of a tile's latents widened to float16."""
 
     q: Any
     q_pe: Any
@@ -64,7 +59,7 @@ class Shared(NamedTuple):
     k_pe: Any
     left_values: Any
     right_values: Any
-    weights: Any
+    weights: Any  # as ``mla_decode_hopper.Shared`` has them
 
 
 class Barriers(NamedTuple):
@@ -79,6 +74,7 @@ class Barriers(NamedTuple):
 def rounded(numbers, scale):
     """Return numbers over their scale as e4m3, saturated."""
     scaled = numbers.to(gl.float32) / scale
+    # Behind the largest number of e4m3 there is no infinity, only NaN.
     return gl.minimum(gl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(gl.float8e4nv)
 
 
@@ -87,12 +83,10 @@ def round_query(
     query, q_smem, q_pe, q_ready, position,
     HEADS: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Bring one half of the query's columns to shared memory in e4m3; all of it is under way before any is waited for.
-
-    Args:
-        query: pointer and strides of the latents' columns, the same of the rope part's, and the scale.
-        RIGHT: the right half of the latents' columns, or the left one and the rope part.
-    """
+    """Bring one half of the query's columns to shared memory in e4m3."""
+    # All loads are issued before one is waited for.
+    # query: pointer and strides of the latents' columns, the same of the rope part's, and the scale.
+    # RIGHT: the right half of the latents' columns, or the left one and the rope part.
     q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, scale = query
     T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -101,7 +95,7 @@ def round_query(
     flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     rows = q_ptr + (position.query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
     inside = (flat < position.query_len * HEADS)[:, None]
-    loaded = ()
+    loaded = ()  # in registers first, so that no load waits for the conversion of the one before
     for part in gl.static_range(HALF):
         columns = (BEGIN + part) * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, T))
         loaded = loaded + (gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
@@ -113,9 +107,9 @@ def round_query(
         q_pe.store(rounded(rope, scale))
     for part in gl.static_range(HALF):
         q_smem.index(BEGIN + part).store(rounded(loaded[part], scale))
-    fence_async_shared()
+    fence_async_shared()  # wgmma is to see plain stores
     barrier()
-    mbarrier.arrive(q_ready, count=1)
+    mbarrier.arrive(q_ready, count=1)  # one of two: each half of the columns is rounded by itself
 
 
 @gluon.jit
@@ -149,7 +143,7 @@ def widen(k_smem, values, buffer, first, high, R: gl.constexpr, RIGHT: gl.conste
             keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
             wide = gl.where((keys < high)[:, None], wide, gl.zeros_like(wide))
         values.index(part).store(wide)
-    fence_async_shared()
+    fence_async_shared()  # the barrier that must follow is ``hand_back``'s
 
 
 @gluon.jit
@@ -179,13 +173,15 @@ def add_values(
     buffer = tile % STAGES
     start = low + tile * KEYS
     mbarrier.wait(barriers.ready.index(buffer), tile // STAGES & 1)
+    # Before the weights are there: the scores are multiplied meanwhile, and the tile's buffer goes back early.
     widen(smem.k, values, buffer, start, high, R, RIGHT, False)
     hand_back(barriers.empty, buffer)
-    if start + KEYS > high:
+    if start + KEYS > high:  # known when the kernel runs; ``widen``'s mask is compiled in
         T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         for part in gl.static_range(R // PART // 2):
             clear_behind(values.index(part), start, high, T)
     weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
+    # Parts of 128 columns lie one behind the other, as a wide tile's do (``mla_decode_hopper.add_values``).
     quarters = reinterpret(values, gl.float16, [2, KEYS, R // 4], values.type.layout)
     first, second = multiply_values(first, second, weights, factor, least, quarters.index(0), quarters.index(1))
     barrier()  # every warp is through with the values before one widens the next
@@ -197,7 +193,7 @@ def attend_tile_turned(
     tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
     ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Attend to one tile, with all products transposed; the weights pass through shared memory, ``(ROWS, KEYS)``."""
+    """Attend to one tile, all products transposed, as ``mla_decode_hopper.attend_tile_turned``."""
     values = smem.right_values if RIGHT else smem.left_values
     R: gl.constexpr = 2 * accumulator.shape[0]
     PARTS: gl.constexpr = R // PART
@@ -208,14 +204,14 @@ def attend_tile_turned(
     for part in gl.static_range(PARTS):
         keys_part = smem.k.index(buffer * PARTS + part)
         scores = warpgroup_mma(keys_part, smem.q.index(part).permute((1, 0)), scores, is_async=True)
-    widen(smem.k, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)
+    widen(smem.k, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)  # while the products run
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(barriers.empty, buffer)
     scores *= score_scale
     if MASKED:
         keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
         scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
+    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)  # no slack, as there
     sums = sums * rescale[None, :] + weights
     accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
     smem.weights.permute((1, 0)).store(weights.to(gl.float16))
@@ -235,7 +231,7 @@ def round_and_attend_values(
 ):  # fmt: skip
     """One half's group: rounds its half of the query beside the first loads, then attends."""
     round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, RIGHT)
-    staging = smem.right_values if RIGHT else smem.left_values
+    staging = smem.right_values if RIGHT else smem.left_values  # its own, so no other group reads there
     attend_values(
         pointers, smem, barriers, exchange, staging, position, strides,
         HEADS, R, SPLIT, ROWS, RIGHT, gl.constexpr(add_values), SLOTS,
@@ -292,14 +288,11 @@ def mla_decode_hopper_fp8_kernel(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Attend from ``ROWS`` rows of one request to one piece of its keys; all else as ``mla_decode_hopper_kernel``.
-
-    Args:
-        q_ptr, qr_ptr: 16-bit query ``(T, H, R)`` and its rope part ``(T, H, 64)``, the last dimensions contiguous.
-        kv_part, kv_rope: descriptors over the cache's rows ``(tokens, R + 64)`` of e4m3, blocks ``(64, 128)`` and
-            ``(64, 64)``.
-        score_scale: scale * log2(e), times the query's scale and the cache's.
-    """
+    """Attend from ``ROWS`` rows of one request to one piece of its keys; all else as ``mla_decode_hopper_kernel``."""
+    # q_ptr, qr_ptr: 16-bit query ``(T, H, R)`` and its rope part ``(T, H, 64)``, the last dimensions contiguous.
+    # kv_part, kv_rope: descriptors over the cache's rows ``(tokens, R + 64)`` of e4m3, blocks ``(64, 128)`` and ``(64,
+    # 64)``.
+    # score_scale: scale * log2(e), times the query's scale and the cache's.
     position, part, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
     )  # fmt: skip
@@ -314,9 +307,10 @@ def mla_decode_hopper_fp8_kernel(
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = barriers_of(STAGES)
     empty = barriers_of(STAGES)
-    mbarrier.init(q_ready, count=2)
+    mbarrier.init(q_ready, count=2)  # two calls of ``round_query``
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
+        # All groups read a tile: scores and both halves' values, or with few rows two groups that do both.
         mbarrier.init(empty.index(stage), count=3 if ROWS == 64 else 2)
     fence_async_shared()
 
@@ -329,6 +323,7 @@ def mla_decode_hopper_fp8_kernel(
     )  # fmt: skip
     strides = Strides(stride_ot, stride_oh)
     scales = Scales(score_scale, value_scale)
+    # Registers as in ``mla_decode_hopper_kernel``.
     if ROWS == 64:
         smem = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, None)
         exchange = make_exchange(gl.float16, SLOTS, ROWS, 2)

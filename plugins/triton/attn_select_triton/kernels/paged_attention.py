@@ -32,14 +32,12 @@ from attn_select_triton.kernels.primitives import LOG2E, load_tile, normalised, 
 from attn_select_triton.kernels.relaunch import Relaunch, Relaunches, dtypes, specialised
 from attn_select_triton.tuning import find_tile, tile_of
 
+# Programs of version 2 per SM, at most: where a captured graph has room for more partitions, each takes several.
 PROGRAMS_PER_SM = 64
-"""Programs of version 2 per SM, at most: where a captured graph has room for more partitions, each takes several."""
-MOST_ROWS = 32
-"""Query heads of a program, at most: with more, registers spill."""
-REDUCE_CHUNK = 64
-"""Partitions that one step of the reduction takes."""
+MOST_ROWS = 32  # Query heads of a program, at most: with more, registers spill
+REDUCE_CHUNK = 64  # Partitions that one step of the reduction takes
+# Of the partial results' numbers no two that a thread reads lie at a known alignment, so one kernel serves all.
 UNALIGNED = [*SLICED, "part_max_ptr", "part_sum_ptr"]
-"""Of the partial results' numbers no two that a thread reads lie at a known alignment, so one kernel serves all."""
 
 
 @triton.jit
@@ -48,12 +46,10 @@ def classic_keys(
     BLOCK_SIZE: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return K of one KV head transposed, ``(BLOCK_D, BLOCK_N)``, 0 where masked. Memory traffic: the tile once.
-
-    Read as ``(BLOCK_D / X, BLOCK_N, X)``, the order it lies in: a warp takes 16 bytes of each of 32 tokens. The hint of
-    contiguity, which is true of the last dimension alone, orders the lanes; Triton's own order takes two tokens of 16
-    columns each, 16 lines of memory instead of 4.
-    """
+    """Return K of one KV head transposed, ``(BLOCK_D, BLOCK_N)``, 0 where masked. Memory traffic: the tile once."""
+    # Read as ``(BLOCK_D / X, BLOCK_N, X)``, the order it lies in: a warp takes 16 bytes of each of 32 tokens. The hint
+    # of contiguity, which is true of the last dimension alone, orders the lanes; Triton's own order takes two tokens of
+    # 16 columns each, 16 lines of memory instead of 4.
     keys = start + tl.arange(0, BLOCK_N)
     inside = keys < high
     tokens = pages_of(table_ptr, keys, inside, BLOCK_SIZE, MASKED) * stride_kb + keys % BLOCK_SIZE * X
@@ -83,40 +79,28 @@ def classic_values(
 
 
 class ClassicHead(NamedTuple):
-    """K and V of one KV head, as one sequence sees them.
+    """K and V of one KV head, as one sequence sees them."""
 
-    Attributes:
-        k_ptr, v_ptr: at the head's first element of all blocks.
-        table_ptr: the sequence's row of the block table.
-        stride_kb, stride_vb: elements from one block to the next.
-    """
-
+    # k_ptr, v_ptr: at the head's first element of all blocks
     k_ptr: Any
     v_ptr: Any
-    table_ptr: Any
+    table_ptr: Any  # the sequence's row of the block table
+    # stride_kb, stride_vb: elements from one block to the next
     stride_kb: Any
     stride_vb: Any
 
 
 class ClassicTiles(NamedTuple):
-    """What tiles of K and V are read; all of it is compiled in.
+    """What tiles of K and V are read; all of it is compiled in."""
 
-    Attributes:
-        alibi: scores have ALiBi.
-        block_size: tokens of a block.
-        x: elements of K that lie together.
-        d, block_d: head size, and columns of its tile.
-        precision: of float32 products.
-        block_n: keys of a tile.
-    """
-
-    alibi: bool
-    block_size: int
-    x: int
+    alibi: bool  # scores have ALiBi
+    block_size: int  # tokens of a block
+    x: int  # elements of K that lie together
+    # d, block_d: head size, and columns of its tile
     d: int
     block_d: int
-    precision: str
-    block_n: int
+    precision: str  # of float32 products
+    block_n: int  # keys of a tile
 
 
 @triton.jit
@@ -124,15 +108,12 @@ def attend_tile(
     q, running, start, high, last, slopes, head, score_scale, TILES: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Attend from a tile of query rows to the ``block_n`` keys from ``start`` on, with ``MASKED`` only those before
-    ``high``; return ``running`` with them. Memory traffic: the K and V tile once.
-
-    Args:
-        q: ``(rows, block_d)`` in the dtype of the products; K and V are cast to it.
-        running: accumulator, row_max and row_sum so far.
-        last: position of the query token.
-        slopes: float32 per row, times log2(e).
-        head: a ``ClassicHead``; TILES a ``ClassicTiles``.
-    """
+    ``high``; return ``running`` with them. Memory traffic: the K and V tile once."""
+    # q: ``(rows, block_d)`` in the dtype of the products; K and V are cast to it.
+    # running: accumulator, row_max and row_sum so far.
+    # last: position of the query token.
+    # slopes: float32 per row, times log2(e).
+    # head: a ``ClassicHead``; TILES a ``ClassicTiles``.
     accumulator, row_max, row_sum = running
     keys = start + tl.arange(0, TILES.block_n)
     k = classic_keys(
@@ -158,17 +139,13 @@ def attend_tile(
 
 @triton.jit
 def attend_tokens(q, low, high, last, slopes, head, score_scale, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Attend from a tile of query rows to the keys ``[low, high)``, ``low`` a multiple of ``block_n``.
-
-    Arguments as ``attend_tile`` has them.
-
-    Returns:
-        accumulator, row_max and row_sum, base 2; 0, -inf and 0 where there are no keys.
-    """
+    """Attend from a tile of query rows to the keys ``[low, high)``, ``low`` a multiple of ``block_n``."""
+    # Arguments as ``attend_tile`` has them.
+    # Returns accumulator, row_max and row_sum, base 2; 0, -inf and 0 where there are no keys.
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, TILES.block_d], tl.float32)
-    whole = high // TILES.block_n * TILES.block_n
+    whole = high // TILES.block_n * TILES.block_n  # only what is behind it pays for a mask
     for start in tl.range(low, whole, TILES.block_n):
         accumulator, row_max, row_sum = attend_tile(
             q, (accumulator, row_max, row_sum), start, high, last, slopes, head, score_scale, TILES, False
@@ -241,11 +218,9 @@ def paged_attention_v1_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: up to ``BLOCK_M`` heads of a KV head's group, against all keys of one sequence.
-
-    Tiles: query ``(BLOCK_M, BLOCK_D)``, K ``(BLOCK_D, BLOCK_N)``, V ``(BLOCK_N, BLOCK_D)``. Memory traffic: each key
-    and value once per tile of rows, query and output once.
-    """
+    """One program: up to ``BLOCK_M`` heads of a KV head's group, against all keys of one sequence."""
+    # Tiles: query ``(BLOCK_M, BLOCK_D)``, K ``(BLOCK_D, BLOCK_N)``, V ``(BLOCK_N, BLOCK_D)``. Memory traffic: each key
+    # and value once per tile of rows, query and output once.
     kv_head = tl.program_id(0) // row_tiles
     request = tl.program_id(1)
     token = tl.load(query_start_loc_ptr + request)
@@ -308,11 +283,9 @@ def paged_attention_v2_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: up to ``BLOCK_M`` heads of a KV head's group, against every n-th partition of a sequence's keys.
-
-    Partial results lie as ``(sequence, head, partition)``, normalised, with the maximum and the sum of base-2 scores.
-    Tiles as in version 1. Memory traffic: each key and value once per tile of rows, a partial result per partition.
-    """
+    """One program: up to ``BLOCK_M`` heads of a KV head's group, against every n-th partition of a sequence's keys."""
+    # Partial results lie as ``(sequence, head, partition)``, normalised, with the maximum and the sum of base-2 scores.
+    # Tiles as in version 1. Memory traffic: each key and value once per tile of rows, a partial result per partition.
     kv_head = tl.program_id(0) // row_tiles
     request = tl.program_id(1)
     token = tl.load(query_start_loc_ptr + request)
@@ -359,10 +332,8 @@ def paged_attention_v2_reduce_kernel(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Reduce the partitions of one head of one sequence, ``(CHUNK, BLOCK_D)`` at a time; one program each.
-
-    Memory traffic: each partial result once, the output once. A sequence without keys gives 0.
-    """
+    """Reduce the partitions of one head of one sequence, ``(CHUNK, BLOCK_D)`` at a time; one program each."""
+    # Memory traffic: each partial result once, the output once. A sequence without keys gives 0.
     head = tl.program_id(0)
     request = tl.program_id(1)
     token = tl.load(query_start_loc_ptr + request)
@@ -382,6 +353,7 @@ def paged_attention_v2_reduce_kernel(
         part_sum = tl.load(part_sum_ptr + part, mask=filled, other=0.0)
         mask = filled[:, None] & (size < D)[None, :]
         parts = tl.load(part_ptr + part[:, None] * D + size[None, :], mask=mask, other=0.0).to(tl.float32)
+        # Never -inf: each partition that is counted has a key. Results are normalised, so they weigh by their sums.
         new_largest = tl.maximum(largest, tl.max(part_max, 0))
         weights = part_sum * tl.exp2(part_max - new_largest)
         rescale = tl.exp2(largest - new_largest)
@@ -417,10 +389,8 @@ def gather_classic_kernel(
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Copy ``ALIGN`` tokens of one KV head into rows ``(ALIGN, BLOCK_D)``, with zeros behind the sequence's end.
-
-    Memory traffic: each key and value read once and written once.
-    """
+    """Copy ``ALIGN`` tokens of one KV head into rows ``(ALIGN, BLOCK_D)``, with zeros behind the sequence's end."""
+    # Memory traffic: each key and value read once and written once.
     start = tl.program_id(0) * ALIGN
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
@@ -478,24 +448,16 @@ def gather_classic(
 def classic_prefill_launch(
     capability: tuple[int, int], width: int, dtype: torch.dtype, cache: torch.dtype
 ) -> Launch | None:
-    """Return how ``prefill_attention`` is launched over the classic layout's blocks; None: by its own table.
-
-    Args:
-        width: the head size.
-        dtype: of the query; ``cache`` of K and V.
-    """
+    """Return how ``prefill_attention`` is launched over the classic layout's blocks; None: by its own table."""
+    # dtype: of the query; ``cache`` of K and V.
     bits = 8 * max(dtype.itemsize, cache.itemsize) if dtype.itemsize == cache.itemsize else 0
     return find_tile("classic_prefill", capability, width=width, bits=bits)
 
 
 def paged_launch(capability: tuple[int, int], rows: int, width: int, dtype: torch.dtype, cache: torch.dtype) -> Launch:
-    """Return the launch of either version.
-
-    Args:
-        rows: query heads of a KV head's group.
-        width: the head size.
-        dtype: of the query; ``cache`` of K and V.
-    """
+    """Return the launch of either version."""
+    # rows: query heads of a KV head's group.
+    # dtype: of the query; ``cache`` of K and V.
     block_m = min(MOST_ROWS, power_of_two(rows))
     name = str(dtype).removeprefix("torch.")
     tile = tile_of("paged_attention", capability, rows=block_m, width=width, dtype=name)
@@ -504,14 +466,10 @@ def paged_launch(capability: tuple[int, int], rows: int, width: int, dtype: torc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partials:
-    """Where version 2 keeps its partial results: N rows, one per sequence, head and partition.
+    """Where version 2 keeps its partial results: N rows, one per sequence, head and partition."""
 
-    Attributes:
-        outputs: ``(N, head_size)`` in the query's dtype.
-        maxima, sums: float32 ``(N,)``, of base-2 scores.
-    """
-
-    outputs: Tensor
+    outputs: Tensor  # ``(N, head_size)`` in the query's dtype
+    # maxima, sums: float32 ``(N,)``, of base-2 scores
     maxima: Tensor
     sums: Tensor
 
@@ -523,14 +481,10 @@ class Partials:
 
 
 class _Prepared:
-    """What the dtypes, sizes, strides and alignments of a call decide.
+    """What the dtypes, sizes, strides and alignments of a call decide."""
 
-    Attributes:
-        row_tiles: of a KV head's group.
-        strides: of query and output; cache_strides of blocks and heads of K and of V.
-        constants: of the version's kernel from ``GROUP`` on.
-        attend, reduce: its launch, and the reduction's.
-    """
+    # strides: of query and output; cache_strides of blocks and heads of K and of V.
+    # constants: of the version's kernel from ``GROUP`` on.
 
     __slots__ = ("attend", "cache_strides", "constants", "reduce", "row_tiles", "strides")
 
@@ -565,12 +519,9 @@ _prepared: dict[Any, _Prepared] = {}
 def _prepare(
     tensors: tuple[Tensor, ...], others: tuple[Tensor | None, ...], partition_size: int, launch: Launch | None
 ) -> _Prepared:
-    """Return what a call needs that one before it may have worked out; ``partition_size`` 0 is version 1.
-
-    Args:
-        tensors: query, K, V and output, and version 2's partial outputs.
-        others: ``SLICED`` ones, the slopes last.
-    """
+    """Return what a call needs that one before it may have worked out; ``partition_size`` 0 is version 1."""
+    # tensors: query, K, V and output, and version 2's partial outputs.
+    # others: ``SLICED`` ones, the slopes last.
     query, key, value, output = tensors[:4]
     sizes = query.shape[1:], key.shape[1:], query.stride()[:2], key.stride()[:2], value.stride()[:2]
     kind = (*sizes, output.stride()[:2], *specialised(*tensors), *dtypes(*others), partition_size, launch)
@@ -659,6 +610,7 @@ def paged_attention_v2(
             f"partials has {room} rows; one sequence of {partitions} partitions and {heads} heads needs "
             f"{heads * partitions} (Partials.reserve)"
         )
+    # A launch takes whole sequences, so room counts in multiples of one's; the launches share them evenly.
     launches = -(-seqs * heads * partitions // (room - room % (heads * partitions)))
     step = -(-seqs // launches)
     programs = min(partitions, max(1, PROGRAMS_PER_SM * sm_count(query.device) // (tiles * step)))
@@ -666,6 +618,7 @@ def paged_attention_v2(
     for first in range(0, seqs, step):
         if first or step < seqs:
             part = slice(first, first + step)
+            # Starts need one more than there are sequences, and more does no harm.
             starts, lens, table = query_start_loc[first:], seq_lens[part], block_table[part]
         else:
             starts, lens, table = query_start_loc, seq_lens, block_table

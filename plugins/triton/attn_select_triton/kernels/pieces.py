@@ -14,26 +14,18 @@ from torch import Tensor
 from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes
 
-FIELDS = tl.constexpr(8)
-"""Numbers of a piece: the fields of ``Piece``, and one that fills 32 bytes."""
-TOGETHER = tl.constexpr(32)
-"""Requests that a program lists."""
+FIELDS = tl.constexpr(8)  # Numbers of a piece: the fields of ``Piece``, and one that fills 32 bytes
+TOGETHER = tl.constexpr(32)  # Requests that a program lists
 
 
 class Piece(NamedTuple):
-    """One piece of a request's keys.
+    """One piece of a request's keys."""
 
-    Attributes:
-        request: its number; -1: there is no such piece.
-        split, splits: which of how many even shares.
-        slot: of the first share's partial result, where there are several.
-        query_start, query_len, seq_len: the request's.
-    """
-
-    request: tl.tensor
+    request: tl.tensor  # its number; -1: there is no such piece
+    # split, splits: which of how many even shares
     split: tl.tensor
     splits: tl.tensor
-    slot: tl.tensor
+    slot: tl.tensor  # of the first share's partial result, where there are several
     query_start: tl.tensor
     query_len: tl.tensor
     seq_len: tl.tensor
@@ -65,10 +57,11 @@ def shares(query_start_loc_ptr, seq_lens_ptr, requests, count, split_tokens, mos
     query_len = tl.load(query_start_loc_ptr + requests + 1, mask=there, other=0) - start
     seq_len = tl.load(seq_lens_ptr + requests, mask=there, other=0)
     keys = seq_len
-    if reach > 0:
+    if reach > 0:  # a program's tokens see the last one's window and, before it, one key more for each token
         keys = tl.minimum(seq_len, tl.minimum(query_len, tile_tokens) - 1 + reach)
     splits = tl.maximum(tl.minimum(tl.cdiv(keys, split_tokens), most_splits), 1)
     splits = tl.where(there & (query_len > 0), splits, 0)
+    # The divisor is 1 where there are no shares, since those lanes divide too.
     return start, query_len, seq_len, splits, tl.cdiv(keys, tl.maximum(splits, 1))
 
 
@@ -88,12 +81,10 @@ def list_pieces_kernel(
     pieces_ptr, query_start_loc_ptr, seq_lens_ptr, count, capacity, merges, split_tokens, most_splits, reach,
     tile_tokens,
 ):  # fmt: skip
-    """List the pieces of ``TOGETHER`` requests at their places among all, of which longer ones come first.
-
-    Behind them stand the requests that have several, in their order.
-
-    Each program goes through all requests, to count those before its own.
-    """
+    """List the pieces of ``TOGETHER`` requests at their places among all, of which longer ones come first."""
+    # Behind them stand the requests that have several, in their order.
+    # Each program goes through all requests, to count those before its own: a place follows without a sort, a second
+    # launch or a word between programs.
     index = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     start, query_len, seq_len, splits, size = shares(
         query_start_loc_ptr, seq_lens_ptr, index, count, split_tokens, most_splits, reach, tile_tokens
@@ -111,6 +102,7 @@ def list_pieces_kernel(
         before = other[None, :] < index[:, None]
         longer = other_size[None, :] > size[:, None]
         equal = other_size[None, :] == size[:, None]
+        # Pieces are placed longest first, equal ones in the order of requests; slots and merges in that order alone.
         place += tl.sum(tl.where(longer | (equal & before), others[None, :], 0), 1)
         several = others > 1
         slot += tl.sum(tl.where(before & several[None, :], others[None, :], 0), 1)
@@ -118,10 +110,12 @@ def list_pieces_kernel(
         total += tl.sum(others, 0)
         cut += tl.sum(several.to(tl.int32), 0)
     for split in range(0, tl.max(splits, 0)):
+        # ``index * 0``: ``write_piece`` stores tensors, and a loop's number is none.
         piece = Piece(index, index * 0 + split, splits, slot, start, query_len, seq_len)
         write_piece(pieces_ptr, place + split, piece, (split < splits) & (place + split < capacity))
     piece = Piece(index, index * 0, splits, slot, start, query_len, seq_len)
     write_piece(pieces_ptr, capacity + merge, piece, (splits > 1) & (merge < merges))
+    # All programs together mark what is left of both lists with request -1.
     own = tl.program_id(0) * TOGETHER
     step = tl.num_programs(0) * TOGETHER
     for first in range(total + own, capacity, step):

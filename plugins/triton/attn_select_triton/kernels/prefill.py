@@ -83,27 +83,24 @@ def prefill_kernel(
     ROW_SHAPE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """One program: ``block_m`` rows of one request and KV head, against all keys that they see.
-
-    Rows are tokens x heads of the group, token by token, so a tile is full whatever the group. Requests' tiles come
-    last first: causal rows with the most keys start earliest. Memory traffic: Q and output once, each K and V tile
-    once per row tile, which L2 serves, since neighbouring programs share the KV head.
-
-    Args:
-        row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
-        TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the
-            dtype of the products.
-    """
+    """One program: ``block_m`` rows of one request and KV head, against all keys that they see."""
+    # Rows are tokens x heads of the group, token by token, so a tile is full whatever the group. Requests' tiles come
+    # last first: causal rows with the most keys start earliest. Memory traffic: Q and output once, each K and V tile
+    # once per row tile, which L2 serves, since neighbouring programs share the KV head.
+    # row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
+    # TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the dtype of the
+    # products.
     TERMS: tl.constexpr = as_constants(TermFlags, TERM_FLAGS)
     TILES: tl.constexpr = as_constants(TileShape, TILE_SHAPE)
     SHAPE: tl.constexpr = as_constants(RowShape, ROW_SHAPE)
     BLOCK_N: tl.constexpr = TILES.block_n
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last first
     kv_head = tl.program_id(1)
     request = find_request(query_start_loc_ptr, tile, num_requests, SHAPE.group, SHAPE.block_m)
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     tokens_before = query_start - tl.load(query_start_loc_ptr)
+    # ``find_request`` says where a request's tiles begin. It has one more than some need: that one has no rows.
     first = (tile - tokens_before * SHAPE.group // SHAPE.block_m - request) * SHAPE.block_m
     if first >= query_len * SHAPE.group:
         return
@@ -157,13 +154,9 @@ def prefill_kernel(
 
 
 class _Kind:
-    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel.
+    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel."""
 
-    Attributes:
-        block_m: query rows of a program.
-        arguments: the kernel's last.
-        launch: the kernel.
-    """
+    # arguments: the kernel's last.
 
     __slots__ = ("_described", "arguments", "block_m", "launch")
 
@@ -187,6 +180,7 @@ class _Kind:
         width = max(head_size, value_size) * (2 if 4 in (query.itemsize, cache_dtype.itemsize) else 1)
         block_d, rest = two_powers(head_size)
         block_dv = power_of_two(value_size)
+        # Whether TMA can read K and V depends on the tile, and the tile on whether it does: first it is chosen for TMA.
         chosen = launch or prefill_launch(capability, width, query.dtype, True, paged, max_seq_len)
         described = (
             block_d > 0
@@ -295,6 +289,7 @@ def prefill_attention(
         )  # fmt: skip
     tokens = tokens if num_tokens is None else num_tokens
     kind.launch(
+        # Tiles that ``find_request`` deals out, at most.
         (tokens * (heads // kv_heads) // kind.block_m + requests, kv_heads, 1), query, *kind.sources(key, value),
         output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes, sinks,
         terms.ranges, requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,

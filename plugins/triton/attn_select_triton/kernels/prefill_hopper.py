@@ -65,25 +65,18 @@ from attn_select_triton.kernels.work_list import WorkList
 from attn_select_triton.limits import GLUON_CAPABILITY
 from attn_select_triton.tuning import section_of
 
-LEAST_BOX = 16
-"""Tokens of the smallest box that was run."""
+LEAST_BOX = 16  # Tokens of the smallest box that was run
 
 
 class Rows(NamedTuple):
-    """The query's and the output's rows in global memory.
-
-    Attributes:
-        q_ptr, out_ptr, lse_ptr: as ``prefill_attention`` has them.
-        out_scale_ptr: of an e4m3 output.
-        sinks_ptr: a logit for each head.
-        stride_qt, stride_qh, stride_ot, stride_oh: elements from a token and from a head to the next.
-    """
+    """The query's and the output's rows in global memory."""
 
     q_ptr: Any
     out_ptr: Any
-    out_scale_ptr: Any
+    out_scale_ptr: Any  # of an e4m3 output
     lse_ptr: Any
-    sinks_ptr: Any
+    sinks_ptr: Any  # a logit for each head
+    # stride_qt, stride_qh, stride_ot, stride_oh: elements from a token and from a head to the next
     stride_qt: Any
     stride_qh: Any
     stride_ot: Any
@@ -138,14 +131,16 @@ def begin(rows, item, flat, OPTIONS: gl.constexpr):
     V_PARTS: gl.constexpr = OPTIONS.v_parts
     S: gl.constexpr = score_layout(OPTIONS.keys)
     limits = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S)) + item.seq_len
-    if OPTIONS.causal:
+    if OPTIONS.causal:  # rows behind the request's last would see more keys than there are
         limits = gl.minimum(limits + flat // OPTIONS.group + 1 - item.query_len, item.seq_len)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     sums = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
-    if OPTIONS.apart:
+    if OPTIONS.apart:  # written as ``soften`` adds up, so that the layout is the same
         sums = gl.sum(gl.reshape(gl.zeros([ROWS, OPTIONS.keys], gl.float32, S), [ROWS, OPTIONS.keys // 8, 8]), 1)
     if OPTIONS.sinks:
         sinks = gl.load(rows.sinks_ptr + item.kv_head * OPTIONS.group + flat % OPTIONS.group).to(gl.float32) * LOG2E
+        # A sink is the maximum at first, so its weight is 1: an eighth of it in each of eight sums. Of a request's
+        # shares only one counts it.
         row_max = gl.where(item.split == 0, sinks, row_max)
         sums += gl.where(item.split == 0, 1.0 / 8 if OPTIONS.apart else 1.0, 0.0)
     accumulators = ()
@@ -156,11 +151,10 @@ def begin(rows, item, flat, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def attend_ahead(item, before, running, scores, q_smem, tiles, OPTIONS: gl.constexpr):
-    """Attend to all tiles of an item. A tile's scores begin beside the softmax of the tile before.
-
-    Args:
-        before: what a tile's number lacks of the tiles that were loaded before it.
-    """
+    """Attend to all tiles of an item. A tile's scores begin beside the softmax of the tile before."""
+    # before: what a tile's number lacks of the tiles that were loaded before it.
+    # The first and the last loop have one turn or none: a share may have no tiles, and then nothing arrives. The zeros
+    # only say what kind of tensor ``p`` is.
     p = as_operand(gl.zeros([ROWS, OPTIONS.keys], gl.float32, score_layout(OPTIONS.keys)), tiles.k.dtype)
     second = gl.minimum(item.start + 1, item.tiles)
     for tile in range(item.start, second):
@@ -178,12 +172,9 @@ def attend_ahead(item, before, running, scores, q_smem, tiles, OPTIONS: gl.const
 def attend_in_order(
     item, before, turns, worked, running, scores, q_smem, tiles, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """Attend to all tiles of an item, one after the other.
-
-    Args:
-        before: as ``attend_ahead`` has it.
-        worked: items with tiles before this one.
-    """
+    """Attend to all tiles of an item, one after the other."""
+    # worked: items with tiles before this one.
+    # Three loops, so that only tiles at the edge of the window and at the end pay for a mask.
     middle = item.start
     if OPTIONS.window:
         middle = gl.maximum(gl.minimum(item.full_start, item.tiles), item.start)
@@ -206,6 +197,7 @@ def write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS: gl.conste
     inside = flat < item.query_len * GROUP
     place = item.partial + flat // GROUP * OPTIONS.heads + item.kv_head * GROUP + flat % GROUP
     gl.store(parts.part_lse_ptr + place, lse, mask=inside)
+    # Rows are known in the layout of scores; accumulators have another.
     row = gl.convert_layout(place, gl.SliceLayout(1, ACC)).to(gl.int64)
     rows_inside = gl.convert_layout(inside, gl.SliceLayout(1, ACC))[:, None]
     columns = gl.arange(0, PART, gl.SliceLayout(0, ACC))
@@ -258,14 +250,11 @@ def attend_items(
     q_smem, rows, tiles, turns, mail, scales, parts, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Attend from one group's 64 rows of each item to all its tiles, and write their output, or their partial result
-    where several programs share the keys. The query of the next item is on its way meanwhile, where registers allow it.
-
-    Args:
-        q_smem: shared memory of the query's parts.
-        rows: a ``Rows``; tiles a ``Tiles``, mail a ``Mail``, scales a ``Scales``, parts a ``Parts``.
-        turns: a barrier for each group.
-        INDEX: of the group.
-    """
+    where several programs share the keys."""
+    # The query of the next item is on its way meanwhile, where registers allow it (``EARLY``).
+    # q_smem: shared memory of the query's parts.
+    # rows: a ``Rows``; tiles a ``Tiles``, mail a ``Mail``, scales a ``Scales``, parts a ``Parts``.
+    # turns: a barrier for each group.
     PARTS: gl.constexpr = OPTIONS.parts
     EARLY: gl.constexpr = OPTIONS.parts + OPTIONS.v_parts < 8
     S: gl.constexpr = score_layout(OPTIONS.keys)
@@ -279,15 +268,16 @@ def attend_items(
         q_smem.index(part).store(query[part])
     more = item.query_len >= 0
     while more:
+        # An item stays in the mail until its results are written: it is read again and not carried through the loop.
         item = take(mail, turn)
-        fence_async_shared()
+        fence_async_shared()  # wgmma is to see the query's plain stores, those of all warps
         barrier()
 
         flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         limits, running = begin(rows, item, flat, OPTIONS)
         scores = Scores(scales.score_scale, scales.cap_log2, scales.window, limits, item.seq_len)
-        # A group's barrier is reached once for each tile and once more for each item, so that no phase is missed: the
-        # first group waits for the end of the item before, the others for the start of this one.
+        # Each group arrives at the next one's barrier, once for each tile and once more for each item. No phase may be
+        # missed: the first group waits for the end of the item before, the others for the start of this one.
         if OPTIONS.turns and item.tiles > item.start:
             if INDEX > 0:
                 mbarrier.wait(turns.index(INDEX), (loaded + worked) & 1)
@@ -310,6 +300,7 @@ def attend_items(
         following = take(mail, turn)
         if EARLY:
             query = load_query(rows, following, row, OPTIONS)
+        # Rows without keys give -inf and 0, not NaN. Values' scale rides on the division.
         lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         norm = gl.where(row_sum > 0, scales.v_scale / row_sum, 0.0)
         norm = gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
@@ -320,6 +311,7 @@ def attend_items(
                 write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS)
         else:
             write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS)
+        # All warps are through with the item, and with the output that lay in the query's memory.
         barrier()
         mbarrier.arrive(mail.read.index((turn - 1) % 2), count=1)
         if not EARLY:
@@ -369,18 +361,15 @@ def prefill_hopper_kernel(
     v_head_columns,
     COMPILED_FOR: gl.constexpr,
 ):
-    """Attend from the rows of all items, 64 (token-major, the heads of a KV head's group within a token) of each group.
-
-    On chip: the query ``(64 * groups, D)`` and ``stages`` tiles each of K ``(keys, D)`` and V ``(keys, DV)`` in shared
-    memory; of each group scores ``(64, keys)`` and output ``(64, DV)`` in registers. Memory traffic: Q and output once,
-    K and V once per item, which L2 serves.
-
-    Args:
-        counter_ptr: two zeros, which the last program leaves there.
-        work_ptr: ``WorkList.rows`` of ``num_requests``.
-        items: of all KV heads.
-        COMPILED_FOR: an ``Options``.
-    """
+    """Attend from the rows of all items, 64 (token-major, the heads of a KV head's group within a token) of each
+    group."""
+    # On chip: the query ``(64 * groups, D)`` and ``stages`` tiles each of K ``(keys, D)`` and V ``(keys, DV)`` in
+    # shared memory; of each group scores ``(64, keys)`` and output ``(64, DV)`` in registers. Memory traffic: Q and
+    # output once, K and V once per item, which L2 serves.
+    # counter_ptr: two zeros, which the last program leaves there.
+    # work_ptr: ``WorkList.rows`` of ``num_requests``.
+    # items: of all KV heads.
+    # COMPILED_FOR: an ``Options``.
     OPTIONS: gl.constexpr = constants(COMPILED_FOR)
     PARTS: gl.constexpr = OPTIONS.parts
     V_PARTS: gl.constexpr = OPTIONS.v_parts
@@ -420,6 +409,9 @@ def prefill_hopper_kernel(
     keys = Source(k_descriptor, k_pages, k_head_rows, k_head_columns)
     values = Source(v_descriptor, v_pages, v_head_rows, v_head_columns)
     places = Places(table_ptr, stride_table, key_start_loc_ptr)
+    # The last lists are registers of a thread, of all groups but the first, which gets the rest of what all start with:
+    # three times 168 or four times 128 (``_Kind``'s maxnreg), the loader's warp counting as a group. So all groups that
+    # attend have the same. The loader gives up the most where a group has the most accumulators.
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -446,6 +438,7 @@ def prefill_hopper_kernel(
 
 def box_rows(block_size: int, paged: bool, keys: int) -> int:
     """Return the tokens of a box: the most, up to a tile of ``keys``, that lie in one page."""
+    # The largest power of two that divides a page: boxes of it fill pages and tiles without a rest.
     return min(block_size & -block_size, keys) if paged else keys
 
 
@@ -453,14 +446,14 @@ _readable: dict[Any, bool] = {}
 
 
 def readable(key: Tensor, value: Tensor) -> bool:
-    """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes.
-
-    What lies between two heads of K may hold NaN, and a part that reaches there is multiplied.
-    """
+    """Whether TMA can read K and V, ``(num_blocks, block_size, heads, size)`` or ``(S, heads, size)``, in boxes."""
+    # What lies between two heads of K may hold NaN, and a part that reaches there is multiplied.
     kind = (*key.shape[1:], *value.shape[1:], key.stride(), value.stride(), *specialised(key, value), key.numel() > 0)
     if kind not in _readable:
         tile = hopper_prefill_launch(key.shape[-1], value.shape[-1])
         box = 0 if tile is None else box_rows(key.shape[1], key.ndim == 4, tile.block_n)
+        # Where a token's heads share a row, the last part of a size that is no multiple of ``PART`` reaches behind its
+        # head: into the next head, whose numbers meet zeros of the query, or into what lies between.
         between = key.stride(-2) - key.shape[-1] if key.shape[-2] > 1 and key.stride(-2) < key.stride(-3) else 0
         _readable[kind] = (
             box >= LEAST_BOX
@@ -471,11 +464,7 @@ def readable(key: Tensor, value: Tensor) -> bool:
 
 
 class _Boxes:
-    """Descriptors of boxes ``(box, PART)`` over K or V of one kind, whose addresses and first dimensions differ.
-
-    Attributes:
-        rows: K or V as a matrix of rows.
-    """
+    """Descriptors of boxes ``(box, PART)`` over K or V of one kind, whose addresses and first dimensions differ."""
 
     __slots__ = ("_boxes", "rows")
 
@@ -496,21 +485,16 @@ class _Boxes:
         return self.rows.over(tensor, self._boxes)
 
 
-Flags = tuple[bool, bool, bool, bool, bool, bool]
-"""``causal`` to ``split`` of ``Options``."""
+Flags = tuple[bool, bool, bool, bool, bool, bool]  # ``causal`` to ``split`` of ``Options``
 
 
 class _Kind:
-    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel.
+    """What all calls share that differ in nothing by which Triton compiles or specialises the kernel."""
 
-    Attributes:
-        keys, values: of K and V.
-        sms: multiprocessors.
-        row_bytes: of K and V of one token and KV head.
-        strides, places: of the kernel's arguments.
-        ahead: keys of the longest request beyond which scores are begun early, where that was measured; 0: nowhere.
-        options, launches: the kernel without and with scores begun early.
-    """
+    # row_bytes: of K and V of one token and KV head.
+    # strides, places: of the kernel's arguments.
+    # ahead: keys of the longest request beyond which scores are begun early, where that was measured; 0: nowhere.
+    # options, launches: the kernel without and with scores begun early.
 
     __slots__ = ("ahead", "keys", "launches", "options", "places", "row_bytes", "sms", "strides", "values")
 
@@ -534,6 +518,7 @@ class _Kind:
         self.sms = sm_count(query.device)
         causal, window, cap, sinks, _, split = flags
         self.ahead = tile.ahead if causal and not (window or cap or sinks or split or paged) else 0
+        # What threads start with, which the groups then share out (``prefill_hopper_kernel``): 12 warps or 16.
         self.launches = tuple(
             Relaunch(prefill_hopper_kernel, num_warps=4, maxnreg=168 if groups == 2 else 128) for _ in range(2)
         )
@@ -611,6 +596,7 @@ class Prefill:
         kind.launches[ahead](
             (min(items, kind.sms) if alone else items, 1, 1), query, kind.keys.over(key), kind.values.over(value),
             output, output_scale, output_lse, *self._tensors, sinks, parts, part_lse, self._counter, work.rows, *counts,
+            # Under a soft cap log2(e) comes behind the tanh, with the cap.
             scale * k_scale / cap if cap else scale * k_scale * LOG2E.value, v_scale, cap * LOG2E.value, window,
             *kind.strides, self._stride_table, *kind.places, kind.options[ahead],
         )  # fmt: skip

@@ -23,52 +23,38 @@ from attn_select_triton.kernels.gluon_names import barrier, reinterpret, tma_loa
 from attn_select_triton.limits import GLUON_PART
 
 PART = gl.constexpr(GLUON_PART)
-ROWS = gl.constexpr(64)
-"""Query rows of a compute group."""
+ROWS = gl.constexpr(64)  # Query rows of a compute group
 FIELDS = gl.constexpr(work_list.FIELDS)
 
 
 class Options(NamedTuple):
-    """What the prefill is compiled for.
+    """What the prefill is compiled for."""
 
-    Attributes:
-        heads: of the query; group of them share a KV head.
-        causal, window, soft_cap, sinks: which of ``launch.Terms`` there are. A window is causal.
-        lse: whether the log-sum-exp is written.
-        split: whether some requests are cut: programs share the keys of their rows.
-        paged: K and V lie in blocks of ``block_size`` tokens, found through a block table.
-        head_size, value_size: of Q and K, and of V.
-        parts, v_parts: parts of ``PART`` columns of K and of V. Of a size that is no multiple, the last part has the
-            next head's columns, or zeros: the query has zeros there, and the output's are not written.
-        keys, stages: of a tile, and tiles of K and of V in shared memory.
-        box: tokens that TMA loads at once.
-        turns: groups multiply in turns (``attend_tile``).
-        apart: every thread keeps the sums of its own keys until the item ends.
-        groups: compute groups.
-        ahead: scores are begun early (``attend_tile_ahead``): without a window and without turns.
-    """
-
-    heads: int
+    heads: int  # of the query; group of them share a KV head
     group: int
+    # causal, window, soft_cap, sinks: which of ``launch.Terms`` there are. A window is causal.
     causal: bool
     window: bool
     soft_cap: bool
     sinks: bool
-    lse: bool
-    split: bool
-    paged: bool
+    lse: bool  # whether the log-sum-exp is written
+    split: bool  # whether some requests are cut: programs share the keys of their rows
+    paged: bool  # K and V lie in blocks of ``block_size`` tokens, found through a block table
     block_size: int
     head_size: int
     value_size: int
+    # parts, v_parts: parts of ``PART`` columns of K and of V. Of a size that is no multiple, the last part has the next
+    # head's columns, or zeros: the query has zeros there, and the output's are not written.
     parts: int
     v_parts: int
+    # keys, stages: of a tile, and tiles of K and of V in shared memory
     keys: int
     stages: int
-    box: int
-    turns: bool
-    apart: bool
-    groups: int
-    ahead: bool
+    box: int  # tokens that TMA loads at once
+    turns: bool  # groups multiply in turns (``attend_tile``)
+    apart: bool  # every thread keeps the sums of its own keys until the item ends
+    groups: int  # compute groups
+    ahead: bool  # scores are begun early (``attend_tile_ahead``): without a window and without turns
 
 
 @gluon.constexpr_function
@@ -78,43 +64,32 @@ def constants(options):
 
 
 class Item(NamedTuple):
-    """Some rows of one request and KV head, and the keys that they see.
+    """Some rows of one request and KV head, and the keys that they see."""
 
-    Attributes:
-        first: of the rows of its request, tokens x heads of a group.
-        query_start, query_len: of its request; the length is negative behind the last item.
-        seq_len: keys of its request.
-        start, full_start, full, tiles: rows see the tiles ``start .. tiles - 1``, and all rows all keys of
-            ``full_start .. full - 1``.
-        split: which share of the keys.
-        partial: the first row of this share's partial results; negative where the share is the whole.
-    """
-
-    first: Any
+    first: Any  # of the rows of its request, tokens x heads of a group
     kv_head: Any
+    # query_start, query_len: of its request; the length is negative behind the last item
     query_start: Any
     query_len: Any
-    seq_len: Any
+    seq_len: Any  # keys of its request
+    # Rows see the tiles ``start .. tiles - 1``, and all rows see all keys of ``full_start .. full - 1``.
     start: Any
     full_start: Any
     full: Any
     tiles: Any
-    split: Any
-    partial: Any
+    split: Any  # which share of the keys
+    partial: Any  # the first row of this share's partial results; negative where the share is the whole
 
 
 class Tiles(NamedTuple):
-    """Tiles of K and V in shared memory, and the barriers of each stage.
+    """Tiles of K and V in shared memory, and the barriers of each stage."""
 
-    Attributes:
-        k, v: ``(stages * parts, keys, PART)``.
-        k_ready, v_ready: a tile was loaded.
-        k_empty, v_empty: all groups are through with one.
-    """
-
+    # k, v: ``(stages * parts, keys, PART)``
     k: Any
     v: Any
+    # k_ready, v_ready: a tile was loaded
     k_ready: Any
+    # k_empty, v_empty: all groups are through with one
     k_empty: Any
     v_ready: Any
     v_empty: Any
@@ -129,36 +104,23 @@ class Mail(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The requests.
-
-    Attributes:
-        query_start_loc_ptr, seq_lens_ptr, num_requests: as ``prefill_attention`` has them.
-        work_ptr: ``WorkList.rows``.
-        head_items: of one KV head.
-        section: KV heads whose keys L2 holds.
-        window: as ``launch.Terms`` has it.
-    """
+    """The requests."""
 
     query_start_loc_ptr: Any
     seq_lens_ptr: Any
     num_requests: Any
-    work_ptr: Any
-    head_items: Any
-    section: Any
-    window: Any
+    work_ptr: Any  # ``WorkList.rows``
+    head_items: Any  # of one KV head
+    section: Any  # KV heads whose keys L2 holds
+    window: Any  # as ``launch.Terms`` has it
 
 
 class Source(NamedTuple):
-    """K or V in global memory.
+    """K or V in global memory."""
 
-    Attributes:
-        descriptor: over rows of one token each.
-        page_rows: rows from a page to the next.
-        head_rows, head_columns: from a head to the next.
-    """
-
-    descriptor: Any
-    page_rows: Any
+    descriptor: Any  # over rows of one token each
+    page_rows: Any  # rows from a page to the next
+    # head_rows, head_columns: from a head to the next
     head_rows: Any
     head_columns: Any
 
@@ -182,13 +144,14 @@ def find_row(work_ptr, place, num_requests):
             low = middle + 1
         else:
             high = middle
-    return work_ptr + (low - 1) * FIELDS
+    return work_ptr + (low - 1) * FIELDS  # ``low`` is the first row that begins behind it
 
 
 @gluon.jit
 def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexpr, BOXES: gl.constexpr):
     """Load one tile of K or V: part by part, box by box."""
     bar = ready.index(buffer)
+    # Boxes arrive whole even behind a tensor's end, so a tile always counts the same bytes.
     mbarrier.expect(bar, BOXES * PARTS * descriptor.block_type.nbytes)
     for part in gl.static_range(PARTS):
         for i in gl.static_range(BOXES):
@@ -198,15 +161,14 @@ def load_tile(descriptor, boxes, ready, buffer, rows, column, PARTS: gl.constexp
 
 @gluon.jit
 def item_at(index, batch, OPTIONS: gl.constexpr):
-    """Return the item with this number, and its request.
-
-    Requests come as they are listed, of each its last row tiles first, and each for ``section`` KV heads before the
-    next: long rows start before short ones, and L2 holds what a section reads. A request that is cut has an item for
-    each share of a row tile's keys.
-    """
+    """Return the item with this number, and its request."""
+    # Requests come as they are listed, of each its last row tiles first, and each for ``section`` KV heads before the
+    # next: long rows start before short ones, and L2 holds what a section reads. A request that is cut has an item for
+    # each share of a row tile's keys.
     GROUP: gl.constexpr = OPTIONS.group
     KEYS: gl.constexpr = OPTIONS.keys
     BLOCK_M: gl.constexpr = OPTIONS.groups * ROWS
+    # One section after the other; within one the KV head runs fastest, then the item.
     place = index % (batch.head_items * batch.section)
     kv_head = index // (batch.head_items * batch.section) * batch.section + place % batch.section
     row_ptr = find_row(batch.work_ptr, place // batch.section, batch.num_requests)
@@ -215,12 +177,14 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
     shares = gl.load(row_ptr + 2)
     query_start = gl.load(batch.query_start_loc_ptr + request)
     query_len = gl.load(batch.query_start_loc_ptr + request + 1) - query_start
+    # Row tiles come last first: causal rows at the end see the most keys.
     first = ((query_len * GROUP + BLOCK_M - 1) // BLOCK_M - 1 - number // shares) * BLOCK_M
     seq_len = gl.load(batch.seq_lens_ptr + request)
     high = seq_len
     full_high = seq_len
     if OPTIONS.causal:
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
+        # The last row sees the most keys, the first one the fewest: those every row sees.
         high = gl.minimum(gl.maximum(seq_len + last_token + 1 - query_len, 0), seq_len)
         full_high = gl.minimum(gl.maximum(seq_len + first // GROUP + 1 - query_len, 0), high)
     tiles = (high + KEYS - 1) // KEYS
@@ -228,6 +192,7 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
     start = 0
     full_start = 0
     if OPTIONS.window:
+        # The window of the first row begins first; from where the last row's begins on, every row sees the keys.
         context = seq_len - query_len
         last_token = gl.minimum((first + BLOCK_M - 1) // GROUP, query_len - 1)
         start = gl.minimum(gl.maximum(context + first // GROUP - batch.window + 1, 0) // KEYS, tiles)
@@ -240,7 +205,7 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
         start = gl.minimum(start + split * share, tiles)
         tiles = gl.minimum(start + share, tiles)
         full = gl.minimum(full, tiles)
-        if shares > 1:
+        if shares > 1:  # each share has room for all rows of its request
             partial = gl.load(row_ptr + 3) + split * query_len * OPTIONS.heads
     item = Item(first, kv_head, query_start, query_len, seq_len, start, full_start, full, tiles, split, partial)
     return request, item
@@ -248,13 +213,11 @@ def item_at(index, batch, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def publish(mail, turn, item):
-    """Tell the groups the next item, once they are through with the one before the last.
-
-    Args:
-        turn: items before this one.
-    """
+    """Tell the groups the next item, once they are through with the one before the last."""
+    # turn: items before this one.
     slot = turn % 2
     mbarrier.wait(mail.read.index(slot), (turn // 2 & 1) ^ 1)
+    # One store of 16 numbers: an item's fields in their order, and behind them what ``where`` leaves.
     i = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [1], [0]))
     numbers = gl.where(i == 0, item.first, item.kv_head)
     for place in gl.static_range(2, 11):
@@ -275,6 +238,7 @@ def take(mail, turn):
     """Return the item that ``publish`` told."""
     slot = turn % 2
     mbarrier.wait(mail.there.index(slot), turn // 2 & 1)
+    # Every thread loads all 16, so that ``number_of`` asks no other thread.
     numbers = mail.memory.index(slot).load(gl.BlockedLayout([16], [32], [4], [0]))
     return Item(
         number_of(numbers, 0), number_of(numbers, 1), number_of(numbers, 2), number_of(numbers, 3),
@@ -285,14 +249,10 @@ def take(mail, turn):
 
 @gluon.jit
 def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl.constexpr):
-    """Take items as long as there are any, tell the groups, and load every tile once they are through with its buffer.
-
-    Boxes behind the end read page 0. The program that ends last clears the counter.
-
-    Args:
-        k, v: a ``Source`` each; tiles a ``Tiles``, mail a ``Mail``, batch a ``Batch``, places a ``Places``.
-        counter_ptr: of items that were taken, and of programs that ended.
-    """
+    """Take items as long as there are any, tell the groups, and load every tile once its buffer is free."""
+    # Boxes behind the end read page 0. The program that ends last clears the counter.
+    # k, v: a ``Source`` each; tiles a ``Tiles``, mail a ``Mail``, batch a ``Batch``, places a ``Places``.
+    # counter_ptr: of items that were taken, and of programs that ended.
     PARTS: gl.constexpr = OPTIONS.parts
     V_PARTS: gl.constexpr = OPTIONS.v_parts
     KEYS: gl.constexpr = OPTIONS.keys
@@ -321,18 +281,21 @@ def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl
         for tile in range(item.start, item.tiles):
             count = loaded + tile - item.start
             buffer = count % STAGES
+            # Passes at once in the first round, as in ``mla_decode_hopper.load_tiles``.
             free = (count // STAGES & 1) ^ 1
             k_rows = ()
             v_rows = ()
             for i in gl.static_range(BOXES):
                 token = tile * KEYS + i * BOX
                 if OPTIONS.paged:
+                    # A tile has all its boxes even behind the last token, where the table may say anything.
                     page = gl.load(pages_ptr + token // BLOCK_SIZE, mask=token < item.seq_len, other=0)
                     k_rows = k_rows + (k_row + page * k.page_rows + token % BLOCK_SIZE,)
                     v_rows = v_rows + (v_row + page * v.page_rows + token % BLOCK_SIZE,)
                 else:
                     k_rows = k_rows + (k_row + token,)
                     v_rows = v_rows + (v_row + token,)
+            # K and V have barriers of their own: scores need K alone, and K's buffer is free before V's.
             mbarrier.wait(tiles.k_empty.index(buffer), free)
             load_tile(k.descriptor, k_boxes, tiles.k_ready, buffer, k_rows, item.kv_head * k.head_columns, PARTS, BOXES)
             mbarrier.wait(tiles.v_empty.index(buffer), free)
@@ -341,8 +304,10 @@ def load_items(k, v, tiles, mail, counter_ptr, items, batch, places, OPTIONS: gl
             )
         turn += 1
         loaded += item.tiles - item.start
+        # A program's first item has its own number; the counter hands out those behind.
         index = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
     publish(mail, turn, Item(0, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0))
+    # Whoever ends last knows that nobody takes an item any more, and leaves zeros for the next launch.
     ended = gl.atomic_add(counter_ptr + 1, 1)
     if ended == gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)

@@ -22,42 +22,28 @@ from attn_select_triton.kernels.gluon_names import barrier
 from attn_select_triton.kernels.hopper_barriers import hand_back
 from attn_select_triton.kernels.prefill_hopper_items import PART, ROWS
 
+# Of an accumulator ``(ROWS, PART)``.
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART.value, 16]))
-"""Of an accumulator ``(ROWS, PART)``."""
+# Of what goes to global memory and comes from there: 16 bytes a thread.
 T = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Of what goes to global memory and comes from there: 16 bytes a thread."""
 
 
 class Scores(NamedTuple):
-    """How a group's products ``q . k`` become scores.
+    """How a group's products ``q . k`` become scores."""
 
-    Attributes:
-        scale: scale * log2(e), or with a soft cap scale / cap.
-        cap_log2: the soft cap times log2(e).
-        window: as ``launch.Terms`` has it.
-        limits: int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them.
-        seq_len: keys of the request.
-    """
-
-    scale: Any
-    cap_log2: Any
-    window: Any
-    limits: Any
-    seq_len: Any
+    scale: Any  # scale * log2(e), or with a soft cap scale / cap
+    cap_log2: Any  # the soft cap times log2(e)
+    window: Any  # as ``launch.Terms`` has it
+    limits: Any  # int32 ``(ROWS,)``, the keys that each row sees; with a window the last ``window`` of them
+    seq_len: Any  # keys of the request
 
 
 class Running(NamedTuple):
-    """What a group's rows have seen so far.
+    """What a group's rows have seen so far."""
 
-    Attributes:
-        accumulators: float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
-        row_max: float32 ``(ROWS,)``, base 2.
-        sums: float32 ``(ROWS,)``, of the weights; with ``apart`` ``(ROWS, 8)``, a thread's of its own keys.
-    """
-
-    accumulators: Any
-    row_max: Any
-    sums: Any
+    accumulators: Any  # float32 ``(ROWS, PART)`` for each part of V. One product for each is faster than one for all.
+    row_max: Any  # float32 ``(ROWS,)``, base 2
+    sums: Any  # float32 ``(ROWS,)``, of the weights; with ``apart`` ``(ROWS, 8)``, a thread's of its own keys
 
 
 @gluon.constexpr_function
@@ -68,10 +54,8 @@ def score_layout(keys):
 
 @gluon.jit
 def clear_behind(v_smem, buffer, first, seq_len, OPTIONS: gl.constexpr):
-    """Clear the values of keys at ``seq_len`` and behind: their memory may hold NaN, and 0 times NaN is NaN.
-
-    All groups do so, each before its own product, and store the same numbers.
-    """
+    """Clear the values of keys at ``seq_len`` and behind: their memory may hold NaN, and 0 times NaN is NaN."""
+    # All groups do so, each before its own product, and store the same numbers.
     V_PARTS: gl.constexpr = OPTIONS.v_parts
     rows = first + gl.arange(0, OPTIONS.keys, layout=gl.SliceLayout(1, T))
     for part in gl.static_range(V_PARTS):
@@ -132,19 +116,22 @@ def soften(tile, products, row_max, sums, scores, MASKED: gl.constexpr, OPTIONS:
         products = tanh(products * scores.scale)
         factor = scores.cap_log2
     if MASKED:
+        # The limits move and the keys stay 0 to KEYS - 1, which are constants.
         keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, score_layout(KEYS)))
         limits = scores.limits - tile * KEYS
         seen = keys[None, :] < limits[:, None]
         if OPTIONS.window:
             seen = seen & (keys[None, :] >= (limits - scores.window)[:, None])
         products = gl.where(seen, products, float("-inf"))
+    # The factor is positive, so the largest product is the largest score: scaling costs one FMA with the subtraction.
     new_max = gl.maximum(row_max, gl.max(products, 1) * factor)
     base = new_max
-    if MASKED:
+    if MASKED:  # a row may have seen no key yet, and -inf - -inf is NaN
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(products * factor - base[:, None])
     rescale = gl.exp2(row_max - base)
     if OPTIONS.apart:
+        # In wgmma's layout a thread has the same two of every eight columns: each eighth column adds up within it.
         added = gl.sum(gl.reshape(weights, [ROWS, KEYS // 8, 8]), 1)
         sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, added.type.layout))[:, None] + added
     else:
@@ -154,7 +141,7 @@ def soften(tile, products, row_max, sums, scores, MASKED: gl.constexpr, OPTIONS:
 
 @gluon.jit
 def as_operand(weights, dtype):
-    """Return weights as ``wgmma`` takes them."""
+    """Return weights as ``wgmma`` takes them: its left operand, from registers."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
 
 
@@ -163,19 +150,13 @@ def attend_tile(
     tile, loaded, turns, worked, running, scores, q_smem, tiles,
     MASKED: gl.constexpr, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Attend from one group's rows to one tile.
-
-    With turns a group's product with V and its next scores are issued together, while the others take exponentials.
-    Left to themselves groups may fall into step, and the tensor cores wait for all.
-
-    Args:
-        loaded: tiles that were loaded before this one, of all items.
-        turns: a barrier for each group; worked items with tiles before this one.
-        running: a ``Running``; scores a ``Scores``, tiles a ``Tiles``.
-
-    Returns:
-        ``running`` with this tile.
-    """
+    """Attend from one group's rows to one tile."""
+    # With turns a group's product with V and its next scores are issued together, while the others take exponentials.
+    # Left to themselves groups may fall into step, and the tensor cores wait for all.
+    # loaded: tiles that were loaded before this one, of all items.
+    # turns: a barrier for each group; worked items with tiles before this one.
+    # running: a ``Running``; scores a ``Scores``, tiles a ``Tiles``.
+    # Returns ``running`` with this tile.
     accumulators, row_max, sums = running
     buffer = loaded % OPTIONS.stages
     phase = loaded // OPTIONS.stages & 1
@@ -190,6 +171,8 @@ def attend_tile(
     scaled = rescaled(accumulators, rescale, OPTIONS)
     mbarrier.wait(tiles.v_ready.index(buffer), phase)
     if OPTIONS.turns:
+        # This group's barrier went through a phase for each tile and item before; groups behind the first have waited
+        # for this item's start too (``attend_items``).
         mbarrier.wait(turns.index(INDEX), (loaded + worked + (1 if INDEX > 0 else 0)) & 1)
     if MASKED:  # noqa: SIM102  one is compiled in
         if (tile + 1) * OPTIONS.keys > scores.seq_len:
@@ -211,6 +194,7 @@ def first_weights(tile, loaded, running, scores, q_smem, tiles, OPTIONS: gl.cons
     mbarrier.wait(tiles.k_ready.index(buffer), loaded // OPTIONS.stages & 1)
     products = warpgroup_mma_wait(0, [multiply_scores(q_smem, tiles.k, buffer, OPTIONS)])
     hand_back(tiles.k_empty, buffer)
+    # Masked, since an item's only tile may be its last. There are no earlier values for the factor to scale.
     weights, _, new_max, sums = soften(tile, products, row_max, sums, scores, True, OPTIONS)
     return as_operand(weights, tiles.k.dtype), Running(accumulators, new_max, sums)
 
@@ -219,14 +203,9 @@ def first_weights(tile, loaded, running, scores, q_smem, tiles, OPTIONS: gl.cons
 def attend_tile_ahead(
     tile, loaded, p, running, scores, q_smem, tiles, MASKED: gl.constexpr, OPTIONS: gl.constexpr
 ):  # fmt: skip
-    """Issue one tile's scores and the product of the tile before with its values, which goes on beside the softmax.
-
-    Args:
-        p: the weights ``(ROWS, keys)`` of the tile before; all else as ``attend_tile`` has it.
-
-    Returns:
-        The weights of this tile, and ``running`` with the values of the tile before.
-    """
+    """Issue one tile's scores and the product of the tile before with its values, which goes on beside the softmax."""
+    # p: the weights ``(ROWS, keys)`` of the tile before; all else as ``attend_tile`` has it.
+    # Returns the weights of this tile, and ``running`` with the values of the tile before.
     accumulators, row_max, sums = running
     buffer = loaded % OPTIONS.stages
     before = (loaded - 1) % OPTIONS.stages
@@ -234,11 +213,12 @@ def attend_tile_ahead(
     mbarrier.wait(tiles.v_ready.index(before), (loaded - 1) // OPTIONS.stages & 1)
     products = multiply_scores(q_smem, tiles.k, buffer, OPTIONS)
     added = multiply_values(p, tiles.v, before, accumulators, OPTIONS)
-    products = warpgroup_mma_wait(OPTIONS.v_parts, [products])
+    products = warpgroup_mma_wait(OPTIONS.v_parts, [products])  # so many were issued behind, and still run
     hand_back(tiles.k_empty, buffer)
     weights, rescale, new_max, sums = soften(tile, products, row_max, sums, scores, MASKED, OPTIONS)
     done = warpgroup_mma_wait(0, added + (p,))  # p stays where it is until then
     hand_back(tiles.v_empty, before)
+    # Only now: the weights that were just multiplied are of the maximum before this tile.
     accumulators = rescaled(done, rescale, OPTIONS)
     return as_operand(weights, tiles.k.dtype), Running(accumulators, new_max, sums)
 
@@ -250,6 +230,7 @@ def last_values(tile, loaded, p, running, seq_len, tiles, OPTIONS: gl.constexpr)
     accumulators, row_max, sums = running
     buffer = loaded % OPTIONS.stages
     mbarrier.wait(tiles.v_ready.index(buffer), loaded // OPTIONS.stages & 1)
+    # Of an item's tiles only the last may reach behind the keys: ``attend_tile_ahead`` need not clear.
     if (tile + 1) * OPTIONS.keys > seq_len:
         clear_behind(tiles.v, buffer, tile * OPTIONS.keys, seq_len, OPTIONS)
     done = warpgroup_mma_wait(0, multiply_values(p, tiles.v, buffer, accumulators, OPTIONS) + (p,))

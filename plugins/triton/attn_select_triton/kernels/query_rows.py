@@ -16,20 +16,14 @@ from attn_select_triton.kernels.primitives import LOG2E, Query, Running, as_outp
 
 
 class RowShape(NamedTuple):
-    """What rows are; all of it is compiled in. Plain numbers, since hooks of Triton's compiler write constants as JSON.
+    """What rows are; all of it is compiled in."""
 
-    Attributes:
-        heads: of the query; ``group`` of them share a KV head.
-        sinks: a logit for each head counts in the denominator.
-        lse: the log-sum-exp is written.
-        block_m: rows of a program.
-    """
-
-    heads: int
+    # Plain numbers, since hooks of Triton's compiler write constants as JSON.
+    heads: int  # of the query; ``group`` of them share a KV head
     group: int
-    sinks: bool
-    lse: bool
-    block_m: int
+    sinks: bool  # a logit for each head counts in the denominator
+    lse: bool  # the log-sum-exp is written
+    block_m: int  # rows of a program
 
 
 class RowStrides(NamedTuple):
@@ -51,28 +45,20 @@ class CacheStrides(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a program.
+    """Rows of a program."""
 
-    Attributes:
-        token, head: int32 ``(block_m,)``: the token within its request's query, and the head.
-        inside: which of them are there.
-        position: of the token within the request.
-        query_start: the request's first token.
-    """
-
+    # token, head: int32 ``(block_m,)``: the token within its request's query, and the head
     token: Any
     head: Any
-    inside: Any
-    position: Any
-    query_start: Any
+    inside: Any  # which of them are there
+    position: Any  # of the token within the request
+    query_start: Any  # the request's first token
 
 
 @triton.constexpr_function
 def as_constants(kind, given):
-    """Return a named tuple of this kind of which each number is a constant by itself, as loops and shapes want them.
-
-    Triton takes a named tuple for one constant. Its interpreter knows no constants, and passes a plain tuple.
-    """
+    """Return a named tuple of this kind of which each number is a constant by itself, as loops and shapes want them."""
+    # Triton takes a named tuple for one constant. Its interpreter knows no constants, and passes a plain tuple.
     return kind(*given) if triton.knobs.runtime.interpret else kind(*map(tl.constexpr, given))
 
 

@@ -19,8 +19,7 @@ from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
-WORDS = 512
-"""Words of 8 bytes that a program copies at a time."""
+WORDS = 512  # Words of 8 bytes that a program copies at a time
 
 
 @triton.jit
@@ -39,6 +38,8 @@ def meet(
     here = addresses[RANK].to(tl.int64).to(tl.pointer_type(tl.int32)) + place * RANKS
     for other in tl.static_range(RANKS):
         if other != RANK:
+            # Adding 0 reads with an order. Another rank may already be a meeting ahead, and counts may wrap: so the
+            # difference is asked for.
             seen = tl.atomic_add(here + other, 0, sem="acquire", scope="sys")
             began = tl.zeros((), tl.int64)
             while seen - count < 0:
@@ -49,7 +50,7 @@ def meet(
                         "{ mov.u32 $0, 0; trap; }", "=r", [], dtype=tl.int32, is_pure=False, pack=1
                     )
                 seen = tl.atomic_add(here + other, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
+    tl.debug_barrier()  # no thread reads what others sent before all have come
 
 
 @triton.jit(do_not_specialize=["timeout"])
@@ -72,6 +73,7 @@ def gather_rank_heads_kernel(
         word = first + tl.arange(0, WORDS)
         inside = word < words
         values = tl.load(rows_ptr + word, mask=inside)
+        # Heads of all ranks lie KV head by KV head: in each one's share the ranks follow each other.
         target = start + (word // GROUP * RANKS + RANK) * GROUP + word % GROUP
         for other in tl.static_range(RANKS):
             tl.store(addresses[other].to(tl.int64).to(tl.pointer_type(tl.int64)) + target, values, mask=inside)
@@ -105,10 +107,8 @@ def merge_rank_memory_kernel(
     LSE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Meet, and merge the partial results that lie in all ranks' memory, of part ``OWN`` of ``SPLIT`` of the heads.
-
-    Memory traffic: each partial once, and the result.
-    """
+    """Meet, and merge the partial results that lie in all ranks' memory, of part ``OWN`` of ``SPLIT`` of the heads."""
+    # Memory traffic: each partial once, and the result.
     meet(addresses, met_ptr, timeout, 1, RANK, RANKS, PROGRAMS)
     width = tl.arange(0, BLOCK_DV)
     first = tl.program_id(0) * ROWS
@@ -120,6 +120,7 @@ def merge_rank_memory_kernel(
         token = (row // (KV_HEADS * GROUP)).to(tl.int64)
         held = (head // GROUP * SPLIT + OWN) * GROUP + head % GROUP  # among the heads of the partial results
         source = token * (KV_HEADS * SPLIT * GROUP) + held
+        # LSEs twice: first the largest, so that the weights below need no rescaling.
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         for other in tl.static_range(RANKS):
             lses = addresses[other].to(tl.int64).to(tl.pointer_type(tl.float32)) + lse_start

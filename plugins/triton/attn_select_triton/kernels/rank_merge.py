@@ -15,10 +15,9 @@ from attn_select_triton.kernels import launch
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse
 from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
 
-ROWS = 8
-"""Rows of one program: few, since a step of few tokens has few, and all SMs should take part."""
+ROWS = 8  # Rows of one program: few, since a step of few tokens has few, and all SMs should take part
+# LSEs lie behind the outputs of a message, at any multiple of 4 bytes.
 FLEXIBLE = ["lse_ptr", "lses_ptr", "packed_lse_ptr", "sinks_ptr"]
-"""LSEs lie behind the outputs of a message, at any multiple of 4 bytes."""
 
 
 @triton.jit
@@ -99,10 +98,8 @@ def merge_rank_states_kernel(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge ``ROWS`` rows of the ranks' partial results, or weigh rank ``own``'s results.
-
-    Memory traffic: each partial once, but none whose LSE is -inf, and the result.
-    """
+    """Merge ``ROWS`` rows of the ranks' partial results, or weigh rank ``own``'s results."""
+    # Memory traffic: each partial once, but none whose LSE is -inf, and the result.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     ranks = tl.arange(0, BLOCK_RANKS)

@@ -23,11 +23,10 @@ _add_function: Any = getattr(getattr(jit, "DependenciesFinder", None), "_update_
 
 
 def _add_hashed(self: Any, function: Any) -> None:
-    """Add a function that a kernel calls to the kernel's key in the cache on the disk, after its own key is made.
-
-    Triton 3.6 and 3.7 take over its globals before (triton/runtime/jit.py, ``_update_hash``; 3.9 after): whether these
-    are known then depends on what the process launched before, and one that launches in another order compiles anew.
-    """
+    """Add a function that a kernel calls to the kernel's key in the cache on the disk, after its own key is made."""
+    # Triton 3.6 and 3.7 take over its globals before (triton/runtime/jit.py, ``_update_hash``; 3.9 after): whether
+    # these are known then depends on what the process launched before, and one that launches in another order compiles
+    # anew.
     _ = function.cache_key
     _add_function(self, function)
 
@@ -49,10 +48,8 @@ def compile_only(note: Callable[[Any, Any], None]) -> Iterator[None]:
 
 
 def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
-    """Launch a kernel by Triton's own lookup; within ``compile_only`` compile it. Returns the compiled kernel.
-
-    Triton's interpreter returns None, and so does ``compile_only``: its kernel may not be there yet.
-    """
+    """Launch a kernel by Triton's own lookup; within ``compile_only`` compile it. Returns the compiled kernel."""
+    # Triton's interpreter returns None, and so does ``compile_only``: its kernel may not be there yet.
     note = _compiled_only.get()
     if note is None:
         return function[grid](*arguments, **options)
@@ -62,38 +59,32 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How Triton launches one compiled kernel, as far as no call changes it.
+    """How Triton launches one compiled kernel, as far as no call changes it."""
 
-    Attributes:
-        compiled: the kernel.
-        function: C's, which takes descriptors as TMA has them; None: only Triton's own launcher knows how.
-        kernel: arguments of the function between the stream and the kernel's.
-        together: whether the function takes the kernel's arguments as one tuple (from Triton 3.7 on).
-        descriptors: places of the kernel's arguments, the last first, and what Triton encodes each with.
-    """
-
-    compiled: Any
-    function: Any
-    kernel: tuple[Any, ...] = ()
-    together: bool = False
+    compiled: Any  # the kernel
+    function: Any  # C's, which takes descriptors as TMA has them; None: only Triton's own launcher knows how
+    kernel: tuple[Any, ...] = ()  # arguments of the function between the stream and the kernel's
+    together: bool = False  # whether the function takes the kernel's arguments as one tuple (from Triton 3.7 on)
+    # places of the kernel's arguments, the last first, and what Triton encodes each with
     descriptors: tuple[tuple[int, Any], ...] = ()
 
 
 def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
-    """Return how a compiled kernel is launched, as Triton's launcher shows when it is called with these arguments.
-
-    The launcher is ``CudaLauncher`` of triton/backends/nvidia/driver.py, read in 3.6.0, 3.7.1 and 3.9.0. Where it hands
-    C's function other arguments than those releases do, the kernel is launched through the launcher.
-    """
+    """Return how a compiled kernel is launched, as Triton's launcher shows when it is called with these arguments."""
+    # The launcher is ``CudaLauncher`` of triton/backends/nvidia/driver.py, read in 3.6.0, 3.7.1 and 3.9.0. Where it
+    # hands C's function other arguments than those releases do, the kernel is launched through the launcher.
     unknown = Launcher(compiled, None)
     launcher = compiled.run
     if type(launcher).__name__ != "CudaLauncher" or launcher.global_scratch_size or launcher.profile_scratch_size:
         return unknown
+    # A copy of the launcher whose C function only notes what it is given: nothing is launched, and no release's list
+    # of arguments is written down here.
     given: list[Any] = []
     shown = copy(launcher)
     shown.launch = lambda *each: given.extend(each)
     start = 1, 1, 1, 0
     shown(*start, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    # By identity: what stands between stream and arguments is the kernel's, whatever its number.
     together = isinstance(given[-1], tuple) and _same(given[-1], arguments)
     behind = 1 if together else len(arguments)
     if not together and not _same(given[-behind:], arguments):
@@ -102,6 +93,7 @@ def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
     places = [place for place, argument in enumerate(arguments) if hasattr(argument, "block_shape")]
     if not places:
         return Launcher(compiled, launcher.launch, kernel, together)
+    # With descriptors Triton wraps C's function in one that encodes them: what it wraps is in its closure.
     wrapped = inspect.getclosurevars(launcher.launch).nonlocals
     function, metas = wrapped.get("launcher"), wrapped.get("tensordesc_meta") or ()
     if function is None or len(metas) != len(places):
@@ -114,11 +106,9 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel on the current stream, as ``compiled[grid](*arguments)`` does.
-
-    Without hooks, which profilers set, nothing is made for them (triton/compiler/compiler.py, ``__getitem__``).
-    TMA's form of a descriptor stays with it: Triton makes it in every launch.
-    """
+    """Launch a compiled kernel on the current stream, as ``compiled[grid](*arguments)`` does."""
+    # Without hooks, which profilers set, nothing is made for them (triton/compiler/compiler.py, ``__getitem__``). TMA's
+    # form of a descriptor stays with it: Triton makes it in every launch.
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         launcher.compiled[grid](*arguments)
@@ -130,6 +120,7 @@ def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[An
         return
     flat: Sequence[Any] = arguments
     if launcher.descriptors:
+        # One descriptor becomes several arguments. The last comes first, so that places before it stay true.
         flat = list(arguments)
         for place, meta in launcher.descriptors:
             flat[place : place + 1] = encoded(flat[place], meta)
@@ -141,10 +132,8 @@ def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[An
 
 @cache
 def _encode() -> Callable[[Any, Any], list[Any]]:
-    """Return Triton's function from a descriptor and its kernel's metadata to the launcher's arguments.
-
-    3.9 hands it the launch's other arguments too, of which it reads none.
-    """
+    """Return Triton's function from a descriptor and its kernel's metadata to the launcher's arguments."""
+    # 3.9 hands it the launch's other arguments too, of which it reads none.
     from triton.backends.nvidia import driver as nvidia
 
     unread = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)

@@ -17,8 +17,7 @@ from attn_select.layer.state import NORM_EPSILON
 from attn_select_triton.limits import power_of_two
 
 EPSILON = tl.constexpr(NORM_EPSILON)
-TILE = 4096
-"""Numbers of a program's tile at most: 32 registers of each of 128 threads."""
+TILE = 4096  # Numbers of a program's tile at most: 32 registers of each of 128 threads
 
 
 @triton.jit
@@ -40,11 +39,9 @@ def state_decode_kernel(
     DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZED: tl.constexpr,
     HAS_BETA: tl.constexpr, KEEPS_EACH: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of values, request and value head.
-
-    Memory traffic: the tile of the state twice, and once more for each token whose state is kept; every token's query
-    and key once per tile.
-    """
+    """One program per tile of values, request and value head."""
+    # Memory traffic: the tile of the state twice, and once more for each token whose state is kept; every token's query
+    # and key once per tile.
     request, v_head = tl.program_id(1) // V_HEADS, tl.program_id(1) % V_HEADS
     head = v_head // (V_HEADS // HEADS)
     start, end = tl.load(query_start_loc_ptr + request), tl.load(query_start_loc_ptr + request + 1)
@@ -54,6 +51,7 @@ def state_decode_kernel(
     place = v_head * K * V + (values[None, :] * K + keys[:, None] if V_FIRST else keys[:, None] * V + values[None, :])
     slot = tl.load(read_slots_ptr + request)
     state = tl.load(states_ptr + slot * stride_slot + place, mask=inside & (slot >= 0), other=0.0).to(tl.float32)
+    # The state stays in registers over all tokens of the request.
     first = start.to(tl.int64)
     for token in range(0, end - start):
         row = first + token

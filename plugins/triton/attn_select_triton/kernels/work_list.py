@@ -12,28 +12,20 @@ from torch import Tensor
 
 from attn_select.runtime.batch import to_device
 
-FIELDS = 4
-"""Numbers of a row of the list, 16 bytes."""
+FIELDS = 4  # Numbers of a row of the list, 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """B requests, of which S are cut: several programs share the keys of each of their row tiles.
+    """B requests, of which S are cut: several programs share the keys of each of their row tiles."""
 
-    Attributes:
-        rows: int32 ``(B, 4)`` on the device, in the order of work: the number of the request's first item, the request,
-            its shares, and the row of its first partial result; -1 where it has one share, whose result is the whole.
-        cut: int32 ``(S, 4)``: request, shares, row of the first partial result, and rows of each share.
-        items: row tiles x shares of all requests, for one KV head.
-        partials: rows of all partial results.
-        most_cut: the most rows that one share of a request has.
-    """
-
+    # int32 ``(B, 4)`` on the device, in the order of work: the number of the request's first item, the request, its
+    # shares, and the row of its first partial result; -1 where it has one share, whose result is the whole
     rows: Tensor
-    cut: Tensor
-    items: int
-    partials: int
-    most_cut: int
+    cut: Tensor  # int32 ``(S, 4)``: request, shares, row of the first partial result, and rows of each share
+    items: int  # row tiles x shares of all requests, for one KV head
+    partials: int  # rows of all partial results
+    most_cut: int  # the most rows that one share of a request has
 
 
 def list_work(

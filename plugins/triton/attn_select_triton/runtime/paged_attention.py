@@ -38,56 +38,45 @@ from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.schedule import Chunk, gathered_chunks
 from attn_select_triton.runtime.side_by_side import COMPILING
 
+# Query rows of a KV head's group that must attend to each key, on average, for its copy out of the cache to pay.
 COPY_ROWS = 256
-"""Query rows of a KV head's group that must attend to each key, on average, for its copy out of the cache to pay."""
 
 
 def copy_pays(query_lens: Sequence[int], seq_lens: Sequence[int], group: int) -> bool:
     """Whether prefills read keys and values so often that these are copied into rows first (``COPY_ROWS``)."""
+    # Query token i of n sees seq_len - n + 1 + i keys: seq_len - n / 2 in the mean.
     pairs = sum(query_len * (seq_len - query_len / 2) for query_len, seq_len in zip(query_lens, seq_lens, strict=True))
     return pairs * group >= COPY_ROWS * sum(seq_lens)
 
 
 @dataclass(slots=True)
 class Prefill:
-    """Requests of one launch.
+    """Requests of one launch."""
 
-    Attributes:
-        arguments: of ``prefill_attention``.
-        gather: of ``gather_classic``, which comes before; None: keys and values are read where they lie.
-    """
-
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # of ``prefill_attention``
+    # of ``gather_classic``, which comes before; None: keys and values are read where they lie
     gather: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class PagedAttentionMetadata:
-    """One step for all layers of a kind.
+    """One step for all layers of a kind."""
 
-    Attributes:
-        version: what runs the decodes, which come first; None: there are none. A captured graph keeps it.
-        decode: arguments of the version's kernel.
-        prefills: launches for the other requests.
-        prompts: arguments of ``prefill_attention`` for all of these requests over the step's own keys; None where some
-            have earlier keys in the cache, or the cache has another dtype.
-        causal: of the prefills.
-    """
-
+    # what runs the decodes, which come first; None: there are none. A captured graph keeps it.
     version: Version | None = None
-    decode: dict[str, Any] = field(default_factory=dict)
-    prefills: list[Prefill] = field(default_factory=list)
+    decode: dict[str, Any] = field(default_factory=dict)  # arguments of the version's kernel
+    prefills: list[Prefill] = field(default_factory=list)  # launches for the other requests
+    # arguments of ``prefill_attention`` for all of these requests over the step's own keys; None where some have
+    # earlier keys in the cache, or the cache has another dtype
     prompts: dict[str, Any] | None = None
-    causal: bool = True
+    causal: bool = True  # of the prefills
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
-    """Builds the metadata of one kind of layers; reserves the workspaces of its plans.
+    """Builds the metadata of one kind of layers; reserves the workspaces of its plans."""
 
-    Attributes:
-        partials: room for version 2's partial results; None where it never runs.
-        gathered: K and V ``(rows, num_kv_heads, head_size)`` for what is copied out of the cache; None: nothing is.
-    """
+    # partials: room for version 2's partial results; None where it never runs.
+    # gathered: K and V ``(rows, num_kv_heads, head_size)`` for what is copied out of the cache; None: nothing is.
 
     reorder_batch_threshold = 1
 

@@ -16,19 +16,14 @@ from triton import knobs
 from attn_select.runtime.backend import Progress
 from attn_select_triton.kernels.relaunch import compile_only
 
+# Most of a compilation is LLVM's and ptxas's work, for which Python's lock is not held; the rest takes turns.
 MOST_THREADS = 8
-"""Most of a compilation is LLVM's and ptxas's work, for which Python's lock is not held; the rest takes turns."""
 
 
 @contextmanager
 def compiling(progress: Progress) -> Iterator[None]:
-    """Compile the kernels that launches lack, in threads, and run none of them; ends when all are compiled.
-
-    A launch whose kernel is there already runs.
-
-    Raises:
-        Exception: what the compiler raised for the first kernel that does not compile.
-    """
+    """Compile the kernels that launches lack, in threads, and run none of them; ends when all are compiled."""
+    # A launch whose kernel is there already runs. What the compiler raised first goes on to the caller.
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     names: dict[Future[Any], str] = {}
@@ -51,5 +46,5 @@ def compiling(progress: Progress) -> Iterator[None]:
             active_mode.set(None)  # Triton leaves it where a compilation fails
 
 
+# ``compiling``; None with a Triton that does not compile in threads, and in its interpreter.
 COMPILING = compiling if find_spec("triton.runtime._async_compile") and not knobs.runtime.interpret else None
-"""``compiling``; None with a Triton that does not compile in threads, and in its interpreter."""

@@ -34,22 +34,17 @@ from attn_select_triton.runtime.triton_attn_metadata import (
 
 @dataclass(slots=True)
 class _Call:
-    """One layer's tensors.
+    """One layer's tensors."""
 
-    Attributes:
-        query: rows of the step. key, value: views of the cache, or without one the step's own.
-        boxes: ``prefill_hopper`` can read them.
-        k_scale, v_scale: of an FP8 cache, else 1.
-        output_scale: of an output in e4m3, on the device.
-    """
-
-    query: Tensor
+    query: Tensor  # rows of the step
+    # key, value: views of the cache, or without one the step's own
     key: Tensor
     value: Tensor
-    boxes: bool
+    boxes: bool  # ``prefill_hopper`` can read them
+    # k_scale, v_scale: of an FP8 cache, else 1
     k_scale: float
     v_scale: float
-    output_scale: Tensor | None
+    output_scale: Tensor | None  # of an output in e4m3, on the device
 
 
 class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
@@ -112,10 +107,8 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         return output
 
     def _scaled(self, rows: Tensor, scales: Tensor, largest: float) -> Tensor:
-        """Return queries or outputs, ``(T, H, D)``, times their KV head's scale over the largest scale.
-
-        The kernel multiplies by the largest one, so that no number leaves the range of its dtype here.
-        """
+        """Return queries or outputs, ``(T, H, D)``, times their KV head's scale over the largest scale."""
+        # The kernel multiplies by the largest one, so that no number leaves the range of its dtype here.
         by_head = (scales / largest).repeat_interleave(rows.shape[1] // self._kv_heads)
         return (rows * by_head[:, None]).to(rows.dtype)
 
@@ -123,6 +116,7 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
         if metadata.beside:
             decodes, *others = metadata.parts
             with side_stream(call.query.device) as side:
+                # ``alone=False``: programs that end leave places in which the decodes' start.
                 for part in others:
                     self._run(part, self._terms[part.causal], call, output, lse, alone=False)
                 with torch.cuda.stream(side):

@@ -33,68 +33,46 @@ from attn_select_triton.limits import GLUON_CAPABILITY, power_of_two
 from attn_select_triton.runtime import schedule
 from attn_select_triton.tuning import Cost, Way, way_cost
 
+# Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of 128)
+# it lost 13 to 14 % at 112 to 126 MiB, won 9 to 12 % at 224 to 240 MiB with 8 and 16 decodes but lost 8 % at 252 MiB
+# with 64, and won 13 to 24 % at 504 MiB.
 LEAST_SAVED = 256 << 20
-"""Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of
-128) it lost 13 to 14 % at 112 to 126 MiB, won 9 to 12 % at 224 to 240 MiB with 8 and 16 decodes but lost 8 % at 252 MiB
-with 64, and won 13 to 24 % at 504 MiB."""
 
 
 @dataclass(slots=True)
 class Gather:
-    """Keys and values copied out of their pages before a prefill.
+    """Keys and values copied out of their pages before a prefill."""
 
-    Attributes:
-        heads: KV heads that are copied at a time.
-        whole: where to, ``(tokens, heads, size)``, rows padded to powers of two.
-        rows: the same without the padding.
-        arguments: of ``gather_pages``.
-    """
-
-    heads: int
-    whole: tuple[Tensor, Tensor]
-    rows: tuple[Tensor, Tensor]
-    arguments: dict[str, Any]
+    heads: int  # KV heads that are copied at a time
+    whole: tuple[Tensor, Tensor]  # where to, ``(tokens, heads, size)``, rows padded to powers of two
+    rows: tuple[Tensor, Tensor]  # the same without the padding
+    arguments: dict[str, Any]  # of ``gather_pages``
 
 
 @dataclass(slots=True)
 class Part:
-    """Requests that one launch serves, by the decode kernel or else the prefill's.
-
-    Attributes:
-        causal, ranges: as ``Terms`` has them.
-        decode: the prepared decode.
-        gather: what comes before a prefill.
-        prefill: arguments of ``prefill_attention``.
-        warps: the prefill's kernel is ``prefill_hopper``, where it can read this cache.
-        own: arguments of it alone: its counter, and by what programs share a row's keys.
-        prepared: its launch, once a layer ran by it.
-    """
+    """Requests that one launch serves, by the decode kernel or else the prefill's."""
 
     causal: bool
     ranges: Tensor | None = None
-    decode: Decode | None = None
-    gather: Gather | None = None
-    prefill: dict[str, Any] = field(default_factory=dict)
-    warps: bool = False
+    decode: Decode | None = None  # the prepared decode
+    gather: Gather | None = None  # what comes before a prefill
+    prefill: dict[str, Any] = field(default_factory=dict)  # arguments of ``prefill_attention``
+    warps: bool = False  # the prefill's kernel is ``prefill_hopper``, where it can read this cache
+    # arguments of it alone: its counter, and by what programs share a row's keys
     own: dict[str, Any] = field(default_factory=dict)
-    prepared: Any = None
+    prepared: Any = None  # its launch, once a layer ran by it
 
 
 @dataclass(slots=True)
 class TritonAttnMetadata:
-    """One step for all layers of a kind.
+    """One step for all layers of a kind."""
 
-    Attributes:
-        num_actual_tokens: T.
-        parts: the launches; with a prefix, for the rest of each request.
-        prefix: the launches for a prefix that all requests share, which is one request of T queries.
-        beside: the first part, decodes, may run beside the others.
-    """
-
-    num_actual_tokens: int
-    parts: list[Part]
+    num_actual_tokens: int  # T
+    parts: list[Part]  # the launches; with a prefix, for the rest of each request
+    # the launches for a prefix that all requests share, which is one request of T queries
     prefix: list[Part] | None = None
-    beside: bool = False
+    beside: bool = False  # the first part, decodes, may run beside the others
 
 
 def planned_prefill(context: BackendContext) -> PrefillKernel:
@@ -105,11 +83,7 @@ def planned_prefill(context: BackendContext) -> PrefillKernel:
 
 
 def check_gluon(device: torch.device) -> None:
-    """Check that the Gluon kernel of a plan is one for this device.
-
-    Raises:
-        KernelMismatchError: it is not.
-    """
+    """Check that the Gluon kernel of a plan is one for this device; else KernelMismatchError."""
     capability = capability_of(device)
     if capability != GLUON_CAPABILITY:
         raise KernelMismatchError(
@@ -120,11 +94,7 @@ def check_gluon(device: torch.device) -> None:
 
 
 class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
-    """Builds the metadata of one kind of layers; reserves the workspaces of its plans.
-
-    Raises:
-        KernelMismatchError: the plan's prefill is a Gluon kernel, which does not run on this device.
-    """
+    """Builds the metadata of one kind of layers; reserves the workspaces of its plans."""
 
     takes_length_bounds = True
     least_cascade_bytes = LEAST_SAVED
@@ -253,7 +223,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if len(parts) < 2 or self.context.device.type != "cuda" or parts[0].decode is None:
             return False
         if any(part.decode is not None or "workspace" in part.own for part in parts[1:]):
-            return False
+            return False  # both streams would write their partial results to the same place
         decodes = len(parts[0].decode.seq_lens)
         tokens = common.num_actual_tokens - int(common.query_start_loc_cpu[decodes])
         keys = int(common.seq_lens_cpu[:decodes].sum())
@@ -287,11 +257,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         return parts
 
     def _joined(self, common: CommonAttentionMetadata, decodes: bool) -> bool:
-        """Whether one launch of the decode kernel serves a step with prefills.
-
-        Args:
-            decodes: whether the step has decodes too.
-        """
+        """Whether one launch of the decode kernel serves a step with prefills."""
         if self._fixed_split or common.tree_mask is not None:
             return False
         launch = self._launch(common.num_reqs, common.max_query_len)
@@ -320,19 +286,17 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         captured: Tensor | None = None,
         tree_mask: Tensor | None = None,
     ) -> Part:
-        """Return the launch of the decode kernel for requests ``first .. last - 1``.
-
-        Args:
-            query_len: of the longest.
-            captured: where the pieces are to be, for captured steps.
-            tree_mask: of the step, where its drafts form trees.
-        """
+        """Return the launch of the decode kernel for requests ``first .. last - 1``."""
+        # query_len: of the longest.
+        # captured: where the pieces are to be, for captured steps.
+        # tree_mask: of the step, where its drafts form trees.
         assert self._workspace is not None
         launch, requests = self._launch(last - first, query_len), last - first
         units = self.shape.kv_heads * -(-self._group * query_len // launch.block_m)
         room = self._workspace.numel() // (query_len * self._row)
         lens = common.seq_lens_cpu[first:last].numpy().astype(np.int64)
         tile_tokens = self._tile_tokens(launch, query_len)
+        # With a window only what a program's rows see counts as keys.
         lens = np.clip(lens, 1, self._visible(tile_tokens, int(lens.max())) or 1)
         # Where few programs have many pieces each, merging by the last of them would take longer than a launch.
         merges = requests if requests * units <= tuning.decode_splits().apart and not self._fixed_split else 0
@@ -384,6 +348,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
 
     def _tile_tokens(self, launch: Launch, query_len: int) -> int:
         """Return how many tokens of a request one program has rows of, at most."""
+        # One more than fit: the first row may stand amid a token's heads.
         return min(query_len, -(-launch.block_m // self._group) + 1)
 
     def _launch(self, requests: int, query_len: int) -> Launch:
@@ -418,10 +383,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         return self._gathering(common, first, work, window, way == "gathered_warps")
 
     def _copied(self, query_lens: list[int], seq_lens: list[int], window: int) -> tuple[int, int]:
-        """Return how many KV heads are copied at a time, and the tokens that there is room for.
-
-        All, or so many as there is room for with the longest request.
-        """
+        """Return how many KV heads are copied at a time, and the tokens that there is room for."""
+        # All, or so many as there is room for with the longest request.
         heads, rows = self.shape.kv_heads, 1 if self._gathered is None else len(self._gathered[0])
         every, longest = heads * rows, schedule.copied_rows(query_lens, seq_lens, window)
         while heads > 1 and longest > every // heads:
@@ -482,12 +445,9 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         shares: schedule.Lens | None = None,
         heads: int = 0,
     ) -> Part:
-        """Return the launch of requests ``first .. last - 1`` over pages, or over the step's own keys.
-
-        Args:
-            shares: of their keys, by the warp-specialised kernel; None: by the plain one.
-            heads: KV heads of a launch; 0: all.
-        """
+        """Return the launch of requests ``first .. last - 1`` over pages, or over the step's own keys."""
+        # shares: of their keys, by the warp-specialised kernel; None: by the plain one.
+        # heads: KV heads of a launch; 0: all.
         bounds, seq_lens, table = self._requests(common, first, last)
         if tokens is None:
             tokens = common.num_actual_tokens - (int(common.query_start_loc_cpu[first]) if first else 0)
@@ -496,6 +456,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             "query_start_loc": bounds,
             "seq_lens": seq_lens,
             "num_tokens": tokens,
+            # Tiles are chosen by it: batch-invariant ones may not depend on the step.
             "max_seq_len": self.context.max_model_len if self.context.config.batch_invariant else longest,
         }
         if table is None:
@@ -521,6 +482,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             heads=(heads * self._group, heads),
             tile_rows=self._tile_rows,
             device=self.shape.device,
+            # By the keys of one share, negated for the longest first.
             longest_first=np.argsort(common.seq_lens_cpu[first:last].numpy() / -shares, kind="stable"),
         )
 

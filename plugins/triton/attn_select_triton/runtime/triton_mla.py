@@ -48,34 +48,23 @@ from attn_select_triton.runtime.side_by_side import COMPILING
 from attn_select_triton.runtime.triton_attn_metadata import check_gluon, planned_prefill
 from attn_select_triton.tuning import way_cost
 
-LEAST_FIXED_SPLIT, TILE = 1024, 64
-"""Keys of a batch-invariant split, at least; it has whole tiles."""
+LEAST_FIXED_SPLIT, TILE = 1024, 64  # Keys of a batch-invariant split, at least; it has whole tiles
 _CAUSAL, _WHOLE = KernelTerms(causal=True), KernelTerms(causal=False)
 
 
 @dataclass(slots=True)
 class MLACall:
-    """The decodes of one batch, or one call on decompressed keys and values.
+    """The decodes of one batch, or one call on decompressed keys and values."""
 
-    Attributes:
-        num_tokens: queries of all requests.
-        arguments: of ``mla_decode`` or ``prefill_attention`` that are the same for all layers.
-        warps: further arguments of ``prefill_hopper.Prefill``, where the plan has it.
-        prepared: its launch, once a layer ran by it.
-    """
-
-    num_tokens: int
-    arguments: dict[str, Any]
+    num_tokens: int  # queries of all requests
+    arguments: dict[str, Any]  # of ``mla_decode`` or ``prefill_attention`` that are the same for all layers
+    # further arguments of ``prefill_hopper.Prefill``, where the plan has it
     warps: dict[str, Any] = field(default_factory=dict)
-    prepared: Any = None
+    prepared: Any = None  # its launch, once a layer ran by it
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
-    """Builds the metadata of one kind of layers: launch, pieces of the keys and the workspace for their results.
-
-    Raises:
-        KernelMismatchError: the plan's kernel is not one for this device and this Triton.
-    """
+    """Builds the metadata of one kind of layers: launch, pieces of the keys and the workspace for their results."""
 
     takes_length_bounds = True
 
@@ -132,11 +121,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         return requests + latent_pieces(units, self._sms)
 
     def _split(self, common: CommonAttentionMetadata) -> dict[str, Any]:
-        """Return how ``mla_decode`` is to split the keys.
-
-        Raises:
-            BatchError: partial results would take more than what was reserved.
-        """
+        """Return how ``mla_decode`` is to split the keys; BatchError where the results outgrow what was reserved."""
         config, requests = self.context.config, common.num_reqs
         tokens = max(1, common.max_query_len)  # a step may have no tokens at all
         assert self._workspace is not None
@@ -155,6 +140,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             )
         capacity, merges = int(splits.sum()), len(cut)
         if self._pieces is not None:  # the same at capture and replay
+            # A request in several pieces takes two slots at least.
             capacity, merges = self._most_pieces(requests, units), min(requests, slots // 2)
         elif not merges and not self._fixed_split:
             return {}
@@ -172,11 +158,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLACall:
-        """As ``AttentionMetadataBuilder.build``: all tensors but workspace and pieces are the batch's own.
-
-        Raises:
-            BatchError: partial results would take more than what was reserved.
-        """
+        """As ``AttentionMetadataBuilder.build``: all tensors but workspace and pieces are the batch's own."""
         common = common_attn_metadata
         arguments = {
             "query_start_loc": common.query_start_loc,

@@ -44,19 +44,12 @@ from attn_select_triton.runtime.side_by_side import COMPILING
 
 @dataclass(slots=True)
 class SparseCall:
-    """One batch.
+    """One batch."""
 
-    Attributes:
-        num_tokens: T.
-        query_start_loc: int32 ``(T + 1,)``, 0 to T.
-        num_splits: parts of a token's keys.
-        workspace: float32, for their results.
-    """
-
-    num_tokens: int
-    query_start_loc: Tensor
-    num_splits: int
-    workspace: Tensor
+    num_tokens: int  # T
+    query_start_loc: Tensor  # int32 ``(T + 1,)``, 0 to T
+    num_splits: int  # parts of a token's keys
+    workspace: Tensor  # float32, for their results
 
 
 def _kernel(context: BackendContext) -> MLASparseKernel:
@@ -90,11 +83,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
 
 
 def launch_of(context: BackendContext) -> MLALaunch:
-    """Return how the plan's kernel is launched.
-
-    Raises:
-        KernelMismatchError: the plan's kernel is not one for this device.
-    """
+    """Return how the plan's kernel is launched; KernelMismatchError where it is not one for this device."""
     config, planned = context.config, _kernel(context)
     if not planned.gluon:
         return mla_launch(
