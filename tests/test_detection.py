@@ -309,7 +309,6 @@ def test_mig_without_a_choice_is_the_first_instance() -> None:
         ("0", "H100 80GB HBM3 MIG 1g.10gb"),
         ("MIG-bbbb2222-0000-0000-0000-000000000000", "H100 80GB HBM3 MIG 3g.40gb"),
         ("MIG-bbbb2222,MIG-aaaa1111", "H100 80GB HBM3 MIG 3g.40gb"),
-        (f"MIG-{MIG.uuid}/1/0", "H100 80GB HBM3 MIG 3g.40gb"),  # as drivers before 470 write it
         (MIG.uuid, "H100 80GB HBM3 MIG 1g.10gb"),
     ],
 )

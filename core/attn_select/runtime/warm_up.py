@@ -84,15 +84,17 @@ def steps_of(
                 if captured and query in (1, longest):
                     add(requests, query, keys, True, config.draft_tree)  # chains too read a mask
     if "prefill" in phases:
-        for requests, query, keys in ((1, SHORT, SHORT), (4, USUAL // 4, USUAL // 4), (1, USUAL, USUAL)):
-            add(requests, query, keys)
+        for requests, query in ((1, SHORT), (4, USUAL // 4), (1, USUAL), (4, USUAL)):
+            add(requests, query, query)
         if config.attn_type == "decoder":
             add(1, USUAL // 4, LONG)
             few = config.max_decode_query_len + 1
             add(2, USUAL, 4 * USUAL)
             for query in _halves(64, few):  # the rest of a prompt whose beginning is cached
                 add(1, query, USUAL)
+                add(1, query, query)
                 add(FEW[1], query, LONG)
+            add(1, USUAL // 6, USUAL // 6)  # a prompt too long for one launch with decodes, and short for its own
             rest, whole = min(4 * USUAL, length), min(USUAL // 4, length)
             # Uneven steps: of few programs, so that keys are split, and of many.
             short = min(SHORT, whole)
@@ -106,6 +108,11 @@ def steps_of(
                     found.append(Step(uneven))
     if mixed and phases == {"decode", "prefill"} and tokens >= SHORT + many and length >= SHORT:
         found.append(Step((*((1, min(USUAL, length)),) * (many - 1), (SHORT, SHORT))))
+        # Small steps, whose decodes and prefills may be one launch, with keys that are split and whole.
+        for query in _halves(SHORT, config.max_decode_query_len + 1):
+            for requests, keys in ((1, SHORT), *((some, USUAL // 2) for some in FEW), (many - 1, SHORT)):
+                decodes = ((1, min(keys, length)),) * min(requests, most[0] - 1)
+                found.append(Step((*decodes, (query, min(max(keys, query), length)))))
     return list(dict.fromkeys(found))
 
 

@@ -65,6 +65,10 @@ def drawn_steps(draw: random.Random, drafts: int) -> list[tuple[list[int], list[
         decodes = [1 + drafts] * draw.choice([0, 0, 3, 60])
         queries = decodes + [query + 1 + drafts for query in queries]
         steps.append((queries, [length(query + 1) for query in queries], False))
+    for _ in range(32):  # small ones
+        queries = [drafts + draw.choice([2, 6, 20, 40, 60]) for _ in range(draw.randint(1, 3))]
+        queries = [1 + drafts] * draw.choice([0, 1, 3, 8, 20, 60]) + queries
+        steps.append((queries, [query + draw.randint(0, draw.choice([60, 900])) for query in queries], False))
     return steps
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ RELEASE: Mapping[str, Any] = {"pins": {"flashinfer-python": "0.6.14"}}
 def with_plans(selection: Any, change: Callable[[BackendPlan], BackendPlan] | None) -> Any:
     """Return the selection with each plan replaced by what ``change`` makes of it."""
     if change is not None:
-        for verdict in selection.candidates[0].phases.values():
+        phases = selection.candidates[0].phases
+        for phase, verdict in phases.items():
             assert verdict.plan is not None
-            verdict.plan = change(verdict.plan)
+            phases[phase] = replace(verdict, plan=change(verdict.plan))
     return selection
 
 
