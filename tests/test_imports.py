@@ -109,7 +109,7 @@ def test_the_oracle_needs_no_pytest() -> None:
     assert {"torch", "pytest"} <= loaded(f"{light}\nfrom attn_select.testing import BackendConformance")
 
 
-SCRIPTS = ("docs/*.py", "research/*.py", "tests/bench/*.py", "plugins/*/bench/*.py")
+SCRIPTS = ("docs/*.py", "measure/bench/*.py", "tests/bench/*.py", "plugins/*/bench/*.py")
 
 
 @pytest.mark.parametrize("folder", SCRIPTS)

@@ -27,7 +27,7 @@ _LEAST = {"sinks": -math.inf}
 
 
 class GivenTerms(TypedDict, total=False):
-    """The arguments of a layer that become its ``Terms``, which has what they are."""
+    """The arguments that a layer takes for its ``Terms``, whose attributes of the same names say more."""
 
     scale: float | None
     alibi_slopes: Tensor | None
