@@ -85,22 +85,30 @@ class FlashInferMambaImpl(StateImpl):
             """One number for all channels of a head, as the kernel demands: strides of 0."""
             return numbers.unsqueeze(-1).expand(*numbers.shape, width)
 
-        rate = per_head(-raw.A_log.exp()).unsqueeze(-1).expand(-1, width, size)
         # dt, its bias and D share one dtype. The layer adds D times x itself.
-        found: Tensor = library.flashinfer().selective_state_update(
-            state=states,
-            x=value.contiguous(),
-            dt=per_head(raw.a.float()),
-            A=rate,
-            B=key.contiguous(),
-            C=query.contiguous(),
-            D=per_head(self._no_skip),
-            dt_bias=per_head(raw.dt_bias),
-            dt_softplus=True,
-            state_batch_indices=read,
-            dst_state_batch_indices=write,
-        )
-        return found
+        fixed = {
+            "A": per_head(-raw.A_log.exp()).unsqueeze(-1).expand(-1, width, size),
+            "D": per_head(self._no_skip),
+            "dt_bias": per_head(raw.dt_bias),
+            "dt_softplus": True,
+        }
+        rows = {
+            "x": value.contiguous(),
+            "dt": per_head(raw.a.float()),
+            "B": key.contiguous(),
+            "C": query.contiguous(),
+            "state_batch_indices": read,
+            "dst_state_batch_indices": write,
+        }
+        # The entry refuses more requests than there are slots, which a captured size may have: padding needs none.
+        most = len(states)
+        pieces = [
+            library.flashinfer().selective_state_update(
+                state=states, **fixed, **{name: each[first : first + most] for name, each in rows.items()}
+            )
+            for first in range(0, len(value), most)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def segments(bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
