@@ -20,6 +20,7 @@ from typing import Any
 
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
+from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
 from attn_select.reference.problems import Request
 
@@ -173,15 +174,22 @@ def _run(task: FirstCall, environment: Environment) -> None:
 
     from attn_select.decide.selector import select
     from attn_select.machine.detection import detect_device
+    from attn_select.reference.state_step import StateStep
     from attn_select.runtime import Capacity
     from attn_select.runtime.compile_ahead import stand_in
     from attn_select.runtime.warm_up import GroupSteps, Step
 
-    selection = select(task.config, detect_device().device, None, task.choice, environment=environment)
-    queries, lens = [query for query, _ in task.requests], [length for _, length in task.requests]
-    capacity = Capacity(len(queries), sum(queries), max(lens))
+    device = detect_device().device
+    selection: Any = select(task.config, device, None, task.choice, environment=environment)
     with torch.inference_mode():
-        layer = stand_in(selection, None, capacity, phases=task.phases)
-        GroupSteps(layer.group).run(Step(task.requests))
-        if layer.group.device.type == "cuda":
+        if isinstance(task.config, StateConfig):
+            states = StateStep(selection, task.requests, task.phases)
+            states.make_layers(states.memory(1).caches(states))
+            states.calls()[0]()
+        else:
+            queries, lens = [query for query, _ in task.requests], [length for _, length in task.requests]
+            capacity = Capacity(len(queries), sum(queries), max(lens))
+            layer = stand_in(selection, None, capacity, phases=task.phases)
+            GroupSteps(layer.group).run(Step(task.requests))
+        if torch.cuda.is_available():
             torch.cuda.synchronize()

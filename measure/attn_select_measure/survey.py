@@ -67,6 +67,7 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
     metavar="NAME",
     help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
 )
+@click.option("--states", "of_states", is_flag=True, help="Draw layers that keep a state, in place of attention.")
 @click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), metavar="S", help="End by then [default: when all is done]."
 )
@@ -100,6 +101,7 @@ def command(
     seed: int,
     workloads: int,
     phases: tuple[str, ...],
+    of_states: bool,
     seconds: float | None,
     backends: tuple[str, ...],
     pins: tuple[str, ...],
@@ -144,7 +146,7 @@ def command(
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
     settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)
-    plan = surveying.drawn_or_again(seed, workloads, phases, backends)
+    plan = surveying.drawn_or_again(seed, workloads, phases, backends, of_states)
     return 0 if surveyed(settings, plan, environment) else 1
 
 

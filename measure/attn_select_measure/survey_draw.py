@@ -3,7 +3,7 @@
 Half of the layers are of models that are known by name, on as many ranks as somebody may run them on; the other half
 are put together from sizes that models have. Lengths and numbers of requests are log-uniform. Families of layers and
 phases take turns, so that every one gets its share, however many workloads are drawn. Workload ``i`` of a seed is the
-same whatever is drawn beside it, and on every device.
+same whatever is drawn beside it, and on every device. Layers that keep a state have numbers of their own.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
 from attn_select.errors import AttnSelectError
+from attn_select.layer.checked import DType
 from attn_select.layer.config import MLA_DIMS, AttentionConfig
 from attn_select.layer.layer_config import LayerConfig
-from attn_select.layer.layouts import FLASH_ATTN_NHD, MLA, bytes_per_token
+from attn_select.layer.layouts import FLASH_ATTN_NHD, MLA, bytes_per_slot, bytes_per_token
 from attn_select.layer.models import configs_from_model
 from attn_select.layer.models.presets import presets
+from attn_select.layer.state import RecurrenceName, StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
@@ -38,6 +41,23 @@ PHASES = (
     "decode", "prefill", "uneven", "mixed", "decode", "chunk", "spread",
     "decode", "mixed", "uneven", "prefill", "spread", "chunk", "decode",
 )  # fmt: skip
+FIRST_STATE = 1_000_000  # The number of a seed's first workload of a layer that keeps a state
+STATE_FAMILIES: tuple[RecurrenceName, ...] = (
+    "gated_delta_net", "mamba2", "kda", "gated_delta_net", "mamba2", "lightning",
+)  # fmt: skip
+STATE_PHASES = ("decode", "prefill", "decode", "mixed", "chunk", "decode", "prefill")  # In turn, as ``PHASES``
+# Key heads, value heads and their sizes: of whole models, which ranks share.
+STATE_SIZES: Mapping[RecurrenceName, Sequence[tuple[int, int, int, int]]] = {
+    # Qwen3-Next and Qwen3.5: 35B; 2B, 9B and 27B, 397B.
+    "gated_delta_net": ((16, 32, 128, 128), (16, 16, 128, 128), (16, 48, 128, 128), (16, 64, 128, 128)),
+    "kda": ((32, 32, 128, 128), (64, 64, 128, 128), (96, 96, 128, 128)),  # Kimi Linear, GLM-5.3-Flash, Kimi K3
+    # Nemotron-H 8B, Nemotron 3 Nano, Granite 4 H small and tiny, Codestral Mamba's sizes, Falcon-H1 34B.
+    "mamba2": (
+        (8, 128, 128, 64), (8, 64, 128, 64), (1, 128, 128, 64), (1, 48, 128, 64), (8, 64, 128, 128), (2, 32, 256, 128),
+    ),
+    "lightning": ((64, 64, 128, 128), (32, 32, 128, 128)),  # MiniMax-01, Ling
+}  # fmt: skip
+STATE_DTYPES: Sequence[DType] = ("float32", "float32", "float32", "bfloat16")
 OF_MODELS = 0.5  # Share of the layers that are of known models, where the family has some
 MOST_US = 6000.0  # What a step may take by an H100's roofline
 MOST_CACHE_BYTES = 4 << 30  # Of one layer: 32 of them fill a large GPU
@@ -86,11 +106,17 @@ class Drawn:
 
 
 def draw(seed: int, number: int, space: Space = SPACE) -> Drawn:
-    """Return workload ``number`` of a seed."""
-    family, phase = FAMILIES[number % len(FAMILIES)], PHASES[number % len(PHASES)]
+    """Return workload ``number`` of a seed; from ``FIRST_STATE`` on, of a layer that keeps a state."""
     rng = random.Random(f"{seed} {number}")
+    draw_layer: Callable[[], LayerConfig]
+    if number < FIRST_STATE:
+        family, phase = FAMILIES[number % len(FAMILIES)], PHASES[number % len(PHASES)]
+        draw_layer = partial(_layer, rng, family, space.tiny)
+    else:
+        family, phase = STATE_FAMILIES[number % len(STATE_FAMILIES)], STATE_PHASES[number % len(STATE_PHASES)]
+        draw_layer = partial(_state_layer, rng, family, space.tiny)
     while True:
-        config = _layer(rng, family, space.tiny)
+        config = draw_layer()
         if (batch := draw_batch(rng, phase, config, space)) is not None:
             return Drawn(number, family, phase, config, batch)
 
@@ -113,16 +139,22 @@ def kind_of(config: LayerConfig) -> str:
             first = f"mla {config.num_heads} " + "+".join(str(fields.pop(name)) for name in MLA_DIMS)
         named = ("num_heads", "num_kv_heads", "head_size")
         return " ".join([first, *[f"{name}={value}" for name, value in fields.items() if name not in named]])
-    return " ".join([f"{name}={value}" for name, value in fields.items()])
+    heads, sizes = f"{config.num_heads}:{config.num_v_heads}", f"{config.head_size}x{config.v_head_size}"
+    shown = ("recurrence", "num_heads", "num_v_heads", "head_size", "v_head_size")
+    others = [f"{name}={value}" for name, value in fields.items() if name not in shown]
+    return " ".join([config.recurrence, heads, sizes, *others])
 
 
 def _fits(config: LayerConfig, batch: BatchShape, space: Space) -> bool:
-    assert isinstance(config, AttentionConfig)
-    most_tokens = space.tokens // (4 if config.sparse else 1)  # each has its own list of tokens
+    most_tokens = space.tokens
+    if isinstance(config, StateConfig):  # each request reads one state, and writes as many as it has tokens in a decode
+        num_bytes = batch.num_requests * (1 + config.max_decode_query_len) * bytes_per_slot(config)
+    else:
+        num_bytes = batch.num_kv_tokens * bytes_per_token(MLA if config.mla else FLASH_ATTN_NHD, config)
+        most_tokens //= 4 if config.sparse else 1  # each has its own list of tokens
     if batch.num_requests > space.requests or batch.num_tokens - batch.num_requests > most_tokens:
         return False
-    per_token = bytes_per_token(MLA if config.mla else FLASH_ATTN_NHD, config)
-    if batch.num_kv_tokens * per_token > MOST_CACHE_BYTES:
+    if num_bytes > MOST_CACHE_BYTES:
         return False
     floor = roofline_us(config, batch, lookup("h100"))
     return floor is not None and floor <= MOST_US
@@ -150,6 +182,26 @@ def _layer(rng: random.Random, family: str, tiny: bool) -> AttentionConfig:
     else:
         fields = _made_up(rng, base, tiny)
     return AttentionConfig(**{**fields, **more})
+
+
+def _state_layer(rng: random.Random, recurrence: RecurrenceName, tiny: bool) -> StateConfig:
+    """Return a layer that keeps a state, of a model's sizes on one of some ranks."""
+    heads, v_heads, size, v_size = (1, 2, 16, 16) if tiny else rng.choice(STATE_SIZES[recurrence])
+    ranks = 1 if tiny else _pick(rng, RANKS)
+    while v_heads % ranks:
+        ranks //= 2
+    heads = max(1, heads // ranks)  # ranks keep copies of the same
+    of_tiny = tiny and recurrence == "kda"  # where each value head has its own key head
+    return StateConfig(
+        recurrence=recurrence,
+        num_heads=heads,
+        num_v_heads=1 if of_tiny else v_heads // ranks,
+        head_size=size,
+        v_head_size=v_size,
+        state_dtype=rng.choice(STATE_DTYPES),
+        conv_kernel_size=0 if recurrence == "lightning" else 4,
+        num_speculative_tokens=_pick(rng, DRAFTS) if rng.random() < 0.15 else 0,
+    )
 
 
 def _made_up(rng: random.Random, base: str, tiny: bool) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from scipy.optimize import minimize
 
 from attn_select.errors import MeasurementError
 from attn_select.layer.layer_config import layer_of
+from attn_select.layer.state import RECURRENCES
 from attn_select.machine.device import lookup
 from attn_select.machine.files import replace_file
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.features import Rates, StepFeatures, step_features
-from attn_select.times.prediction import VERSION, family_of
+from attn_select.times.features import Rates, StepFeatures
+from attn_select.times.prediction import VERSION, family_of, features_of
 from attn_select_measure.survey_records import Record
 
 Array = NDArray[np.float64]
@@ -167,7 +168,7 @@ def timed_of(record: Record, rates: Rates) -> Timed:
     """Return a record's workload with its features."""
     config, batch = layer_of(record["config"]), parse_batch_shape(record["batch"])
     words = record["kind"].split(" ")
-    group = " ".join(words[:3] if words[0] == "mla" else words[:2])  # the same heads and sizes
+    group = " ".join(words[:3] if words[0] in ("mla", *RECURRENCES) else words[:2])  # the same heads and sizes
     measured = {
         each["backend"]: {
             "times_us": each["time_us"],
@@ -178,8 +179,7 @@ def timed_of(record: Record, rates: Rates) -> Timed:
         for each in record["timed"]
         if each["failure"] is None and each["time_us"] and each["backend"] in each["fingerprint"]
     }
-    features = step_features(config, batch, rates)  # type: ignore[arg-type]
-    return Timed(group, features, measured)
+    return Timed(group, features_of(config, batch, rates), measured)
 
 
 def _by_family(records: Sequence[Record], rates: Rates) -> dict[str, list[Timed]]:

@@ -18,7 +18,6 @@ from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import RulesArgument, select
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import LayerConfig, layer_of
-from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
@@ -26,7 +25,7 @@ from attn_select.times.workload import phases_of
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
-from attn_select_measure.survey_draw import PHASES, SPACE, TINY, draw, kind_of
+from attn_select_measure.survey_draw import FIRST_STATE, SPACE, TINY, draw, kind_of
 from attn_select_measure.survey_records import PAIR, Record, append_record, merged, read_survey, write_survey
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 from attn_select_measure.timed_fields import timed_fields
@@ -110,9 +109,11 @@ def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig
     return Work(row, config, batch)
 
 
-def drawn_or_again(seed: int, workloads: int, phases: tuple[str, ...], backends: tuple[str, ...]) -> Plan:
+def drawn_or_again(
+    seed: int, workloads: int, phases: tuple[str, ...], backends: tuple[str, ...], of_states: bool = False
+) -> Plan:
     """Plan so many workloads of a seed, of these phases alone where any are named; with backends and a file that has
-    some, those, and these backends alone."""
+    some, those, and these backends alone. ``of_states``: of layers that keep a state."""
 
     def plan(machine: Machine, known: Sequence[Record]) -> Iterator[Work]:
         if known and backends:
@@ -120,9 +121,12 @@ def drawn_or_again(seed: int, workloads: int, phases: tuple[str, ...], backends:
                 yield Work(record, layer_of(record["config"]), parse_batch_shape(record["batch"]))
             return
         done = {(record["seed"], record["number"]) for record in known}
-        for number in range(workloads):
-            if (seed, number) not in done and (not phases or PHASES[number % len(PHASES)] in phases):
-                drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
+        first = FIRST_STATE if of_states else 0
+        for number in range(first, first + workloads):
+            if (seed, number) in done:
+                continue
+            drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
+            if not phases or drawn.phase in phases:
                 yield work_of(seed, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
 
     def dated(record: Record) -> str:
@@ -328,6 +332,4 @@ class _Run:
 def _compiles(candidate: Candidate, config: LayerConfig) -> bool:
     """Whether a first call of a candidate may compile."""
     specs = load_plugins().specs
-    return not isinstance(config, StateConfig) and any(
-        specs[name].compile_key(config) is not None for name in candidate.name.split(PAIR)
-    )
+    return any(specs[name].compile_key(config) is not None for name in candidate.name.split(PAIR))

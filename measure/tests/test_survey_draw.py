@@ -7,15 +7,20 @@ from collections import Counter
 import pytest
 
 from attn_select.layer.config import AttentionConfig
+from attn_select.layer.layouts import bytes_per_slot
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.roofline import roofline_us
 from attn_select.times.workload import phases_of
 from attn_select_measure.survey_draw import (
     FAMILIES,
+    FIRST_STATE,
     MOST_CACHE_BYTES,
     MOST_US,
     PHASES,
     SPACE,
+    STATE_FAMILIES,
+    STATE_PHASES,
     Drawn,
     draw,
     kind_of,
@@ -76,3 +81,19 @@ def test_the_space_is_wide(drawn: list[Drawn]) -> None:
     lengths = sorted(each.batch.max_seq_len for each in drawn)
     assert lengths[ALL // 10] < 1024
     assert lengths[-ALL // 10] > 1 << 16
+
+
+def test_layers_that_keep_a_state_have_numbers_of_their_own() -> None:
+    count = len(STATE_FAMILIES) * len(STATE_PHASES)
+    drawn = [draw(3, FIRST_STATE + number) for number in range(count)]
+    pairs = {(each.family, each.phase) for each in drawn}
+    assert len(pairs) == len(set(STATE_FAMILIES)) * len(set(STATE_PHASES))
+    for each in drawn:
+        config = each.config
+        assert isinstance(config, StateConfig)
+        assert kind_of(config).split(" ")[0] == config.recurrence == each.family
+        states = each.batch.num_requests * (1 + config.max_decode_query_len) * bytes_per_slot(config)
+        assert states <= MOST_CACHE_BYTES
+        phases = {"decode", "prefill"} if each.phase == "mixed" else {"prefill"}
+        wanted = phases if each.phase in ("mixed", "prefill", "chunk") else {"decode"}
+        assert set(phases_of(each.batch, config)) == wanted, each

@@ -13,12 +13,13 @@ from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import environment_for
 from attn_select.errors import MeasurementError
 from attn_select.layer.layer_config import layer_of
+from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select.times.features import Rates, step_features
-from attn_select.times.prediction import Survey
+from attn_select.times.features import Rates
+from attn_select.times.prediction import Survey, features_of
 from attn_select_measure import survey_records
-from attn_select_measure.survey_draw import draw, kind_of
+from attn_select_measure.survey_draw import FIRST_STATE, draw, kind_of
 from attn_select_measure.survey_fit import extended, fit_survey
 from attn_select_measure.survey_records import Record, check_packaged
 
@@ -27,8 +28,8 @@ RATES = Rates(4.19e6, 7.81e8, 132)
 
 def times_of(config: Any, batch: Any) -> dict[str, float]:
     """Return times of two backends: one is better at few tiles, the other at many."""
-    features = step_features(config, batch, RATES)
-    lean = 0.1 * (features.values["tiles"] - 7)
+    features = features_of(config, batch, RATES)
+    lean = 0.1 * features.values["fill"] if isinstance(config, StateConfig) else 0.1 * (features.values["tiles"] - 7)
     return {"A": features.floor_us * math.exp(0.3 - lean), "B": features.floor_us * math.exp(0.3 + lean)}
 
 
@@ -104,6 +105,18 @@ def test_more_times_change_what_lies_near_them(fitted: dict[str, Any]) -> None:
     assert after["A"] > 2 * before["A"]
     assert after["B"] == pytest.approx(times_of(config, batch)["B"], rel=0.1)
     assert more["workloads"] == fitted["workloads"] + 1
+
+
+def test_layers_that_keep_a_state_are_a_family(records: list[Record]) -> None:
+    states = [record(FIRST_STATE + number) for number in range(80)]
+    fitted = fit_survey([*records[:30], *states])
+    assert [*fitted["families"]] == ["attention", "state"]
+    survey, right = Survey(fitted, "made up"), 0
+    for other in (record(FIRST_STATE + number, seed=1) for number in range(30)):
+        config, batch = layer_of(other["config"]), parse_batch_shape(other["batch"])
+        found, times = survey.predict(config, batch), times_of(config, batch)
+        right += (found["A"] < found["B"]) == (times["A"] < times["B"])
+    assert right >= 27
 
 
 def test_packaged_times_are_of_the_kernels_that_are_here() -> None:

@@ -165,7 +165,7 @@ class _Step:
     whole: Mapping[str, float]  # times of the whole step
     # times of the prefills and of the decodes of a mixed step, each alone; else empty
     parts: Mapping[Phase, Mapping[str, float]]
-    # whether one backend runs both phases of a mixed step at once; those of MLA run one behind the other
+    # whether one backend runs both phases of a mixed step at once; those of MLA and of states run one behind the other
     together: bool
     unit: float  # that costs are in, us
     nearest: Sequence[Near]  # the measured workloads that are most like it
@@ -215,7 +215,7 @@ class _Steps:
                 parts[part] = self._predicted(BatchShape(tuple(mine)), (part,))
         whole = self._predicted(shape.batch, here)
         nearest = self._evidence.survey.nearest(config, shape.batch)
-        together = not (isinstance(config, AttentionConfig) and config.mla)
+        together = isinstance(config, AttentionConfig) and not config.mla
         least = [whole] if whole else [*parts.values()]  # no backend may serve all of a mixed step
         unit = sum([min(times.values(), default=0.0) for times in least]) if alike else 1.0
         return _Step(shape.weight, phase, whole, parts, together, unit or 1.0, nearest)

@@ -30,6 +30,7 @@ from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device, find_gpu
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.features import Rates, StepFeatures, step_features
+from attn_select.times.state_features import state_features
 
 VERSION = 1
 """Of the files' format."""
@@ -39,17 +40,26 @@ PACKAGED_FOLDER = Path(__file__).parent / "surveys"
 NEAREST = 8
 """Measured workloads that a prediction is explained by, and one of which its backend must have been timed on."""
 
-Family = Literal["attention", "mla", "sparse_mla"]
+Family = Literal["attention", "mla", "sparse_mla", "state"]
 """Layers whose backends are others."""
 
 
 def family_of(config: LayerConfig) -> Family | None:
     """Return which family a layer is of; None of one that no survey times."""
-    if not isinstance(config, AttentionConfig) or config.attn_type != "decoder":
+    if not isinstance(config, AttentionConfig):
+        return "state"
+    if config.attn_type != "decoder":
         return None
     if config.mla:
         return "sparse_mla" if config.sparse else "mla"
     return "attention"
+
+
+def features_of(config: LayerConfig, batch: BatchShape, rates: Rates) -> StepFeatures:
+    """Return the features of one layer's step over a batch."""
+    if isinstance(config, AttentionConfig):
+        return step_features(config, batch, rates)
+    return state_features(config, batch, rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +178,7 @@ class Survey:
     @functools.lru_cache(maxsize=8)  # noqa: B019  # who asks for a step's times asks for the nearest workloads next
     def _place(self, family: _Family, config: Any, batch: BatchShape) -> tuple[StepFeatures, list[float], list[int]]:
         """Return a step's features, its likeness to each measured workload, and the nearest of them."""
-        features = step_features(config, batch, self.rates)
+        features = features_of(config, batch, self.rates)
         likeness = family.likeness(features)
         return features, likeness, nlargest(NEAREST, range(len(likeness)), likeness.__getitem__)
 
