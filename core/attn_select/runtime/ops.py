@@ -1,4 +1,4 @@
-"""Operations that backends share: writing and gathering a paged cache and its tables, merging results, quantising.
+"""Operations that backends share: writing and gathering a paged cache and its tables, merging, quantising, convolving.
 
 Each has an implementation in torch, and a plugin may bring a faster one for its devices: an entry point in group
 ``attn_select.ops``, named like the operation, that loads a function ``(device: torch.device) -> callable or None``. The
@@ -80,3 +80,4 @@ concat_and_quantize_mla_q = SharedOperation("concat_and_quantize_mla_q", 0)
 indexer_k_quant_and_cache = SharedOperation("indexer_k_quant_and_cache", 1)
 indexer_topk = SharedOperation("indexer_topk", 2)
 slots_in_front = SharedOperation("slots_in_front", 0)
+causal_conv = SharedOperation("causal_conv", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FP8_DS_MLA, PAGED_ATTENTION
@@ -341,3 +342,41 @@ def merge_rank_memory(
         output.view(*shape, width),
         None if output_lse is None else output_lse.view(shape),
     )
+
+
+def causal_conv(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    windows: Tensor,
+    read_slots: Tensor,
+    taps: Tensor,
+    write_slots: Tensor,
+    window_rows: Tensor,
+) -> Tensor:
+    """Return the convolution of a step's inputs, one filter per channel and SiLU, and write its requests' new windows.
+
+    It gathers rows: first come the windows of the B requests, ``K - 1`` rows each, then the T inputs.
+
+    Args:
+        inputs: ``(T, C)``; the last stride is 1.
+        weight: ``(C, K)``, oldest first, as in ``torch.nn.Conv1d``.
+        bias: ``(C,)``, or None.
+        windows: ``(num_slots, K - 1, C)`` in the dtype of the inputs. A slot that one request writes no other reads.
+        read_slots: int64 ``(B,)``; below 0: a window of zeros.
+        taps: int64 ``(T, K)``, the rows that each input sees.
+        write_slots: int64 ``(W,)``, the slots that get a new window; -1 is the last slot.
+        window_rows: int64 ``(W, K - 1)``, the rows of each.
+
+    Returns:
+        ``(T, C)`` in the dtype of the inputs, computed in float32: rounded once, whatever the chunks of a request.
+    """
+    # Filled, not multiplied by 0: a free slot may hold NaN.
+    before = windows[read_slots.clamp(min=0)].masked_fill((read_slots < 0)[:, None, None], 0.0)
+    rows = torch.cat([before.flatten(0, 1), inputs])
+    # Written only now: ``rows`` is a copy of the old windows, and a request may write the slot that it reads.
+    windows[write_slots] = rows[window_rows]
+    found = torch.zeros(inputs.shape, device=inputs.device) if bias is None else bias.float().expand(inputs.shape)
+    for tap in range(weight.shape[1]):  # one after the other: side by side they take as many times the memory
+        found = torch.addcmul(found, rows[taps[:, tap]].float(), weight[:, tap].float())
+    return functional.silu(found).to(inputs.dtype)

@@ -114,3 +114,8 @@ def slots_in_front(device: torch.device) -> Operation | None:
 def indexer_topk(device: torch.device) -> Operation | None:
     """Return the sparse indexer's choice of tokens."""
     return _served("indexer_topk", device)
+
+
+def causal_conv(device: torch.device) -> Operation | None:
+    """Return the convolution of layers that keep a state."""
+    return _served("causal_conv", device)

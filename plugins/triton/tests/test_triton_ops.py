@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="needs triton")
@@ -18,6 +19,7 @@ from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER
 from attn_select.runtime import Scales, torch_ops
 from attn_select.runtime import ops as shared
 from attn_select.runtime.kv_cache import allocate_kv_cache
+from attn_select.runtime.states.state_batch import conv_rows
 from attn_select.testing import same_bits
 from attn_select_triton import ops
 from attn_select_triton.runtime import op_kernels
@@ -96,6 +98,29 @@ def test_quantize_fp8(fp8: torch.dtype, dtype: torch.dtype, device: torch.device
         assert found.is_contiguous()
         both_nan = found.float().isnan() & wanted.float().isnan()
         assert bool(((found.float() == wanted.float()) | both_nan).all())
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("channels", [24, 1100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_causal_conv(dtype: torch.dtype, channels: int, width: int, device: torch.device) -> None:
+    """A prompt in two pieces, a new one, decodes with drafts that write over the slot that they read, and padding."""
+    lens, read, write = [5, 3, 1, 2], [2, -1, 7, 4], [[3], [0], [7], [4, 5]]
+    taps, rows = conv_rows(width, np.cumsum([0, *lens]), [len(each) for each in write])
+    weight, bias = numbers(device, channels, width, dtype=dtype), numbers(device, channels)
+    wide = numbers(device, sum(lens), channels + 8, dtype=dtype)
+    windows = numbers(device, 9, width - 1, channels, dtype=dtype)
+    windows[[0, 3, 5, 8]] = torch.nan
+    given = [torch.tensor(each, device=device) for each in (read, [slot for own in write for slot in own])]
+    for number, own_bias in ((0, bias), (1, None)):
+        mine, theirs = windows.clone(), windows.clone()
+        slots = [given[0], taps.to(device), given[1] - 9 * number, rows.to(device)]  # counted from the end, too
+        found = op_kernels.causal_conv(wide[:, :channels], weight, own_bias, mine, *slots)
+        wanted = torch_ops.causal_conv(wide[:, :channels], weight, own_bias, theirs, *slots)
+        assert found.dtype is dtype
+        assert bool(found.isfinite().all())
+        torch.testing.assert_close(found, wanted)
+        assert same_bits(mine, theirs)
 
 
 @pytest.mark.parametrize("width", [1, 40, 128, 2048])

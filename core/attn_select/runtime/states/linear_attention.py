@@ -12,12 +12,12 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
 from attn_select.runtime.backend_faults import blame
 from attn_select.runtime.metadata import BatchError
+from attn_select.runtime.ops import causal_conv
 from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_backend import StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata
 from attn_select.runtime.states.state_cache import StateCache
 from attn_select.runtime.states.state_checks import check_weight
-from attn_select.runtime.states.state_conv import causal_conv
 from attn_select.runtime.states.state_group import StateGroup
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -151,7 +151,9 @@ class LinearAttention(nn.Module):
         if (weight := weights["conv_weight"]) is not None:
             assert cache.conv is not None
             assert metadata.conv is not None
-            mixed = causal_conv(mixed, weight, weights["conv_bias"], cache.conv, metadata.conv)
+            where = metadata.conv
+            slots = (where.read_slots, where.taps, where.write_slots, where.windows)
+            mixed = causal_conv(_packed(mixed), weight, weights["conv_bias"], cache.conv, *slots)
         widths = [self._widths[name] for name in self._order]
         by_name = dict(zip(self._order, torch.split(mixed, widths, dim=-1), strict=True))
         query = by_name["query"].reshape(tokens, config.num_heads, config.head_size)
@@ -209,6 +211,11 @@ class LinearAttention(nn.Module):
 
 def _none() -> None:
     """In the place of a reference to a tensor that there is not."""
+
+
+def _packed(rows: Tensor) -> Tensor:
+    """Return rows whose numbers lie one behind the other: themselves where they do."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _capturing(tensor: Tensor) -> bool:

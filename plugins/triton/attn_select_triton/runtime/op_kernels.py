@@ -24,8 +24,10 @@ from attn_select_triton.kernels.convert import flatten_block_table
 from attn_select_triton.kernels.launch import capability_of
 from attn_select_triton.kernels.merge import merge_attn_states
 from attn_select_triton.kernels.rank_merge import merge_rank_states, pack_attn_states
+from attn_select_triton.kernels.state_conv import causal_conv
 
 __all__ = [
+    "causal_conv",
     "concat_and_cache_mla",
     "concat_and_quantize_mla_q",
     "flatten_block_table",
