@@ -208,7 +208,8 @@ class Bench:
         first = steps[0]
         memory: CacheMemory | StateMemory | None = None
         if isinstance(first, StateStep):
-            memory = first.memory(count)
+            # Of the backend that needs the most slots beside the requests': others leave them alone.
+            memory = max([each for each in steps if isinstance(each, StateStep)], key=_extra_slots).memory(count)
         elif first.config.has_cache:
             memory = CacheMemory(first.config, largest, count, machine.torch_device)
         return memory, -(-layers // count) * count
@@ -224,6 +225,10 @@ class Bench:
         found = {name: version for name, version in versions.items() if version is not None}
         plugins = {each.distribution: each.version for each in registry.plugins if backend in each.backends}
         return {**found, "torch": torch.__version__, **plugins}
+
+
+def _extra_slots(step: StateStep) -> int:
+    return step.group.extra_slots
 
 
 @contextmanager

@@ -62,8 +62,12 @@ class _Known:
 class _Unrecorded:
     """Runs decodes on the memory that graphs of them would read, without a graph."""
 
-    def __init__(self, function: Function, static: StaticStates) -> None:
+    def __init__(self, function: Function, static: StaticStates, inputs: Mapping[str, Tensor]) -> None:
         self._function, self._static = function, static
+        # As a capture does: every size once, also those with more requests than there are slots.
+        for size in GRAPH_SIZES:
+            rows = {name: each.new_zeros(static.padded_tokens(size), *each.shape[1:]) for name, each in inputs.items()}
+            function(rows, {static.group: static.metadata(size)})
 
     def __call__(self, inputs: Mapping[str, Tensor], commons: Commons, slots: Slots) -> Tensor:
         group, static = self._static.group, self._static
@@ -184,8 +188,8 @@ class StateServing:
         if not (self.group.cuda_graphs and reached and uniform):
             return None
         if each not in self._graphs:
+            inputs = self._gates.tokens(1, self._draw).named()
             if self.group.device.type == "cuda":
-                inputs = self._gates.tokens(1, self._draw).named()
                 runner = CudaGraphRunner(
                     self._layer_of,
                     [self.group],
@@ -196,7 +200,9 @@ class StateServing:
                 runner.capture()
                 self._graphs[each] = runner
             else:
-                self._graphs[each] = _Unrecorded(self._layer_of, StaticStates(self.group, each, GRAPH_SIZES[-1]))
+                self._graphs[each] = _Unrecorded(
+                    self._layer_of, StaticStates(self.group, each, GRAPH_SIZES[-1]), inputs
+                )
         return self._graphs[each]
 
     def _layer_of(self, inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 
 from attn_select import select
 from attn_select.backends.spec import BackendSpec
+from attn_select.decide import gate
 from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
@@ -41,8 +42,25 @@ class Emulated(StateConformance):
         emulate((9, 0), release=self.release)
 
 
-class TestGdn(Emulated):
+class GdnLayers(StateConformance):
+    def takes(self, config: StateConfig) -> bool:
+        return config.state_dtype != "bfloat16" or config.dtype == "bfloat16"
+
+
+class TestGdn(GdnLayers, Emulated):
     pass
+
+
+def test_decodes_with_states_in_bfloat16_take_no_float16() -> None:
+    """Their kernel would read it as bfloat16."""
+    layer = StateConfig(
+        recurrence="gated_delta_net", num_heads=16, head_size=128, dtype="float16", state_dtype="bfloat16"
+    )
+    found = gate.check(FLASHINFER_GDN, layer, lookup("h200"), environment_of(), FLASHINFER_GDN.options(), "decode")
+    assert isinstance(found, list)
+    assert [reason.code for reason in found] == ["dtype"]
+    found = gate.check(FLASHINFER_GDN, layer, lookup("h200"), environment_of(), FLASHINFER_GDN.options(), "prefill")
+    assert not isinstance(found, list)
 
 
 def of_one_phase(spec: BackendSpec, phase: Phase) -> BackendSpec:
@@ -139,7 +157,7 @@ class TestMambaOnGpu(MambaLayers):
 
 
 @pytest.mark.gpu
-class TestGdnOnGpu(StateConformance):
+class TestGdnOnGpu(GdnLayers):
     spec = FLASHINFER_GDN
     device = "cuda"
     num_configs = 60
@@ -147,6 +165,6 @@ class TestGdnOnGpu(StateConformance):
 
 def test_it_prefills_on_hopper_beside_a_decode_in_its_layout() -> None:
     selection = select(QWEN3_NEXT, "h100")
-    assert selection.selected == {"prefill": "FLASHINFER_GDN", "decode": "FLA"}
+    assert selection.selected == {"prefill": "FLASHINFER_GDN", "decode": "TRITON_STATE"}
     assert selection.kv_layout == "STATE_VK"
     assert selection.cache_shape == ["num_slots", 32, 128, 128]

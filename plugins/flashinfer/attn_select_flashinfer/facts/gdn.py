@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -75,18 +76,26 @@ _BECAUSE: dict[Phase, str] = {
 COPIES = "copies the states that it reads out of the pool, and back"
 RAW_GATES = "activates the gates itself: give the layers raw gates"
 """A note of every plan whose kernel takes gates before their activation."""
-_NEVER_RUN = "FlashInfer's gated delta net was never run here; its call is held to the signatures of two releases"
+_READS_BFLOAT16 = Fact(
+    "bfloat16",
+    "flashinfer-ai/flashinfer flashinfer/gdn_kernels/gdn_decode_bf16_state.py 0.7.2.post1: with states in bfloat16 the "
+    "kernel reads queries, keys and values as bfloat16, and the entry lets float16 pass: wrong numbers on an H200",
+)
+_NEVER_RUN = "FlashInfer's gated delta net ran on compute capability 9.0 alone; elsewhere calls are held to signatures"
 
 
 def plan(
     config: StateConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
-    """Return the plan, or the reason against the one release whose prefills leave wrong states on 10.x."""
+    """Return the plan, or what is wrong in one release or for one pair of dtypes."""
     wrong = phase == "prefill" and (device.compute_capability or (0,))[0] == 10
     if wrong and release(environment)[:3] == GDN_STATE_WRONG.value:
         seen = environment.version("flashinfer-python")
         text = f"flashinfer-python {seen} leaves wrong states behind prefills on 10.x (needed: another release)"
         return [Reason("library-version", text, seen, "!=0.6.17", "pip install 'flashinfer-python>=0.6.18'")]
+    read_as = _READS_BFLOAT16.value
+    if phase == "decode" and config.state_dtype == read_as != config.dtype:
+        return [unsupported("dtype", f"dtype with states in {read_as}", config.dtype, [read_as])]
     return BackendPlan(
         kernel=_KERNELS[phase],
         path="chunked" if phase == "prefill" else "in the pool",
@@ -97,7 +106,7 @@ def plan(
         kernel_block_sizes=(),
         cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
         notes=(COPIES if phase == "prefill" else RAW_GATES,),
-        unverified=(_NEVER_RUN,),
+        unverified=() if device.compute_capability == (9, 0) else (_NEVER_RUN,),
     )
 
 

@@ -34,6 +34,8 @@ def gated_delta_net(
     need(a.shape == b.shape == (batch, 1, v_heads), f"a {tuple(a.shape)}, b {tuple(b.shape)}")
     need(pool.shape[1:] == (v_heads, 128, 128) and size == 128, f"pool {tuple(pool.shape)}", ValueError)
     need(pool.dtype in (torch.float32, torch.bfloat16), f"state {pool.dtype}")
+    # The entry lets it pass: its kernel reads q, k and v as bfloat16 then.
+    need(pool.dtype == torch.float32 or query.dtype == torch.bfloat16, f"state {pool.dtype} and q {query.dtype}")
     config = StateConfig(recurrence="gated_delta_net", num_heads=heads, num_v_heads=v_heads, head_size=size)
     log_decay = -a_log.double().exp() * functional.softplus(a.double() + dt_bias.double())
     need(abs(scale - config.scale) < 1e-9, f"scale {scale}")
