@@ -31,7 +31,7 @@ def test_only_backends_of_states_are_candidates() -> None:
         "TRITON_STATE",
     }
     assert not {"FLA", "TORCH_STATE"} & {candidate.backend for candidate in attention.candidates}
-    assert [rule.name for rule in states.rules] == ["states"]
+    assert [rule.name for rule in states.rules] == ["states-decode", "states"]
 
 
 def test_the_plan_says_layout_and_bytes() -> None:
@@ -54,13 +54,13 @@ def test_rules_name_the_recurrence(tmp_path: Path) -> None:
     found = rules(tmp_path, '[[rules]]\nname = "mine"\nwhen = { recurrence = "kda" }\nprefer = ["TORCH_STATE"]\n')
     assert select(KDA, "h200", found).selected["decode"] == "TORCH_STATE"
     mamba = StateConfig(recurrence="mamba2", num_heads=8, head_size=128)
-    assert select(mamba, "h200", found).selected["decode"] == "FLA"
+    assert select(mamba, "h200", found).selected["decode"] == "TRITON_STATE"
 
 
 @pytest.mark.parametrize("condition", ["mla = false", "sliding_window = 'none'", "num_kv_heads = '>=1'"])
 def test_rules_about_attention_do_not_hold_for_states(tmp_path: Path, condition: str) -> None:
-    found = rules(tmp_path, f'[[rules]]\nname = "mine"\nwhen = {{ {condition} }}\ndeny = ["FLA"]\n')
-    assert select(KDA, "h200", found).selected["decode"] == "FLA"
+    found = rules(tmp_path, f'[[rules]]\nname = "mine"\nwhen = {{ {condition} }}\ndeny = ["TRITON_STATE"]\n')
+    assert select(KDA, "h200", found).selected["decode"] == "TRITON_STATE"
 
 
 def test_a_named_backend_of_attention_is_refused_for_a_state() -> None:
@@ -75,7 +75,7 @@ def test_a_named_backend_of_attention_is_refused_for_a_state() -> None:
 def test_a_named_backend_counts_for_the_layers_that_it_is_for() -> None:
     both: list[Any] = [KDA, GQA]
     state, attention = select_model(both, "h200", backend="TRITON_ATTN")
-    assert (state.selected["decode"], attention.selected["decode"]) == ("FLA", "TRITON_ATTN")
+    assert (state.selected["decode"], attention.selected["decode"]) == ("TRITON_STATE", "TRITON_ATTN")
     state, attention = select_model(both, "h200", backend="TORCH_STATE")
     assert (state.selected["decode"], attention.explicit) == ("TORCH_STATE", {})
 
