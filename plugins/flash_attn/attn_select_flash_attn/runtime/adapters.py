@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select.runtime.metadata import prefix_sums
-from attn_select.runtime.terms import Terms
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flash_attn.facts.builds import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
@@ -30,6 +30,7 @@ from attn_select_flash_attn.facts.builds import (
     GatherKernel,
     build_of,
 )
+from attn_select_flash_attn.runtime.lse import by_token
 
 Arguments = dict[str, Any]
 _DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -176,15 +177,7 @@ class Adapter(ABC):
         )
 
     def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        lse: bool,
-        layer: Arguments,
-        step: Arguments,
-        extra: Arguments,
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: bool, arguments: Arguments
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -195,19 +188,29 @@ class Adapter(ABC):
             out: ``(T, num_heads, value_size)`` to write to, only where ``build.out`` is true. None: the kernel makes
                 one.
             lse: whether the log-sum-exp is wanted.
-            layer, step: from ``layer_arguments`` and ``step_arguments``.
-            extra: descales ``(B, num_kv_heads)``, the latent query.
+            arguments: from ``layer_arguments`` and ``step_arguments``; descales ``(B, num_kv_heads)``, a latent query.
 
         Returns:
             The output, and where wanted the LSE as the kernel gives it, float32 ``(num_heads, T)``.
         """
-        arguments = {**layer, **step, **extra}
         if out is not None:
-            arguments["out"] = out
+            arguments = {**arguments, "out": out}
         if not lse:
             return self.function(query, key, value, **arguments), None
         result = self.function(query, key, value, **arguments, **{self.lse_argument: True})
         return result[0], result[1]
+
+    def write(
+        self, query: Tensor, key: Tensor, value: Tensor, outputs: Outputs, arguments: Arguments, columns: int | None
+    ) -> None:
+        """As ``run``, into a layer's outputs: their output is the first ``columns`` of the kernel's, None: all."""
+        direct = self.build.out.value and columns is None
+        own = outputs.output if direct else None
+        out, lse = self.run(query, key, value, own, outputs.lse is not None, arguments)
+        if not direct:
+            outputs.output.copy_(out[..., :columns])
+        if outputs.lse is not None and lse is not None:
+            outputs.lse.copy_(by_token(lse, self.build.version))
 
 
 class VllmAdapter(Adapter):
@@ -352,18 +355,9 @@ class CuteAdapter(Adapter):
         }
 
     def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        lse: bool,
-        layer: Arguments,
-        step: Arguments,
-        extra: Arguments,
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: bool, arguments: Arguments
     ) -> tuple[Tensor, Tensor | None]:
-        arguments = {**layer, **step, **extra, self.lse_argument: lse}
-        result = self.function(query, key, value, out=out, **arguments)
+        result = self.function(query, key, value, out=out, **arguments, **{self.lse_argument: lse})
         return result[0], result[1]
 
 

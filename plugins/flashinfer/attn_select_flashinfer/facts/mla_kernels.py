@@ -231,7 +231,7 @@ FA2 = replace(
     against=_against_fa2,
 )
 
-KERNELS = {facts.name: facts for facts in (TRTLLM_GEN, XQA, FA3, FA2)}
+KERNELS: dict[str, DecodeFacts] = {facts.name: facts for facts in (TRTLLM_GEN, XQA, FA3, FA2)}
 
 _ON_10 = (("trtllm-gen", "Blackwell's own MLA kernel"), ("fa2", ""))
 _ON_9 = (("fa3", "Hopper's own MLA kernel"), ("fa2", ""))
@@ -319,7 +319,9 @@ _RAGGED_FA2 = replace(
     path="native fa2 (ragged)",
     dims=Fact(_FA, f"{RAN} (192 / 128); flashinfer tests/attention/test_deepseek_mla.py v0.6.14"),
 )
-PREFILL_KERNELS = {facts.name: facts for facts in (_CUTLASS, _RAGGED_GEN, _RAGGED_FA3, _RAGGED_FA2)}
+PREFILL_KERNELS: dict[str, PrefillFacts] = {
+    facts.name: facts for facts in (_CUTLASS, _RAGGED_GEN, _RAGGED_FA3, _RAGGED_FA2)
+}
 
 _RAGGED_ELSEWHERE: Offered = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
 _RAGGED_BY_MAJOR = {

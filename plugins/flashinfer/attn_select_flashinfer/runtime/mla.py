@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attn_select.runtime.backend import (
@@ -112,16 +111,8 @@ class FlashInferMLAImpl(MLAAttentionImpl):
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mha``."""
         tokens = attn_metadata.num_tokens
-        if not tokens:
-            return outputs.output
-        own = outputs.first(tokens)
-        if attn_metadata.how is not None:
-            tensors = (query[:tokens], key, value)
-            attn_metadata.runner.run(attn_metadata.how, self.terms, tensors, own)
-            return outputs.output
-        own.output.zero_()
-        if own.lse is not None:
-            own.lse.fill_(-torch.inf)
+        if tokens:
+            attn_metadata.run(self.terms, (query[:tokens], key, value), outputs.first(tokens))
         return outputs.output
 
 

@@ -85,13 +85,8 @@ class Heads:
         # cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
         # (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output)
         # device_scales: FP8 scales are read from the device at each call
-        # padded: H', the heads that the kernel works on
-        self._heads, self.padded, self._rank = (
-            config.num_heads,
-            heads_of(kernel, config),
-            cast(int, config.kv_lora_rank),
-        )
-        self._fp8 = kernel.fp8_query
+        self._heads, self.padded = config.num_heads, heads_of(kernel, config)  # padded: H', what the kernel works on
+        self._rank, self._fp8 = cast(int, config.kv_lora_rank), kernel.fp8_query
         self._terms, self._device_scales = terms, device_scales
         scales = terms.scales
         of_scores = scales.q_float if cache_scales else scales.q_float * scales.k_float
@@ -102,6 +97,13 @@ class Heads:
         if self._own_sinks is not None:
             self.sinks = self._own_sinks.new_zeros(self.padded)
             self.sinks[: self._heads] = self._own_sinks
+        self.arguments: dict[str, Any] = {  # of every call
+            "qk_nope_head_dim": config.qk_nope_head_dim,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_rope_head_dim": config.qk_rope_head_dim,
+            "sinks": self.sinks,
+            "backend": kernel.name,
+        }
 
     def begin(self, query: Tensor, outputs: Outputs) -> Work:
         """Return what the kernel gets for ``query (T, H, R + Pr)`` and ``outputs (T, H, R)``."""
@@ -214,14 +216,25 @@ class TrtllmDecode:
             empty = common.seq_lens == 0
             lens, table = lens.clamp_min(1) if self._lens is None else lens, table.masked_fill(empty.unsqueeze(1), 0)
             blank = empty.repeat_interleave(longest, output_size=common.num_actual_tokens)
+        return self._call(common, longest, uniform, table, lens, blank)
+
+    def _call(
+        self,
+        common: CommonAttentionMetadata,
+        query_len: int,
+        uniform: bool,
+        table: Tensor,
+        seq_lens: Tensor,
+        blank: Tensor | None,
+    ) -> TrtllmCall:
         return TrtllmCall(
             num_tokens=common.num_actual_tokens,
-            query_len=longest if uniform else None,
+            query_len=query_len if uniform else None,
             block_table=table.contiguous(),
-            seq_lens=lens,
+            seq_lens=seq_lens,
             max_seq_len=max(common.max_seq_len, 1),
             bounds=None if uniform else common.query_start_loc,
-            max_query_len=longest,
+            max_query_len=query_len,
             blank=blank,
             builder=self,
             common=common,
@@ -247,19 +260,7 @@ class TrtllmDecode:
                 self._table = rows.new_zeros(self._most, rows.shape[1])
             kept, rows = self._lens[:tokens].copy_(kept), self._table[:tokens, : rows.shape[1]].copy_(rows)
             self.number = (self.number or 0) + 1
-        return TrtllmCall(
-            num_tokens=tokens,
-            query_len=1,
-            block_table=rows.contiguous(),
-            seq_lens=kept,
-            max_seq_len=max(common.max_seq_len, 1),
-            bounds=None,
-            max_query_len=1,
-            blank=blank,
-            builder=self,
-            common=common,
-            number=self.number,
-        )
+        return self._call(common, 1, True, rows, kept, blank)
 
 
 class TrtllmLayer:
@@ -272,19 +273,11 @@ class TrtllmLayer:
         own = options if isinstance(options, FlashInferMLAOptions) else FlashInferMLAOptions()
         device_scales = own.device_scales and not self._xqa
         self._heads = Heads(config, kernel, terms, cache_scales=self._xqa, device_scales=device_scales)
-        self._rank = cast(int, config.kv_lora_rank)
-        self._fixed: dict[str, Any] = {
-            "qk_nope_head_dim": config.qk_nope_head_dim,
-            "kv_lora_rank": config.kv_lora_rank,
-            "qk_rope_head_dim": config.qk_rope_head_dim,
-            "backend": kernel.name,
-        }
+        self._rank, self._fixed = cast(int, config.kv_lora_rank), self._heads.arguments
         if own.skip_softmax_threshold is not None:
             self._fixed["skip_softmax_threshold_scale_factor"] = own.skip_softmax_threshold
         if kernel.name == "cute-dsl":
             self._fixed["cute_dsl_impl"] = kernel.implementation
-        if terms.sinks is not None:
-            self._fixed["sinks"] = self._heads.sinks
 
     def run(self, query: Tensor, kv_cache: Tensor, call: TrtllmCall, outputs: Outputs) -> None:
         """Attend; ``query (T, H, R + Pr)`` and ``outputs (T, H, R)`` have exactly the call's tokens."""
@@ -320,10 +313,9 @@ class TrtllmLayer:
             some = slice(first, min(first + step, requests))
             if lse is not None:
                 fixed |= {"lse": lse[some.start * each : some.stop * each], "return_lse": True}
+            parts = (query, call.block_table, call.seq_lens, out)
             if step < requests:
                 parts = (query[some], call.block_table[some], call.seq_lens[some], out[some])
-            else:
-                parts = (query, call.block_table, call.seq_lens, out)
             self._entry(query=parts[0], block_tables=parts[1], seq_lens=parts[2], out=parts[3], **fixed)
 
 

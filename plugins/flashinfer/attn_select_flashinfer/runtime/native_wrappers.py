@@ -220,14 +220,14 @@ class WrapperPool:
         if num_reqs not in self._captured:
             buffers = self.buffers
             assert buffers is not None
-            ends = "er" if kernel.single_token else ""
             lists = {
-                f"paged_kv_indptr_buff{ends}": buffers.paged_kv_indptr[: num_reqs + 1],
-                f"paged_kv_indices_buff{ends}": buffers.paged_kv_indices,
-                f"paged_kv_last_page_len_buff{ends}": buffers.paged_kv_last_page_len[:num_reqs],
+                "paged_kv_indptr_buf": buffers.paged_kv_indptr[: num_reqs + 1],
+                "paged_kv_indices_buf": buffers.paged_kv_indices,
+                "paged_kv_last_page_len_buf": buffers.paged_kv_last_page_len[:num_reqs],
             }
-            if not kernel.single_token:
-                lists = {name.replace("buff", "buf"): tensor for name, tensor in lists.items()}
+            if kernel.single_token:  # the decode wrapper's arguments end with ``buffer``
+                lists = {f"{name}fer": tensor for name, tensor in lists.items()}
+            else:
                 lists["qo_indptr_buf"] = buffers.qo_indptr[: num_reqs + 1]
             self._captured[num_reqs] = self._made(kernel, "decode", use_cuda_graph=True, **lists)
         return self._captured[num_reqs]
@@ -238,11 +238,10 @@ class WrapperPool:
 
     def _made(self, kernel: PhaseKernel, role: str, **given: Any) -> Wrapper:
         entries = library.flashinfer()
+        made = entries.BatchPrefillWithPagedKVCacheWrapper
         if kernel.single_token:
             made, given = entries.BatchDecodeWithPagedKVCacheWrapper, {**given, "use_tensor_cores": True}
-        else:
-            made, given = entries.BatchPrefillWithPagedKVCacheWrapper, dict(given)
-        if kernel.sinks and not kernel.single_token:
+        elif kernel.sinks:
             given |= kernel.variant()
         wrapper = made(self.scratch, kernel.kv_layout, backend=kernel.backend, **given)
         if role not in self._schedules:
