@@ -83,14 +83,11 @@ FINITE_MASK: Fact[Release] = Fact(
     "flashinfer-ai/flashinfer #4401 (#4267, #4450): before, fa2 masks by -5e4, so that a row gives zeros where all its "
     "products of query and key are below that",
 )
-DECODERS: Fact[tuple[str, ...]] = Fact(("decoder",), "MLA layers are decoders")
 ONE_CACHE_DTYPE = Fact(
     False,
     "flashinfer include/flashinfer/attention v0.6.14: prefill.cuh, mla.cuh and hopper/kernel_traits.cuh give 16-bit "
     "keys unconverted to an MMA of the query's dtype",
 )
-NO_V_HEAD_SIZE = Fact(False, "MLA layers have v_head_dim instead")
-NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
 CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 
 MIB = 1 << 20

@@ -23,13 +23,9 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     CONVERTED,
-    DECODERS,
     LIBRARIES,
     MIB,
     MLA_CORE,
-    NO_V_HEAD_SIZE,
-    NO_VARIANTS,
-    ONE_CACHE_DTYPE,
     PREFILL,
     RAN,
     pages,
@@ -58,6 +54,7 @@ _CAPABILITIES = Fact(
     f"{RAN} (fa2 and fa3); {MLA_CORE} (trtllm-gen on 10.x, XQA on 12.x); vLLM 0.33.0 offers it on 10.x only",
 )
 
+# What is not named is not served: the entries have no such argument.
 DECODE = Capabilities(
     mla=True,
     compute_capabilities=_CAPABILITIES,
@@ -67,18 +64,10 @@ DECODE = Capabilities(
     ),
     head_sizes=Fact(HeadSizes((576, 320)), f"{MLA_CORE} supported_mla_head_dimensions"),
     block_sizes=Fact((64, 32, 16, 1), f"{RAN} (wrapper: any page size); {MLA_CORE}"),
-    attn_types=DECODERS,
-    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
-    v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=NO_VARIANTS,
-    logits_soft_cap=NO_VARIANTS,
-    alibi=NO_VARIANTS,
-    mm_prefix=NO_VARIANTS,
     sinks=Fact(True, f"{MLA_CORE} (trtllm-gen)"),
     non_causal=Fact(True, f"{MLA_CORE} (wrapper: causal=False); {_VLLM_MLA} (one row per query token)"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107; vllm-project/vllm #28967"),
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
-    output_quantizations=Fact((), f"{MLA_CORE}: out is 16-bit outside the cutlass back end"),
     decode_context_parallel=Fact(True, f"{RAN} (wrapper returns the LSE); {MLA_CORE} (trtllm-gen too, XQA not)"),
     nan_tail_safe=Fact(
         False,
@@ -98,20 +87,11 @@ PREFILL_CAPABILITIES = Capabilities(
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), "prefill runs on decompressed K and V"),
     head_sizes=Fact(HeadSizes(), "prefill does not see the latent width"),
     block_sizes=Fact((1,), "prefill reads no cache"),
-    attn_types=DECODERS,
-    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
-    v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
-    logits_soft_cap=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
-    alibi=Fact(False, f"{PREFILL}: no slopes"),
-    mm_prefix=Fact(False, f"{_VLLM_MLA}: not declared"),
     sinks=Fact(True, f"{PREFILL} trtllm_ragged_attention_deepseek attention_sinks"),
     non_causal=Fact(True, f"{PREFILL} (causal=False)"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2424; vllm-project/vllm #28967"),
     per_head_quant_scales=Fact(True, "prefill reads no quantised cache"),
-    output_quantizations=Fact((), f"{PREFILL}: FP8 output raises"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE)"),
-    speculative_tokens=Fact(1024, "prefill runs no drafts"),
 )
 
 

@@ -30,15 +30,11 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     CONVERTED,
-    DECODERS,
     LAUNCHER,
     LIBRARIES,
     MIB,
     MLA_CORE,
     NATIVE_MLA_RELEASES,
-    NO_V_HEAD_SIZE,
-    NO_VARIANTS,
-    ONE_CACHE_DTYPE,
     TRTLLM_GEN_CAPABILITIES,
     Release,
     padded_heads,
@@ -95,18 +91,10 @@ CAPABILITIES = Capabilities(
     block_sizes=Fact(
         (64, 32), f"{MLA_CORE} (32 and 64 on 10.x); flashinfer/mla/_sparse_mla_sm120.py 0.6.14 (64 on 12.x)"
     ),
-    attn_types=DECODERS,
-    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
-    v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=NO_VARIANTS,
-    logits_soft_cap=NO_VARIANTS,
-    alibi=NO_VARIANTS,
-    mm_prefix=NO_VARIANTS,
     sinks=Fact(True, f"{MLA_CORE} (sinks; attn_sink on 12.x)"),
     non_causal=Fact(True, f"{MLA_CORE}: what a token sees is the list of slots that it is given"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107"),
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
-    output_quantizations=Fact((), f"{MLA_CORE}: out is bfloat16"),
     decode_context_parallel=Fact(True, f"{LAUNCHER} (lse); {_VLLM_SPARSE} supports_dcp"),
     nan_tail_safe=Fact(
         False,
