@@ -179,19 +179,12 @@ class Adapter(ABC):
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: bool, arguments: Arguments
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Attend; return the output, and the LSE as the kernel gives it, float32 ``(num_heads, T)``, or None.
 
-        Args:
-            query: ``(T, num_heads, head_size)``.
-            key: ``(num_blocks, page_size, num_kv_heads, head_size)`` or packed ``(S, num_kv_heads, head_size)``.
-            value: likewise with the value's width.
-            out: ``(T, num_heads, value_size)`` to write to, only where ``build.out`` is true. None: the kernel makes
-                one.
-            lse: whether the log-sum-exp is wanted.
-            arguments: from ``layer_arguments`` and ``step_arguments``; descales ``(B, num_kv_heads)``, a latent query.
-
-        Returns:
-            The output, and where wanted the LSE as the kernel gives it, float32 ``(num_heads, T)``.
+        ``query (T, num_heads, head_size)``; ``key (num_blocks, page_size, num_kv_heads, head_size)``, or packed ``(S,
+        num_kv_heads, head_size)``, ``value`` likewise. ``out (T, num_heads, value_size)`` is for builds whose ``out``
+        is true; None: the kernel makes one. ``arguments`` are those of layer and step, descales ``(B, num_kv_heads)``
+        and a latent query.
         """
         if out is not None:
             arguments = {**arguments, "out": out}
@@ -369,11 +362,7 @@ def _own(build: FlashAttnBuild) -> tuple[str, ...]:
 
 @cache
 def adapter_for(kernel: FlashAttnKernel) -> Adapter:
-    """Return the adapter of the build that a plan's kernel names; imports its library. One per kernel.
-
-    Raises:
-        KernelMismatchError: the library cannot be imported, or its version, build or signature does not fit.
-    """
+    """Return the adapter of the build that a plan's kernel names; one per kernel. Importing its library may raise."""
     build = build_of(kernel)
     if isinstance(kernel, GatherKernel):
         return GatherAdapter(build, paged=False)

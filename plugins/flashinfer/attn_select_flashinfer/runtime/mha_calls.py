@@ -128,12 +128,9 @@ class Part(ABC):
 
     @abstractmethod
     def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
-        """Attend.
+        """Attend ``query (end - start, num_heads, head_size)`` to ``kv_cache (num_blocks, 2, …)``.
 
-        Args:
-            query: ``(end - start, num_heads, head_size)`` in the compute dtype.
-            kv_cache: ``(num_blocks, 2, …)``.
-            outputs: contiguous, of these tokens.
+        The query is in the compute dtype. The outputs are contiguous, of these tokens.
         """
 
 

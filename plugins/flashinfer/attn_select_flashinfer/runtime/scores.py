@@ -44,13 +44,7 @@ def natural_lse(lse: Tensor, sinks: Tensor | None) -> None:
 
 
 def blank_rows(outputs: Outputs, rows: Tensor, sinks: Tensor | None = None) -> None:
-    """Give rows without keys output 0 and LSE -inf, or their sink.
-
-    Args:
-        outputs: of T tokens.
-        rows: bool ``(T,)``.
-        sinks: float32 ``(H,)``.
-    """
+    """Give the rows ``(T,)`` of requests without keys output 0 and LSE -inf, or their sink, float32 ``(H,)``."""
     outputs.output.masked_fill_(rows[:, None, None], 0)
     if (lse := outputs.lse) is not None:
         empty = torch.full((), -torch.inf, device=lse.device) if sinks is None else sinks

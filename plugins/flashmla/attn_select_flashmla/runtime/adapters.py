@@ -101,16 +101,11 @@ class Adapter(ABC):
         return TensorSchedule()
 
     def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
-        """Attend over a 16-bit cache.
+        """Attend with ``query (B, q_len, H, 576)`` to a 16-bit ``kv_cache (blocks, 64, 1, 576)`` of its dtype.
 
-        Args:
-            query: ``(B, q_len, H, 576)``.
-            kv_cache: ``(blocks, 64, 1, 576)`` in the query's dtype.
-            batch: with a schedule of ``new_schedule``.
-            out: ``(B, 1, q_len * H, 512)``, contiguous: the output's own shape is documented, but this one is checked.
-
-        Returns:
-            Output ``(B, q_len, H, 512)``, where it was written into ``out`` of its shape; LSE ``(B, H, q_len)``.
+        ``batch`` has a schedule of ``new_schedule``. ``out`` is contiguous, ``(B, 1, q_len * H, 512)``: the output's
+        own shape is documented, but this one is checked. Returns the output ``(B, q_len, H, 512)``, where it was
+        written into ``out`` of its shape, and the LSE ``(B, H, q_len)``.
         """
         lists = batch.block_table, batch.seq_lens, batch.schedule
         return self._call(query, kv_cache, *lists, scale, batch.causal, **self._options(out))
@@ -137,17 +132,11 @@ class Adapter(ABC):
         sinks: Tensor | None,
         out: Tensor | None,
     ) -> Result:
-        """Attend from each query to its own tokens of an FP8 cache.
+        """Attend with bfloat16 ``query (B, q_len, 64 or 128, 576)``, each token to its own of ``kv_cache``.
 
-        Args:
-            query: bfloat16 ``(B, q_len, 64 or 128, 576)``.
-            kv_cache: uint8 ``(blocks, 64, 1, 656)``.
-            indices: ``(B, q_len, top_k)`` slots, top_k a multiple of 64; -1, and no other negative one, is void.
-            sinks: float32 ``(H,)``; the plan asks no build that takes none for them.
-            out: ``(B, q_len, H, 512)``, contiguous.
-
-        Returns:
-            As ``dense``.
+        That is uint8 ``(blocks, 64, 1, 656)``. ``indices (B, q_len, top_k)`` are slots, top_k a multiple of 64; -1, and
+        no other negative one, is void. ``sinks`` are float32 ``(H,)``; the plan asks no build that takes none for them.
+        ``out (B, q_len, H, 512)`` is contiguous. Returns the same as ``dense``.
         """
         options = {"is_fp8_kvcache": True, "indices": indices, **self._options(out)}
         if self.build.sinks.value:
@@ -174,17 +163,11 @@ class Adapter(ABC):
     def sparse_prefill(
         self, query: Tensor, kv: Tensor, indices: Tensor, scale: float, sinks: Tensor | None, out: Tensor | None
     ) -> Result:
-        """Attend from each query to its own tokens of a bfloat16 run of tokens.
+        """Attend with ``query (T, 64 or 128, 576 or 512)``, each token to its own of ``kv (S, 1, 576 or 512)``.
 
-        Args:
-            query: ``(T, 64 or 128, 576 or 512)``.
-            kv: ``(S, 1, 576 or 512)``.
-            indices: ``(T, 1, top_k)`` positions, top_k a multiple of 128; void where negative, or from S on.
-            sinks: float32 ``(H,)``.
-            out: ``(T, H, 512)``, contiguous.
-
-        Returns:
-            Output like ``out``, LSE ``(T, H)``.
+        ``indices (T, 1, top_k)`` are positions, top_k a multiple of 128; void where negative, or from S on. ``sinks``
+        are float32 ``(H,)``, ``out (T, H, 512)`` is contiguous. Returns the output like ``out``, and the LSE ``(T,
+        H)``.
         """
         options = self._options(out)
         if sinks is not None:
@@ -340,10 +323,5 @@ def adapter_of(build: FlashMLABuild) -> Adapter:
 
 
 def adapter_for(kernel: FlashMLAKernel) -> Adapter:
-    """Return the adapter of the build that a plan's kernel names.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, its version is another, or a function is missing or has
-            another signature.
-    """
+    """Return the adapter of the build that a plan's kernel names; importing its library may raise."""
     return adapter_of(build_of(kernel))

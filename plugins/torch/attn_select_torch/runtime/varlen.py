@@ -188,9 +188,7 @@ def _call(
 def run(found: Varlen, call: Call, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return output ``(T, H, Dv)`` and log-sum-exp ``(H, T)``, +inf for rows without keys.
 
-    Args:
-        query: ``(T, H, D)`` of the call's tokens.
-        keys: ``(S, Hkv, D)``; values ``(S, Hkv, Dv)``.
+    ``query (T, H, D)`` of the call's tokens, ``keys (S, Hkv, D)``, ``values (S, Hkv, Dv)``.
     """
     lens = call.query_start_loc, call.key_start_loc, call.max_query_len, call.max_key_len
     out, lse = found.function(query, keys, values, *lens, scale=scale, window_size=call.window, **found.options)
