@@ -14,6 +14,7 @@ from typing import Any
 from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
 from attn_select.machine.environment import Environment
+from attn_select.runtime.backend import AttentionBackend
 from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 
@@ -159,6 +160,15 @@ def flashinfer() -> FlashInfer:
     installed = _Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
     version = Environment().version(FLASHINFER_PYTHON.distribution)
     return FlashInfer(version or "", lambda name: _found(installed, name))
+
+
+class FlashInferLibraryBackend(AttentionBackend):
+    """A backend of this plugin."""
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
+        flashinfer()
 
 
 def _found(installed: InstalledBuild, name: str) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attn_select.layer.config import Phase
 from attn_select.runtime.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
     BackendContext,
@@ -288,13 +287,8 @@ class FlashInferImpl(AttentionImpl[list[Part]]):
         return outputs.output
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(library.FlashInferLibraryBackend):
     """``FLASHINFER``."""
 
     impl_cls = FlashInferImpl
     builder_cls = FlashInferMetadataBuilder
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        library.flashinfer()

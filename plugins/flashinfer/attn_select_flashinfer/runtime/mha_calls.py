@@ -17,11 +17,9 @@ from attn_select.runtime import ops
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.native_wrappers import PhaseKernel
+from attn_select_flashinfer.runtime.native_wrappers import E4M3, PhaseKernel
 from attn_select_flashinfer.runtime.plans import Plan
 from attn_select_flashinfer.runtime.scores import blank_rows, float_sinks, natural_lse, power_for
-
-E4M3 = FP8_DTYPES["fp8_e4m3"]
 
 
 class Native(NamedTuple):
@@ -44,7 +42,7 @@ class LayerArguments:
         # quantized: whether the cache is FP8: otherwise the scales are not read
         self._scale, self.scales, self.quantized = terms.scale, terms.scales, quantized
         self.sinks = float_sinks(terms).sinks
-        self._made: dict[tuple[bool, bool, bool], Native] = {}
+        self._made: dict[PhaseKernel, Native] = {}
         self._bmm: dict[tuple[bool, float | None], tuple[float, float]] = {}
         self._output_scale: tuple[Tensor, float] | None = None
 
@@ -63,17 +61,17 @@ class LayerArguments:
         # its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the
         # scores are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and
         # ``q_scale`` is multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
-        key = kernel.fp8_query, kernel.sinks, kernel.single_token
-        if key not in self._made:
-            self._made[key] = self._fp8(kernel) if kernel.fp8_query else self._plain(kernel)
-        return self._made[key]
+        if kernel not in self._made:
+            self._made[kernel] = self._fp8(kernel) if kernel.kernel.fp8_query else self._plain(kernel)
+        return self._made[kernel]
 
     def _fp8(self, kernel: PhaseKernel) -> Native:
         """Return scales per head, as fa3 reads them. It folds them into its products, so no other kernel runs."""
         scales = self.scales
         least_k = float(scales.k.min()) if scales.k.ndim else scales.k_float
         query = scales.q * power_for(self._scale * scales.q_float * least_k)
-        heads = (kernel.num_heads, kernel.num_kv_heads, kernel.num_kv_heads)
+        config = kernel.context.config
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         by_head = (s.expand(count).contiguous() for s, count in zip((query, scales.k, scales.v), heads, strict=True))
         return Native(tuple(by_head), {"q_scale": self._scale}, query)
 
@@ -86,9 +84,9 @@ class LayerArguments:
         power = power_for(scale)
         scale *= power
         divisor = None if power == 1.0 else power
-        if kernel.sinks and kernel.single_token:
+        if kernel.kernel.sinks and kernel.single_token:
             return Native((), {**keywords, "q_scale": scale, "sinks": self.sinks}, divisor)
-        if kernel.sinks:
+        if kernel.kernel.sinks:
             return Native((self.sinks, scale), keywords, divisor)
         return Native((), {**keywords, "q_scale": scale}, divisor)
 
@@ -156,7 +154,7 @@ class NativePart(Part):
         kernel = self.kernel
         arguments, scales, divisor = layer.native(kernel)
         if divisor is not None:
-            query = ops.quantize_fp8(query, divisor, kernel.query_dtype) if kernel.fp8_query else query / divisor
+            query = ops.quantize_fp8(query, divisor, E4M3) if kernel.kernel.fp8_query else query / divisor
         run = self.plan.ready().run
         if outputs.lse is None:
             run(query, kv_cache, *arguments, out=outputs.output, **scales)

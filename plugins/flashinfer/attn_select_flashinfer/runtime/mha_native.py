@@ -30,7 +30,7 @@ class NativeBuilder:
     def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> NativePart:
         """Plan the batch's first ``last`` requests, which have one token each."""
         wrapper, seq_lens = self.pool.eager(kernel, "decode"), _cut(common.seq_lens_cpu, 0, last)
-        compiled = wrapper.compiled.get(False) if kernel.backend == "fa2" else None
+        compiled = wrapper.compiled.get(False) if kernel.kernel.backend == "fa2" else None
         rows = None if compiled is None else self._rows.of(common, 0, last)
         if rows is not None:
             bounds, on_device = self._rows.counted(last)
@@ -143,7 +143,7 @@ class NativeBuilder:
         requests, buffers = common.num_reqs, self.pool.buffers
         assert buffers is not None
         wrapper = self.pool.captured(kernel, requests)
-        if kernel.backend == "fa2" and wrapper.compiled and self._rows.fill(common, buffers):
+        if kernel.kernel.backend == "fa2" and wrapper.compiled and self._rows.fill(common, buffers):
             written = {name: getattr(wrapper.made, name) for name in LISTS}
             bounds = self._rows.counted(requests)[0]
             plan = self._plan_rows(wrapper, kernel, common, bounds, common.seq_lens_cpu, written)
@@ -175,7 +175,7 @@ class NativeBuilder:
 
 def _decoding(common: CommonAttentionMetadata, kernel: PhaseKernel, plan: NativePlan, last: int) -> NativePart:
     """Return the part of the first ``last`` requests, of one token each."""
-    lens = _cut(common.seq_lens, 0, last) if kernel.backend == "cute-dsl" else None
+    lens = _cut(common.seq_lens, 0, last) if kernel.kernel.backend == "cute-dsl" else None
     return NativePart(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, seq_lens=lens)
 
 

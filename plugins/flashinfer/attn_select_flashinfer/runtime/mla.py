@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from attn_select.runtime.backend import (
-    AttentionBackend,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -116,13 +115,8 @@ class FlashInferMLAImpl(MLAAttentionImpl):
         return outputs.output
 
 
-class FlashInferMLABackend(AttentionBackend):
+class FlashInferMLABackend(library.FlashInferLibraryBackend):
     """``FLASHINFER_MLA``."""
 
     impl_cls = FlashInferMLAImpl
     builder_cls = FlashInferMLAMetadataBuilder
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        library.flashinfer()

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
-    AttentionBackend,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -171,13 +170,8 @@ def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(padded < 0, filler, padded), counts
 
 
-class FlashInferMLASparseBackend(AttentionBackend):
+class FlashInferMLASparseBackend(library.FlashInferLibraryBackend):
     """``FLASHINFER_MLA_SPARSE``."""
 
     impl_cls = FlashInferMLASparseImpl
     builder_cls = FlashInferMLASparseMetadataBuilder
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        library.flashinfer()
