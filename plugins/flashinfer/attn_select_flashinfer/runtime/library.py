@@ -68,7 +68,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "trtllm_batch_decode_with_kv_cache": {"": f"{_TRTLLM} max_seq_len q_len_per_req mask backend"},
     "trtllm_batch_decode_with_kv_cache_mla": {
         "": "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens "
-        "max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks backend cum_seq_lens_q max_q_len lse return_lse "
+        "max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks backend lse return_lse "
         "kv_scale_format"
     },
     "trtllm_ragged_attention_deepseek": {

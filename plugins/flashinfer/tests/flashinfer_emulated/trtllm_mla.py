@@ -21,10 +21,6 @@ from flashinfer_emulated.trtllm import GUARD, check_gen_sinks
 
 HEAD_TILES = (8, 16, 32, 64, 128)
 MAX_BATCH = 8192
-ragged_is_right = False
-"""Whether trtllm-gen's reduction takes each request's query length (since 0.6.18) instead of the longest."""
-cute_dsl_ragged = False
-"""Whether CuTe DSL's monolithic kernel takes ``cum_seq_lens_q`` (0.7.2)."""
 
 
 @fi.entry("mla.trtllm_batch_decode_with_kv_cache_mla")
@@ -36,7 +32,7 @@ def trtllm_batch_decode_with_kv_cache_mla(a: Any) -> Any:
     need(
         not skips or (a.backend == "trtllm-gen" and not a.sparse_mla_top_k), "skip_softmax is not supported", ValueError
     )
-    need(a.max_q_len is None or a.cum_seq_lens_q is not None, "max_q_len goes with cum_seq_lens_q", ValueError)
+    need(a.max_q_len is None and a.cum_seq_lens_q is None, "not emulated")
     for scale in (a.bmm1_scale, a.bmm2_scale):
         tensor = torch.is_tensor(scale)
         need(not tensor or scale.dtype == torch.float32, "scale tensors must have dtype torch.float32", TypeError)
@@ -44,7 +40,7 @@ def trtllm_batch_decode_with_kv_cache_mla(a: Any) -> Any:
     dims = (a.kv_lora_rank, a.qk_rope_head_dim)
     call = {"scales": (a.bmm1_scale, a.bmm2_scale), "sinks": a.sinks, "rank": a.kv_lora_rank, "most": a.max_seq_len}
     if a.backend == "sparse":
-        need(a.cum_seq_lens_q is None and a.kv_scale_format in ("auto", "pow2_fp32"), "not emulated")
+        need(a.kv_scale_format in ("auto", "pow2_fp32"), "not emulated")
         _check_sparse_12(
             a.query, a.kv_cache, a.block_tables, a.seq_lens, a.sparse_mla_top_k, dims, a.bmm2_scale, a.sinks
         )
@@ -59,11 +55,7 @@ def trtllm_batch_decode_with_kv_cache_mla(a: Any) -> Any:
     need(a.query.stride(-1) == 1, f"query has strides {a.query.stride()}")
     if a.backend == "xqa":
         need(a.sinks is None, "XQA MLA does not support sinks", ValueError)
-        need(
-            a.cum_seq_lens_q is None and a.query.size(1) == 1,
-            "XQA MLA only supports q_len_per_request == 1",
-            ValueError,
-        )
+        need(a.query.size(1) == 1, "XQA MLA only supports q_len_per_request == 1", ValueError)
         need(not a.return_lse and lse is None, "XQA MLA does not support return_lse/lse output", NotImplementedError)
         return _xqa_mla(a.query, a.kv_cache, a.workspace_buffer, a.block_tables, a.seq_lens, out, dims, call)
     if a.backend == "cute-dsl":
@@ -71,7 +63,7 @@ def trtllm_batch_decode_with_kv_cache_mla(a: Any) -> Any:
         modular = a.sinks is not None if a.cute_dsl_impl == "auto" else a.cute_dsl_impl == "modular"
         return _cute_dsl_mla(
             a.query, a.kv_cache, a.workspace_buffer, (a.block_tables, a.seq_lens), out, lse, a.return_lse, dims,
-            (a.cum_seq_lens_q, a.max_q_len), modular, call,
+            modular, call,
         )  # fmt: skip
     need(a.backend == "trtllm-gen", f"Backend {a.backend} not supported", ValueError)
     need(fi.world.capability in ((10, 0), (10, 3)), "trtllm-gen is for compute capability 10.0 and 10.3", RuntimeError)
@@ -85,18 +77,8 @@ def trtllm_batch_decode_with_kv_cache_mla(a: Any) -> Any:
         a.query.shape[-2] in HEAD_TILES, f"The numHeadsQ/numHeadsKv is not supported: {a.query.shape[-2]}", RuntimeError
     )
     check_gen_sinks(a.sinks, a.query.shape[-2])
-    if a.cum_seq_lens_q is not None:
-        need(not a.return_lse and lse is None, "no lse with cum_seq_lens_q", NotImplementedError)
-        need(
-            a.query.ndim == 3 and 0 < a.max_q_len <= len(a.query),
-            f"query {tuple(a.query.shape)}, longest {a.max_q_len}",
-            ValueError,
-        )
-        fi.check_list(a.cum_seq_lens_q, len(a.seq_lens) + 1, "cum_seq_lens_q")
-        call |= {"bounds": a.cum_seq_lens_q, "longest": a.max_q_len}
-    else:
-        need(a.query.ndim == 4, f"Expected query.ndim == 4, got {a.query.ndim}", ValueError)
-        call |= {"bounds": torch.arange(len(a.query) + 1) * a.query.shape[1], "longest": a.query.shape[1]}
+    need(a.query.ndim == 4, f"Expected query.ndim == 4, got {a.query.ndim}", ValueError)
+    call |= {"bounds": torch.arange(len(a.query) + 1) * a.query.shape[1], "longest": a.query.shape[1]}
     _check_mla_table(
         a.block_tables, a.seq_lens, len(call["bounds"]) - 1, a.kv_cache.shape[1], a.sparse_mla_top_k, a.query.shape[1]
     )
@@ -157,9 +139,6 @@ def _gen_mla(
     flat, flat_out, page = q.reshape(-1, *q.shape[-2:]), out.view(-1, *out.shape[-2:]), cache.shape[1]
     for request in range(batch):
         rows, length = slice(*bounds[request : request + 2]), int(lens[request])
-        count = rows.stop - rows.start
-        need(0 < count <= longest, f"request {request}: {count} queries, at most {longest}")
-        need(ragged_is_right or count == longest, "before 0.6.18 the reduction takes the longest query for all")
         need(length <= call["most"], f"request {request}: {length} keys, max_seq_len {call['most']}")
         if length == 0:  # a sum of no weights is divided by
             flat_out[rows] = torch.nan
@@ -192,7 +171,6 @@ def _cute_dsl_mla(
     lse: Any,
     return_lse: bool,
     dims: Any,
-    ragged: tuple[Any, Any],
     modular: bool,
     call: dict[str, Any],
 ) -> Any:
@@ -202,14 +180,8 @@ def _cute_dsl_mla(
     need(modular or call["sinks"] is None, "sinks is only supported by the modular implementation", ValueError)
     need(not modular or not (return_lse or lse is not None), "no lse on the modular path", NotImplementedError)
     table, lens = lists
-    bounds, longest = ragged
-    if bounds is not None:
-        need(cute_dsl_ragged and not modular, "cute-dsl MLA does not support cum_seq_lens_q", ValueError)
-        need(query.ndim == 3 and longest is not None and longest > 0, f"query {tuple(query.shape)}", ValueError)
-        fi.check_list(bounds, len(lens) + 1, "cum_seq_lens_q")
-    else:
-        need(query.ndim == 4, f"Expected query.ndim == 4, got {query.ndim}", ValueError)
-        bounds, longest = torch.arange(len(query) + 1) * query.shape[1], query.shape[1]
+    need(query.ndim == 4, f"Expected query.ndim == 4, got {query.ndim}", ValueError)
+    bounds, longest = torch.arange(len(query) + 1) * query.shape[1], query.shape[1]
     _check_mla_table(table, lens, len(bounds) - 1, cache.shape[1], 0, query.shape[1])
     splits = -(-148 // max(1, len(bounds) - 1))
     wanted = (len(bounds) - 1) * 128 * -(-longest * query.shape[-2] // 128) * splits * 513 * 4 if splits > 2 else 0
