@@ -222,12 +222,15 @@ def called(entry: str, arguments: dict[str, Any]) -> None:
     world.calls.append({"entry": entry, **{name: value for name, value in arguments.items() if name != "self"}})
 
 
-def entry(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function the signature that the first release's entry has; it gets the arguments in a namespace."""
+def entry(label: str, since: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function the signature of an entry; it gets the arguments in a namespace.
+
+    ``since``: the release, if not the first. Such a function takes its calls down itself, or hands them on.
+    """
     name = label.split(".", 1)[1]
     kinds = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.KEYWORD_ONLY}
     parameters = []
-    for parameter, default in READ[RELEASES[0]]["signatures"][label]:
+    for parameter, default in READ[since or RELEASES[0]]["signatures"][label]:
         own = parameter.lstrip("*")
         kind = kinds.get(parameter[: len(parameter) - len(own)], inspect.Parameter.POSITIONAL_OR_KEYWORD)
         value = inspect.Parameter.empty if default is None else eval(default)
@@ -240,7 +243,8 @@ def entry(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             own = {parameter: value for parameter, value in bound.arguments.items() if parameter != "self"}
-            called(name, own)
+            if not since:
+                called(name, own)
             return function(*args[: name.count(".")], SimpleNamespace(**own))
 
         passed.__signature__ = signature  # type: ignore[attr-defined]
