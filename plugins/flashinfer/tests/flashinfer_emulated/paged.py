@@ -146,7 +146,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         schedule = Schedule(*lists, tuple(lens.tolist()), heads, kv_heads, page_size, causal, window_left)
         self._float_workspace_buffer, self._int_workspace_buffer = scratch, ints
         self._pin_memory_int_workspace_buffer = pinned
-        self._send(schedule, rows, size_vo, not whole, fixed)
+        self._send(schedule, size_vo, not whole, fixed)
         return schedule
 
     @fi.entry("prefill.BatchPrefillWithPagedKVCacheWrapper.run")

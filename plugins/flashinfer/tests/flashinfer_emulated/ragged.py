@@ -41,7 +41,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         schedule = Schedule(
             tuple(queries), tuple(keys), lens, a.num_qo_heads, a.num_kv_heads, 1, a.causal, a.window_left
         )
-        self._send(schedule, queries[-1], self._dims[1], not a.disable_split_kv, a.fixed_split_size)
+        self._send(schedule, self._dims[1], not a.disable_split_kv, a.fixed_split_size)
 
     @fi.entry("prefill.BatchPrefillWithRaggedKVCacheWrapper.run")
     def run(self, a: Any) -> Any:
