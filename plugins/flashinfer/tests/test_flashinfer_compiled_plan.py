@@ -46,7 +46,7 @@ def check(group: Any, common: Any, cache: Any) -> None:
 
 
 def decode_of(group: Any, common: Any) -> Any:
-    return group.build(common).parts[0].metadata.parts[0]
+    return group.build(common).parts[0].metadata[0]
 
 
 def test_rows_of_the_table_are_read_where_they_lie(emulate: Emulate) -> None:
@@ -60,7 +60,7 @@ def test_rows_of_the_table_are_read_where_they_lie(emulate: Emulate) -> None:
     common, cache = spoiled(group, [1, 1, 20], [30, 65, 40])
     check(group, common, cache)
     decode = decode_of(group, common)
-    assert decode.lists is None
+    assert isinstance(decode.plan, compiled_plan.RowsPlan)
     made = decode.plan.wrapper.made
     assert made._paged_kv_indices_buf.data_ptr() == common.block_table_tensor.data_ptr()
     assert made._paged_kv_indptr_buf.tolist() == [0, 5, 10]
@@ -87,9 +87,8 @@ def test_prefills_read_rows_too(fields: dict[str, Any], kernel: str, emulate: Em
         close = {"atol": 0.2 if fields and kernel == "fa3" and "sinks" not in fields else 2e-2, "rtol": 0}
         torch.testing.assert_close(output.double(), expected, **close)
         torch.testing.assert_close(lse.double(), expected_lse, **close)
-        prefill = group.build(common).parts[0].metadata.parts[-1]
-        routes.append(prefill.lists is None)
-        assert prefill.qo_indptr.tolist()[0] == 0
+        prefill = group.build(common).parts[0].metadata[-1]
+        routes.append(isinstance(prefill.plan, compiled_plan.RowsPlan))
     assert routes == [False] + [True] * (len(routes) - 1)  # each step is built twice, and ``plan`` is asked twice
     assert world.syncs == []
 
@@ -167,7 +166,7 @@ def test_scratch_that_is_too_small_names_the_option(emulate: Emulate) -> None:
     fields = {"num_heads": 128, "num_kv_heads": 8, "head_size": 128}
     group = groups.made(options={**NATIVE, "native_workspace_bytes": 16 << 20}, **fields)
     small, _ = random_batch(group, [1], [30])
-    assert [decode_of(group, small).lists is None for _ in range(3)] == [False, False, True]
+    assert [isinstance(decode_of(group, small).plan, compiled_plan.RowsPlan) for _ in range(3)] == [False, False, True]
     common, _ = random_batch(group, [1] * 16, [1000] * 16)
     with pytest.raises(BatchError, match=r"batch of 16 requests .*\n.*native_workspace_bytes"):
         group.build(common)
@@ -182,8 +181,8 @@ def test_captured_steps_read_rows_of_their_buffers(emulate: Emulate) -> None:
     for size in (4, 4, 4, 2, 4, 2, 2, 4):
         common, cache = spoiled(group, [1] * size, [150, 1, 33, 16][:size])
         metadata = group.build_for_cudagraph_capture(common) if len(routes) < 4 else group.build(common)
-        decode = metadata.parts[0].metadata.parts[0]
-        routes.append(decode.lists is None)
+        decode = metadata.parts[0].metadata[0]
+        routes.append(isinstance(decode.plan, compiled_plan.RowsPlan))
         query = groups.drawn_query(group, size)
         output, layer = torch.empty_like(query), Attention(group, caller_writes=True)
         layer.forward(query, None, None, cache, metadata, output)

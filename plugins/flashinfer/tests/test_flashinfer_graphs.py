@@ -211,7 +211,7 @@ def test_replay_of_every_captured_size(fields: dict[str, Any]) -> None:
 
     runner = CudaGraphRunner(step, [group], {"query": query}, SIZES)
     runner.capture()
-    draw, ran = random.Random(0), groups.builder_of(group).ran.copy()
+    draw = random.Random(0)
     for requests in (*range(1, 17), 16, 3, 1):
         lens = [draw.randint(1, 2048) for _ in range(requests)]
         common, _ = random_batch(group, [1] * requests, lens)
@@ -220,7 +220,6 @@ def test_replay_of_every_captured_size(fields: dict[str, Any]) -> None:
         bound = 6e-2 if fields.get("kv_cache_dtype") and "options" not in fields else 8e-3
         error = float((found[:requests].double() - expected).norm() / expected.norm())
         assert error < bound, (requests, lens, error)
-    assert groups.builder_of(group).ran.total() == ran.total() + 19
 
 
 @pytest.mark.gpu

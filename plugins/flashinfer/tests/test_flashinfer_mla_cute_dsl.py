@@ -16,7 +16,6 @@ pytest.importorskip("torch")
 
 import flashinfer_mla_groups as layers
 import torch
-from flashinfer_emulated import trtllm_mla
 
 from attn_select_flashinfer.runtime.mla_trtllm import heads_of
 
@@ -119,20 +118,9 @@ def test_with_sinks_drafts_are_rows(emulate: Emulate) -> None:
     torch.testing.assert_close(call["sinks"].shape, torch.Size([4]))
 
 
-def test_unequal_queries_before_0_7_2_are_rows(emulate: Emulate) -> None:
+def test_unequal_queries_are_rows(emulate: Emulate) -> None:
     world, group = on_b200(emulate, num_speculative_tokens=3)
     layers.run(group, layers.problem_for(group, [(1, 129), (4, 4), (3, 130)]), wants_lse=False)
     (call,) = world.named(ENTRY)
     assert call["cum_seq_lens_q"] is None
     assert call["query"].shape[:2] == (8, 1)
-
-
-def test_unequal_queries_since_0_7_2(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trtllm_mla, "cute_dsl_ragged", True)
-    world, group = on_b200(emulate, version="0.7.2.post1", num_speculative_tokens=3)
-    layers.run(group, layers.problem_for(group, [(1, 129), (4, 4), (3, 130)]), wants_lse=False)
-    (call,) = world.named(ENTRY)
-    assert (call["cum_seq_lens_q"].tolist(), call["max_q_len"]) == ([0, 1, 5, 8], 4)
-    world, group = on_b200(emulate, version="0.7.2.post1", num_speculative_tokens=3, implementation="modular")
-    layers.run(group, layers.problem_for(group, [(1, 129), (4, 4), (3, 130)]), wants_lse=False)
-    assert world.named(ENTRY)[-1]["cum_seq_lens_q"] is None

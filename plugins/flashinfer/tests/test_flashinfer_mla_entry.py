@@ -13,7 +13,6 @@ from attn_select.layer.config import AttentionConfig
 pytest.importorskip("torch")
 
 import flashinfer_mla_groups as layers
-from flashinfer_emulated import trtllm_mla
 from test_flashinfer_signatures import READ
 
 ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
@@ -64,9 +63,7 @@ CAPABILITIES = {"b200": (10, 0), "rtx5090": (12, 0)}
 
 
 @pytest.mark.parametrize("user", mla_entry.USERS)
-def test_the_table_says_what_is_passed(user: str, emulate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trtllm_mla, "ragged_is_right", True)
-    monkeypatch.setattr(trtllm_mla, "cute_dsl_ragged", True)
+def test_the_table_says_what_is_passed(user: str, emulate: Callable[..., Any]) -> None:
     found: set[str] = set()
     for gpu, fields, options in CASES[user]:
         world = emulate(CAPABILITIES[gpu], release="0.7.2.post1")

@@ -16,7 +16,6 @@ pytest.importorskip("torch")
 import flashinfer_emulated as fi
 import flashinfer_mla_groups as layers
 import torch
-from flashinfer_emulated import trtllm_mla
 
 from attn_select.reference.oracle import attention_reference
 from attn_select.runtime import BatchError, Capacity
@@ -24,12 +23,6 @@ from attn_select.runtime import BatchError, Capacity
 Emulate = Callable[..., Any]
 ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
 MIB = 1 << 20
-
-
-@pytest.fixture
-def ragged_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of 0.6.18."""
-    monkeypatch.setattr(trtllm_mla, "ragged_is_right", True)
 
 
 def on_b200(emulate: Emulate, *, version: str = "0.6.14", **fields: Any) -> tuple[Any, Any]:
@@ -77,34 +70,13 @@ def test_requests_without_keys(emulate: Emulate) -> None:
             torch.testing.assert_close(ran.lse[2:4], problem.step.sinks.expand(2, -1).float())
 
 
-def test_unequal_queries_before_0_6_18_are_rows(emulate: Emulate) -> None:
+def test_unequal_queries_are_rows(emulate: Emulate) -> None:
     world, group = on_b200(emulate, num_speculative_tokens=3)
     layers.run(group, layers.problem_for(group, [(1, 129), (4, 4), (3, 130), (1, 0)]), wants_lse=False)
     (call,) = world.named(ENTRY)
     assert call["cum_seq_lens_q"] is None
     assert call["query"].shape[:2] == (9, 1)
     assert call["seq_lens"].tolist() == [129, 1, 2, 3, 4, 128, 129, 130, 1]
-
-
-@pytest.mark.usefixtures("ragged_is_right")
-def test_unequal_queries_since_0_6_18(emulate: Emulate) -> None:
-    world, group = on_b200(emulate, version="0.6.18", num_speculative_tokens=3)
-    requests = [(1, 129), (4, 4), (3, 130)]
-    problem = layers.problem_for(group, requests)
-    layers.run(group, problem, wants_lse=False)
-    (call,) = world.named(ENTRY)
-    assert (call["cum_seq_lens_q"].tolist(), call["max_q_len"]) == ([0, 1, 5, 8], 4)
-    assert call["query"].ndim == call["out"].ndim == 3
-    # The kernel has no LSE of them, so a layer that wants it takes rows, made once.
-    metadata = group.build(layers.common_of(problem))
-    tables = []
-    for _ in range(2):
-        layers.run(group, problem, metadata=metadata)
-        tables.append(world.named(ENTRY)[-1]["block_tables"].data_ptr())
-    assert tables[0] == tables[1]
-    assert world.named(ENTRY)[-1]["query"].shape[:2] == (8, 1)
-    layers.run(group, layers.problem_for(group, [*requests, (1, 0)]), wants_lse=False)
-    assert world.named(ENTRY)[-1]["cum_seq_lens_q"] is None
 
 
 def test_layers_that_are_not_causal_are_rows(emulate: Emulate) -> None:

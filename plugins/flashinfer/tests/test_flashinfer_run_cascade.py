@@ -14,7 +14,7 @@ import torch
 
 from attn_select.reference.running import random_batch
 from attn_select.runtime import Attention, Scales
-from attn_select_flashinfer.runtime.mha_calls import FICascade
+from attn_select_flashinfer.runtime.mha_calls import Cascade
 
 Emulate = Callable[..., Any]
 NATIVE = {"use_trtllm": False}
@@ -26,7 +26,7 @@ DECODE_RUN = "BatchDecodeWithPagedKVCacheWrapper.run"
 
 
 def parts_of(metadata: Any) -> list[Any]:
-    return metadata.parts[0].metadata.parts  # type: ignore[no-any-return]
+    return metadata.parts[0].metadata  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"sinks": True}], ids=str)
@@ -41,16 +41,17 @@ def test_cascade_gives_what_the_plain_path_gives(
     common, cache = random_batch(group, [1] * 7 + [20], [300 + i for i in range(8)], 16)
     metadata = group.build(common, 256)
     (part,) = parts_of(metadata)
-    assert isinstance(part, FICascade)
-    assert part.prefix.lists.paged_kv_indices.tolist() == common.block_table_tensor[0, :16].tolist()
-    assert part.rest.lists.seq_lens.tolist() == [44 + i for i in range(8)]
-    assert (part.prefix.causal, part.rest.causal) == (False, True)
+    assert isinstance(part, Cascade)
+    rest, prefix = world.named("BatchPrefillWithPagedKVCacheWrapper.plan")
+    assert prefix["paged_kv_indices"].tolist() == common.block_table_tensor[0, :16].tolist()
+    assert rest["seq_lens"].tolist() == [44 + i for i in range(8)]
+    assert (prefix["causal"], rest["causal"]) == (False, True)
     expected, expected_lse = groups.reference(group, common, cache, layer, **sinks)
     output, lse = groups.run(group, common, cache, layer, common_prefix_len=256)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse, atol=LSE, rtol=0)
     assert len(world.named("merge_state_in_place")) == 1
-    assert groups.builder_of(group).ran["decode: cascade, " + part.rest.kernel.label] == 2
+    assert part.label == f"cascade, {part.rest.label}"
 
 
 def test_cascade_needs_native_decode_and_enough_to_save(emulate: Emulate) -> None:

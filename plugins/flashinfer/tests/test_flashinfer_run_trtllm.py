@@ -25,7 +25,7 @@ DECODE_RUN = "BatchDecodeWithPagedKVCacheWrapper.run"
 
 
 def parts_of(metadata: Any) -> list[Any]:
-    return metadata.parts[0].metadata.parts  # type: ignore[no-any-return]
+    return metadata.parts[0].metadata  # type: ignore[no-any-return]
 
 
 def test_native_scratch_and_the_zeroed_buffer_are_apart_and_sized_by_options(emulate: Emulate) -> None:
@@ -87,14 +87,14 @@ def test_xqa_masks_nothing_where_attention_is_not_causal(emulate: Emulate) -> No
 
 
 def test_masks_of_many_drafts_fill_words_of_16_bits() -> None:
-    from attn_select_flashinfer.runtime.mha import packed_rows
+    from attn_select_flashinfer.runtime.mha import draft_mask
 
-    rows = [[word & 0xFFFF for word in row] for row in packed_rows(34, True)]
+    rows = draft_mask(34, True).tolist()
     assert (len(rows), len(rows[0])) == (34, 4)
     assert rows[0] == [1, 0, 0, 0]
     assert rows[17] == [0xFFFF, 3, 0, 0]
     assert rows[33] == [0xFFFF, 0xFFFF, 3, 0]
-    assert packed_rows(2, False) == [[3, 0], [3, 0]]
+    assert draft_mask(2, False).tolist() == [[3, 0], [3, 0]]
 
 
 def test_trtllm_gen_runs_drafts_and_chunks(emulate: Emulate) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,6 @@ import flashinfer_emulated as fi
 import flashinfer_groups as groups
 import make_signatures
 from flashinfer_emulated import states
-from make_signatures import FOLDER
 
 from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
@@ -27,8 +25,7 @@ from attn_select_flashinfer.runtime import compiled_plan, library, plans
 
 MLA = "BatchMLAPagedAttentionWrapper"
 EMULATED = {release: fi.entries(release) for release in fi.RELEASES}
-READ = {release: json.loads((FOLDER / f"{release}.json").read_text(encoding="utf-8")) for release in fi.RELEASES}
-"""What ``make_signatures`` read from the wheels."""
+READ = fi.READ
 ENTRIES = [(release, entry) for release in fi.RELEASES for entry in READ[release]["signatures"]]
 Signature = list[tuple[str, str | None]]
 

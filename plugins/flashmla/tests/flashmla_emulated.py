@@ -9,7 +9,10 @@ sglang-kernel 0.4.10, sgl-kernel 0.3.21.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -176,319 +179,151 @@ def _sparse_prefill(
     return sparse(q, kv.squeeze(1).double(), indices.squeeze(1), sm_scale, sinks)
 
 
-# --- vLLM -------------------------------------------------------------------------------------
+def entry(parameters: str, run: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function with these parameters, which passes them on in a namespace."""
+    signature = inspect.signature(eval(f"lambda {parameters}: None"))
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return run(SimpleNamespace(**given.arguments))
+
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    return called
 
 
-def get_mla_metadata(*args: Any, **kwargs: Any) -> Any:
-    return FlashMLASchedMeta(), None
-
-
-def vllm_flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    is_fp8_kvcache: Any = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-    out: Any = None,
-) -> Any:
+def _decode(a: Any) -> tuple[Tensor, Tensor]:
+    """``flash_mla_with_kvcache`` of any build."""
+    assert getattr(a, "use_legacy", True)
+    meta, indices, tensors = a.tile_scheduler_metadata, a.indices, (a.q, a.k_cache, a.block_table, a.cache_seqlens)
+    if not isinstance(meta, FlashMLASchedMeta):
+        tiles, splits = meta, a.num_splits
+    elif a.q.dtype == E4M3:
+        tiles, splits = meta.tile_scheduler_metadata, meta.num_splits
+    else:
+        calls.append("flash_mla_with_kvcache")
+        assert a.num_splits is None
+        result, lse = _run(*tensors, meta, a.softmax_scale, a.causal, bool(a.is_fp8_kvcache), indices, a.attn_sink)
+        out = getattr(a, "out", None)
+        if indices is None and out is not None:  # what dense decoding accepts, whatever its documentation says
+            _check(out, "out", (a.q.dtype,), len(a.q), 1, a.q.shape[1] * a.q.shape[2], 512)
+            out = out.view(result.shape)
+        return _written(result, out), lse
+    if a.q.dtype == E4M3:
+        return _decode_fp8(SimpleNamespace(**{**vars(a), "tile_scheduler_metadata": tiles, "num_splits": splits}))
     calls.append("flash_mla_with_kvcache")
-    assert num_splits is None
-    tensors = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata)
-    result, lse = _run(*tensors, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink)
-    if indices is None and out is not None:  # what dense decoding accepts, whatever its documentation says
-        _check(out, "out", (q.dtype,), len(q), 1, q.shape[1] * q.shape[2], 512)
-        out = out.view(result.shape)
-    return _written(result, out), lse
+    _check_tensors(a.q, a.cache_seqlens, tiles, splits)
+    if indices is None:
+        return dense(*tensors, a.head_dim_v, a.softmax_scale, a.causal, None)
+    assert a.is_fp8_kvcache
+    assert not a.causal
+    _check(a.block_table, "block_table", (torch.int32,), len(a.q), None)
+    return _sparse_decode(a.q, a.k_cache, indices, a.softmax_scale, None)
 
 
-def vllm_flash_mla_sparse_fwd(
-    q: Any,
-    kv: Any,
-    indices: Any,
-    sm_scale: Any,
-    d_v: Any = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    out: Any = None,
-) -> Any:
-    calls.append("flash_mla_sparse_fwd")
-    result, lse = _sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink)
-    return _written(result, out), lse, lse
-
-
-def get_mla_metadata_dense_fp8(cache_seqlens: Any, num_q_tokens_per_head_k: Any, num_heads_k: Any) -> Any:
-    return _tensor_schedule(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
-
-
-def flash_mla_with_kvcache_fp8(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    descale_q: Any = None,
-    descale_k: Any = None,
-) -> Any:
+def _decode_fp8(a: Any) -> tuple[Tensor, Tensor]:
     calls.append("flash_mla_with_kvcache_fp8")
-    _check_tensors(q, cache_seqlens, tile_scheduler_metadata, num_splits)
-    for factor in (descale_q, descale_k):
+    _check_tensors(a.q, a.cache_seqlens, a.tile_scheduler_metadata, a.num_splits)
+    factors = (a.descale_q, a.descale_k)
+    for factor in factors:
         _check(factor, "descale", (torch.float32,), 1)
         assert factor.stride() == (1,), f"a descale has strides {factor.stride()}"
-    factors = (descale_q, descale_k)
-    return dense(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, factors)
+    return dense(a.q, a.k_cache, a.block_table, a.cache_seqlens, a.head_dim_v, a.softmax_scale, a.causal, factors)
 
 
-# --- sgl-flash-mla ----------------------------------------------------------------------------
+def _prefill(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``flash_mla_sparse_fwd`` of any build with a natural log-sum-exp."""
+    assert getattr(a, "use_legacy", True)
+    assert getattr(a, "return_log2_lse", None) is None
+    calls.append("flash_mla_sparse_fwd")
+    result, lse = _sparse_prefill(a.q, a.kv, a.indices, a.sm_scale, a.d_v, getattr(a, "attn_sink", None))
+    return _written(result, getattr(a, "out", None)), lse, lse
 
 
-def get_mla_decoding_metadata(
-    seqlens_k: Any,
-    num_q_tokens_per_head_k: Any,
-    h_k: Any,
-    h_q: Any = None,
-    is_fp8_kvcache: Any = False,
-    topk: Any = None,
-    use_legacy: Any = False,
-) -> Any:
-    assert use_legacy
-    assert is_fp8_kvcache
-    return _tensor_schedule(seqlens_k, num_q_tokens_per_head_k, h_k)
-
-
-def sgl_flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    is_fp8_kvcache: Any = None,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-    enable_batch_invariant: Any = False,
-    use_legacy: Any = False,
-    kv_format: Any = None,
-    descale_q: Any = None,
-    descale_k: Any = None,
-) -> Any:
-    assert use_legacy
-    meta, scale = tile_scheduler_metadata, softmax_scale
-    if is_fp8_kvcache and indices is None:
-        tensors = (meta.tile_scheduler_metadata, meta.num_splits)
-        arguments = (q, k_cache, block_table, cache_seqlens, head_dim_v, *tensors, scale, causal, descale_q, descale_k)
-        return flash_mla_with_kvcache_fp8(*arguments)
-    calls.append("flash_mla_with_kvcache")
-    return _run(q, k_cache, block_table, cache_seqlens, meta, scale, causal, bool(is_fp8_kvcache), indices, attn_sink)
-
-
-def sgl_flash_mla_sparse_fwd(
-    q: Any,
-    kv: Any,
-    indices: Any,
-    sm_scale: Any,
-    d_v: Any = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    use_legacy: Any = False,
-    return_log2_lse: Any = None,
-) -> Any:
-    assert use_legacy
-    assert return_log2_lse is None
-    return vllm_flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink)
-
-
-# --- sglang-kernel and sgl-kernel -------------------------------------------------------------
-
-
-def sglang_get_mla_metadata(
-    cache_seqlens: Any = None,
-    num_q_tokens_per_head_k: Any = None,
-    num_heads_k: Any = None,
-    num_heads_q: Any = None,
-    is_fp8_kvcache: Any = False,
-    topk: Any = None,
-) -> Any:
-    if cache_seqlens is None:
-        return FlashMLASchedMeta(), None
-    return _tensor_schedule(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
-
-
-def sglang_flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    descale_q: Any = None,
-    descale_k: Any = None,
-    is_fp8_kvcache: Any = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-    kv_format: Any = None,
-) -> Any:
-    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        arguments = (q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits)
-        options = (softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache, indices)
-        return sgl_kernel_flash_mla_with_kvcache(*arguments, *options)
-    calls.append("flash_mla_with_kvcache")
-    tensors = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata)
-    return _run(*tensors, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink)
-
-
-def sglang_flash_mla_sparse_fwd(
-    q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None, topk_length: Any = None
-) -> Any:
-    result, _, lse = vllm_flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink)
+def _prefill_log2(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    result, _, lse = _prefill(a)
     return result, lse, lse / math.log(2)
 
 
-def sgl_kernel_get_mla_metadata(
-    cache_seqlens: Any,
-    num_q_tokens_per_head_k: Any,
-    num_heads_k: Any,
-    num_heads_q: Any = None,
-    is_fp8_kvcache: Any = False,
-    topk: Any = None,
-) -> Any:
-    if topk is not None:
-        assert is_fp8_kvcache
-        assert num_heads_q is not None
-    return _tensor_schedule(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
+def _metadata(a: Any) -> Any:
+    """``get_mla_metadata`` of SGLang's kernels."""
+    if a.cache_seqlens is None:
+        return FlashMLASchedMeta(), None
+    assert a.topk is None or (a.is_fp8_kvcache and a.num_heads_q is not None)
+    return _tensor_schedule(a.cache_seqlens, a.num_q_tokens_per_head_k, a.num_heads_k)
 
 
-def sgl_kernel_flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    descale_q: Any = None,
-    descale_k: Any = None,
-    is_fp8_kvcache: Any = False,
-    indices: Any = None,
-) -> Any:
-    if q.dtype == E4M3:
-        arguments = (q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits)
-        return flash_mla_with_kvcache_fp8(*arguments, softmax_scale, causal, descale_q, descale_k)
-    calls.append("flash_mla_with_kvcache")
-    _check_tensors(q, cache_seqlens, tile_scheduler_metadata, num_splits)
-    if indices is None:
-        return dense(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, None)
-    assert is_fp8_kvcache
-    assert not causal
-    _check(block_table, "block_table", (torch.int32,), len(q), None)
-    return _sparse_decode(q, k_cache, indices, softmax_scale, None)
+def _legacy_metadata(a: Any) -> tuple[Tensor, Tensor]:
+    assert a.use_legacy
+    assert a.is_fp8_kvcache
+    return _tensor_schedule(a.seqlens_k, a.num_q_tokens_per_head_k, a.h_k)
 
 
-def sgl_kernel_flash_mla_sparse_fwd(q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512) -> Any:
-    return sglang_flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v)
-
-
-# --- upstream ---------------------------------------------------------------------------------
-
-
-def upstream_flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    is_fp8_kvcache: Any = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-) -> Any:
-    arguments = (q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits)
-    return vllm_flash_mla_with_kvcache(*arguments, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink)
-
-
-def upstream_flash_mla_sparse_fwd(
-    q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None, topk_length: Any = None
-) -> Any:
-    return vllm_flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink)
-
-
-_META = {"get_mla_metadata": get_mla_metadata}
+_HEAD = "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits"
+_CALL = f"{_HEAD}=None, softmax_scale=None, causal=False"
+_DESCALES = "descale_q=None, descale_k=None"
+_MORE = "extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None"
+_SPARSE = "q, kv, indices, sm_scale, d_v=512"
+_LENS = "num_heads_q=None, is_fp8_kvcache=False, topk=None"
+_META = {"get_mla_metadata": entry("*args, **kwargs", lambda a: (FlashMLASchedMeta(), None))}
+_UPSTREAM_CALL = f"{_CALL}, is_fp8_kvcache=False, indices=None, attn_sink=None, {_MORE}"
+_UPSTREAM_SPARSE = f"{_SPARSE}, attn_sink=None, topk_length=None"
 MODULES: dict[str, dict[str, dict[str, Any]]] = {
     "vllm": {
         "vllm.third_party.flashmla.flash_mla_interface": {
             **_META,
-            "flash_mla_with_kvcache": vllm_flash_mla_with_kvcache,
-            "flash_mla_sparse_fwd": vllm_flash_mla_sparse_fwd,
+            "flash_mla_with_kvcache": entry(f"{_UPSTREAM_CALL}, out=None", _decode),
+            "flash_mla_sparse_fwd": entry(f"{_UPSTREAM_SPARSE}, out=None", _prefill),
         },
         "vllm.v1.attention.ops.flashmla": {
-            "get_mla_metadata_dense_fp8": get_mla_metadata_dense_fp8,
-            "flash_mla_with_kvcache_fp8": flash_mla_with_kvcache_fp8,
+            "get_mla_metadata_dense_fp8": entry(
+                "cache_seqlens, num_q_tokens_per_head_k, num_heads_k",
+                lambda a: _tensor_schedule(a.cache_seqlens, a.num_q_tokens_per_head_k, a.num_heads_k),
+            ),
+            "flash_mla_with_kvcache_fp8": entry(f"{_HEAD}, softmax_scale=None, causal=False, {_DESCALES}", _decode_fp8),
         },
     },
     "sgl-flash-mla": {
         "flash_mla.flash_mla_interface": {
             **_META,
-            "get_mla_decoding_metadata": get_mla_decoding_metadata,
-            "flash_mla_with_kvcache": sgl_flash_mla_with_kvcache,
-            "flash_mla_sparse_fwd": sgl_flash_mla_sparse_fwd,
+            "get_mla_decoding_metadata": entry(
+                "seqlens_k, num_q_tokens_per_head_k, h_k, h_q=None, is_fp8_kvcache=False, topk=None, use_legacy=False",
+                _legacy_metadata,
+            ),
+            "flash_mla_with_kvcache": entry(
+                f"{_CALL}, is_fp8_kvcache=None, indices=None, attn_sink=None, {_MORE}, enable_batch_invariant=False, "
+                f"use_legacy=False, kv_format=None, {_DESCALES}",
+                _decode,
+            ),
+            "flash_mla_sparse_fwd": entry(f"{_UPSTREAM_SPARSE}, use_legacy=False, return_log2_lse=None", _prefill),
         }
     },
     "sglang-kernel": {
         "sgl_kernel.flash_mla": {
-            "get_mla_metadata": sglang_get_mla_metadata,
-            "flash_mla_with_kvcache": sglang_flash_mla_with_kvcache,
-            "flash_mla_sparse_fwd": sglang_flash_mla_sparse_fwd,
+            "get_mla_metadata": entry(
+                f"cache_seqlens=None, num_q_tokens_per_head_k=None, num_heads_k=None, {_LENS}", _metadata
+            ),
+            "flash_mla_with_kvcache": entry(
+                f"{_CALL}, {_DESCALES}, is_fp8_kvcache=False, indices=None, attn_sink=None, {_MORE}, kv_format=None",
+                _decode,
+            ),
+            "flash_mla_sparse_fwd": entry(_UPSTREAM_SPARSE, _prefill_log2),
         }
     },
     "sgl-kernel": {
         "sgl_kernel.flash_mla": {
-            "get_mla_metadata": sgl_kernel_get_mla_metadata,
-            "flash_mla_with_kvcache": sgl_kernel_flash_mla_with_kvcache,
-            "flash_mla_sparse_fwd": sgl_kernel_flash_mla_sparse_fwd,
+            "get_mla_metadata": entry(f"cache_seqlens, num_q_tokens_per_head_k, num_heads_k, {_LENS}", _metadata),
+            "flash_mla_with_kvcache": entry(
+                f"{_HEAD}, softmax_scale=None, causal=False, {_DESCALES}, is_fp8_kvcache=False, indices=None", _decode
+            ),
+            "flash_mla_sparse_fwd": entry(_SPARSE, _prefill_log2),
         }
     },
     "flash-mla": {
         "flash_mla.flash_mla_interface": {
             **_META,
-            "flash_mla_with_kvcache": upstream_flash_mla_with_kvcache,
-            "flash_mla_sparse_fwd": upstream_flash_mla_sparse_fwd,
+            "flash_mla_with_kvcache": entry(_UPSTREAM_CALL, _decode),
+            "flash_mla_sparse_fwd": entry(_UPSTREAM_SPARSE, _prefill),
         }
     },
 }

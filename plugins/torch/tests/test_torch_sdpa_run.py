@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.attention.varlen import varlen_attn
 from torch_layers import check_close, context_of
 
 from attn_select.layer.config import AttentionConfig
@@ -254,32 +254,34 @@ def emulated_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
+    cum_seq_q: torch.Tensor,
+    cum_seq_k: torch.Tensor,
     max_q: int,
     max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
     *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``varlen_attn`` as FlashAttention computes it: aligned at the last key, LSE ``(H, T)``, +inf without keys."""
-    assert return_aux.lse
-    assert enable_gqa
+    """``_flash_attention_forward``: aligned at the last key, LSE ``(H, T)``, +inf without keys."""
+    window_size = (window_size_left, window_size_right)
+    assert (dropout_p, is_causal, return_debug_mask) == (0.0, window_size == (-1, 0), False)
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    assert max_q == int(cu_seq_q.diff().max())
-    assert max_k == int(cu_seq_k.diff().max())
+    assert max_q == int(cum_seq_q.diff().max())
+    assert max_k == int(cum_seq_k.diff().max())
     out, lse = torch.zeros_like(query), torch.full(query.shape[1::-1], torch.inf)
-    for request in range(len(cu_seq_q) - 1):
-        rows = slice(int(cu_seq_q[request]), int(cu_seq_q[request + 1]))
-        part = slice(int(cu_seq_k[request]), int(cu_seq_k[request + 1]))
+    for request in range(len(cum_seq_q) - 1):
+        rows = slice(int(cum_seq_q[request]), int(cum_seq_q[request + 1]))
+        part = slice(int(cum_seq_k[request]), int(cum_seq_k[request + 1]))
         count, keys = rows.stop - rows.start, part.stop - part.start
         distance = torch.arange(keys - count, keys)[:, None] - torch.arange(keys)
         left, right = (size if size >= 0 else 10**6 for size in window_size)
         seen = (distance <= left) & (-distance <= right)
         batched = [tensor.transpose(0, 1)[None] for tensor in (query[rows], key[part], value[part])]
-        found, found_lse = attend(*batched, scaled(scale or 1.0), visible=seen)  # type: ignore[misc]
+        found, found_lse = attend(*batched, scaled(scale), visible=seen)  # type: ignore[misc]
         out[rows] = found[0].transpose(0, 1)
         lse[:, rows] = found_lse[0].masked_fill(found_lse[0].isneginf(), torch.inf)
     return out, lse
@@ -300,8 +302,8 @@ def emulated_varlen(
 )
 @pytest.mark.parametrize("call_bytes", [2**28, 2**10])
 def test_packed_batches(asked: dict[str, Any], layout: str, call_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = varlen.Varlen(emulated_varlen, varlen.options_for(set(signature(varlen_attn).parameters)) or {})
-    monkeypatch.setattr(varlen, "available", lambda functions: found)
+    monkeypatch.setattr(varlen, "available", lambda functions: True)
+    monkeypatch.setattr(varlen, "ATTEND", emulated_varlen)
     monkeypatch.setattr(varlen, "CALL_BYTES", call_bytes)
     config = AttentionConfig(**(SMALL | asked))
     cached = config.has_cache
@@ -345,8 +347,8 @@ def emulated_cudnn(
     ],
 )
 def test_whole_prompts_by_cudnn(asked: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = varlen.Varlen(emulated_varlen, varlen.options_for(set(signature(varlen_attn).parameters)) or {})
-    monkeypatch.setattr(varlen, "available", lambda functions: found)
+    monkeypatch.setattr(varlen, "available", lambda functions: True)
+    monkeypatch.setattr(varlen, "ATTEND", emulated_varlen)
     monkeypatch.setattr(cudnn_prompts, "ATTEND", emulated_cudnn)
     monkeypatch.setattr(cudnn_prompts, "LEAST_TOKENS", 16)
     requests = ((1, 30), (17, 17), (16, 40), (16, 16), (3, 3), (1, 0), (40, 40), (6, 2))
@@ -372,13 +374,11 @@ def test_the_installed_torch_has_what_cudnn_takes() -> None:
 
 
 def test_the_installed_torch_has_what_packed_batches_take() -> None:
-    emulated, real = list(signature(emulated_varlen).parameters), list(signature(varlen_attn).parameters)
-    assert [name for name in emulated if name in real] == [name for name in real if name in emulated]
-    assert set(emulated) - set(real) <= {"enable_gqa"}
-    lse = {"return_aux": AuxRequest(lse=True)}
-    assert varlen.options_for(set(real)) == (lse | {"enable_gqa": True} if "enable_gqa" in real else lse)
-    assert varlen.options_for({"return_aux", "scale", "window_size"}) == lse
-    assert varlen.options_for({"return_aux", "is_causal"}) is None
+    known = [argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    emulated = list(signature(emulated_varlen).parameters)
+    assert known[: len(emulated) - 2] == emulated[:-2]
+    assert set(emulated) <= set(known)
+    assert varlen._has_windows() == ({"return_aux", "scale", "window_size"} <= set(signature(varlen_attn).parameters))
 
 
 GPU: list[dict[str, Any]] = [

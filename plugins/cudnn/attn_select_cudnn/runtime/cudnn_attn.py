@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +37,7 @@ class Part:
 
     start: int  # start, end: their tokens
     end: int
-    requests: int  # requests, query_len, packed, keys, columns, table_stride: as ``graphs.Shape`` has them
-    query_len: int
-    packed: bool
-    keys: int
-    columns: int
-    table_stride: int
+    sizes: dict[str, Any]  # of ``graphs.Shape``, what the batch says
     tensors: dict[int, Tensor]  # lengths, tables and offsets, by the graph's names
     keyless: Tensor | None  # bool ``(end - start,)``, rows of requests without keys; None where there is none
     graphs: dict[Hashable, Graph] = field(default_factory=dict)  # the ones that layers have run
@@ -103,19 +98,15 @@ class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
                 table = self._kept(table)
         make = self._packed if packed else self._uniform
         requests, query_len, tensors = make(common, table)
-        stride = tensors[graphs.KEY_TABLE].stride(0)
-        return Part(
-            start=start,
-            end=end,
-            requests=requests,
-            query_len=query_len,
-            packed=packed,
-            keys=keys,
-            columns=-(-keys // size),
-            table_stride=stride,
-            tensors=tensors,
-            keyless=self._blank(common, packed),
-        )
+        sizes = {
+            "requests": requests,
+            "query_len": query_len,
+            "packed": packed,
+            "keys": keys,
+            "columns": -(-keys // size),
+            "table_stride": tensors[graphs.KEY_TABLE].stride(0),
+        }
+        return Part(start, end, sizes, tensors, self._blank(common, packed))
 
     def _without_stale(self, common: CommonAttentionMetadata, table: Tensor, columns: int) -> Tensor:
         """Return int32 ``(B, columns)``: the table with its first block in the place of those behind the last key."""
@@ -223,9 +214,7 @@ class CudnnImpl(AttentionImpl[list[Part]]):
     def _run(self, part: Part, query: Tensor, cached: Cached, outputs: Outputs) -> None:
         output, output_lse = outputs.output, outputs.lse
         out = output if output.is_contiguous() else torch.empty_like(query)
-        lse = output_lse
-        if output_lse is not None and not output_lse.is_contiguous():
-            lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        lse = output_lse if output_lse is None or output_lse.is_contiguous() else output_lse.contiguous()
         tensors = {
             **part.tensors,
             graphs.QUERY: query,
@@ -255,12 +244,7 @@ class CudnnImpl(AttentionImpl[list[Part]]):
         cache, key_strides, value_strides = cached.shape
         return self._graphs.graph(
             Shape(
-                requests=part.requests,
-                query_len=part.query_len,
-                packed=part.packed,
-                keys=part.keys,
-                columns=part.columns,
-                table_stride=part.table_stride,
+                **part.sizes,
                 heads=self._heads,
                 cache=cache,
                 key_strides=key_strides,

@@ -39,7 +39,7 @@ def run(group: Any, requests: Requests) -> None:
 def parts_of(group: Any, requests: Requests) -> list[tuple[int, int, bool, int]]:
     common = common_of(problem_for(group, requests, seed=1))
     parts = group.build(common).parts[0].metadata
-    return [(part.requests, part.query_len, part.packed, part.keys) for part in parts]
+    return [tuple(part.sizes[name] for name in ("requests", "query_len", "packed", "keys")) for part in parts]
 
 
 def test_decodes_and_prefills_have_a_graph_each(emulate: Emulate) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
+from attn_select.backends.reasons import device_reasons, unsupported
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -39,8 +40,7 @@ MAX_SPLITS = 16
 """The kernel's own choice stops there, to avoid hangs (vLLM 0.33.0 v1/attention/backends/mla/cutlass_mla.py)."""
 SPLITS_VARIABLE = "FORCE_NUM_KV_SPLITS"
 
-_NO_VARIANTS = Fact(False, f"{VLLM_CSRC}: no such argument")
-
+# What is not named is not served: VLLM_CSRC has no such argument.
 CAPABILITIES = Capabilities(
     mla=True,
     compute_capabilities=Fact(
@@ -51,20 +51,11 @@ CAPABILITIES = Capabilities(
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), f"{VLLM_CSRC} (FP8 with an FP8 query)"),
     head_sizes=Fact(HeadSizes((576,)), f"{VLLM_CSRC}: tile 128 x 128 x (512, 64)"),
     block_sizes=Fact((128,), VLLM_BACKEND),
-    attn_types=Fact(("decoder",), "MLA layers are decoders"),
     mixed_kv_cache_dtype=Fact(False, f"{VLLM_CSRC}: query and cache have one dtype"),
-    v_head_size_differs=Fact(False, "MLA layers have v_head_dim instead"),
-    sliding_window=_NO_VARIANTS,
-    logits_soft_cap=_NO_VARIANTS,
-    alibi=_NO_VARIANTS,
-    sinks=_NO_VARIANTS,
-    mm_prefix=_NO_VARIANTS,
-    non_causal=Fact(False, f"{VLLM_BACKEND}: not declared"),
     batch_invariant=Fact(
         False, f"{VLLM_BACKEND}: not declared; the number of KV splits follows the batch ({VLLM_CSRC})"
     ),
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
-    output_quantizations=Fact((), f"{VLLM_CSRC}: writes 16 bits"),
     decode_context_parallel=Fact(True, f"{VLLM_CSRC} (lse); vLLM's kernel only"),
     nan_tail_safe=Fact(
         False,
@@ -107,17 +98,15 @@ def plan(
     """Return the first installed build that serves the layer, or every reason why none does."""
     capability = device.compute_capability
     if capability not in _DEVICES:
-        seen, accepted = device.capability_text, str(CAPABILITIES.compute_capabilities.value)
-        return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+        return device_reasons(CAPABILITIES.compute_capabilities.value, device)
     splits, set_by = options.num_kv_splits, f"num_kv_splits = {options.num_kv_splits}"
     malformed: list[Reason] = []
     if (forced := environment.variables.get(SPLITS_VARIABLE)) is not None:
         set_by = f"{SPLITS_VARIABLE}={shorten(forced)}"
         parsed = _parse_splits(forced)
         if parsed is None:
-            message = f"environment variable {set_by} (supported: -1, or 1 to {MAX_SPLITS})"
             supported, remedy = ["-1", f"1 to {MAX_SPLITS}"], f"unset {SPLITS_VARIABLE}"
-            malformed = [Reason("environment-variable", message, forced, supported, remedy)]
+            malformed = [unsupported("environment-variable", SPLITS_VARIABLE, shorten(forced), supported, remedy)]
         splits = parsed or -1
     fixed_by = None if splits == -1 else set_by
     pins = pin_provider("CUTLASS_MLA", options.provider)
@@ -143,7 +132,8 @@ def objections(
     if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
         dims = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"
         found.append(Objection("mla-dims", "512 + 64", f"kv_lora_rank + qk_rope_head_dim {dims}", dims))
-    ranks, heads = config.decode_context_parallel_size, _gathered_heads(config)
+    ranks = config.decode_context_parallel_size
+    heads = config.num_heads * ranks  # those of all context-parallel ranks
     if heads > HEADS:
         what = f"{heads} query heads" + f", {config.num_heads} from each of {ranks} ranks" * (ranks > 1)
         found.append(Objection("num-heads", f"1 to {HEADS}", what, heads))
@@ -160,11 +150,6 @@ def objections(
         what = f"a number of KV splits fixed by {splits_fixed_by}"
         found.append(Objection("num-kv-splits", -1, what, splits_fixed_by))
     return found
-
-
-def _gathered_heads(config: AttentionConfig) -> int:
-    """Return how many query heads the kernel gets: the heads of all context-parallel ranks."""
-    return config.num_heads * config.decode_context_parallel_size
 
 
 def _parse_splits(text: str) -> int | None:
@@ -189,7 +174,7 @@ def _plan(
         notes = (*notes, _SCALES)
         if config.dtype == "float16":
             notes = (*notes, _CONVERTED)
-    heads = _gathered_heads(config)
+    heads = config.num_heads * config.decode_context_parallel_size
     if heads != HEADS:
         notes = (*notes, f"query heads are padded from {heads} to {HEADS}")
     if fixed_by is not None:

@@ -59,18 +59,12 @@ class Adapter(ABC):
     def decode(
         self, query: Tensor, kv_cache: Tensor, batch: CutlassMLAMetadata, scale: float, out: Tensor, lse: Tensor
     ) -> Tensor:
-        """Attend with the one query of each request, the latest token's.
+        """Attend with the one query of each request, the latest token's; return the output: ``out``, or another tensor.
 
-        Args:
-            query: ``(B, 128, 576)``, contiguous.
-            kv_cache: ``(num_pages, 128, 576)`` in the query's dtype, contiguous.
-            batch: its tables, lengths and workspace.
-            scale: of the softmax; an adapter with a ``query_factor`` expects it in the query.
-            out: ``(B, 128, 512)``, contiguous; bfloat16 for an e4m3 query, else in the query's dtype.
-            lse: float32 ``(B, 128)``, contiguous, natural logarithm, for builds that return it; ``(0,)``: unwanted.
-
-        Returns:
-            The output: ``out``, or a tensor of its own where the function does not write there.
+        ``query (B, 128, 576)`` and ``kv_cache (num_pages, 128, 576)`` have one dtype and are contiguous. An adapter
+        with a ``query_factor`` expects the softmax's ``scale`` in the query. ``out (B, 128, 512)`` is contiguous,
+        bfloat16 for an e4m3 query, else in its dtype. ``lse`` is float32 ``(B, 128)``, contiguous, its natural
+        logarithm written by builds that return it; ``(0,)``: unwanted.
         """
 
 
@@ -175,10 +169,5 @@ _ADAPTERS: dict[str, type[Adapter]] = {
 
 @cache
 def adapter_for(kernel: CutlassMLAKernel) -> Adapter:
-    """Return the adapter that runs a plan's kernel; imports its library. One per kernel.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, its version is another, it was compiled without this kernel,
-            or a function is missing or has another signature.
-    """
+    """Return the adapter that runs a plan's kernel; one per kernel. Importing its library may raise."""
     return _ADAPTERS[kernel.provider](kernel)

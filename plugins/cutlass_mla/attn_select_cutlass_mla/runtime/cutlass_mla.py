@@ -23,8 +23,10 @@ from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_cutlass_mla.facts.builds import CutlassMLAKernel
 from attn_select_cutlass_mla.facts.cutlass_mla import HEADS
-from attn_select_cutlass_mla.runtime.adapters import RANK, Adapter, CutlassMLAMetadata, adapter_for
-from attn_select_cutlass_mla.runtime.workspace import Workspace
+from attn_select_cutlass_mla.runtime.adapters import PAGE, RANK, Adapter, CutlassMLAMetadata, adapter_for
+
+B200_SMS = 148
+"""Multiprocessors that are assumed on a CPU, where kernels are emulated: as many as a B200 has."""
 
 
 def _adapter(context: BackendContext) -> Adapter:
@@ -38,7 +40,12 @@ class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._workspace = Workspace(_adapter(context), context, context.plans["decode"].workspace_bytes)
+        self._adapter, device = _adapter(context), context.device
+        on_gpu = device.type == "cuda"
+        self._sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else B200_SMS
+        self._width = -(-context.max_model_len // PAGE)
+        size = max(context.plans["decode"].workspace_bytes, self._needed(self._width))
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
         self._empty: Tensor | None = None
         if context.cuda_graphs:
             self._empty = torch.zeros(context.max_num_seqs, dtype=torch.bool, device=context.device)
@@ -56,6 +63,8 @@ class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
             chosen_cpu = common.query_lens_cpu.nonzero().flatten()
             chosen, seq_lens_cpu = to_device(chosen_cpu, seq_lens.device), seq_lens_cpu[chosen_cpu]
             table, seq_lens, requests = table.index_select(0, chosen), seq_lens.index_select(0, chosen), len(chosen_cpu)
+        if table.shape[1] > self._width:
+            self._widen(table.shape[1])
         empty = None
         if self._empty is not None:
             empty = torch.eq(seq_lens, 0, out=self._empty[:requests])
@@ -65,9 +74,28 @@ class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
             num_reqs=requests,
             page_table=table if table.is_contiguous() else self._packed(table),
             seq_lens=seq_lens,
-            workspace=self._workspace.for_batch(requests, table.shape[1]),
+            workspace=self._workspace,
             empty=empty,
         )
+
+    def _needed(self, width: int) -> int:
+        """Return the bytes of scratch that batches take whose tables have ``width`` pages."""
+        # How many parts a request is split into may grow as batches shrink, so every batch size is asked about.
+        sizes = range(1, self.context.max_num_seqs + 1)
+        return max(self._adapter.workspace_bytes(PAGE * width, requests, self._sms) for requests in sizes)
+
+    def _widen(self, width: int) -> None:
+        """Make room for tables that are wider than ``max_model_len`` needs, unless graphs hold the address."""
+        needed, reserved = self._needed(width), self._workspace.numel()
+        if needed > reserved and self.context.cuda_graphs:
+            raise BatchError(
+                f"block_table_tensor of {width} blocks needs a workspace of {needed} bytes: {reserved} are reserved, "
+                "and CUDA graphs hold their address",
+                hint=f"set backends.CUTLASS_MLA.workspace_bytes = {needed}, or pass narrower tables",
+            )
+        if needed > reserved:
+            self._workspace = self._workspace.new_empty(needed)
+        self._width = width
 
     def _packed(self, table: Tensor) -> Tensor:
         """Return a table with its rows one behind the other; where steps are captured always at the same place."""

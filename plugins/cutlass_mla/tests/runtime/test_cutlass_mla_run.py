@@ -236,5 +236,5 @@ def test_it_does_not_grow_under_graphs(emulate: Emulate) -> None:
     options: dict[str, Any] = {"workspace_bytes": MIB, "capacity": Capacity(2, 64, 256), "cuda_graphs": True}
     group = group_of(layer_config(), "vllm", **options)
     assert len(workspace_of(group, 1, 3)) > 0
-    with pytest.raises(BatchError, match=r"a batch of 1 requests .* of 16 blocks needs a workspace of 4202496 bytes"):
+    with pytest.raises(BatchError, match=r"of 16 blocks needs a workspace of 4202496 bytes"):
         workspace_of(group, 1, 16)

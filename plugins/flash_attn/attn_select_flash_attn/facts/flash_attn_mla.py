@@ -41,9 +41,9 @@ from attn_select_flash_attn.facts.builds import (
 
 _VLLM_BACKEND = "vllm-project/vllm v1/attention/backends/mla/flashattn_mla.py 0.33.0"
 _VLLM_PREFILL = "vllm-project/vllm v1/attention/backends/mla/prefill/flash_attn.py 0.33.0"
-_VLLM_REFUSES = f"{_VLLM_BACKEND} (FlashAttnMLAImpl raises for alibi_slopes, sliding_window and logits_soft_cap)"
 _BOTH = f"{UPSTREAM_FA2}; {UPSTREAM_FA3}"
 
+# FlashAttnMLAImpl of _VLLM_BACKEND raises for alibi_slopes, sliding_window and logits_soft_cap.
 DECODE = Capabilities(
     mla=True,
     compute_capabilities=Fact(ComputeCapabilities(((HOPPER, HOPPER),)), f"{UPSTREAM_FA3} (q_v: arch 90); {RAN}"),
@@ -52,9 +52,6 @@ DECODE = Capabilities(
     # q is the rope part (at most 64, zeros where there is none), v the latent (256 to 512); `plan` compares both.
     head_sizes=Fact(HeadSizes(multiple_of=8, minimum=256, maximum=576), f"{UPSTREAM_FA3}; {RAN} (512 + 64)"),
     block_sizes=Fact((1,), f"{UPSTREAM_FA3} (any page size); {RAN} (64 with q_v, 1 to 256 without)"),
-    sliding_window=Fact(False, _VLLM_REFUSES),
-    logits_soft_cap=Fact(False, _VLLM_REFUSES),
-    alibi=Fact(False, f"{UPSTREAM_FA3} (FA3 has no slopes)"),
     sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),
     non_causal=Fact(True, f"{UPSTREAM_FA3} (is_causal)"),
     batch_invariant=Fact(True, f"{_VLLM_BACKEND} (num_splits=1)"),
@@ -78,9 +75,6 @@ PREFILL = Capabilities(
     kv_cache_dtypes=Fact(("bfloat16", "float16"), f"{_VLLM_PREFILL} (K and V are decompressed to the compute dtype)"),
     head_sizes=Fact(HeadSizes(), f"{_VLLM_PREFILL} (the latent is decompressed before)"),
     block_sizes=Fact((1,), f"{_VLLM_PREFILL} (the cache is gathered before)"),
-    sliding_window=Fact(False, _VLLM_REFUSES),
-    logits_soft_cap=Fact(False, _VLLM_REFUSES),
-    alibi=Fact(False, _VLLM_REFUSES),
     sinks=Fact(False, f"{VLLM_FA3} (none where K and V differ in width)"),
     non_causal=Fact(True, f"{_BOTH} (is_causal)"),
     batch_invariant=Fact(True, f"{_VLLM_PREFILL} (num_splits=1)"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select.runtime.metadata import prefix_sums
-from attn_select.runtime.terms import Terms
+from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flash_attn.facts.builds import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
@@ -30,6 +30,7 @@ from attn_select_flash_attn.facts.builds import (
     GatherKernel,
     build_of,
 )
+from attn_select_flash_attn.runtime.lse import by_token
 
 Arguments = dict[str, Any]
 _DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -176,38 +177,33 @@ class Adapter(ABC):
         )
 
     def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        lse: bool,
-        layer: Arguments,
-        step: Arguments,
-        extra: Arguments,
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: bool, arguments: Arguments
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Attend; return the output, and the LSE as the kernel gives it, float32 ``(num_heads, T)``, or None.
 
-        Args:
-            query: ``(T, num_heads, head_size)``.
-            key: ``(num_blocks, page_size, num_kv_heads, head_size)`` or packed ``(S, num_kv_heads, head_size)``.
-            value: likewise with the value's width.
-            out: ``(T, num_heads, value_size)`` to write to, only where ``build.out`` is true. None: the kernel makes
-                one.
-            lse: whether the log-sum-exp is wanted.
-            layer, step: from ``layer_arguments`` and ``step_arguments``.
-            extra: descales ``(B, num_kv_heads)``, the latent query.
-
-        Returns:
-            The output, and where wanted the LSE as the kernel gives it, float32 ``(num_heads, T)``.
+        ``query (T, num_heads, head_size)``; ``key (num_blocks, page_size, num_kv_heads, head_size)``, or packed ``(S,
+        num_kv_heads, head_size)``, ``value`` likewise. ``out (T, num_heads, value_size)`` is for builds whose ``out``
+        is true; None: the kernel makes one. ``arguments`` are those of layer and step, descales ``(B, num_kv_heads)``
+        and a latent query.
         """
-        arguments = {**layer, **step, **extra}
         if out is not None:
-            arguments["out"] = out
+            arguments = {**arguments, "out": out}
         if not lse:
             return self.function(query, key, value, **arguments), None
         result = self.function(query, key, value, **arguments, **{self.lse_argument: True})
         return result[0], result[1]
+
+    def write(
+        self, query: Tensor, key: Tensor, value: Tensor, outputs: Outputs, arguments: Arguments, columns: int | None
+    ) -> None:
+        """As ``run``, into a layer's outputs: their output is the first ``columns`` of the kernel's, None: all."""
+        direct = self.build.out.value and columns is None
+        own = outputs.output if direct else None
+        out, lse = self.run(query, key, value, own, outputs.lse is not None, arguments)
+        if not direct:
+            outputs.output.copy_(out[..., :columns])
+        if outputs.lse is not None and lse is not None:
+            outputs.lse.copy_(by_token(lse, self.build.version))
 
 
 class VllmAdapter(Adapter):
@@ -352,18 +348,9 @@ class CuteAdapter(Adapter):
         }
 
     def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor | None,
-        lse: bool,
-        layer: Arguments,
-        step: Arguments,
-        extra: Arguments,
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: bool, arguments: Arguments
     ) -> tuple[Tensor, Tensor | None]:
-        arguments = {**layer, **step, **extra, self.lse_argument: lse}
-        result = self.function(query, key, value, out=out, **arguments)
+        result = self.function(query, key, value, out=out, **arguments, **{self.lse_argument: lse})
         return result[0], result[1]
 
 
@@ -375,11 +362,7 @@ def _own(build: FlashAttnBuild) -> tuple[str, ...]:
 
 @cache
 def adapter_for(kernel: FlashAttnKernel) -> Adapter:
-    """Return the adapter of the build that a plan's kernel names; imports its library. One per kernel.
-
-    Raises:
-        KernelMismatchError: the library cannot be imported, or its version, build or signature does not fit.
-    """
+    """Return the adapter of the build that a plan's kernel names; one per kernel. Importing its library may raise."""
     build = build_of(kernel)
     if isinstance(kernel, GatherKernel):
         return GatherAdapter(build, paged=False)

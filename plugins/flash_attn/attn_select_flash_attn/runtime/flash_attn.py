@@ -197,7 +197,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         if part.lse is not None and metadata.for_lse is not None:
             arguments, keyless = metadata.for_lse
         own, wanted = output if self._direct else None, part.lse is not None
-        out, lse = self._run(query, key, value, own, wanted, self._layer, arguments, extra)
+        out, lse = self._run(query, key, value, own, wanted, {**self._layer, **arguments, **extra})
         if not self._direct:
             output.copy_(out)
         if keyless is not None:
@@ -215,9 +215,10 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         of_rest = self._descaled(metadata.num_reqs) if self._fp8 else _NOTHING
         assert metadata.prefix is not None
         tensors = (query, key, value)
-        prefix, prefix_lse = self._run(*tensors, None, True, self._layer_without_sinks, metadata.prefix, of_prefix)
+        shared = {**self._layer_without_sinks, **metadata.prefix, **of_prefix}
+        prefix, prefix_lse = self._run(*tensors, None, True, shared)
         own = outputs.output if self._direct else None
-        rest, rest_lse = self._run(*tensors, own, True, self._layer, metadata.arguments, of_rest)
+        rest, rest_lse = self._run(*tensors, own, True, {**self._layer, **metadata.arguments, **of_rest})
         assert prefix_lse is not None
         assert rest_lse is not None
         found = self._by_token(rest_lse, metadata)

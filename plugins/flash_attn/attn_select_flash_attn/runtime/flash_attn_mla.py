@@ -27,7 +27,6 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
 from attn_select_flash_attn.runtime.latent import LatentParts, rope_width
-from attn_select_flash_attn.runtime.lse import by_token
 from attn_select_flash_attn.runtime.schedule import Scheduler
 
 _NOTHING: Arguments = {}
@@ -127,7 +126,6 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         self._prefill = _adapter(context, "prefill")
         self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(terms)
         self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(terms)
-        self._value_size = cast(int, config.v_head_dim)
         prefill = _kernel(context, "prefill")
         self._padding = 0 if prefill is None else prefill.value_padding
 
@@ -147,28 +145,9 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         latent_query, rope_query = query if isinstance(query, tuple) else self._query_parts(query)
         if rope_query.shape[0] != tokens:
             latent_query, rope_query = latent_query[:tokens], rope_query[:tokens]
-        part = outputs.first(tokens)
         latent, rope = self._parts(kv_cache)
-        direct = self._decode.build.out.value
-        extra = {self._latent_query: latent_query}
-        if direct and part.lse is None:
-            arguments = attn_metadata.arguments
-            self._decode.function(rope_query, rope, latent, out=part.output, **self._decode_layer, **arguments, **extra)
-            return outputs.output
-        out, lse = self._decode.run(
-            rope_query,
-            rope,
-            latent,
-            part.output if direct else None,
-            part.lse is not None,
-            self._decode_layer,
-            attn_metadata.arguments,
-            extra,
-        )
-        if not direct:
-            part.output.copy_(out)
-        if part.lse is not None and lse is not None:
-            part.lse.copy_(by_token(lse, 3))
+        arguments = {**self._decode_layer, **attn_metadata.arguments, self._latent_query: latent_query}
+        self._decode.write(rope_query, rope, latent, outputs.first(tokens), arguments, None)
         return outputs.output
 
     def forward_mha(
@@ -188,23 +167,11 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
             if part.lse is not None:
                 part.lse.fill_(-torch.inf)
             return outputs.output
+        columns = None
         if self._padding:
-            value = pad(value, (0, self._padding))
-        direct = self._prefill.build.out.value and not self._padding
-        out, lse = self._prefill.run(
-            query[:tokens],
-            key,
-            value,
-            part.output if direct else None,
-            part.lse is not None,
-            self._prefill_layer,
-            attn_metadata.arguments,
-            _NOTHING,
-        )
-        if not direct:
-            part.output.copy_(out[..., : self._value_size])
-        if part.lse is not None and lse is not None:
-            part.lse.copy_(by_token(lse, self._prefill.build.version))
+            columns, value = value.shape[-1], pad(value, (0, self._padding))
+        arguments = {**self._prefill_layer, **attn_metadata.arguments}
+        self._prefill.write(query[:tokens], key, value, part, arguments, columns)
         return outputs.output
 
 

@@ -26,7 +26,6 @@ from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, GatherAdapter, Step, adapter_for
 from attn_select_flash_attn.runtime.latent import LatentParts
-from attn_select_flash_attn.runtime.lse import by_token
 from attn_select_flash_attn.runtime.schedule import MOST_SPLIT_REQUESTS
 
 
@@ -96,11 +95,12 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         (pages, counts), adapter = ops.slots_in_front(topk_indices[:tokens]), self._adapter
         latent_query, rope_query = self._query_parts(query[:tokens])
         latent, rope = self._parts(kv_cache)
+        arguments = {**self._layer, adapter.latent_query: latent_query}
         if isinstance(adapter, GatherAdapter):
-            gathered = self._gather(rope, pages, counts, attn_metadata) | {adapter.latent_query: latent_query}
+            arguments |= self._gather(rope, pages, counts, attn_metadata)
             # The flat cache: (rows, one head, width).
             keys, values = rope.squeeze(1), latent.squeeze(1)
-            found, lse = adapter.run(rope_query, keys, values, None, part.lse is not None, self._layer, gathered, {})
+            found, lse = adapter.run(rope_query, keys, values, None, part.lse is not None, arguments)
             part.output.copy_(found)
             if part.lse is not None and lse is not None:
                 part.lse.copy_(lse)  # (T, H) with a latent query
@@ -116,21 +116,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
             seq_lens=counts,
             block_table=pages,
         )
-        direct = adapter.build.out.value
-        out, lse = adapter.run(
-            rope_query,
-            rope,
-            latent,
-            part.output if direct else None,
-            part.lse is not None,
-            self._layer,
-            adapter.step_arguments(step),
-            {adapter.latent_query: latent_query},
-        )
-        if not direct:
-            part.output.copy_(out)
-        if part.lse is not None and lse is not None:
-            part.lse.copy_(by_token(lse, 3))
+        adapter.write(rope_query, rope, latent, part, arguments | adapter.step_arguments(step), None)
         return outputs.output
 
     def _gather(self, rope: Tensor, slots: Tensor, counts: Tensor, step: SparseStep) -> dict[str, Any]:

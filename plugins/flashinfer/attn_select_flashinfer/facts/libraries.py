@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from attn_select.backends.spec import Capabilities, Fact, Library, Reason
-from attn_select.machine.device import Device
+from attn_select.backends.reasons import block_size_reason
+from attn_select.backends.spec import Fact, Library, Reason
 from attn_select.machine.environment import Environment, version_matches
 
 RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
@@ -82,14 +83,11 @@ FINITE_MASK: Fact[Release] = Fact(
     "flashinfer-ai/flashinfer #4401 (#4267, #4450): before, fa2 masks by -5e4, so that a row gives zeros where all its "
     "products of query and key are below that",
 )
-DECODERS: Fact[tuple[str, ...]] = Fact(("decoder",), "MLA layers are decoders")
 ONE_CACHE_DTYPE = Fact(
     False,
     "flashinfer include/flashinfer/attention v0.6.14: prefill.cuh, mla.cuh and hopper/kernel_traits.cuh give 16-bit "
     "keys unconverted to an MMA of the query's dtype",
 )
-NO_V_HEAD_SIZE = Fact(False, "MLA layers have v_head_dim instead")
-NO_VARIANTS = Fact(False, f"{MLA_CORE}: no such argument")
 CONVERTED = "the kernel writes bfloat16, which is converted to float16"
 
 MIB = 1 << 20
@@ -103,19 +101,8 @@ TRTLLM_GEN_CAPABILITIES = ((10, 0), (10, 3))
 def release(environment: Environment) -> Release:
     """Return the release of flashinfer-python, the newest one looked into where the version is unknown."""
     version = environment.version("flashinfer-python")
-    return NEWEST if version is None else _numbers(version)
-
-
-def _numbers(version: str) -> Release:
-    numbers: list[int] = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
+    found = None if version is None else re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else NEWEST
 
 
 def wrong_release(environment: Environment, path: str, accepted: Fact[str]) -> list[Reason]:
@@ -127,9 +114,14 @@ def wrong_release(environment: Environment, path: str, accepted: Fact[str]) -> l
     return [Reason("library-version", message, version, accepted.value, READ)]
 
 
+def text_of(needed: Fact[Release]) -> str:
+    """Return ``0.6.16``."""
+    return ".".join(map(str, needed.value))
+
+
 def upgrade(needed: Fact[Release]) -> str:
     """Return the command that brings ``needed`` or newer."""
-    return f"pip install 'flashinfer-python>={'.'.join(map(str, needed.value))}'"
+    return f"pip install 'flashinfer-python>={text_of(needed)}'"
 
 
 def pages(sizes: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
@@ -139,10 +131,9 @@ def pages(sizes: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
     return tuple(sorted((size for size in sizes if block_size % size == 0), reverse=True))
 
 
-def wrong_device(capabilities: Capabilities, device: Device) -> list[Reason]:
-    """Return the reason against a device that the capabilities do not accept."""
-    seen, accepted = device.capability_text, str(capabilities.compute_capabilities.value)
-    return [Reason("compute-capability", f"compute capability {seen} (supported: {accepted})", seen, accepted)]
+def page_reasons(sizes: tuple[int, ...], block_size: int | None) -> list[Reason]:
+    """Return the reason against an allocator's block size that no page of a kernel divides."""
+    return [] if pages(sizes, block_size) or block_size is None else [block_size_reason(block_size, sizes)]
 
 
 def merge_refusals(refused: Sequence[Sequence[Reason]]) -> list[Reason]:

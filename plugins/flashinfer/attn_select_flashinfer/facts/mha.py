@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 
 from attn_select.backends.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
+from attn_select.backends.reasons import device_reasons
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -18,7 +18,7 @@ from attn_select.backends.spec import (
     HeadSizes,
     Reason,
 )
-from attn_select.layer.config import AttentionConfig, CudaGraphLevel, Phase
+from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import FLASHINFER_HND, FLASHINFER_NHD
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
@@ -37,7 +37,6 @@ from attn_select_flashinfer.facts.libraries import (
     VLLM,
     pages,
     release,
-    wrong_device,
 )
 from attn_select_flashinfer.facts.mha_kernels import (
     CUTE_DSL_PAGES,
@@ -128,13 +127,13 @@ class FlashInferOptions(BackendOptions):
 _HND = (FLASHINFER_HND,)
 _NHD_HND = (FLASHINFER_NHD, FLASHINFER_HND)
 
-_GEN_PREFILL = "chosen for each step: a step that is not causal runs natively"
 _SHARED = "the zeroed TRT-LLM buffer is shared by both phases and apart from native scratch"
-_XQA_NOTES: tuple[str, ...] = (
-    "XQA's zeroed buffer is apart from native scratch and holds its semaphores",
-    "with 16-bit KV on an H100, native fa2 is 2 to 5 % faster (use_trtllm = false)",
-)
-_GEN_NOTES = {"prefill": (_GEN_PREFILL, _SHARED), "decode": (_SHARED,)}
+_GEN_NOTES: dict[Phase, tuple[str, ...]] = {
+    "prefill": ("chosen for each step: a step that is not causal runs natively", _SHARED),
+    "decode": (_SHARED,),
+}
+_XQA_BUFFER = "XQA's zeroed buffer is apart from native scratch and holds its semaphores"
+_XQA_SLOWER = "with 16-bit KV on an H100, native fa2 is 2 to 5 % faster (use_trtllm = false)"
 _NATIVE_SCRATCH = "native scratch includes 8 MiB for the schedule; both phases share the rest"
 _DRAFTS = "queries of more than one token go through the prefill wrapper"
 _SINKS_UNPROVEN = "the kernel with attention sinks was executed on compute capability 9.0, never on 8.x"
@@ -145,9 +144,6 @@ _GB10_UNPROVEN = "with heads of 256 and an FP8 cache a GB10 was seen to fail at 
 _FINITE_MASK = "a row whose products of query and key are all below -5e4 gives zeros before flashinfer-python 0.7.0"
 _NO_SPLIT = "splits no KV (disable_split_kv)"
 
-_UNIFORM_BATCH: CudaGraphLevel = "UNIFORM_BATCH"
-_SINGLE_TOKEN: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE"
-
 
 def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashInferOptions, phase: Phase
@@ -157,40 +153,19 @@ def plan(
         return _tree_plan(config, device, environment, options, phase)
     capability = device.compute_capability
     if capability is None or capability < (7, 5):
-        return wrong_device(CAPABILITIES, device)
-    turing = capability < (8, 0)
-    if turing and (reasons := against_turing(config, environment)):
+        return device_reasons(CAPABILITIES.compute_capabilities.value, device)
+    if capability < (8, 0) and (reasons := against_turing(config, environment)):
         return reasons
-    name = kernel_for(capability, phase)
     options_set = (options.use_trtllm, options.prefill_kernel, options.decode_kernel)
-    case = Case(config, phase, capability, name, *options_set, environment)
-    use_trtllm, because, refusals = decide(case)
-    if refusals:
-        return refusals
+    case = Case(config, phase, capability, kernel_for(capability, phase), *options_set, environment)
+    decided = decide(case)
+    if isinstance(decided, list):
+        return decided
+    use_trtllm, because = decided
     if use_trtllm:
         return _trtllm_plan(case, because, options)
     chosen = choose_native(case)
-    if isinstance(chosen, list):
-        return chosen
-    kernel, why = chosen
-    notes: tuple[str, ...] = (_NATIVE_SCRATCH,)
-    if phase == "decode":
-        if config.num_speculative_tokens:
-            notes = (*notes, _DRAFTS)
-        if config.batch_invariant:
-            notes = (*notes, _NO_SPLIT)
-    if kernel.backend == "fa2" and release(environment) < FINITE_MASK.value:
-        notes = (*notes, _FINITE_MASK)
-    dtype, scratch = "fp8_e4m3" if kernel.fp8_query else config.dtype, native_scratch(config, options)
-    made = _native_plan(kernel, phase, because, why, dtype, config.block_size, scratch, notes, capability[0] == 10)
-    if turing:
-        return replace(made, unverified=(_TURING_UNPROVEN,))
-    if capability == (12, 1) and config.head_size == 256 and config.kv_cache_dtype.startswith("fp8"):
-        return replace(made, unverified=(_GB10_UNPROVEN,))
-    if kernel.backend == "cute-dsl":
-        sizes = pages(CUTE_DSL_PAGES.value, config.block_size)
-        return replace(made, kernel_block_sizes=sizes, unverified=(_CUTE_DSL_UNPROVEN,))
-    return replace(made, unverified=(_SINKS_UNPROVEN,)) if config.sinks and capability[0] == 8 else made
+    return chosen if isinstance(chosen, list) else _native_plan(case, *chosen, because, native_scratch(config, options))
 
 
 def _tree_plan(
@@ -216,13 +191,11 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
     config, phase = case.config, case.phase
     assert case.kernel is not None
     kernel = TrtllmKernel(case.kernel, fp8_query(config, case.kernel))
-    xqa = kernel.name == "xqa"
-    sizes: tuple[int, ...]
+    xqa, fp8 = kernel.name == "xqa", config.kv_cache_dtype == "fp8_e4m3"
+    notes = _GEN_NOTES[phase]
     if xqa:
-        sizes = XQA_PAGES
-        notes = _XQA_NOTES if case.capability[0] == 9 and config.kv_cache_dtype != "fp8_e4m3" else _XQA_NOTES[:1]
-    else:
-        sizes, notes = GEN_PAGES, _GEN_NOTES[phase]
+        notes = (_XQA_BUFFER, _XQA_SLOWER) if case.capability[0] == 9 and not fp8 else (_XQA_BUFFER,)
+    single = config.decode_context_parallel_size > 1 and phase == "decode"
     return BackendPlan(
         kernel=kernel,
         path=str(kernel),
@@ -230,8 +203,8 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
         query_dtype="fp8_e4m3" if kernel.fp8_query else config.dtype,
         returns_lse=not xqa,
         kv_layouts=_NHD_HND if xqa else _HND,
-        kernel_block_sizes=pages(sizes, config.block_size),
-        cuda_graph=_SINGLE_TOKEN if config.decode_context_parallel_size > 1 and phase == "decode" else _UNIFORM_BATCH,
+        kernel_block_sizes=pages(XQA_PAGES if xqa else GEN_PAGES, config.block_size),
+        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if single else "UNIFORM_BATCH",
         workspace_bytes=options.trtllm_workspace_bytes,
         notes=notes,
         nan_tail_safe=nan_tail_safe(case),
@@ -244,32 +217,44 @@ def native_scratch(config: AttentionConfig, options: FlashInferOptions) -> int:
     return options.native_workspace_bytes or (2048 * MIB if config.batch_invariant else 394 * MIB)
 
 
-def _native_plan(
-    kernel: NativeKernel,
-    phase: Phase,
-    because: str,
-    why: str,
-    query_dtype: str,
-    block_size: int | None,
-    scratch: int,
-    notes: tuple[str, ...],
-    sm100: bool,
-) -> BackendPlan:
-    """Return the plan of one phase with FlashInfer's own wrappers; ``block_size`` is the allocator's (tokens)."""
-    sizes = NATIVE_PAGES if block_size is None else tuple(dict.fromkeys((block_size, *NATIVE_PAGES)))
+def _native_plan(case: Case, kernel: NativeKernel, why: str, because: str, scratch: int) -> BackendPlan:
+    """Return the plan of one phase with FlashInfer's own wrappers."""
+    config, size, decode = case.config, case.config.block_size, case.phase == "decode"
+    sizes = NATIVE_PAGES if size is None else tuple(dict.fromkeys((size, *NATIVE_PAGES)))
+    if kernel.backend == "cute-dsl":
+        sizes = CUTE_DSL_PAGES.value
+    notes = [_NATIVE_SCRATCH]
+    if decode and config.num_speculative_tokens:
+        notes.append(_DRAFTS)
+    if decode and config.batch_invariant:
+        notes.append(_NO_SPLIT)
+    if kernel.backend == "fa2" and release(case.environment) < FINITE_MASK.value:
+        notes.append(_FINITE_MASK)
     return BackendPlan(
         kernel=kernel,
         path=str(kernel),
         because=f"{because}; {why}",
-        query_dtype=query_dtype,
+        query_dtype="fp8_e4m3" if kernel.fp8_query else config.dtype,
         returns_lse=True,
-        kv_layouts=_HND if sm100 else _NHD_HND,
-        kernel_block_sizes=pages(sizes, block_size),
-        cuda_graph=_SINGLE_TOKEN if phase == "decode" else _UNIFORM_BATCH,
+        kv_layouts=_HND if case.capability[0] == 10 else _NHD_HND,
+        kernel_block_sizes=pages(sizes, size),
+        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if decode else "UNIFORM_BATCH",
         workspace_bytes=scratch + INT_WORKSPACE,
-        notes=notes,
+        notes=tuple(notes),
         nan_tail_safe=NAN_TAIL_SAFE[kernel.backend].value,
+        unverified=_unproven(case, kernel),
     )
+
+
+def _unproven(case: Case, kernel: NativeKernel) -> tuple[str, ...]:
+    config, capability = case.config, case.capability
+    if capability < (8, 0):
+        return (_TURING_UNPROVEN,)
+    if capability == (12, 1) and config.head_size == 256 and config.kv_cache_dtype.startswith("fp8"):
+        return (_GB10_UNPROVEN,)
+    if kernel.backend == "cute-dsl":
+        return (_CUTE_DSL_UNPROVEN,)
+    return (_SINKS_UNPROVEN,) if config.sinks and capability[0] == 8 else ()
 
 
 def compile_key(config: AttentionConfig) -> object:

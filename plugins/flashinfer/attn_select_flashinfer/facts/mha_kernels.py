@@ -1,8 +1,8 @@
 """Which of FlashInfer's kernels runs a phase of ``FLASHINFER``, and what each cannot.
 
 *TRT-LLM.* Two kernels stand behind FlashInfer's TRT-LLM entries: trtllm-gen (prebuilt, compute capability 10.0 and
-10.3, both phases) and XQA (compiled at first use, 9.x and 12.x, decode only). ``OBSTACLES`` say what they cannot run.
-``PREFERENCES`` decide where native kernels could run the layer too. Both are data, in the order asked. They follow
+10.3, both phases) and XQA (compiled at first use, 9.x and 12.x, decode only). ``_obstacles`` says what they cannot run,
+``_why_trtllm`` why they run what native kernels could run too. Both follow
 ``use_trtllm_attention`` and the metadata builder in vLLM 0.33.0 (utils/flashinfer.py, v1/attention/backends/
 flashinfer.py). One condition there, that KV heads divide query heads, is left out: every ``AttentionConfig`` fulfils
 it.
@@ -15,33 +15,27 @@ for it, the decode wrapper runs CuTe DSL's kernel on 10.0 and 10.3, which takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from attn_select.backends.reasons import block_size_reason
+from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import Fact, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
-    DECODE,
     FP8_WINDOW_FA3,
     GEN_DRAFTS,
     GEN_DRAFTS_RIGHT,
-    GEN_KERNELS,
     HEAD_512_BELOW_SM100,
     HEAD_512_FP8_BELOW_SM100,
-    JIT_XQA,
-    LAUNCHER,
-    PREFILL,
     RAN,
     TRTLLM_GEN_CAPABILITIES,
     TURING,
-    VLLM,
-    VLLM_UTILS,
     XQA_DRAFT_MASK_FP8,
     XQA_DRAFT_WINDOW,
+    page_reasons,
     release,
+    text_of,
     upgrade,
     wrong_release,
 )
@@ -59,8 +53,6 @@ FlashInfer tests both together (tests/attention/test_trtllm_gen_attention.py), a
 a B200.
 """
 XQA_PAGES = (16, 32, 64, 128)
-XQA_GROUP = 32
-"""Most query heads per KV head (H100, flashinfer 0.6.14: 16 and 32 run, 48 and 71 do not compile, 64 with 16 bits)."""
 CUTE_DSL = "flashinfer-ai/flashinfer flashinfer/cute_dsl/attention/wrappers/batch_decode.py 0.7.2.post1"
 CUTE_DSL_RELEASES = Fact(">=0.7.2", f"{CUTE_DSL}; 0.6.14 has no such back end of the decode wrapper")
 CUTE_DSL_PAGES = Fact((64, 32, 16, 8), f"{CUTE_DSL} BatchDecodePagedCuteDSLWrapper.plan")
@@ -133,25 +125,6 @@ class Case(NamedTuple):
     environment: Environment
 
 
-@dataclass(slots=True, eq=False)
-class Condition:
-    """One question. Where it holds, ``use`` is the answer, and ``because`` the clause that a plan gives for it."""
-
-    name: str
-    use: bool
-    holds: Callable[[Case], bool]
-    because: str
-    source: str
-
-
-class Decision(NamedTuple):
-    """Which path, and the condition that decided. ``refusals`` are the obstacles where the option forces TRT-LLM."""
-
-    use: bool
-    because: str
-    refusals: list[Reason]
-
-
 def kernel_for(capability: tuple[int, int], phase: Phase) -> TrtllmName | None:
     """Return the TRT-LLM kernel that a device has for a phase."""
     if capability in TRTLLM_GEN_CAPABILITIES:
@@ -173,266 +146,87 @@ def nan_tail_safe(case: Case) -> bool:
     return NAN_TAIL_SAFE[case.kernel or ""].value
 
 
-def _context_parallel(case: Case) -> bool:
-    return case.config.decode_context_parallel_size > 1 and (case.phase == "prefill" or case.kernel == "xqa")
-
-
-def _not_causal(case: Case) -> bool:
-    return case.config.non_causal and case.kernel == "trtllm-gen"
-
-
-def _window_ahead(case: Case) -> bool:
-    config = case.config
-    drafts = case.kernel == "xqa" and config.num_speculative_tokens > 0
-    return drafts and config.non_causal and config.sliding_window is not None
-
-
-def _cache_dtype(case: Case) -> bool:
-    return case.config.kv_cache_dtype == "fp8_e5m2"
-
-
-def _head_size(case: Case) -> bool:
-    return case.config.head_size > 256 and case.kernel == "xqa"
-
-
-def _page(case: Case) -> bool:
-    # Every page size of both kernels is a multiple of 16.
-    return case.config.block_size is not None and case.config.block_size % 16 != 0
-
-
-def _group(case: Case) -> bool:
-    return case.kernel == "xqa" and case.config.num_heads > XQA_GROUP * case.config.num_kv_heads
-
-
-def _draft_window(case: Case) -> bool:
-    config = case.config
-    return (
-        case.kernel == "xqa"
-        and config.num_speculative_tokens > 0
-        and config.sliding_window is not None
-        and release(case.environment) < XQA_DRAFT_WINDOW.value
-    )
-
-
-def _draft_mask(case: Case) -> bool:
-    config = case.config
-    return (
-        case.kernel == "xqa"
-        and config.non_causal
-        and config.num_speculative_tokens > 0
-        and config.kv_cache_dtype == "fp8_e4m3"
-        and case.capability[0] == 9
-        and release(case.environment) < XQA_DRAFT_MASK_FP8.value
-    )
-
-
-def _gen_drafts(case: Case) -> bool:
-    return (
-        case.kernel == "trtllm-gen"
-        and case.phase == "decode"
-        and case.config.num_speculative_tokens + 1 > GEN_DRAFTS_RIGHT
-        and release(case.environment) < GEN_DRAFTS.value
-    )
-
-
-def _output(case: Case) -> bool:
-    output, cache = case.config.output_quantization, case.config.kv_cache_dtype
-    if output == "none":
-        return False
-    if case.kernel == "xqa":
-        return output != "fp8" or cache != "fp8_e4m3"
-    return cache != "fp8_e4m3"
-
-
-OBSTACLES = (
-    Condition(
-        "hardware",
-        False,
-        lambda case: case.kernel is None,
-        "TRT-LLM kernels are for compute capability 10.0 and 10.3, and for decode on 9.x and 12.x",
-        f"{VLLM_UTILS} supports_trtllm_attention; {GEN_KERNELS}; flashinfer/xqa.py 0.6.14",
-    ),
-    Condition(
-        "batch-invariance",
-        False,
-        lambda case: case.config.batch_invariant,
-        "the TRT-LLM kernels split the KV by the load, so results depend on the batch",
-        f"{VLLM_UTILS} supports_trtllm_attention",
-    ),
-    Condition(
-        "soft-cap",
-        False,
-        lambda case: case.config.logits_soft_cap is not None,
-        "TRT-LLM kernels take no logits soft cap",
-        f"{DECODE} and {PREFILL}: no such argument",
-    ),
-    Condition(
-        "decode-context-parallel",
-        False,
-        _context_parallel,
-        "decode context parallelism: XQA returns no log-sum-exp, and TRT-LLM prefill is not combined across ranks",
-        f"{VLLM_UTILS} use_trtllm_attention; {DECODE}: xqa raises for return_lse",
-    ),
-    Condition(
-        "non-causal",
-        False,
-        _not_causal,
-        "trtllm-gen is used for causal attention only",
-        f"{VLLM} build: causal and use_trtllm_attention(...); decode has a causal mask ({LAUNCHER})",
-    ),
-    Condition(
-        "non-causal-window",
-        False,
-        _window_ahead,
-        "XQA's window cannot hide keys behind a draft token",
-        "flashinfer csrc/xqa/mha_sm90.cu v0.6.14: a mask that is not causal goes with no sliding window",
-    ),
-    Condition(
-        "kv-cache-dtype",
-        False,
-        _cache_dtype,
-        "TRT-LLM kernels read no fp8_e5m2 cache",
-        f"{GEN_KERNELS}/fmhaRunner.cuh; {JIT_XQA} takes e5m2 for bfloat16 ({RAN}: wrong)",
-    ),
-    Condition(
-        "head-size",
-        False,
-        _head_size,
-        "XQA takes head sizes up to 256",
-        f"{JIT_XQA}; {RAN} (XQA: 64, 128, 256); flashinfer tests/attention v0.6.14 (trtllm-gen: 512)",
-    ),
-    Condition(
-        "block-size",
-        False,
-        _page,
-        "TRT-LLM kernels take pages of 16, 32 and 64 tokens",
-        f"{JIT_XQA} (and 128); {RAN} (XQA: 16, 32, 64, 128; 8 raises); flashinfer tests/attention v0.6.14 (trtllm-gen)",
-    ),
-    Condition(
-        "group-size",
-        False,
-        _group,
-        "XQA takes at most 32 query heads per KV head",
-        f"{RAN}: 16 and 32 run, 48 and 71 do not compile",
-    ),
-    Condition(
-        "draft-window",
-        False,
-        _draft_window,
-        "XQA before flashinfer-python 0.6.16 gives all draft tokens the last one's window",
-        XQA_DRAFT_WINDOW.source,
-    ),
-    Condition(
-        "draft-mask",
-        False,
-        _draft_mask,
-        "XQA before flashinfer-python 0.6.16 masks drafts causally with an FP8 cache on compute capability 9.x",
-        XQA_DRAFT_MASK_FP8.source,
-    ),
-    Condition(
-        "drafts",
-        False,
-        _gen_drafts,
-        "trtllm-gen before flashinfer-python 0.6.18 mixes up the requests of a batch in decodes of 5 and more tokens",
-        GEN_DRAFTS.source,
-    ),
-    Condition(
-        "output-quantization",
-        False,
-        _output,
-        "TRT-LLM kernels quantise the output only with an fp8_e4m3 cache, and XQA only to FP8",
-        f"{DECODE} and {PREFILL} (query must be FP8); {RAN} (XQA to FP8: relative error 4.3e-2)",
-    ),
-    Condition(
-        "per-head-scales",
-        False,
-        lambda case: case.config.per_head_quant_scales,
-        "TRT-LLM kernels take one scale per tensor",
-        f"{DECODE} and {PREFILL}: bmm1_scale and bmm2_scale are scalars",
-    ),
-)
-"""What the TRT-LLM kernels cannot run, most general first."""
-
-
-PREFERENCES = (
-    Condition(
-        "off", False, lambda case: case.use_trtllm is False, "use_trtllm = false", f"{VLLM_UTILS} use_trtllm_attention"
-    ),
-    Condition(
-        "speculative",
-        True,
-        lambda case: case.config.num_speculative_tokens > 0 and case.phase == "decode",
-        "draft tokens are decoded by TRT-LLM kernels, in CUDA graphs too",
-        f"{VLLM_UTILS} use_trtllm_attention",
-    ),
-    Condition(
-        "fp8-query",
-        True,
-        lambda case: fp8_query(case.config, case.kernel),
-        "the cache is quantised and trtllm-gen reads it with an FP8 query",
-        f"{VLLM_UTILS} use_trtllm_attention; {VLLM} get_q_data_type",
-    ),
-    Condition(
-        "sinks",
-        True,
-        lambda case: case.config.sinks,
-        "TRT-LLM kernels take attention sinks",
-        f"{VLLM_UTILS} use_trtllm_attention; {RAN} (XQA)",
-    ),
-    Condition(
-        "on", True, lambda case: case.use_trtllm is True, "use_trtllm = true", f"{VLLM_UTILS} use_trtllm_attention"
-    ),
-    Condition(
-        "auto-prefill",
-        True,
-        lambda case: case.phase == "prefill",
-        "auto: prefill takes trtllm-gen with an unquantised cache",
-        f"{VLLM_UTILS} use_trtllm_attention",
-    ),
-    Condition(
-        "auto-decode-fp8",
-        True,
-        lambda case: case.kernel == "xqa" and case.config.kv_cache_dtype == "fp8_e4m3",
-        "auto: XQA decodes an FP8 cache",
-        f"{VLLM_UTILS} use_trtllm_attention",
-    ),
-    Condition(
-        "auto-decode",
-        True,
-        lambda case: True,
-        "auto: decode takes TRT-LLM kernels where they run, because one path serves all batches of a builder",
-        f"{VLLM} FlashInferMetadataBuilder.__init__",
-    ),
-)
-"""What decides where both paths can run. The first condition that holds decides."""
-
-
-def decide(case: Case) -> Decision:
-    """Return the path of one phase."""
-    # With ``use_trtllm = true`` every obstacle is a refusal; otherwise the first one means native.
+def decide(case: Case) -> tuple[bool, str] | list[Reason]:
+    """Return whether TRT-LLM kernels run a phase, and why; or, where an option asks for them, every reason why not."""
     if case.phase == "decode" and case.decode_kernel == "cute-dsl":
-        return Decision(False, 'decode_kernel = "cute-dsl"', [])
+        return False, 'decode_kernel = "cute-dsl"'
     if case.use_trtllm is False:
-        return Decision(False, PREFERENCES[0].because, [])
-    if case.use_trtllm is True and (refusals := _refusals(case)):
-        return Decision(False, "", refusals)
-    for condition in OBSTACLES:
-        if condition.holds(case):
-            return Decision(False, condition.because, [])
-    for condition in PREFERENCES:
-        if condition.holds(case):
-            return Decision(condition.use, condition.because, [])
-    raise AssertionError("the last preference always holds")
+        return False, "use_trtllm = false"
+    against = _obstacles(case)
+    if not against:
+        return True, _why_trtllm(case)
+    if case.use_trtllm != "auto":
+        remedy = 'backends.FLASHINFER.use_trtllm = "auto"'
+        return [Reason("forced-path", f"use_trtllm = true, but {why}", True, why, remedy) for why in against]
+    return False, against[0]
 
 
-def _refusals(case: Case) -> list[Reason]:
-    """Return every obstacle as a reason against ``use_trtllm = true``."""
-    remedy = 'backends.FLASHINFER.use_trtllm = "auto"'
-    return [
-        Reason("forced-path", f"use_trtllm = true, but {obstacle.because}", obstacle.name, obstacle.because, remedy)
-        for obstacle in OBSTACLES
-        if obstacle.holds(case)
-    ]
+def _obstacles(case: Case) -> list[str]:
+    """Return what TRT-LLM kernels cannot run of a layer, most general first."""
+    config, before, hopper = case.config, release(case.environment), case.capability[0] == 9
+    xqa, gen, decode = case.kernel == "xqa", case.kernel == "trtllm-gen", case.phase == "decode"
+    drafts, window, size = config.num_speculative_tokens, config.sliding_window is not None, config.block_size
+    e4m3, ranks = config.kv_cache_dtype == "fp8_e4m3", config.decode_context_parallel_size
+    output = config.output_quantization
+    against = {
+        # VLLM_UTILS supports_trtllm_attention; GEN_KERNELS; flashinfer/xqa.py 0.6.14
+        "TRT-LLM kernels are for compute capability 10.0 and 10.3, and for decode on 9.x and 12.x": case.kernel is None,
+        # VLLM_UTILS supports_trtllm_attention
+        "the TRT-LLM kernels split the KV by the load, so results depend on the batch": config.batch_invariant,
+        # DECODE and PREFILL: no such argument
+        "TRT-LLM kernels take no logits soft cap": config.logits_soft_cap is not None,
+        # VLLM_UTILS use_trtllm_attention; DECODE: xqa raises for return_lse
+        "decode context parallelism: XQA returns no log-sum-exp, and TRT-LLM prefill is not combined across ranks": (
+            ranks > 1 and (xqa or not decode)
+        ),
+        # VLLM build: causal and use_trtllm_attention(...); decode has a causal mask (LAUNCHER)
+        "trtllm-gen is used for causal attention only": gen and config.non_causal,
+        # flashinfer csrc/xqa/mha_sm90.cu v0.6.14: a mask that is not causal goes with no sliding window
+        "XQA's window cannot hide keys behind a draft token": xqa and drafts > 0 and config.non_causal and window,
+        # GEN_KERNELS/fmhaRunner.cuh; JIT_XQA takes e5m2 for bfloat16 (RAN: wrong)
+        "TRT-LLM kernels read no fp8_e5m2 cache": config.kv_cache_dtype == "fp8_e5m2",
+        # JIT_XQA; RAN (XQA: 64, 128, 256); flashinfer tests/attention v0.6.14 (trtllm-gen: 512)
+        "XQA takes head sizes up to 256": xqa and config.head_size > 256,
+        # JIT_XQA; RAN (XQA: 16, 32, 64, 128; 8 raises); flashinfer tests/attention v0.6.14 (trtllm-gen)
+        "TRT-LLM kernels take pages of 16, 32 and 64 tokens": size is not None and size % 16 != 0,
+        # RAN: 16 and 32 run, 48 and 71 do not compile; 64 with 16 bits
+        "XQA takes at most 32 query heads per KV head": xqa and config.num_heads > 32 * config.num_kv_heads,
+        "XQA before flashinfer-python 0.6.16 gives all draft tokens the last one's window": (
+            xqa and drafts > 0 and window and before < XQA_DRAFT_WINDOW.value
+        ),
+        "XQA before flashinfer-python 0.6.16 masks drafts causally with an FP8 cache on compute capability 9.x": (
+            xqa and drafts > 0 and config.non_causal and e4m3 and hopper and before < XQA_DRAFT_MASK_FP8.value
+        ),
+        "trtllm-gen before flashinfer-python 0.6.18 mixes up the requests of a batch in decodes of 5 and more tokens": (
+            gen and decode and drafts + 1 > GEN_DRAFTS_RIGHT and before < GEN_DRAFTS.value
+        ),
+        # DECODE and PREFILL (query must be FP8); RAN (XQA to FP8: relative error 4.3e-2)
+        "TRT-LLM kernels quantise the output only with an fp8_e4m3 cache, and XQA only to FP8": (
+            output != "none" and (not e4m3 or (xqa and output != "fp8"))
+        ),
+        # DECODE and PREFILL: bmm1_scale and bmm2_scale are scalars
+        "TRT-LLM kernels take one scale per tensor": config.per_head_quant_scales,
+    }
+    return [why for why, holds in against.items() if holds]
+
+
+def _why_trtllm(case: Case) -> str:
+    """Return why TRT-LLM kernels run what native ones could run too: ``use_trtllm_attention`` of VLLM_UTILS."""
+    config = case.config
+    if config.num_speculative_tokens and case.phase == "decode":
+        return "draft tokens are decoded by TRT-LLM kernels, in CUDA graphs too"
+    if fp8_query(config, case.kernel):
+        return "the cache is quantised and trtllm-gen reads it with an FP8 query"
+    if config.sinks:
+        return "TRT-LLM kernels take attention sinks"
+    if case.use_trtllm is True:
+        return "use_trtllm = true"
+    if case.phase == "prefill":
+        return "auto: prefill takes trtllm-gen with an unquantised cache"
+    if config.kv_cache_dtype == "fp8_e4m3":
+        return "auto: XQA decodes an FP8 cache"
+    # VLLM FlashInferMetadataBuilder.__init__
+    return "auto: decode takes TRT-LLM kernels where they run, because one path serves all batches of a builder"
 
 
 def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
@@ -449,29 +243,23 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
         return reasons or (NativeKernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel")
     against_fa3 = _against_fa3(case)
     if case.prefill_kernel == "fa3" and against_fa3 is not None:
-        reasons.append(_forced(case.prefill_kernel, against_fa3))
-        return reasons
+        text, remedy = f'prefill_kernel = "fa3", but {against_fa3}', 'backends.FLASHINFER.prefill_kernel = "auto"'
+        return [*reasons, Reason("forced-path", text, "fa3", ["auto", "fa2"], remedy)]
     if against_fa3 is None and case.prefill_kernel != "fa2":
         why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
         return reasons or (NativeKernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3"), why)
     if config.batch_invariant:
-        reasons.append(
-            Reason(
-                "batch-invariant",
-                "native fa2 prefill is not batch-invariant: its query tile follows the mean query length of the batch",
-                True,
-                "native fa3 prefill (compute capability 9.x), native fa2 decode",
-            )
-        )
+        text = "native fa2 prefill is not batch-invariant: its query tile follows the mean query length of the batch"
+        supported = "native fa3 prefill (compute capability 9.x), native fa2 decode"
+        reasons.append(Reason("batch-invariant", text, True, supported))
     return reasons or (NativeKernel("fa2", config.sinks), against_fa3 or 'prefill_kernel = "fa2"')
 
 
 def _against_cute_dsl(case: Case) -> list[Reason]:
     """Return everything that CuTe DSL's decode kernel cannot run; ``CUTE_DSL`` is the source."""
-    config, reasons = case.config, wrong_release(case.environment, "CuTe DSL's decode", CUTE_DSL_RELEASES)
-    size, pages = config.block_size, CUTE_DSL_PAGES.value
-    if size is not None and not any(size % page == 0 for page in pages):
-        reasons.append(block_size_reason(size, pages))
+    config = case.config
+    reasons = wrong_release(case.environment, "CuTe DSL's decode", CUTE_DSL_RELEASES)
+    reasons += page_reasons(CUTE_DSL_PAGES.value, config.block_size)
     against = {
         "it is for compute capability 10.0 and 10.3": case.capability not in TRTLLM_GEN_CAPABILITIES,
         "use_trtllm = true asks for TRT-LLM kernels": case.use_trtllm is True,
@@ -517,62 +305,48 @@ def against_turing(config: AttentionConfig, environment: Environment) -> list[Re
     # Sources: bfloat16 MMA needs 8.0 (flashinfer include/flashinfer/mma.cuh v0.7.2.post1); head sizes above 256 do not
     # fit the shared memory (vllm-project/vllm #55380).
     reasons: list[Reason] = []
+    where = "on compute capability 7.5"
     if config.dtype != "float16":
-        message = f"dtype {config.dtype} on compute capability 7.5 (supported: float16)"
-        reasons.append(Reason("dtype", message, config.dtype, ["float16"], "--dtype float16"))
+        reasons.append(unsupported("dtype", f"{where} dtype", config.dtype, ["float16"], "--dtype float16"))
     if config.head_size > 256:
-        message = f"head size {config.head_size} on compute capability 7.5 (supported: 64, 128, 256)"
-        reasons.append(Reason("head-size", message, config.head_size, "64, 128, 256"))
+        reasons.append(unsupported("head-size", f"{where} head size", config.head_size, "64, 128, 256"))
     if release(environment) < TURING.value:
-        least = ".".join(map(str, TURING.value))
-        message = f"compute capability 7.5 needs flashinfer-python {least}"
-        reasons.append(
-            Reason("library-version", message, environment.version("flashinfer-python"), least, upgrade(TURING))
-        )
+        version, least = environment.version("flashinfer-python"), text_of(TURING)
+        text = f"flashinfer-python {version} {where} (needed: {least})"
+        reasons.append(Reason("library-version", text, version, least, upgrade(TURING)))
     return reasons
 
 
 def _objections(case: Case) -> list[Reason]:
-    config = case.config
-    reasons: list[Reason] = []
-    major, cache = case.capability[0], config.kv_cache_dtype
-    if config.sinks:
-        if config.logits_soft_cap is not None:
-            reasons.append(
-                Reason("sinks", "native kernels take no attention sinks together with a logits soft cap", True, False)
-            )
-        if config.decode_context_parallel_size > 1:
-            message = (
-                "native kernels take no attention sinks with decode context parallelism: each rank would count them"
-            )
-            reasons.append(Reason("sinks", message, True, False, "--dcp 1"))
-    if config.non_causal and config.sliding_window is not None and not _last_token_alone(case):
-        message = (
-            "native kernels run no non-causal attention with a sliding window: they cannot hide keys behind a query"
-        )
-        reasons.append(Reason("non-causal", message, True, False))
-    if config.output_quantization != "none":
-        message = f"native kernels write float16 and bfloat16, not {config.output_quantization}"
-        reasons.append(
-            Reason("output-quantization", message, config.output_quantization, ["none"], _output_remedy(case))
-        )
+    """Return what no native kernel runs."""
+    config, reasons = case.config, list[Reason]()
+    cache, output = config.kv_cache_dtype, config.output_quantization
+    if config.sinks and config.logits_soft_cap is not None:
+        text = "native kernels take no attention sinks together with a logits soft cap"
+        reasons.append(Reason("sinks", text, True, False))
+    if config.sinks and config.decode_context_parallel_size > 1:
+        text = "native kernels take no attention sinks with decode context parallelism: each rank would count them"
+        reasons.append(Reason("sinks", text, True, False, "--dcp 1"))
+    # A single query is its sequence's last token, which has no keys behind it.
+    alone = case.phase == "decode" and not config.num_speculative_tokens
+    if config.non_causal and config.sliding_window is not None and not alone:
+        text = "native kernels run no non-causal attention with a sliding window: they cannot hide keys behind a query"
+        reasons.append(Reason("non-causal", text, True, False))
+    if output != "none":
+        # Where TRT-LLM kernels could quantise the output, what they lack is usually the FP8 cache.
+        lacks_fp8 = cache != "fp8_e4m3" and case.capability[0] == 10
+        remedy = "--kv-cache-dtype fp8_e4m3" if lacks_fp8 else "--output-quantization none"
+        reasons.append(unsupported("output-quantization", "native kernels' output dtype", output, ["none"], remedy))
     if config.per_head_quant_scales and (why := _against_per_head(case)) is not None:
-        reasons.append(
-            Reason("per-head-quant-scales", f"quantisation scales per head cannot be used: {why}", True, False)
-        )
-    if config.head_size > 256 and major < 10:
-        needed = HEAD_512_BELOW_SM100 if not cache.startswith("fp8") else HEAD_512_FP8_BELOW_SM100
+        text = f"quantisation scales per head cannot be used: {why}"
+        reasons.append(Reason("per-head-quant-scales", text, True, False))
+    if config.head_size > 256 and case.capability[0] < 10:
+        needed = HEAD_512_FP8_BELOW_SM100 if cache.startswith("fp8") else HEAD_512_BELOW_SM100
         if release(case.environment) < needed.value:
-            least = ".".join(map(str, needed.value))
-            where = "with this cache below compute capability 10.0"
-            message = f"head size {config.head_size} {where} needs flashinfer-python {least}"
-            reasons.append(Reason("head-size", message, config.head_size, "64, 128, 256", upgrade(needed)))
+            where = f"with this cache below compute capability 10.0 (needs flashinfer-python {text_of(needed)})"
+            text = f"head size {config.head_size} {where}"
+            reasons.append(Reason("head-size", text, config.head_size, "64, 128, 256", upgrade(needed)))
     return reasons
-
-
-def _last_token_alone(case: Case) -> bool:
-    """Whether every query is its sequence's last token, which has no keys behind it."""
-    return case.phase == "decode" and not case.config.num_speculative_tokens
 
 
 def _against_per_head(case: Case) -> str | None:
@@ -583,15 +357,3 @@ def _against_per_head(case: Case) -> str | None:
     if case.phase == "prefill" and case.prefill_kernel == "fa2":
         return 'prefill_kernel = "fa2", and only fa3 takes them'
     return _against_fa3(case)
-
-
-def _output_remedy(case: Case) -> str:
-    # Where TRT-LLM kernels could quantise the output, what they lack is usually the FP8 cache.
-    if case.config.kv_cache_dtype != "fp8_e4m3" and case.capability[0] == 10:
-        return "--kv-cache-dtype fp8_e4m3"
-    return "--output-quantization none"
-
-
-def _forced(kernel: PrefillKernel, why: str) -> Reason:
-    message = f'prefill_kernel = "{kernel}", but {why}'
-    return Reason("forced-path", message, kernel, ["auto", "fa2"], 'backends.FLASHINFER.prefill_kernel = "auto"')

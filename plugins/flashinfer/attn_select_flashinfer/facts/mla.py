@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from attn_select.backends.reasons import device_reasons
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -22,17 +23,12 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     CONVERTED,
-    DECODERS,
     LIBRARIES,
     MIB,
     MLA_CORE,
-    NO_V_HEAD_SIZE,
-    NO_VARIANTS,
-    ONE_CACHE_DTYPE,
     PREFILL,
     RAN,
     pages,
-    wrong_device,
 )
 from attn_select_flashinfer.facts.mla_kernels import (
     FA2,
@@ -46,10 +42,10 @@ from attn_select_flashinfer.facts.mla_kernels import (
     MLAKernel,
     PrefillFacts,
     PrefillKernel,
+    RaggedKernel,
     candidates,
     choose_kernel,
     prefill_candidates,
-    ragged_kernel,
 )
 
 _VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
@@ -58,6 +54,7 @@ _CAPABILITIES = Fact(
     f"{RAN} (fa2 and fa3); {MLA_CORE} (trtllm-gen on 10.x, XQA on 12.x); vLLM 0.33.0 offers it on 10.x only",
 )
 
+# What is not named is not served: the entries have no such argument.
 DECODE = Capabilities(
     mla=True,
     compute_capabilities=_CAPABILITIES,
@@ -67,18 +64,10 @@ DECODE = Capabilities(
     ),
     head_sizes=Fact(HeadSizes((576, 320)), f"{MLA_CORE} supported_mla_head_dimensions"),
     block_sizes=Fact((64, 32, 16, 1), f"{RAN} (wrapper: any page size); {MLA_CORE}"),
-    attn_types=DECODERS,
-    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
-    v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=NO_VARIANTS,
-    logits_soft_cap=NO_VARIANTS,
-    alibi=NO_VARIANTS,
-    mm_prefix=NO_VARIANTS,
     sinks=Fact(True, f"{MLA_CORE} (trtllm-gen)"),
     non_causal=Fact(True, f"{MLA_CORE} (wrapper: causal=False); {_VLLM_MLA} (one row per query token)"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107; vllm-project/vllm #28967"),
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
-    output_quantizations=Fact((), f"{MLA_CORE}: out is 16-bit outside the cutlass back end"),
     decode_context_parallel=Fact(True, f"{RAN} (wrapper returns the LSE); {MLA_CORE} (trtllm-gen too, XQA not)"),
     nan_tail_safe=Fact(
         False,
@@ -92,27 +81,17 @@ PREFILL_CAPABILITIES = Capabilities(
     mla=True,
     reads_cache=False,
     compute_capabilities=Fact(
-        ComputeCapabilities((((8, 0), (12, 1)),)),
-        f"{RAN} (fa2 and fa3 with 192 / 128); {PREFILL} (cutlass on 10.x and 11.0)",
+        _CAPABILITIES.value, f"{RAN} (fa2 and fa3 with 192 / 128); {PREFILL} (cutlass on 10.x and 11.0)"
     ),
     dtypes=Fact(("bfloat16", "float16"), f"{PREFILL}; {RAN} (bfloat16)"),
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3"), "prefill runs on decompressed K and V"),
     head_sizes=Fact(HeadSizes(), "prefill does not see the latent width"),
     block_sizes=Fact((1,), "prefill reads no cache"),
-    attn_types=DECODERS,
-    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
-    v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
-    logits_soft_cap=Fact(False, f"{_VLLM_MLA}: the decode kernels have none"),
-    alibi=Fact(False, f"{PREFILL}: no slopes"),
-    mm_prefix=Fact(False, f"{_VLLM_MLA}: not declared"),
     sinks=Fact(True, f"{PREFILL} trtllm_ragged_attention_deepseek attention_sinks"),
     non_causal=Fact(True, f"{PREFILL} (causal=False)"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2424; vllm-project/vllm #28967"),
     per_head_quant_scales=Fact(True, "prefill reads no quantised cache"),
-    output_quantizations=Fact((), f"{PREFILL}: FP8 output raises"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE)"),
-    speculative_tokens=Fact(1024, "prefill runs no drafts"),
 )
 
 
@@ -146,7 +125,7 @@ def plan(
     """Plan one phase: which kernel, and why; or every reason why none runs."""
     capability = device.compute_capability
     if capability is None or capability < (8, 0):
-        return wrong_device(DECODE, device)
+        return device_reasons(DECODE.compute_capabilities.value, device)
     if phase == "prefill":
         wanted, offered = options.prefill_kernel, prefill_candidates(capability)
         ragged = choose_kernel("prefill_kernel", wanted, offered, PREFILL_KERNELS, config, device, environment)
@@ -164,7 +143,7 @@ def plan(
 
 def _prefill_plan(config: AttentionConfig, kernel: PrefillFacts, because: str) -> BackendPlan:
     return BackendPlan(
-        kernel=ragged_kernel(kernel.name),
+        kernel=RaggedKernel(kernel.name),
         path=kernel.path,
         because=because,
         query_dtype=config.dtype,
@@ -193,24 +172,21 @@ def _decode_plan(
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     fp8_query = fp8 and kernel.fp8_query
     sizes = pages(kernel.pages.value, config.block_size)
-    workspace, level = kernel.workspace_bytes, kernel.cuda_graph
-    notes: tuple[str, ...] = (kernel.workspace_note,)
-    if kernel.lse_scratch and config.decode_context_parallel_size > 1:
+    workspace, level, notes = kernel.workspace_bytes, kernel.cuda_graph, [kernel.workspace_note]
+    if kernel is TRTLLM_GEN and config.decode_context_parallel_size > 1:
         workspace, level = 2 * workspace, "UNIFORM_SINGLE_TOKEN_DECODE"
-        notes = notes if options.workspace_bytes else (*notes, _LSE_256)
-    if options.skip_softmax_threshold is not None:
-        notes = (*notes, _APPROXIMATE)
-    if blackwell and kernel is FA2:
-        notes = (*notes, _NOT_BLACKWELLS)
-    if config.dtype == "float16" and fp8_query:
-        notes = (*notes, CONVERTED)
-    if kernel is FA3 and fp8:
-        notes = (*notes, _SLOW_FP8)
-    if kernel in (FA2, FA3) and config.num_speculative_tokens and TILE.value % config.num_heads:
-        notes = (*notes, _BY_TOKEN)
-    heads = kernel.heads(config.num_heads)
-    if heads != config.num_heads:
-        notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
+        if not options.workspace_bytes:
+            notes.append(_LSE_256)
+    heads, native = kernel.heads(config.num_heads), kernel in (FA2, FA3)
+    others = {
+        _APPROXIMATE: options.skip_softmax_threshold is not None,
+        _NOT_BLACKWELLS: blackwell and kernel is FA2,
+        CONVERTED: config.dtype == "float16" and fp8_query,
+        _SLOW_FP8: kernel is FA3 and fp8,
+        _BY_TOKEN: native and config.num_speculative_tokens > 0 and TILE.value % config.num_heads != 0,
+        f"query heads are padded from {config.num_heads} to {heads}": heads != config.num_heads,
+    }
+    notes += [note for note, holds in others.items() if holds]
     return BackendPlan(
         kernel=MLAKernel(kernel.name, heads, fp8_query),
         path=kernel.path,
@@ -223,7 +199,7 @@ def _decode_plan(
         workspace_bytes=options.workspace_bytes or workspace,
         nan_tail_safe=kernel.nan_tail_safe.value,
         block_table_width_multiple=128 // min(sizes) if kernel.aligned_tables.value else 1,
-        notes=notes,
+        notes=tuple(notes),
         unverified=(_FA2_UNPROVEN,) if blackwell and kernel is FA2 else (),
     )
 

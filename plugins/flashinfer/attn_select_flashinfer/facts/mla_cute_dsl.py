@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from attn_select.backends.reasons import block_size_reason
+from attn_select.backends.reasons import device_reasons
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -33,11 +33,11 @@ from attn_select_flashinfer.facts.libraries import (
     MIB,
     MLA_CORE,
     TRTLLM_GEN_CAPABILITIES,
+    page_reasons,
     pages,
-    wrong_device,
 )
 from attn_select_flashinfer.facts.mla import DECODE
-from attn_select_flashinfer.facts.mla_kernels import DEEPSEEK, MLAKernel, too_many_heads, writes_bfloat16
+from attn_select_flashinfer.facts.mla_kernels import DEEPSEEK, MLAKernel, blackwell_reasons, dims_reasons
 
 _FOLDER = "flashinfer-ai/flashinfer flashinfer/cute_dsl/attention 0.6.14 and 0.7.2.post1"
 _MONOLITHIC = f"{_FOLDER} monolithic/mla_decode_fp16.py and mla_decode_fp8.py can_implement"
@@ -91,7 +91,7 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Plan the decode: which implementation, and why; or every reason why none runs."""
     if device.compute_capability not in TRTLLM_GEN_CAPABILITIES:
-        return wrong_device(CAPABILITIES, device)
+        return device_reasons(CAPABILITIES.compute_capabilities.value, device)
     wanted = options.implementation
     modular = config.sinks if wanted == "auto" else wanted == "modular"
     if reasons := _against(config, modular, wanted):
@@ -123,16 +123,8 @@ def plan(
 
 
 def _against(config: AttentionConfig, modular: bool, wanted: str) -> list[Reason]:
-    reasons: list[Reason] = []
-    writes_bfloat16(config, "the CuTe DSL decode", reasons)
-    too_many_heads(config, "the CuTe DSL decode", reasons)
-    seen = (config.kv_lora_rank, config.qk_rope_head_dim)
-    if seen != DEEPSEEK:
-        text, accepted = (f"{rank} + {rope}" for rank, rope in (seen, DEEPSEEK))
-        message = f"kv_lora_rank + qk_rope_head_dim {text} (supported by the CuTe DSL decode: {accepted})"
-        reasons.append(Reason("mla-dims", message, text, [accepted]))
-    if config.block_size is not None and not pages(PAGES.value, config.block_size):
-        reasons.append(block_size_reason(config.block_size, PAGES.value))
+    reasons = [*blackwell_reasons(config, "the CuTe DSL decode"), *dims_reasons(config, (DEEPSEEK,))]
+    reasons += page_reasons(PAGES.value, config.block_size)
     if config.sinks and not modular:
         message = f'implementation = "{wanted}", but the monolithic kernel takes no attention sinks'
         remedy = 'backends.FLASHINFER_MLA_CUTE_DSL.implementation = "auto"'

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal, TypeVar
 
-from attn_select.backends.reasons import block_size_reason
+from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import Fact, Reason
 from attn_select.layer.config import AttentionConfig, CudaGraphLevel
 from attn_select.machine.device import Device
@@ -35,6 +34,7 @@ from attn_select_flashinfer.facts.libraries import (
     TRTLLM_RAGGED_RELEASES,
     merge_refusals,
     padded_heads,
+    page_reasons,
     wrong_release,
 )
 
@@ -66,9 +66,6 @@ class RaggedKernel:
     name: Literal["fa2", "fa3", "trtllm-gen", "cutlass"]
 
 
-ragged_kernel = cache(RaggedKernel)
-
-
 DEEPSEEK = (512, 64)
 SMALL = (256, 64)
 """kv_lora_rank and qk_rope_head_dim of the two MLA shapes that FlashInfer knows."""
@@ -93,7 +90,6 @@ class DecodeFacts:
     fp8_query: bool  # whether an FP8 cache wants an FP8 query
     heads: Callable[[int], int]  # the query heads that it works on, by a layer's query heads
     returns_lse: bool  # whether it returns the log-sum-exp
-    lse_scratch: bool  # whether it needs more workspace for it
     cuda_graph: CudaGraphLevel  # the level of its metadata builder
     workspace_bytes: int  # scratch, as vLLM and FlashInfer recommend it
     workspace_note: str  # what the scratch is
@@ -104,62 +100,46 @@ class DecodeFacts:
     def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
         reasons = [*wrong_release(environment, self.path, self.releases), *self.against(config)]
-        if (config.kv_lora_rank, config.qk_rope_head_dim) not in self.dims.value:
-            reasons.append(dims_reason(config, self))
-        size = config.block_size
-        if size is not None and not any(size % page == 0 for page in self.pages.value):
-            reasons.append(block_size_reason(size, self.pages.value))
-        return reasons
+        return [*reasons, *dims_reasons(config, self.dims.value), *page_reasons(self.pages.value, config.block_size)]
 
 
-def dims_reason(config: AttentionConfig, kernel: DecodeFacts) -> Reason:
-    """Return the reason against MLA dimensions that a kernel does not have."""
-    seen = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}"
-    accepted = [f"{rank} + {rope}" for rank, rope in kernel.dims.value]
-    message = f"kv_lora_rank + qk_rope_head_dim {seen} (supported by {kernel.path}: {', '.join(accepted)})"
-    return Reason("mla-dims", message, seen, accepted)
+def dims_reasons(config: AttentionConfig, accepted: tuple[tuple[int, int], ...]) -> list[Reason]:
+    """Return the reason against MLA dimensions that a kernel does not have, if there is one."""
+    if (config.kv_lora_rank, config.qk_rope_head_dim) in accepted:
+        return []
+    seen, known = f"{config.kv_lora_rank} + {config.qk_rope_head_dim}", [f"{rank} + {rope}" for rank, rope in accepted]
+    return [unsupported("mla-dims", "kv_lora_rank + qk_rope_head_dim", seen, known)]
 
 
-def writes_bfloat16(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
-    """Add the reason against a layer whose dtype is neither what the kernel writes nor converted from it."""
-    # With an FP8 cache the query is quantised from either 16-bit dtype, and only the output is converted.
-    if config.dtype != "bfloat16" and config.kv_cache_dtype != "fp8_e4m3":
-        message = f"{path} computes and writes bfloat16, not {config.dtype}"
-        reasons.append(Reason("dtype", message, config.dtype, ["bfloat16"], "--dtype bfloat16"))
+def head_reasons(config: AttentionConfig) -> list[Reason]:
+    """Return the reason against more query heads than one tile holds, if there is one."""
+    heads = config.num_heads
+    return [] if heads <= MAX_HEADS else [unsupported("num-heads", "query heads", heads, f"1 to {MAX_HEADS}")]
 
 
-def too_many_heads(config: AttentionConfig, path: str, reasons: list[Reason]) -> None:
-    """Add the reason against more query heads than one tile holds."""
-    if config.num_heads > MAX_HEADS:
-        message = f"{path} takes up to {MAX_HEADS} query heads, not {config.num_heads}"
-        reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {MAX_HEADS}"))
-
-
-def _against_trtllm_gen(config: AttentionConfig) -> list[Reason]:
-    reasons: list[Reason] = []
-    writes_bfloat16(config, "trtllm-gen MLA", reasons)
-    too_many_heads(config, "trtllm-gen MLA", reasons)
-    return reasons
+def blackwell_reasons(config: AttentionConfig, path: str) -> list[Reason]:
+    """Return what all kernels of FlashInfer's MLA entry refuse of a dense layer: dtypes and too many heads."""
+    # They write bfloat16. With an FP8 cache the query is quantised from either 16-bit dtype, and the output converted.
+    if config.dtype == "bfloat16" or config.kv_cache_dtype == "fp8_e4m3":
+        return head_reasons(config)
+    against = unsupported("dtype", f"{path} in dtype", config.dtype, ["bfloat16"], "--dtype bfloat16")
+    return [against, *head_reasons(config)]
 
 
 def _against_xqa(config: AttentionConfig) -> list[Reason]:
-    reasons: list[Reason] = []
-    writes_bfloat16(config, "XQA MLA", reasons)
-    too_many_heads(config, "XQA MLA", reasons)
+    reasons, drafts = blackwell_reasons(config, "XQA MLA"), config.num_speculative_tokens
+    ranks = config.decode_context_parallel_size
     if config.num_heads < MAX_HEADS and config.kv_cache_dtype != "fp8_e4m3":
         # With an FP8 cache no other kernel is left, so the query is padded; otherwise fa2 does no work for padding.
-        message = f"XQA MLA works on {MAX_HEADS} query heads, not {config.num_heads}"
-        reasons.append(Reason("num-heads", message, config.num_heads, MAX_HEADS))
+        reasons.append(unsupported("num-heads", "XQA MLA's query heads", config.num_heads, MAX_HEADS))
     if config.sinks:
         reasons.append(Reason("sinks", "XQA MLA takes no attention sinks", True, False))
-    if config.num_speculative_tokens:
-        message = "XQA MLA takes queries of one token"
-        reasons.append(
-            Reason("speculative-tokens", message, config.num_speculative_tokens, 0, "--speculative-tokens 0")
-        )
-    if config.decode_context_parallel_size > 1:
-        message = "XQA MLA returns no log-sum-exp, which decode context parallelism needs"
-        reasons.append(Reason("decode-context-parallel", message, config.decode_context_parallel_size, 1, "--dcp 1"))
+    if drafts:
+        text = "XQA MLA takes queries of one token"
+        reasons.append(Reason("speculative-tokens", text, drafts, 0, "--speculative-tokens 0"))
+    if ranks > 1:
+        text = "XQA MLA returns no log-sum-exp, which decode context parallelism needs"
+        reasons.append(Reason("decode-context-parallel", text, ranks, 1, "--dcp 1"))
     return reasons
 
 
@@ -170,18 +150,17 @@ def _against_wrapper(config: AttentionConfig) -> list[Reason]:
 
 
 def _against_fa3(config: AttentionConfig) -> list[Reason]:
-    reasons = _against_wrapper(config)
-    if config.kv_cache_dtype == "fp8_e4m3" and config.dtype != "bfloat16":
-        message = f"fa3 reads an FP8 latent cache with a bfloat16 query, not {config.dtype}"
-        reasons.append(Reason("dtype", message, config.dtype, ["bfloat16"], "--dtype bfloat16"))
+    reasons, dtype = _against_wrapper(config), config.dtype
+    if config.kv_cache_dtype == "fp8_e4m3" and dtype != "bfloat16":
+        what = "with an FP8 latent cache fa3's dtype"
+        reasons.append(unsupported("dtype", what, dtype, ["bfloat16"], "--dtype bfloat16"))
     return reasons
 
 
 def _against_fa2(config: AttentionConfig) -> list[Reason]:
-    reasons = _against_wrapper(config)
+    reasons, known = _against_wrapper(config), ["auto", config.dtype]
     if config.kv_cache_dtype == "fp8_e4m3":
-        message = "fa2 reads no FP8 latent cache"
-        reasons.append(Reason("kv-cache-dtype", message, "fp8_e4m3", ["auto", config.dtype], "--kv-cache-dtype auto"))
+        reasons.append(unsupported("kv-cache-dtype", "fa2's latent cache", "fp8_e4m3", known, "--kv-cache-dtype auto"))
     return reasons
 
 
@@ -197,14 +176,13 @@ TRTLLM_GEN = DecodeFacts(
     fp8_query=True,
     heads=padded_heads,
     returns_lse=True,
-    lse_scratch=True,
     cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use",
     nan_tail_safe=Fact(
         False, "scores alone are masked: vllm-project/vllm #57716 (NaN bytes of an FP8 latent cache reach the output)"
     ),
-    against=_against_trtllm_gen,
+    against=lambda config: blackwell_reasons(config, "trtllm-gen MLA"),
     releases=TRTLLM_MLA_RELEASES,
 )
 XQA = DecodeFacts(
@@ -216,7 +194,6 @@ XQA = DecodeFacts(
     fp8_query=True,
     heads=lambda heads: MAX_HEADS,
     returns_lse=False,
-    lse_scratch=False,
     cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
     workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use and holds semaphores in its first 8 MiB",
@@ -233,7 +210,6 @@ FA3 = DecodeFacts(
     fp8_query=False,
     heads=lambda heads: heads,
     returns_lse=True,
-    lse_scratch=False,
     cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule",
@@ -288,76 +264,66 @@ class PrefillFacts:
     def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
         reasons = wrong_release(environment, self.path, self.releases)
-        dims = head_dims(config)
-        if dims not in self.dims.value:
+        qk, v = (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
+        if (qk, v) not in self.dims.value:
             accepted = [f"{qk} / {v}" for qk, v in self.dims.value]
-            message = f"QK / V head dims {dims[0]} / {dims[1]} (supported by {self.path}: {', '.join(accepted)})"
-            reasons.append(Reason("mla-dims", message, f"{dims[0]} / {dims[1]}", accepted))
+            reasons.append(unsupported("mla-dims", f"{self.path} with QK / V head dims", f"{qk} / {v}", accepted))
         if config.dtype not in self.dtypes:
-            message = f"{self.path} takes {', '.join(self.dtypes)}, not {config.dtype}"
-            reasons.append(Reason("dtype", message, config.dtype, list(self.dtypes), f"--dtype {self.dtypes[0]}"))
+            remedy = f"--dtype {self.dtypes[0]}"
+            reasons.append(unsupported("dtype", f"{self.path} in dtype", config.dtype, list(self.dtypes), remedy))
         if config.sinks and not self.sinks:
             reasons.append(Reason("sinks", f"{self.path} takes no attention sinks", True, False))
         return reasons
 
 
-def head_dims(config: AttentionConfig) -> tuple[int, int]:
-    """Return the widths of one decompressed query or key head and of one value head."""
-    return (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
-
-
 K = TypeVar("K", DecodeFacts, PrefillFacts)
 _BOTH = ("bfloat16", "float16")
-_SCHEDULE = "8 MiB of the workspace are for the schedule; each chunk of context adds one, no larger"
 _FA = ((192, 128), (128, 128), (64, 64), (256, 256))
 
+_CUTLASS = PrefillFacts(
+    name="cutlass",
+    path="CUTLASS (ragged)",
+    dims=Fact(
+        ((192, 128), (128, 128), (64, 64)),
+        "flashinfer-ai/flashinfer csrc/fmha_cutlass_sm100.cu v0.6.14 DISPATCH_head_dim",
+    ),
+    dtypes=_BOTH,
+    sinks=False,
+    workspace_bytes=32 * MIB,
+    workspace_note="FlashInfer keeps the workspace itself",
+    releases=CUTLASS_RELEASES,
+)
+_RAGGED_GEN = PrefillFacts(
+    name="trtllm-gen",
+    path="TRT-LLM (trtllm-gen, ragged)",
+    dims=Fact(((192, 128), (128, 128), (256, 256)), f"{PREFILL} trtllm_ragged_attention_deepseek"),
+    dtypes=("bfloat16",),
+    sinks=True,
+    workspace_bytes=394 * MIB,
+    workspace_note="the workspace is zeroed before its first use",
+    releases=TRTLLM_RAGGED_RELEASES,
+)
+_RAGGED_FA3 = PrefillFacts(
+    name="fa3",
+    path="native fa3 (ragged)",
+    dims=Fact(_FA, f"{RAN} (192 / 128); flashinfer include/flashinfer/attention/hopper/prefill_sm90.cuh v0.6.14"),
+    dtypes=_BOTH,
+    sinks=False,
+    workspace_bytes=394 * MIB + INT_WORKSPACE,
+    workspace_note="8 MiB of the workspace are for the schedule; each chunk of context adds one, no larger",
+    releases=RAGGED_RELEASES,
+)
+_RAGGED_FA2 = replace(
+    _RAGGED_FA3,
+    name="fa2",
+    path="native fa2 (ragged)",
+    dims=Fact(_FA, f"{RAN} (192 / 128); flashinfer tests/attention/test_deepseek_mla.py v0.6.14"),
+)
 PREFILL_KERNELS: dict[str, PrefillFacts] = {
-    "cutlass": PrefillFacts(
-        "cutlass",
-        "CUTLASS (ragged)",
-        Fact(
-            ((192, 128), (128, 128), (64, 64)),
-            "flashinfer-ai/flashinfer csrc/fmha_cutlass_sm100.cu v0.6.14 DISPATCH_head_dim",
-        ),
-        _BOTH,
-        False,
-        32 * MIB,
-        "FlashInfer keeps the workspace itself",
-        CUTLASS_RELEASES,
-    ),
-    "trtllm-gen": PrefillFacts(
-        "trtllm-gen",
-        "TRT-LLM (trtllm-gen, ragged)",
-        Fact(((192, 128), (128, 128), (256, 256)), f"{PREFILL} trtllm_ragged_attention_deepseek"),
-        ("bfloat16",),
-        True,
-        394 * MIB,
-        "the workspace is zeroed before its first use",
-        TRTLLM_RAGGED_RELEASES,
-    ),
-    "fa3": PrefillFacts(
-        "fa3",
-        "native fa3 (ragged)",
-        Fact(_FA, f"{RAN} (192 / 128); flashinfer include/flashinfer/attention/hopper/prefill_sm90.cuh v0.6.14"),
-        _BOTH,
-        False,
-        394 * MIB + INT_WORKSPACE,
-        _SCHEDULE,
-        RAGGED_RELEASES,
-    ),
-    "fa2": PrefillFacts(
-        "fa2",
-        "native fa2 (ragged)",
-        Fact(_FA, f"{RAN} (192 / 128); flashinfer tests/attention/test_deepseek_mla.py v0.6.14"),
-        _BOTH,
-        False,
-        394 * MIB + INT_WORKSPACE,
-        _SCHEDULE,
-        RAGGED_RELEASES,
-    ),
+    facts.name: facts for facts in (_CUTLASS, _RAGGED_GEN, _RAGGED_FA3, _RAGGED_FA2)
 }
 
-_RAGGED_FA2: Offered = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
+_RAGGED_ELSEWHERE: Offered = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
 _RAGGED_BY_MAJOR = {
     9: (("fa3", "Hopper's own ragged kernel"), ("fa2", "")),
     11: (("cutlass", "Blackwell's own ragged kernel"), ("fa2", "")),
@@ -370,7 +336,7 @@ def prefill_candidates(capability: tuple[int, int]) -> Offered:
     """Return the ragged kernels that a device has, best first, each with why it is the best."""
     if capability in TRTLLM_GEN_CAPABILITIES:
         return _RAGGED_ON_10
-    return _RAGGED_BY_MAJOR.get(capability[0], _RAGGED_FA2)
+    return _RAGGED_BY_MAJOR.get(capability[0], _RAGGED_ELSEWHERE)
 
 
 def choose_kernel(

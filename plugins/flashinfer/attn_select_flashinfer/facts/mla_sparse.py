@@ -9,11 +9,11 @@ token slots per query token. On 10.x that is trtllm-gen, whose batch, here the q
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from attn_select.backends.reasons import block_size_reason
+from attn_select.backends.reasons import device_reasons, unsupported
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -30,25 +30,22 @@ from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
     CONVERTED,
-    DECODERS,
     LAUNCHER,
     LIBRARIES,
     MIB,
     MLA_CORE,
     NATIVE_MLA_RELEASES,
-    NO_V_HEAD_SIZE,
-    NO_VARIANTS,
-    ONE_CACHE_DTYPE,
     TRTLLM_GEN_CAPABILITIES,
     Release,
     padded_heads,
+    page_reasons,
     pages,
     release,
+    text_of,
     upgrade,
-    wrong_device,
     wrong_release,
 )
-from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel, MLAKernelName
+from attn_select_flashinfer.facts.mla_kernels import MLAKernel, MLAKernelName, dims_reasons, head_reasons
 
 _VLLM_SPARSE = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse.py 0.33.0"
 _VLLM_SM90 = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla_sparse_sm90.py 0.33.0"
@@ -94,18 +91,10 @@ CAPABILITIES = Capabilities(
     block_sizes=Fact(
         (64, 32), f"{MLA_CORE} (32 and 64 on 10.x); flashinfer/mla/_sparse_mla_sm120.py 0.6.14 (64 on 12.x)"
     ),
-    attn_types=DECODERS,
-    mixed_kv_cache_dtype=ONE_CACHE_DTYPE,
-    v_head_size_differs=NO_V_HEAD_SIZE,
-    sliding_window=NO_VARIANTS,
-    logits_soft_cap=NO_VARIANTS,
-    alibi=NO_VARIANTS,
-    mm_prefix=NO_VARIANTS,
     sinks=Fact(True, f"{MLA_CORE} (sinks; attn_sink on 12.x)"),
     non_causal=Fact(True, f"{MLA_CORE}: what a token sees is the list of slots that it is given"),
     batch_invariant=Fact(False, "flashinfer-ai/flashinfer #2107"),
     per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
-    output_quantizations=Fact((), f"{MLA_CORE}: out is bfloat16"),
     decode_context_parallel=Fact(True, f"{LAUNCHER} (lse); {_VLLM_SPARSE} supports_dcp"),
     nan_tail_safe=Fact(
         False,
@@ -221,64 +210,44 @@ def plan(
     """Plan one phase; both run the same kernel and differ in nothing but their queries."""
     kernel = KERNELS.get(device.compute_capability) if device.compute_capability else None
     if kernel is None:
-        return wrong_device(CAPABILITIES, device)
+        return device_reasons(CAPABILITIES.compute_capabilities.value, device)
     reasons = wrong_release(environment, kernel.path, NATIVE_MLA_RELEASES) if kernel is NATIVE else []
-    reasons += _against_dims(config, kernel, environment)
-    if config.num_heads > MAX_HEADS:
-        message = f"{config.num_heads} query heads (supported: 1 to {MAX_HEADS})"
-        reasons.append(Reason("num-heads", message, config.num_heads, f"1 to {MAX_HEADS}"))
-    cache = config.cache_dtype
+    reasons += _against_dims(config, kernel, environment) + head_reasons(config)
+    cache, caches = config.cache_dtype, [*kernel.caches]
     if cache not in kernel.caches:
-        message = f"KV-cache dtype {cache} (supported on compute capability {kernel.where}: {', '.join(kernel.caches)})"
-        reasons.append(Reason("kv-cache-dtype", message, cache, list(kernel.caches), kernel.cache_remedy))
-    if config.dtype == "float16" and not _takes_float16(kernel, cache):
-        message = (
-            "float16 (supported: bfloat16; float16 too on compute capability 10.x with an fp8_e4m3 cache, and on 9.0 "
-            "without one)"
-        )
-        reasons.append(Reason("dtype", message, "float16", ["bfloat16"], "--dtype bfloat16"))
+        what = f"on compute capability {kernel.where} KV-cache dtype"
+        reasons.append(unsupported("kv-cache-dtype", what, cache, caches, kernel.cache_remedy))
+    # Where the cache is not FP8, fa3 computes in either dtype; trtllm-gen converts what it writes of an FP8 query.
+    fp8, kinds = cache == "fp8_e4m3", {"fa3": False, "trtllm-gen": True}
+    if config.dtype == "float16" and kinds.get(kernel.name) is not fp8:
+        what = f"with this cache on compute capability {kernel.where} dtype"
+        reasons.append(unsupported("dtype", what, "float16", ["bfloat16"], "--dtype bfloat16"))
     if config.sinks and not kernel.sinks:
         reasons.append(Reason("sinks", f"{kernel.path} takes no attention sinks", True, False))
     if kernel is SPARSE_12:
         reasons += _against_top_k(config.sparse_top_k or 0, environment)
-    if config.block_size is not None and not any(config.block_size % size == 0 for size in kernel.pages):
-        reasons.append(block_size_reason(config.block_size, kernel.pages))
-    return reasons or _plan(config, options, kernel)
+    return [*reasons, *page_reasons(kernel.pages, config.block_size)] or _plan(config, options, kernel)
 
 
 def _against_dims(config: AttentionConfig, kernel: SparseFacts, environment: Environment) -> list[Reason]:
-    dims = config.kv_lora_rank, config.qk_rope_head_dim
-    seen = f"{dims[0]} + {dims[1]}"
-    if dims not in kernel.dims:
-        accepted = [f"{rank} + {rope}" for rank, rope in kernel.dims]
-        message = f"kv_lora_rank + qk_rope_head_dim {seen} (supported: {', '.join(accepted)})"
-        return [Reason("mla-dims", message, seen, accepted)]
-    if not dims[1] and release(environment) < WITHOUT_ROPE.value:
-        since = ".".join(map(str, WITHOUT_ROPE.value))
-        message = f"kv_lora_rank + qk_rope_head_dim {seen} (needs flashinfer-python {since})"
-        return [Reason("mla-dims", message, seen, ["512 + 64"], upgrade(WITHOUT_ROPE))]
-    return []
-
-
-def _takes_float16(kernel: SparseFacts, cache: str) -> bool:
-    if kernel is NATIVE:
-        return cache != "fp8_e4m3"
-    return kernel is TRTLLM_GEN and cache == "fp8_e4m3"
+    reasons = dims_reasons(config, kernel.dims)
+    if not reasons and not config.qk_rope_head_dim and release(environment) < WITHOUT_ROPE.value:
+        seen = f"{config.kv_lora_rank} + 0"
+        text = f"kv_lora_rank + qk_rope_head_dim {seen} (needs flashinfer-python {text_of(WITHOUT_ROPE)})"
+        return [Reason("mla-dims", text, seen, ["512 + 64"], upgrade(WITHOUT_ROPE))]
+    return reasons
 
 
 def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, kernel: SparseFacts) -> BackendPlan:
-    notes = kernel.notes
     heads = padded_heads(config.num_heads) if kernel.pads_heads else config.num_heads
-    if heads != config.num_heads:
-        notes = (*notes, f"query heads are padded from {config.num_heads} to {heads}")
-    if kernel is TRTLLM_GEN and config.decode_context_parallel_size > 1:
-        notes = (*notes, _DCP_NOTE)
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
-    if fp8 and kernel is SPARSE_12:
-        notes = (*notes, _ALIAS)
-    if config.dtype == "float16" and kernel is TRTLLM_GEN:
-        notes = (*notes, CONVERTED)
     fp8_query = fp8 and kernel.fp8_query
+    others = {
+        f"query heads are padded from {config.num_heads} to {heads}": heads != config.num_heads,
+        _DCP_NOTE: kernel is TRTLLM_GEN and config.decode_context_parallel_size > 1,
+        _ALIAS: fp8 and kernel is SPARSE_12,
+        CONVERTED: config.dtype == "float16" and kernel is TRTLLM_GEN,
+    }
     return BackendPlan(
         kernel=MLAKernel(kernel.name, heads, fp8_query),
         path=kernel.path,
@@ -290,7 +259,7 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, kernel: 
         cuda_graph="UNIFORM_BATCH",
         workspace_bytes=options.workspace_bytes or kernel.workspace_bytes,
         nan_tail_safe=kernel.nan_tail_safe,
-        notes=notes,
+        notes=(*kernel.notes, *(note for note, holds in others.items() if holds)),
         unverified=kernel.unverified,
     )
 
@@ -299,17 +268,13 @@ def _against_top_k(top_k: int, environment: Environment) -> list[Reason]:
     """Return the reason against a top-k on 12.x, where the release or the kernels' tile does not take it."""
     if top_k == TOP_K_SM12X:
         return []
+    what, whole = "on compute capability 12.x top-k", -(-top_k // TOP_K_STEP) * TOP_K_STEP
     if release(environment) < ANY_TOP_K_SM12X.value:
-        accepts: Any = [TOP_K_SM12X]
-        needed = f"{TOP_K_SM12X}; others need flashinfer-python {'.'.join(map(str, ANY_TOP_K_SM12X.value))}"
-        remedy = upgrade(ANY_TOP_K_SM12X) if top_k % TOP_K_STEP == 0 else f"--sparse-top-k {TOP_K_SM12X}"
-    elif top_k % TOP_K_STEP:
-        accepts = needed = f"multiples of {TOP_K_STEP}"
-        remedy = f"--sparse-top-k {-(-top_k // TOP_K_STEP) * TOP_K_STEP}"
-    else:
+        remedy = upgrade(ANY_TOP_K_SM12X) if top_k == whole else f"--sparse-top-k {TOP_K_SM12X}"
+        return [unsupported("sparse-top-k", what, top_k, [TOP_K_SM12X], remedy)]
+    if top_k == whole:
         return []
-    message = f"top-k {top_k} (supported on compute capability 12.x: {needed})"
-    return [Reason("sparse-top-k", message, top_k, accepts, remedy)]
+    return [unsupported("sparse-top-k", what, top_k, f"multiples of {TOP_K_STEP}", f"--sparse-top-k {whole}")]
 
 
 def compile_key(config: AttentionConfig) -> object:

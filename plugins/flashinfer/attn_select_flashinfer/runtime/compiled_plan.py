@@ -158,7 +158,7 @@ class RowLists:
     def host(self, kernel: PhaseKernel, seq_lens: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ``pages`` and ``seq_lens`` as ``CompiledPlan`` takes them, for lengths int32 ``(B,)`` on the host."""
         lens = seq_lens.numpy().copy()  # a copy: a batch may be planned again after the caller has changed its lengths
-        if kernel.backend == "fa3" and starts is not None:
+        if kernel.kernel.backend == "fa3" and starts is not None:
             return starts, torch.from_numpy(lens)
         pages = np.zeros(len(lens) + 1, dtype=np.int32)
         np.add.accumulate((lens + (self._page_size - 1)) // self._page_size, out=pages[1:])

@@ -14,6 +14,7 @@ from typing import Any
 from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
 from attn_select.machine.environment import Environment
+from attn_select.runtime.backend import AttentionBackend
 from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 
@@ -67,7 +68,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "trtllm_batch_decode_with_kv_cache": {"": f"{_TRTLLM} max_seq_len q_len_per_req mask backend"},
     "trtllm_batch_decode_with_kv_cache_mla": {
         "": "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens "
-        "max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks backend cum_seq_lens_q max_q_len lse return_lse "
+        "max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks backend lse return_lse "
         "kv_scale_format"
     },
     "trtllm_ragged_attention_deepseek": {
@@ -159,6 +160,15 @@ def flashinfer() -> FlashInfer:
     installed = _Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
     version = Environment().version(FLASHINFER_PYTHON.distribution)
     return FlashInfer(version or "", lambda name: _found(installed, name))
+
+
+class FlashInferLibraryBackend(AttentionBackend):
+    """A backend of this plugin."""
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
+        flashinfer()
 
 
 def _found(installed: InstalledBuild, name: str) -> Any:

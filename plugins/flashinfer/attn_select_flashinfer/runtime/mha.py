@@ -7,18 +7,15 @@ that is not causal runs natively instead. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attn_select.layer.config import Phase
 from attn_select.runtime.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
     BackendContext,
@@ -29,9 +26,10 @@ from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.facts.mha import FlashInferOptions, native_scratch
 from attn_select_flashinfer.facts.mha_kernels import NativeKernel, TrtllmKernel
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.mha_calls import LayerArguments, Part, TRTLLMDecode, TRTLLMPrefill
+from attn_select_flashinfer.runtime.mha_calls import LayerArguments, Part, TrtllmPart
 from attn_select_flashinfer.runtime.mha_native import NativeBuilder
 from attn_select_flashinfer.runtime.native_wrappers import PhaseKernel, hnd_or_nhd
+from attn_select_flashinfer.runtime.scores import copy_back, packed
 
 LEAST_SAVED = 256 * MIB
 """Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of
@@ -41,50 +39,27 @@ COUNTERS = 8 * MIB
 """What decode keeps zeroed at the start of the TRT-LLM buffer. Prefill writes softmax statistics from where its buffer
 begins (csrc/trtllm_fmha_kernel_launcher.cu, csrc/xqa v0.6.14), so it gets what lies behind."""
 NOT_CAUSAL = "step not causal"
-_WORD = 32
 
 
-@dataclass(slots=True)
-class FlashInferMetadata:
-    """One step for all layers of a kind."""
+def draft_mask(drafts: int, causal: bool) -> Tensor:
+    """Return which of a request's last tokens each of them sees, uint16 ``(drafts, words)``; it sees all keys before.
 
-    num_actual_tokens: int  # T
-    parts: list[Part] = field(default_factory=list)  # decodes first
-
-
-def packed_rows(drafts: int, causal: bool) -> list[list[int]]:
-    """Return one row of signed 16-bit words per draft, the first draft in the lowest bit, padded to 32 bits."""
-    # The layout as ``mask`` has it in flashinfer/xqa.py 0.6.14.
-    words = -(-drafts // _WORD) * 2
-    seen = [(1 << (row + 1 if causal else drafts)) - 1 for row in range(drafts)]
-    cut = [[(bits >> 16 * word) & 0xFFFF for word in range(words)] for bits in seen]
-    # Signed words of the same bits: ``DraftMasks`` views them as uint16.
-    return [[word - 0x10000 if word >= 0x8000 else word for word in row] for row in cut]
+    The first token is the lowest bit, and rows are padded to 32 bits (``mask`` in flashinfer/xqa.py 0.6.14).
+    """
+    seen = np.zeros((drafts, -(-drafts // 32) * 32), dtype=bool)
+    seen[:, :drafts] = np.tri(drafts) if causal else 1
+    words = np.packbits(seen, axis=1, bitorder="little").view(np.int16)
+    return torch.from_numpy(words).view(torch.uint16)
 
 
-# A mask says which of a request's last tokens each of them sees. All keys before them are seen.
-class DraftMasks:
-    """XQA's masks of draft tokens, made once; they stay where they are."""
-
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._max_num_seqs, self._device = max_num_seqs, device
-        self._made: dict[tuple[int, bool], Tensor] = {}
-
-    def mask(self, num_reqs: int, drafts: int, causal: bool) -> Tensor | None:
-        """Return uint16 ``(num_reqs, drafts, words)``, or None for a single token."""
-        if drafts == 1:
-            return None
-        key = drafts, causal
-        if key not in self._made:
-            rows = torch.tensor(packed_rows(drafts, causal), dtype=torch.int16)
-            every = rows.expand(self._max_num_seqs, *rows.shape).contiguous()
-            self._made[key] = every.to(self._device).view(torch.uint16)
-        return self._made[key][:num_reqs]
+def entry_of(phase: str) -> str:
+    """Return the name of the TRT-LLM function of a phase."""
+    return f"trtllm_batch_{'decode' if phase == 'decode' else 'context'}_with_kv_cache"
 
 
 def entries_of(native: Mapping[str, PhaseKernel], trtllm: Mapping[str, TrtllmKernel]) -> list[str]:
     """Return the names of FlashInfer's entries that these kernels are called by, per phase."""
-    names = [f"trtllm_batch_{'decode' if phase == 'decode' else 'context'}_with_kv_cache" for phase in trtllm]
+    names = [entry_of(phase) for phase in trtllm]
     if native:
         names += ["BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"]
     if any(kernel.single_token for kernel in native.values()):
@@ -94,7 +69,7 @@ def entries_of(native: Mapping[str, PhaseKernel], trtllm: Mapping[str, TrtllmKer
 
 # Several steps may be built before the first one runs. Each runs by its own plan, which is made again where a later
 # one has taken its place. With CUDA graphs only the last one can be run, and ``BatchError`` says so.
-class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
+class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
     """Builds the metadata of one kind of layers."""
 
     least_cascade_bytes = LEAST_SAVED
@@ -102,8 +77,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, plans = context.config, context.plans
-        # how many steps each kernel took part in, by ``phase: kernel`` in words. Replayed steps count.
-        self.ran: Counter[str] = Counter()
         self._kernels: dict[str, PhaseKernel] = {}
         self._trtllm: dict[str, TrtllmKernel] = {}
         native, zeroed = 0, 0
@@ -122,7 +95,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self.workspace: Tensor | None = None  # the TRT-LLM kernels' zeroed buffer; None where no phase runs by them
         if zeroed:
             self.workspace = torch.zeros(zeroed, dtype=torch.uint8, device=context.device)
-        self._masks = DraftMasks(context.max_num_seqs, context.device)
+        self._masks: dict[tuple[int, bool], Tensor] = {}  # of drafts, for XQA: ``draft_mask`` for each request
         self._window_left = -1 if config.sliding_window is None else config.sliding_window - 1
         if "decode" in plans:
             # Batch-invariant drafts run as prefills, because the tile of fa2 decode would follow their number.
@@ -130,27 +103,21 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> FlashInferMetadata:
-        """As ``AttentionMetadataBuilder.build``."""
+    ) -> list[Part]:
+        """As ``AttentionMetadataBuilder.build``; decodes come first."""
         common = common_attn_metadata
         if common_prefix_len:
-            cascade = self._native().cascade(common, self._kernels["decode"], common_prefix_len)
-            return self._metadata(common, [cascade])
-        return self._metadata(common, self._parts(common, capture=False))
+            return [self._native().cascade(common, self._kernels["decode"], common_prefix_len)]
+        return self._parts(common, capture=False)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashInferMetadata:
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> list[Part]:
         """Return the metadata to capture with, and keep a wrapper for this batch size."""
-        return self._metadata(common_attn_metadata, self._parts(common_attn_metadata, capture=True))
+        return self._parts(common_attn_metadata, capture=True)
 
     def use_cascade_attention(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Whether to attend to a common prefix apart: the shared rule, where decodes and prefills run natively."""
         native = "decode" in self._kernels and len(self._kernels) == len(self.context.plans)
         return native and super().use_cascade_attention(common_prefix_len, common_attn_metadata)
-
-    def _metadata(self, common: CommonAttentionMetadata, parts: list[Part]) -> FlashInferMetadata:
-        for part in parts:
-            self.ran[f"{part.phase}: {part.label}"] += 1
-        return FlashInferMetadata(common.num_actual_tokens, parts)
 
     def _native(self) -> NativeBuilder:
         if self.native is None:  # of prefill, which is not captured
@@ -219,77 +186,79 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             self._instead = PhaseKernel.of(NativeKernel("fa2", config.sinks), self.context, decode=False)
         return self._instead
 
-    def _shared(self, common: CommonAttentionMetadata, phase: Any, first: int, last: int) -> dict[str, Any]:
-        """Return what both TRT-LLM calls take for requests ``first .. last - 1``."""
+    def _trtllm_part(
+        self, common: CommonAttentionMetadata, phase: Phase, first: int, last: int, keyless: Tensor | None = None
+    ) -> TrtllmPart:
+        """Return the call of requests ``first .. last - 1``, without the arguments that its phase alone has."""
         kernel, table, workspace = self._trtllm[phase], common.block_table_tensor, self.workspace
         assert table is not None
         assert workspace is not None
-        bounds = common.query_start_loc_cpu.numpy()
-        return {
-            "phase": phase,
-            "label": str(kernel),
-            "start": int(bounds[first]),
-            "end": int(bounds[last]),
-            "workspace": workspace if phase == "decode" else workspace[COUNTERS:],
-            "block_tables": table[first:last].contiguous(),
-            "seq_lens": common.seq_lens[first:last],
-            "max_seq_len": common.max_seq_len,
-            "window_left": self._window_left,
-            "kv_layout": hnd_or_nhd(self.context),
-            "fp8_query": kernel.fp8_query,
-        }
-
-    def _trtllm_prefill(self, common: CommonAttentionMetadata, first: int) -> TRTLLMPrefill:
-        shared = self._shared(common, "prefill", first, common.num_reqs)
-        bounds = common.query_start_loc[first:]
-        return TRTLLMPrefill(
-            **shared,
-            cum_seq_lens_q=bounds - shared["start"] if first else bounds,
-            cum_seq_lens_kv=prefix_sums(shared["seq_lens"]),
-            max_q_len=common.max_query_len,
+        decode, bounds, entries = phase == "decode", common.query_start_loc_cpu.numpy(), library.flashinfer()
+        return TrtllmPart(
+            phase=phase,
+            label=str(kernel),
+            start=int(bounds[first]),
+            end=int(bounds[last]),
+            function=getattr(entries, entry_of(phase)),
+            fp8_query=kernel.fp8_query,
+            keyless=keyless,
+            step={
+                "workspace_buffer": workspace if decode else workspace[COUNTERS:],
+                "block_tables": table[first:last].contiguous(),
+                "seq_lens": common.seq_lens[first:last],
+                "window_left": self._window_left,
+                "kv_layout": hnd_or_nhd(self.context),
+            },
         )
 
-    def _trtllm_decodes(self, common: CommonAttentionMetadata, decodes: int) -> list[TRTLLMDecode]:
-        """Return one call per run of requests whose queries are equally long: usually one."""
+    def _trtllm_prefill(self, common: CommonAttentionMetadata, first: int) -> TrtllmPart:
+        part = self._trtllm_part(common, "prefill", first, common.num_reqs)
+        bounds, seq_lens = common.query_start_loc[first:], part.step["seq_lens"]
+        part.step |= {
+            "max_q_len": common.max_query_len,
+            "max_kv_len": common.max_seq_len,
+            "batch_size": len(seq_lens),
+            "cum_seq_lens_q": bounds - part.start if first else bounds,
+            "cum_seq_lens_kv": prefix_sums(seq_lens),
+        }
+        return part
+
+    def _trtllm_decodes(self, common: CommonAttentionMetadata, decodes: int) -> Iterator[TrtllmPart]:
+        """Yield one call per run of requests whose queries are equally long: usually one."""
         # XQA takes no others. trtllm-gen does, but before flashinfer-python 0.6.18 it counts the parts of a shorter
         # query's keys by the longest query and can lose the last one (csrc/fmhaReduction.cu v0.6.14).
         if common.num_actual_tokens == common.num_reqs == decodes and common.max_query_len == 1:
-            return [self._trtllm_decode(common, 0, decodes, 1)]  # one token each: no length is 0
-        lens = common.query_lens_cpu[:decodes].tolist()
-        parts, first = [], 0
-        for length, run in groupby(lens):
+            yield self._trtllm_decode(common, 0, decodes, 1)  # one token each: no length is 0
+            return
+        first = 0
+        for length, run in groupby(common.query_lens_cpu[:decodes].tolist()):
             last = first + len(list(run))
             if length:
-                parts.append(self._trtllm_decode(common, first, last, length))
+                yield self._trtllm_decode(common, first, last, length)
             first = last
-        return parts
 
-    def _trtllm_decode(self, common: CommonAttentionMetadata, first: int, last: int, length: int) -> TRTLLMDecode:
-        kernel, mask = self._trtllm["decode"], None
-        causal = common.causal and not self.context.config.non_causal
-        xqa, fp8 = kernel.name == "xqa", self.context.config.kv_cache_dtype == "fp8_e4m3"
-        if length > 1 and not common.causal and (not xqa or fp8):
+    def _trtllm_decode(self, common: CommonAttentionMetadata, first: int, last: int, length: int) -> TrtllmPart:
+        kernel, mask, config = self._trtllm["decode"], None, self.context.config
+        xqa, keyless = kernel.name == "xqa", None
+        if length > 1 and not common.causal and (not xqa or config.kv_cache_dtype == "fp8_e4m3"):
             text = f"the step is not causal and has queries of {length} tokens, which {kernel} decodes causally"
             raise BatchError(text, hint="set use_trtllm = false under [backends.FLASHINFER]")
-        if xqa:
-            mask = self._masks.mask(last - first, length, causal)
-        return TRTLLMDecode(
-            **self._shared(common, "decode", first, last),
-            backend=kernel.name,
-            q_len_per_req=length,
-            mask=mask,
-            keyless=self._keyless(common, first, last, length),
-        )
-
-    def _keyless(self, common: CommonAttentionMetadata, first: int, last: int, length: int) -> Tensor | None:
-        """Return which rows belong to requests without keys; None without any, as far as the host knows."""
-        if common.seq_lens_cpu.numpy()[first:last].all():
-            return None
-        empty = common.seq_lens[first:last] == 0
-        return empty if length == 1 else empty.repeat_interleave(length)
+        if xqa and length > 1:
+            key = length, common.causal and not config.non_causal
+            if key not in self._masks:  # made once for all batches, so that it stays where it is
+                every = draft_mask(*key).expand(self.context.max_num_seqs, -1, -1).contiguous()
+                self._masks[key] = every.to(self.context.device)
+            mask = self._masks[key][: last - first]
+        if not common.seq_lens_cpu.numpy()[first:last].all():  # as far as the host knows
+            keyless = common.seq_lens[first:last] == 0
+            keyless = keyless if length == 1 else keyless.repeat_interleave(length)
+        part = self._trtllm_part(common, "decode", first, last, keyless)
+        more = {"max_seq_len": common.max_seq_len, "q_len_per_req": length, "mask": mask, "backend": kernel.name}
+        part.step |= more
+        return part
 
 
-class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
+class FlashInferImpl(AttentionImpl[list[Part]]):
     """Runs one layer. Layers of a kind may have scales of their own: no plan holds one."""
 
     def __init__(self, context: BackendContext, terms: Terms) -> None:
@@ -302,53 +271,24 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
-        attn_metadata: FlashInferMetadata,
+        attn_metadata: list[Part],
         outputs: Outputs,
     ) -> Tensor:
         """As ``AttentionImpl.forward``."""
         assert kv_cache is not None
         arguments = self._arguments
-        for part in attn_metadata.parts:
+        for part in attn_metadata:
             start, end = part.start, part.end
             rows = outputs.rows(slice(start, end)) if start else outputs.first(end)
             whole = start == 0 and end == query.shape[0]
-            # The kernels read no strides of what they write.
-            into = _packed(rows)
+            into = packed(rows)
             part.attend(arguments, query if whole else query[start:end], kv_cache, into)
-            if into is not rows:
-                _copy(into, rows)
+            copy_back(into, rows)
         return outputs.output
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(library.FlashInferLibraryBackend):
     """``FLASHINFER``."""
 
     impl_cls = FlashInferImpl
     builder_cls = FlashInferMetadataBuilder
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        library.flashinfer()
-
-
-def _packed(outputs: Outputs) -> Outputs:
-    """Return the outputs themselves, or contiguous memory where theirs is not."""
-    output, lse = outputs.output, outputs.lse
-    if output.is_contiguous() and (lse is None or lse.is_contiguous()):
-        return outputs
-    return replace(outputs, output=_memory(output), lse=None if lse is None else _memory(lse))
-
-
-def _memory(written: Tensor) -> Tensor:
-    if written.is_contiguous():
-        return written
-    return torch.empty_like(written, memory_format=torch.contiguous_format)
-
-
-def _copy(made: Outputs, outputs: Outputs) -> None:
-    """Bring what was written into other memory to where it belongs."""
-    if made.output is not outputs.output:
-        outputs.output.copy_(made.output)
-    if outputs.lse is not None and made.lse is not None and made.lse is not outputs.lse:
-        outputs.lse.copy_(made.lse)

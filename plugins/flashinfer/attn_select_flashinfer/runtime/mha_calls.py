@@ -6,7 +6,8 @@ A part holds what its step fixes. What a layer fixes is ``LayerArguments``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,9 @@ from attn_select.runtime import ops
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.native_wrappers import PageLists, PhaseKernel
+from attn_select_flashinfer.runtime.native_wrappers import E4M3, PhaseKernel
 from attn_select_flashinfer.runtime.plans import Plan
 from attn_select_flashinfer.runtime.scores import blank_rows, float_sinks, natural_lse, power_for
-
-E4M3 = FP8_DTYPES["fp8_e4m3"]
 
 
 class Native(NamedTuple):
@@ -43,7 +42,7 @@ class LayerArguments:
         # quantized: whether the cache is FP8: otherwise the scales are not read
         self._scale, self.scales, self.quantized = terms.scale, terms.scales, quantized
         self.sinks = float_sinks(terms).sinks
-        self._made: dict[tuple[bool, bool, bool], Native] = {}
+        self._made: dict[PhaseKernel, Native] = {}
         self._bmm: dict[tuple[bool, float | None], tuple[float, float]] = {}
         self._output_scale: tuple[Tensor, float] | None = None
 
@@ -62,17 +61,17 @@ class LayerArguments:
         # its own, unless it is 1 (flashinfer/prefill.py, decode.py 0.6.14). So ``q_scale`` is everything that the
         # scores are multiplied by. Where that is below ``LEAST_SCALE``, queries are divided by a power of two and
         # ``q_scale`` is multiplied by it. That is exact, except for FP8 numbers that become too small to matter.
-        key = kernel.fp8_query, kernel.sinks, kernel.single_token
-        if key not in self._made:
-            self._made[key] = self._fp8(kernel) if kernel.fp8_query else self._plain(kernel)
-        return self._made[key]
+        if kernel not in self._made:
+            self._made[kernel] = self._fp8(kernel) if kernel.kernel.fp8_query else self._plain(kernel)
+        return self._made[kernel]
 
     def _fp8(self, kernel: PhaseKernel) -> Native:
         """Return scales per head, as fa3 reads them. It folds them into its products, so no other kernel runs."""
         scales = self.scales
         least_k = float(scales.k.min()) if scales.k.ndim else scales.k_float
         query = scales.q * power_for(self._scale * scales.q_float * least_k)
-        heads = (kernel.num_heads, kernel.num_kv_heads, kernel.num_kv_heads)
+        config = kernel.context.config
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         by_head = (s.expand(count).contiguous() for s, count in zip((query, scales.k, scales.v), heads, strict=True))
         return Native(tuple(by_head), {"q_scale": self._scale}, query)
 
@@ -85,9 +84,9 @@ class LayerArguments:
         power = power_for(scale)
         scale *= power
         divisor = None if power == 1.0 else power
-        if kernel.sinks and kernel.single_token:
+        if kernel.kernel.sinks and kernel.single_token:
             return Native((), {**keywords, "q_scale": scale, "sinks": self.sinks}, divisor)
-        if kernel.sinks:
+        if kernel.kernel.sinks:
             return Native((self.sinks, scale), keywords, divisor)
         return Native((), {**keywords, "q_scale": scale}, divisor)
 
@@ -127,34 +126,35 @@ class Part(ABC):
 
     @abstractmethod
     def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
-        """Attend.
+        """Attend ``query (end - start, num_heads, head_size)`` to ``kv_cache (num_blocks, 2, …)``.
 
-        Args:
-            query: ``(end - start, num_heads, head_size)`` in the compute dtype.
-            kv_cache: ``(num_blocks, 2, …)``.
-            outputs: contiguous, of these tokens.
+        The query is in the compute dtype. The outputs are contiguous, of these tokens.
         """
 
 
 @dataclass(slots=True, kw_only=True)
 class NativePart(Part):
-    """A call of a planned wrapper."""
+    """A call of a planned wrapper: one token per request by the decode wrapper, or queries of any length."""
 
     plan: Plan  # of this step, on one of FlashInfer's wrappers
     kernel: PhaseKernel  # what it was planned with
-    lists: PageLists | None  # the pages that it reads; None where these are rows of the block table
+    seq_lens: Tensor | None = None  # of CuTe DSL's decode alone: int32 ``(B,)`` on the device
 
     def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
+        if self.seq_lens is not None:
+            outputs.output.zero_()  # CuTe DSL's clusters add to it (reduction "atomic")
         self.run(layer, query, kv_cache, outputs)
         if outputs.lse is not None:
             natural_lse(outputs.lse, layer.sinks)
+        if self.seq_lens is not None:  # FlashInfer does not say what that kernel writes for a request without keys
+            blank_rows(outputs, self.seq_lens == 0, layer.sinks)
 
     def run(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         """Attend; the LSE in base 2."""
         kernel = self.kernel
         arguments, scales, divisor = layer.native(kernel)
         if divisor is not None:
-            query = ops.quantize_fp8(query, divisor, kernel.query_dtype) if kernel.fp8_query else query / divisor
+            query = ops.quantize_fp8(query, divisor, E4M3) if kernel.kernel.fp8_query else query / divisor
         run = self.plan.ready().run
         if outputs.lse is None:
             run(query, kv_cache, *arguments, out=outputs.output, **scales)
@@ -162,38 +162,14 @@ class NativePart(Part):
             run(query, kv_cache, *arguments, out=outputs.output, lse=outputs.lse, return_lse=True, **scales)
 
 
-@dataclass(slots=True, kw_only=True)
-class FIPrefill(NativePart):
-    """Queries of any length, by ``BatchPrefillWithPagedKVCacheWrapper``."""
-
-    qo_indptr: Tensor  # int32 ``(B + 1,)`` on the host, prefix sums of the query lengths
-    causal: bool  # whether queries see keys up to their own position
-
-
-@dataclass(slots=True, kw_only=True)
-class FIDecode(NativePart):
-    """One token per request, by ``BatchDecodeWithPagedKVCacheWrapper``."""
-
-    seq_lens: Tensor  # int32 ``(B,)`` on the device
-
-    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
-        if self.kernel.backend != "cute-dsl":
-            NativePart.attend(self, layer, query, kv_cache, outputs)
-            return
-        outputs.output.zero_()  # the kernel's clusters add to it (reduction "atomic")
-        NativePart.attend(self, layer, query, kv_cache, outputs)
-        # FlashInfer does not say what the kernel writes for a request without keys.
-        blank_rows(outputs, self.seq_lens == 0, layer.sinks)
-
-
 # FlashInfer's ``MultiLevelCascadeAttentionWrapper`` does the same, but takes one softmax scale per plan instead of
 # one per layer, no FP8 scales, no output and no sinks, and returns no LSE.
 @dataclass(slots=True, kw_only=True)
-class FICascade(Part):
+class Cascade(Part):
     """A prefix that all requests share, attended to once by all queries, and each request's rest; merged."""
 
-    prefix: FIPrefill
-    rest: FIPrefill
+    prefix: NativePart
+    rest: NativePart
 
     def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         output, lse = outputs.output, outputs.lse
@@ -207,29 +183,15 @@ class FICascade(Part):
 
 
 @dataclass(slots=True, kw_only=True)
-class TRTLLMPart(Part):
-    """What both TRT-LLM calls take."""
+class TrtllmPart(Part):
+    """A call of one of the TRT-LLM functions."""
 
-    workspace: Tensor  # zeroed once; its first bytes are counters that the kernels leave at zero
-    block_tables: Tensor  # int32 ``(B, W)``, contiguous
-    seq_lens: Tensor  # int32 ``(B,)`` on the device
-    max_seq_len: int  # the most keys of a request, or a bound
-    window_left: int
-    kv_layout: str
+    function: Callable[..., Any]
+    step: dict[str, Any]  # the arguments that the step fixes
     fp8_query: bool
-    step: dict[str, Any] = field(init=False, repr=False)  # the arguments of the call that the step fixes
+    keyless: Tensor | None = None  # bool ``(end - start,)`` on the device, rows of requests without keys, to be blanked
 
-    def _shared(self) -> dict[str, Any]:
-        """Return what both functions take of a step."""
-        return {
-            "workspace_buffer": self.workspace,
-            "block_tables": self.block_tables,
-            "seq_lens": self.seq_lens,
-            "window_left": self.window_left,
-            "kv_layout": self.kv_layout,
-        }
-
-    def _call(self, function: Any, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
+    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
         bmm1, bmm2 = layer.trtllm(self.fp8_query, outputs)
         output, lse = outputs.output, outputs.lse
         more: dict[str, Any] = self.step
@@ -240,56 +202,10 @@ class TRTLLMPart(Part):
             output = fp4_output(outputs, self.start)
         # The kernel takes no strides of the query.
         query = ops.quantize_fp8(query, layer.scales.q, E4M3) if self.fp8_query else query.contiguous()
-        function(query, kv_cache, bmm1_scale=bmm1, bmm2_scale=bmm2, sinks=layer.sinks, out=output, **more)
+        self.function(query, kv_cache, bmm1_scale=bmm1, bmm2_scale=bmm2, sinks=layer.sinks, out=output, **more)
         if lse is not None:
             natural_lse(lse, layer.sinks)
-
-
-@dataclass(slots=True, kw_only=True)
-class TRTLLMPrefill(TRTLLMPart):
-    """Causal queries of any length, by ``trtllm_batch_context_with_kv_cache``."""
-
-    cum_seq_lens_q: Tensor  # cum_seq_lens_q, cum_seq_lens_kv: int32 ``(B + 1,)`` on the device
-    cum_seq_lens_kv: Tensor
-    max_q_len: int  # the longest query
-
-    def __post_init__(self) -> None:
-        self.step = {
-            **self._shared(),
-            "max_q_len": self.max_q_len,
-            "max_kv_len": self.max_seq_len,
-            "batch_size": len(self.seq_lens),
-            "cum_seq_lens_q": self.cum_seq_lens_q,
-            "cum_seq_lens_kv": self.cum_seq_lens_kv,
-        }
-
-    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
-        self._call(library.flashinfer().trtllm_batch_context_with_kv_cache, layer, query, kv_cache, outputs)
-
-
-@dataclass(slots=True, kw_only=True)
-class TRTLLMDecode(TRTLLMPart):
-    """Short queries, by ``trtllm_batch_decode_with_kv_cache``."""
-
-    backend: str  # ``xqa`` or ``trtllm-gen``
-    q_len_per_req: int  # tokens of every request
-    # XQA's for more than one token, uint16 ``(B, q_len_per_req, 2 * ceil(q_len_per_req / 32))``, a bit per draft token
-    # that is seen
-    mask: Tensor | None
-    keyless: Tensor | None  # bool ``(end - start,)`` on the device, rows of requests without keys, to be blanked
-
-    def __post_init__(self) -> None:
-        self.step = {
-            **self._shared(),
-            "max_seq_len": self.max_seq_len,
-            "q_len_per_req": self.q_len_per_req,
-            "mask": self.mask,
-            "backend": self.backend,
-        }
-
-    def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
-        self._call(library.flashinfer().trtllm_batch_decode_with_kv_cache, layer, query, kv_cache, outputs)
         if self.keyless is not None:  # XQA writes NaN there with an FP8 cache
-            output = outputs.output
-            blanked = output.view(torch.uint8) if output.dtype in FP8_DTYPES.values() else output
+            written = outputs.output
+            blanked = written.view(torch.uint8) if written.dtype in FP8_DTYPES.values() else written
             blanked.masked_fill_(self.keyless.view(-1, 1, 1), 0)

@@ -12,9 +12,9 @@ from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select_flashinfer.runtime.compiled_plan import LISTS, PREFILL, CompiledPlan, Recorder, RowLists, RowsPlan
-from attn_select_flashinfer.runtime.mha_calls import FICascade, FIDecode, FIPrefill
+from attn_select_flashinfer.runtime.mha_calls import Cascade, NativePart
 from attn_select_flashinfer.runtime.native_wrappers import NativePlan, PageLists, PhaseKernel, WrapperPool
-from attn_select_flashinfer.runtime.plans import Plan, Wrapper
+from attn_select_flashinfer.runtime.plans import Wrapper
 
 
 class NativeBuilder:
@@ -22,27 +22,27 @@ class NativeBuilder:
 
     def __init__(self, context: BackendContext, scratch_bytes: int) -> None:
         # scratch_bytes: of the buffer for partial results, reserved here
-        self._context = context
-        self._page = context.block_size or 1
+        self._device, self._page = context.device, context.block_size or 1
         self.pool = WrapperPool(context, torch.empty(scratch_bytes, dtype=torch.uint8, device=context.device))
         self._rows = RowLists(self._page, context.device)
         self._causal, self._windowed = not context.config.non_causal, context.config.sliding_window is not None
 
-    def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> FIDecode:
+    def decode(self, common: CommonAttentionMetadata, kernel: PhaseKernel, last: int) -> NativePart:
         """Plan the batch's first ``last`` requests, which have one token each."""
         wrapper, seq_lens = self.pool.eager(kernel, "decode"), _cut(common.seq_lens_cpu, 0, last)
-        compiled = wrapper.compiled.get(False) if kernel.backend == "fa2" else None
+        compiled = wrapper.compiled.get(False) if kernel.kernel.backend == "fa2" else None
         rows = None if compiled is None else self._rows.of(common, 0, last)
         if rows is not None:
             bounds, on_device = self._rows.counted(last)
             written = dict(zip(LISTS, (on_device, *rows.device), strict=True))
-            return self._decode_by_rows(wrapper, kernel, common, bounds, seq_lens, written)
-        lists = self._lists(seq_lens)
-        part = self._planned_decode(wrapper, kernel, lists, common)
-        self._flatten(common, lists, 0)
-        return part
+            plan = self._plan_rows(wrapper, kernel, common, bounds, seq_lens, written)
+        else:
+            lists = PageLists.of(seq_lens, self._page, None, self._device)
+            plan = self._plan_decode(wrapper, kernel, lists)
+            self._flatten(common, lists, 0)
+        return _decoding(common, kernel, plan, last)
 
-    def _decode_by_rows(
+    def _plan_rows(
         self,
         wrapper: Wrapper,
         kernel: PhaseKernel,
@@ -50,32 +50,19 @@ class NativeBuilder:
         bounds: Tensor,
         seq_lens: Tensor,
         written: dict[str, Any],
-    ) -> FIDecode:
-        """Plan by the compiled function. The wrapper reads ``written``."""
-        last = seq_lens.shape[0]
-        host = (bounds, *self._rows.host(kernel, seq_lens, None), last)
+    ) -> NativePlan:
+        """Plan decodes by the compiled function. The wrapper reads ``written``."""
+        host = (bounds, *self._rows.host(kernel, seq_lens, None), seq_lens.shape[0])
         written["_max_kv_len"] = common.max_seq_len
-        plan = RowsPlan(wrapper, self.pool, kernel, wrapper.compiled[False], host, written)
-        return self._decoding(plan, kernel, common, last, None)
+        return RowsPlan(wrapper, self.pool, kernel, wrapper.compiled[False], host, written)
 
-    @staticmethod
-    def _decoding(
-        plan: Plan, kernel: PhaseKernel, common: CommonAttentionMetadata, end: int, lists: PageLists | None
-    ) -> FIDecode:
-        lens = _cut(common.seq_lens, 0, end)
-        return FIDecode(
-            phase="decode", label=kernel.label, start=0, end=end, plan=plan, kernel=kernel, lists=lists, seq_lens=lens
-        )
-
-    def _planned_decode(
-        self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists, common: CommonAttentionMetadata
-    ) -> FIDecode:
+    def _plan_decode(self, wrapper: Wrapper, kernel: PhaseKernel, lists: PageLists) -> NativePlan:
         """Plan by FlashInfer's ``plan``, and keep what that calls."""
-        given, end = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len), lists.num_reqs
+        given = (lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
         with Recorder(wrapper.made) as recorder:
             plan = NativePlan(wrapper, self.pool, kernel, given, {"seq_lens": lists.seq_lens})
-        _keep(wrapper, False, recorder.compiled(lists, end))
-        return self._decoding(plan, kernel, common, end, lists)
+        _keep(wrapper, False, recorder.compiled(lists, lists.num_reqs))
+        return plan
 
     def prefill(
         self,
@@ -88,7 +75,7 @@ class NativeBuilder:
         label: str | None = None,
         skipped: int = 0,
         alone: bool = False,
-    ) -> FIPrefill:
+    ) -> NativePart:
         """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence."""
         # alone: each has at most one token, the last of its sequence, so that causality hides no key from it
         causal = alone or (self._causal and common.causal)
@@ -104,68 +91,31 @@ class NativeBuilder:
         wrapper, longest = self.pool.eager(kernel, phase), common.max_query_len
         compiled = None if skipped else wrapper.compiled.get(causal)
         rows = None if compiled is None else self._rows.of(common, first, last)
+        plan: NativePlan
         if compiled is not None and rows is not None:
             host = (qo_indptr, *self._rows.host(kernel, seq_lens, rows.starts), end - start)
             on_device = _cut(common.query_start_loc, first, last + 1)
-            written: dict[str, Any] = dict(
-                zip(LISTS, (on_device - start if start else on_device, *rows.device), strict=True)
-            )
+            lists_read = (on_device - start if start else on_device, *rows.device)
+            written: dict[str, Any] = dict(zip(LISTS, lists_read, strict=True))
             written |= dict(zip(PREFILL, (last - first, causal, longest, end - start), strict=True))
             written["_max_kv_len"] = common.max_seq_len
             plan = RowsPlan(wrapper, self.pool, kernel, compiled, host, written)
-            return self._part(phase, label, (start, end), plan, kernel, None, qo_indptr, causal)
-        lists = self._lists(seq_lens - skipped if skipped else seq_lens)
-        with Recorder(wrapper.made, PREFILL) as recorder:
-            part = self._queries(phase, wrapper, kernel, (start, end), qo_indptr, lists, causal, longest, label)
-        _keep(wrapper, causal, recorder.compiled(lists, end - start))
-        # The plan has copied the prefix sums to the device already (FlashInfer 0.6.14 keeps them there by this name).
-        indptr = getattr(wrapper.made, "_paged_kv_indptr_buf", None)
-        self._flatten(common, lists, first, skipped, indptr)
-        return part
+        else:
+            lists = PageLists.of(seq_lens - skipped if skipped else seq_lens, self._page, None, self._device)
+            with Recorder(wrapper.made, PREFILL) as recorder:
+                plan = self._plan_queries(wrapper, kernel, qo_indptr, lists, causal, longest)
+            _keep(wrapper, causal, recorder.compiled(lists, end - start))
+            # The plan has copied the prefix sums to the device already (FlashInfer 0.6.14 keeps them by this name).
+            self._flatten(common, lists, first, skipped, getattr(wrapper.made, "_paged_kv_indptr_buf", None))
+        return NativePart(phase=phase, label=label or kernel.label, start=start, end=end, plan=plan, kernel=kernel)
 
-    def _lists(self, seq_lens: Tensor) -> PageLists:
-        return PageLists.of(seq_lens, self._page, None, self._context.device)
-
-    def _queries(
-        self,
-        phase: str,
-        wrapper: Wrapper,
-        kernel: PhaseKernel,
-        tokens: tuple[int, int],
-        qo_indptr: Tensor,
-        lists: PageLists,
-        causal: bool,
-        longest: int,
-        label: str | None = None,
-    ) -> FIPrefill:
-        """Plan queries of any length, tokens ``tokens[0] .. tokens[1] - 1`` of the step."""
+    def _plan_queries(
+        self, wrapper: Wrapper, kernel: PhaseKernel, qo_indptr: Tensor, lists: PageLists, causal: bool, longest: int
+    ) -> NativePlan:
+        """Plan queries of any length by FlashInfer's ``plan``."""
         given = (qo_indptr, lists.paged_kv_indptr, lists.paged_kv_indices, lists.paged_kv_last_page_len)
         more = {"causal": causal, "seq_lens": lists.seq_lens, "max_token_per_sequence": longest}
-        plan = NativePlan(wrapper, self.pool, kernel, given, more)
-        return self._part(phase, label, tokens, plan, kernel, lists, qo_indptr, causal)
-
-    @staticmethod
-    def _part(
-        phase: str,
-        label: str | None,
-        tokens: tuple[int, int],
-        plan: NativePlan,
-        kernel: PhaseKernel,
-        lists: PageLists | None,
-        qo_indptr: Tensor,
-        causal: bool,
-    ) -> FIPrefill:
-        return FIPrefill(
-            phase=phase,
-            label=label or kernel.label,
-            start=tokens[0],
-            end=tokens[1],
-            plan=plan,
-            kernel=kernel,
-            lists=lists,
-            qo_indptr=qo_indptr,
-            causal=causal,
-        )
+        return NativePlan(wrapper, self.pool, kernel, given, more)
 
     def _flatten(
         self,
@@ -185,45 +135,48 @@ class NativeBuilder:
         if skipped:
             rows = rows[:, skipped // self._page :]
         if indptr is None:
-            indptr = to_device(lists.paged_kv_indptr, self._context.device)
+            indptr = to_device(lists.paged_kv_indptr, self._device)
         ops.flatten_block_table(rows, indptr, lists.paged_kv_indices)
 
-    def captured(self, common: CommonAttentionMetadata, kernel: PhaseKernel) -> FIDecode | FIPrefill:
+    def captured(self, common: CommonAttentionMetadata, kernel: PhaseKernel) -> NativePart:
         """Plan one token per request for a CUDA graph, making a wrapper for this batch size if there is none."""
         requests, buffers = common.num_reqs, self.pool.buffers
         assert buffers is not None
         wrapper = self.pool.captured(kernel, requests)
-        if kernel.backend == "fa2" and wrapper.compiled and self._rows.fill(common, buffers):
+        if kernel.kernel.backend == "fa2" and wrapper.compiled and self._rows.fill(common, buffers):
             written = {name: getattr(wrapper.made, name) for name in LISTS}
             bounds = self._rows.counted(requests)[0]
-            return self._decode_by_rows(wrapper, kernel, common, bounds, common.seq_lens_cpu, written)
+            plan = self._plan_rows(wrapper, kernel, common, bounds, common.seq_lens_cpu, written)
+            return _decoding(common, kernel, plan, requests)
         buffers.by_rows = False
-        lists = PageLists.of(common.seq_lens_cpu, self._page, buffers.paged_kv_indices, self._context.device)
-        part: FIDecode | FIPrefill
+        lists = PageLists.of(common.seq_lens_cpu, self._page, buffers.paged_kv_indices, self._device)
         if kernel.single_token:
-            part = self._planned_decode(wrapper, kernel, lists, common)
+            plan = self._plan_decode(wrapper, kernel, lists)
         else:
-            qo_indptr = torch.arange(requests + 1, dtype=torch.int32)
-            part = self._queries("decode", wrapper, kernel, (0, requests), qo_indptr, lists, True, 1)
-        indptr = buffers.paged_kv_indptr[: requests + 1]
-        assert common.block_table_tensor is not None
-        ops.flatten_block_table(common.block_table_tensor, indptr, lists.paged_kv_indices)
-        return part
+            counted = torch.arange(requests + 1, dtype=torch.int32)
+            plan = self._plan_queries(wrapper, kernel, counted, lists, True, 1)
+        self._flatten(common, lists, 0, 0, buffers.paged_kv_indptr[: requests + 1])
+        return _decoding(common, kernel, plan, requests)
 
-    def cascade(self, common: CommonAttentionMetadata, kernel: PhaseKernel, prefix_len: int) -> FICascade:
+    def cascade(self, common: CommonAttentionMetadata, kernel: PhaseKernel, prefix_len: int) -> Cascade:
         """Plan the first ``prefix_len`` tokens, in the same pages for all requests, and each request's rest."""
         # Both run by the decode kernel, which splits long sequences whatever the number of queries.
         table, tokens = common.block_table_tensor, common.num_actual_tokens
         assert table is not None
         kernel = kernel.any_length
         rest = self.prefill(common, kernel, 0, common.num_reqs, phase="decode", skipped=prefix_len)
-        lists = PageLists.of(torch.tensor([prefix_len], dtype=torch.int32), self._page, table[0], self._context.device)
+        lists = PageLists.of(torch.tensor([prefix_len], dtype=torch.int32), self._page, table[0], self._device)
         own = kernel.without_sinks
-        qo_indptr = torch.tensor([0, tokens], dtype=torch.int32)
-        wrapper = self.pool.eager(own, "prefill")
-        prefix = self._queries("prefill", wrapper, own, (0, tokens), qo_indptr, lists, False, tokens)
-        label = f"cascade, {kernel.label}"
-        return FICascade(phase="decode", label=label, start=0, end=tokens, prefix=prefix, rest=rest)
+        bounds = torch.tensor([0, tokens], dtype=torch.int32)
+        plan = self._plan_queries(self.pool.eager(own, "prefill"), own, bounds, lists, False, tokens)
+        place: dict[str, Any] = {"phase": "decode", "label": f"cascade, {kernel.label}", "start": 0, "end": tokens}
+        return Cascade(**place, prefix=NativePart(**place, plan=plan, kernel=own), rest=rest)
+
+
+def _decoding(common: CommonAttentionMetadata, kernel: PhaseKernel, plan: NativePlan, last: int) -> NativePart:
+    """Return the part of the first ``last`` requests, of one token each."""
+    lens = _cut(common.seq_lens, 0, last) if kernel.kernel.backend == "cute-dsl" else None
+    return NativePart(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, seq_lens=lens)
 
 
 def _cut(list_: Tensor, first: int, last: int) -> Tensor:

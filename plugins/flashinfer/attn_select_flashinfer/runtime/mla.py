@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attn_select.runtime.backend import (
-    AttentionBackend,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -112,26 +110,13 @@ class FlashInferMLAImpl(MLAAttentionImpl):
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mha``."""
         tokens = attn_metadata.num_tokens
-        if not tokens:
-            return outputs.output
-        own = outputs.first(tokens)
-        if attn_metadata.how is not None:
-            tensors = (query[:tokens], key, value)
-            attn_metadata.runner.run(attn_metadata.how, self.terms, tensors, own)
-            return outputs.output
-        own.output.zero_()
-        if own.lse is not None:
-            own.lse.fill_(-torch.inf)
+        if tokens:
+            attn_metadata.run(self.terms, (query[:tokens], key, value), outputs.first(tokens))
         return outputs.output
 
 
-class FlashInferMLABackend(AttentionBackend):
+class FlashInferMLABackend(library.FlashInferLibraryBackend):
     """``FLASHINFER_MLA``."""
 
     impl_cls = FlashInferMLAImpl
     builder_cls = FlashInferMLAMetadataBuilder
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        library.flashinfer()

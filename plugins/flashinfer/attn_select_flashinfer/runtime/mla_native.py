@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import staging, to_device
@@ -52,6 +53,27 @@ class Lists(NamedTuple):
     keys: Tensor
 
 
+def plan_arguments(config: AttentionConfig, page_size: int) -> dict[str, Any]:
+    """Return what every plan of the wrapper gets of a kind of layers."""
+    layouts = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}
+    return {
+        "num_heads": config.num_heads,
+        "head_dim_ckv": config.kv_lora_rank,
+        "head_dim_kpe": config.qk_rope_head_dim,
+        "page_size": page_size,
+        "q_data_type": PLAIN_DTYPES[config.dtype],
+        "kv_data_type": storage_dtype(config.cache_dtype),
+        **({} if library.flashinfer().MLAPlanMetadata is None else layouts),
+    }
+
+
+def given_lists(queries: Tensor, pages: Tensor, keys: Tensor, indices: Tensor) -> dict[str, Any]:
+    """Return a plan's lists as the release takes them."""
+    lists = {"qo_indptr": queries, "kv_indptr": pages, "kv_indices": indices, "kv_len_arr": keys}
+    metadata = library.flashinfer().MLAPlanMetadata
+    return lists if metadata is None else {"metadata": metadata.csr(**lists)}
+
+
 class NativeDecode:
     """Plans the decodes of one kind of layers."""
 
@@ -77,16 +99,7 @@ class NativeDecode:
         self._eager = self._wrapper()
         self._captured: dict[int, Wrapper] = {}
         self._known: dict[int, Tensor] = {}
-        self._fixed: dict[str, Any] = {
-            "num_heads": self._heads,
-            "head_dim_ckv": config.kv_lora_rank,
-            "head_dim_kpe": config.qk_rope_head_dim,
-            "page_size": self._size,
-            "q_data_type": PLAIN_DTYPES[config.dtype],
-            "kv_data_type": storage_dtype(config.cache_dtype),
-        }
-        if self._metadata is not None:
-            self._fixed |= {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}
+        self._fixed = plan_arguments(config, self._size)
 
     def _check_capacity(self) -> int:
         """Return how many tokens a batch may have."""
@@ -138,24 +151,16 @@ class NativeDecode:
         requests = len(lists.keys)
         wrapper = self._captured.get(requests, self._eager)
         if self._metadata is None:
-            given = self._given(lists, _rows(common))
+            indices = _rows(common)
         else:
-            given = {"metadata": self._metadata.csr(**self._flattened(common, lists, wrapper))}
-        arguments = {**given, "causal": causal, **self._fixed}
+            lists, indices = self._flattened(common, lists, wrapper)
+        arguments = {**given_lists(*lists, indices), "causal": causal, **self._fixed}
         balanced = None
         if self._balanced is not None and single and self._heads <= self._tile(common.num_actual_tokens, requests):
             balanced = BalancedPlan(self._balanced, *lists, _rows(common))
         return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale, balanced)
 
-    def _given(self, lists: Lists, indices: Tensor) -> dict[str, Tensor]:
-        return {
-            "qo_indptr": lists.queries,
-            "kv_indptr": lists.pages,
-            "kv_indices": indices,
-            "kv_len_arr": lists.keys,
-        }
-
-    def _flattened(self, common: CommonAttentionMetadata, lists: Lists, wrapper: Wrapper) -> dict[str, Tensor]:
+    def _flattened(self, common: CommonAttentionMetadata, lists: Lists, wrapper: Wrapper) -> tuple[Lists, Tensor]:
         """Return the lists with the pages that each request has, no more, one request behind the other."""
         table, requests = common.block_table_tensor, len(lists.keys)
         assert table is not None
@@ -172,7 +177,7 @@ class NativeDecode:
         else:
             indices = torch.empty(total, dtype=torch.int32, device=table.device)
         ops.flatten_block_table(table, to_device(pages, self._context.device), indices)
-        return self._given(Lists(lists.queries, pages, lists.keys), indices)
+        return Lists(lists.queries, pages, lists.keys), indices
 
     def _lists(self, common: CommonAttentionMetadata) -> Lists:
         requests, longest, table = common.num_reqs, common.max_query_len, common.block_table_tensor

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -29,24 +30,41 @@ from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.plans import PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
-from attn_select_flashinfer.runtime.scores import LN2, blank_rows, power_for
+from attn_select_flashinfer.runtime.scores import LN2, blank_rows, copy_back, packed, power_for
 
 
 @dataclass(slots=True)
 class RaggedCall:
-    """One ``forward_mha`` call: its queries, who runs it, and how; None where there is nothing to attend to."""
+    """One ``forward_mha`` call; by itself one of queries without any key."""
 
     num_tokens: int
-    runner: PlannedRagged | DirectRagged
-    how: Any
+
+    def run(self, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs) -> None:
+        """Attend: ``(query, key, value)`` of the call's tokens and keys."""
+        outputs.output.zero_()
+        if outputs.lse is not None:
+            outputs.lse.fill_(-torch.inf)
 
 
 @dataclass(slots=True)
-class PlannedPrefill:
-    """One call of fa2 or fa3: its plan, and bool ``(T,)`` queries of requests without keys; None: there is none."""
+class PlannedPrefill(RaggedCall):
+    """One call of fa2 or fa3."""
 
-    call: ScaledPlan
-    blank: Tensor | None
+    plan: ScaledPlan
+    blank: Tensor | None  # bool ``(T,)`` on the device, queries of requests without keys; None: there is none
+
+    def run(self, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs) -> None:
+        """As ``RaggedCall.run``."""
+        power = power_for(terms.scale)
+        wrapper, (query, *rest), made = self.plan.ready_for(terms.scale * power), tensors, packed(outputs)
+        if power != 1.0:
+            query = query / power
+        wrapper.run(query, *rest, out=made.output, lse=made.lse, return_lse=made.lse is not None)
+        if made.lse is not None:
+            made.lse.mul_(LN2)
+        copy_back(made, outputs)
+        if self.blank is not None:
+            blank_rows(outputs, self.blank)
 
 
 class PlannedRagged:
@@ -77,15 +95,15 @@ class PlannedRagged:
             self._used = 0
         tokens = int(varlen.query_start_loc_cpu[-1])
         if not tokens or not int(varlen.key_start_loc_cpu[-1]):
-            return RaggedCall(tokens, self, None)
+            return RaggedCall(tokens)
         arguments = {
             "qo_indptr": varlen.query_start_loc_cpu.clone(),  # a copy: the call may be planned again
             "kv_indptr": varlen.key_start_loc_cpu.clone(),
             "causal": varlen.causal,
             **self._fixed,
         }
-        call = ScaledPlan(tokens, self._next(), self._ring, arguments, self._scale)
-        return RaggedCall(tokens, self, PlannedPrefill(call, blank_of(varlen)))
+        plan = ScaledPlan(tokens, self._next(), self._ring, arguments, self._scale)
+        return PlannedPrefill(tokens, plan, blank_of(varlen))
 
     def _next(self) -> Wrapper:
         if self._used == len(self._wrappers):
@@ -105,22 +123,6 @@ class PlannedRagged:
         tiles = context.max_num_batched_tokens // 64 + context.max_num_seqs
         return min(INT_WORKSPACE, MIB // 4 + 40 * tiles * context.config.num_heads)
 
-    def run(self, call: PlannedPrefill, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs) -> None:
-        """Attend: ``(query, key, value)`` of the call's tokens and keys."""
-        power, output, lse = power_for(terms.scale), outputs.output, outputs.lse
-        wrapper, (query, *rest) = call.call.ready_for(terms.scale * power), tensors
-        if power != 1.0:
-            query = query / power
-        out = output.contiguous()
-        base2 = None if lse is None else lse.contiguous()
-        wrapper.run(query, *rest, out=out, lse=base2, return_lse=lse is not None)
-        if out is not output:
-            output.copy_(out)
-        if lse is not None and base2 is not None:
-            torch.mul(base2, LN2, out=lse)
-        if call.blank is not None:
-            blank_rows(outputs, call.blank)
-
 
 @dataclass(slots=True)
 class Run:
@@ -135,13 +137,26 @@ class Run:
 
 
 @dataclass(slots=True)
-class DirectPrefill:
-    """One call of trtllm-gen or CUTLASS: the runs it is made of, and whether rows are in none."""
+class DirectPrefill(RaggedCall):
+    """One call of trtllm-gen or CUTLASS, made of runs."""
 
+    runner: DirectRagged
     runs: tuple[Run, ...]
-    gaps: bool
     causal: bool
     counts_sinks: bool
+
+    def run(self, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs) -> None:
+        """As ``RaggedCall.run``; sinks are float32."""
+        if sum(run.rows.stop - run.rows.start for run in self.runs) < self.num_tokens:
+            RaggedCall.run(self, terms, tensors, outputs)
+        (query, key, value), counted = tensors, terms if self.counts_sinks else terms.without_sinks()
+        for run in self.runs:
+            written = outputs.rows(run.rows)
+            made = packed(written)
+            self.runner.attend(run, self.causal, counted, query[run.rows], key[run.keys], value[run.keys], made)
+            if made.lse is not None:
+                made.lse.mul_(LN2)
+            copy_back(made, written)
 
 
 class DirectRagged:
@@ -159,27 +174,16 @@ class DirectRagged:
     def build(self, varlen: VarlenMetadata) -> RaggedCall:
         """Return one call. Does not synchronise."""
         bounds, key_bounds = varlen.query_start_loc_cpu, varlen.key_start_loc_cpu
-        lens, key_lens = bounds.diff(), key_bounds.diff()
-        active, tokens = ((lens > 0) & (key_lens > 0)).tolist(), int(bounds[-1])
+        active, tokens = ((bounds.diff() > 0) & (key_bounds.diff() > 0)).tolist(), int(bounds[-1])
         if not any(active):
-            return RaggedCall(tokens, self, None)
-        if all(active):
-            whole = (slice(0, tokens), slice(0, int(key_bounds[-1])))
-            lists = (varlen.query_start_loc, varlen.key_start_loc, varlen.key_start_loc.diff())
-            run = Run(*whole, lists, (lens, key_lens), (varlen.max_query_len, varlen.max_key_len))
-            return RaggedCall(tokens, self, DirectPrefill((run,), False, varlen.causal, varlen.counts_sinks))
+            return RaggedCall(tokens)
         runs, first = [], 0
-        while first < len(active):
-            if not active[first]:
-                first += 1
-                continue
-            last = first
-            while last < len(active) and active[last]:
-                last += 1
-            runs.append(self._run_of(bounds, key_bounds, first, last))
+        for has_both, some in groupby(active):
+            last = first + len([*some])
+            if has_both:
+                runs.append(self._run_of(bounds, key_bounds, first, last))
             first = last
-        gaps = sum(run.rows.stop - run.rows.start for run in runs) < tokens
-        return RaggedCall(tokens, self, DirectPrefill(tuple(runs), gaps, varlen.causal, varlen.counts_sinks))
+        return DirectPrefill(tokens, self, tuple(runs), varlen.causal, varlen.counts_sinks)
 
     def _run_of(self, bounds: Tensor, key_bounds: Tensor, first: int, last: int) -> Run:
         own, theirs = bounds[first : last + 1], key_bounds[first : last + 1]
@@ -190,39 +194,17 @@ class DirectRagged:
         rows, keys = (slice(int(each[0]), int(each[-1])) for each in (own, theirs))
         return Run(rows, keys, on_device, host, longest)
 
-    def run(self, call: DirectPrefill, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs) -> None:
-        """Attend: ``(query, key, value)`` of the call's tokens and keys; sinks are float32."""
-        query, key, value = tensors
-        if call.gaps:
-            outputs.output.zero_()
-            if outputs.lse is not None:
-                outputs.lse.fill_(-torch.inf)
-        for run in call.runs:
-            own = (query[run.rows], key[run.keys], value[run.keys])
-            written = outputs.rows(run.rows)
-            part, part_lse = written.output, written.lse
-            out = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-            base2 = None if part_lse is None else part_lse.contiguous()
-            if self._cutlass:
-                self._entry(
-                    *own, *run.lists[:2], max_qo_len=run.longest[0], out=out, lse=base2,
-                    causal=call.causal, sm_scale=terms.scale, return_lse=base2 is not None,
-                )  # fmt: skip
-            else:
-                counted = terms if call.counts_sinks else terms.without_sinks()
-                self._trtllm(call, run, counted, own, Outputs(out, base2))
-            if out is not part:
-                part.copy_(out)
-            if part_lse is not None and base2 is not None:
-                torch.mul(base2, LN2, out=part_lse)
-
-    def _trtllm(
-        self, call: DirectPrefill, run: Run, terms: Terms, tensors: tuple[Tensor, ...], outputs: Outputs
+    def attend(
+        self, run: Run, causal: bool, terms: Terms, query: Tensor, key: Tensor, value: Tensor, outputs: Outputs
     ) -> None:
-        lens = {}
+        """Attend to a run's keys; outputs are contiguous, the LSE in base 2."""
+        wanted: dict[str, Any] = {"out": outputs.output, "lse": outputs.lse, "return_lse": outputs.lse is not None}
+        if self._cutlass:
+            bounds, most = run.lists[:2], run.longest[0]
+            self._entry(query, key, value, *bounds, max_qo_len=most, causal=causal, sm_scale=terms.scale, **wanted)
+            return
         if self._takes_lens:
-            lens = {"q_seq_lens_cpu": run.host[0], "kv_seq_lens_cpu": run.host[1]}
-        query, key, value = tensors
+            wanted |= {"q_seq_lens_cpu": run.host[0], "kv_seq_lens_cpu": run.host[1]}
         self._entry(
             query=query.contiguous(),  # its strides are not read
             key=key,
@@ -239,12 +221,9 @@ class DirectRagged:
             cum_seq_lens_q=run.lists[0],
             cum_seq_lens_kv=run.lists[1],
             enable_pdl=None,
-            is_causal=call.causal,
-            return_lse=outputs.lse is not None,
+            is_causal=causal,
             attention_sinks=terms.sinks,
-            out=outputs.output,
-            lse=outputs.lse,
-            **lens,
+            **wanted,
         )
 
 

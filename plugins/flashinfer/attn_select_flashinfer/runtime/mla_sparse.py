@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
-    AttentionBackend,
     AttentionMetadataBuilder,
     BackendContext,
     MLAAttentionImpl,
@@ -86,7 +85,7 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
 
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
-        config, kernel = context.config, kernel_of(context)
+        kernel = kernel_of(context)
         self._native: NativeLayer | None = None
         if kernel.name == "fa3":
             self._native = NativeLayer(context, terms)
@@ -94,14 +93,8 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
             return
         self._entry = library.flashinfer().trtllm_batch_decode_with_kv_cache_mla
         self._on_12 = kernel.name == "sparse"
-        self._heads = Heads(config, kernel, terms)
-        self._fixed: dict[str, Any] = {
-            "qk_nope_head_dim": config.qk_nope_head_dim,
-            "kv_lora_rank": config.kv_lora_rank,
-            "qk_rope_head_dim": config.qk_rope_head_dim,
-            "sinks": self._heads.sinks,
-            "backend": kernel.name,
-        }
+        self._heads = Heads(context.config, kernel, terms)
+        self._fixed = self._heads.arguments
         if self._on_12:  # the cache's scales are powers of two (ops.concat_and_cache_mla)
             self._fixed["kv_scale_format"] = "pow2_fp32"
 
@@ -142,10 +135,7 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
             slots, lens = in_front(indices)
             empty, lens = lens == 0, lens.clamp_min_(1)
         width = slots.shape[1]
-        if work.lse is not None:
-            wanted: dict[str, Any] = {"lse": work.lse, "return_lse": True}
-        else:
-            wanted = {}
+        wanted: dict[str, Any] = {} if work.lse is None else {"lse": work.lse, "return_lse": True}
         self._entry(
             query=work.query.unsqueeze(1),
             kv_cache=kv_cache,
@@ -180,13 +170,8 @@ def in_front(indices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(padded < 0, filler, padded), counts
 
 
-class FlashInferMLASparseBackend(AttentionBackend):
+class FlashInferMLASparseBackend(library.FlashInferLibraryBackend):
     """``FLASHINFER_MLA_SPARSE``."""
 
     impl_cls = FlashInferMLASparseImpl
     builder_cls = FlashInferMLASparseMetadataBuilder
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        library.flashinfer()

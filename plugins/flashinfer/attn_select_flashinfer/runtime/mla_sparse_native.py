@@ -21,8 +21,8 @@ from torch import Tensor
 
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
 from attn_select_flashinfer.runtime import library
+from attn_select_flashinfer.runtime.mla_native import given_lists, plan_arguments
 from attn_select_flashinfer.runtime.mla_schedule import (
     KV_END,
     KV_LEN,
@@ -75,16 +75,8 @@ class SparseSchedules:
         size = max(plan.workspace_bytes for plan in context.plans.values())
         workspace = torch.empty(size, dtype=torch.uint8, device=context.device)
         self._wrapper = library.flashinfer().BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
-        self._fixed: dict[str, Any] = {
-            "num_heads": config.num_heads,
-            "head_dim_ckv": config.kv_lora_rank,
-            "head_dim_kpe": config.qk_rope_head_dim,
-            "page_size": 1,
-            "causal": False,
-            "sm_scale": 1.0,  # a call has its layer's
-            "q_data_type": PLAIN_DTYPES[config.dtype],
-            "kv_data_type": storage_dtype(config.cache_dtype),
-        }
+        # A call has its layer's scale.
+        self._fixed = {**plan_arguments(config, 1), "causal": False, "sm_scale": 1.0}
         self._backend: Any = None
         self._captured: dict[int, SparseCall] = {}
 
@@ -112,16 +104,7 @@ class SparseSchedules:
 
     def _plan(self) -> None:
         """Let FlashInfer plan a token that has all of its slots."""
-        ints: dict[str, Any] = {"dtype": torch.int32}
-        lists: dict[str, Any] = {
-            "qo_indptr": torch.tensor([0, 1], **ints),
-            "kv_indptr": torch.tensor([0, self._most], **ints),
-            "kv_indices": torch.zeros(self._most, **ints, device=self._device),
-            "kv_len_arr": torch.tensor([self._most], **ints),
-        }
-        metadata = library.flashinfer().MLAPlanMetadata
-        if metadata is not None:
-            layouts = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}
-            lists = {"metadata": metadata.csr(**lists), **layouts}
-        self._wrapper.plan(**lists, **self._fixed)
+        one, most = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, self._most], dtype=torch.int32)
+        indices = torch.zeros(self._most, dtype=torch.int32, device=self._device)
+        self._wrapper.plan(**given_lists(one, most, most[1:], indices), **self._fixed)
         self._backend = planned(self._wrapper)

@@ -1,10 +1,9 @@
 """Decode of MLA layers by ``trtllm_batch_decode_with_kv_cache_mla``: trtllm-gen and CuTe DSL on 10.x, XQA on 12.x.
 
 The kernels take block tables and lengths from the device; nothing is planned. Queries of one length are passed as
-``(B, q_len, H, R + Pr)`` and are causal. Queries of several lengths are passed one behind the other with their bounds,
-where that is right (``RAGGED``, ``CUTE_DSL_RAGGED``) and no LSE is asked for. Otherwise, and without causality, each
-query becomes a row of its own, whose length is the number of keys that it sees. Before 0.6.18 trtllm-gen runs each
-query in a CTA of its own anyway, so that rows cost no more than their block table.
+``(B, q_len, H, R + Pr)`` and are causal. Where lengths differ, and without causality, each query becomes a row of its
+own, whose length is the number of keys that it sees. (trtllm-gen since 0.6.18 and monolithic CuTe DSL since 0.7.2 take
+queries of several lengths with their bounds, but return no LSE then, which most groups want.)
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import Tensor
 from attn_select.backends.spec import Fact
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
-from attn_select.machine.environment import version_matches
 from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
@@ -30,15 +28,6 @@ from attn_select_flashinfer.facts.mla_kernels import MAX_HEADS, MLAKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.scores import LN2, blank_rows, float_sinks
 
-RAGGED = Fact(
-    ">=0.6.18",
-    "flashinfer-ai/flashinfer #3849: before, csrc/fmhaReduction.cu takes the longest query's length for all",
-)
-CUTE_DSL_RAGGED = Fact(
-    ">=0.7.2",
-    "flashinfer-ai/flashinfer flashinfer/cute_dsl/attention/mla_dispatch.py 0.7.2.post1 MONOLITHIC_ONLY_KWARGS; 0.6.14 "
-    "refuses cum_seq_lens_q",
-)
 MOST_REQUESTS = Fact(8192, f"{MLA_CORE} _TRTLLM_GEN_MLA_MAX_BATCH: the counters end there")
 STATISTICS = Fact((8, 256), "csrc/trtllm_fmha_kernel_launcher.cu v0.6.14: bytes per query and head, queries at a time")
 RESERVED = (8 + 1 + 24) * MIB
@@ -85,13 +74,8 @@ class Heads:
         # cache_scales: the kernel's second scale is the cache's, and a factor of the scores too
         # (csrc/xqa/mla_sm120.cu v0.6.14: ``qScale * kvCacheScale``, and ``kvCacheScale`` on the output)
         # device_scales: FP8 scales are read from the device at each call
-        # padded: H', the heads that the kernel works on
-        self._heads, self.padded, self._rank = (
-            config.num_heads,
-            heads_of(kernel, config),
-            cast(int, config.kv_lora_rank),
-        )
-        self._fp8 = kernel.fp8_query
+        self._heads, self.padded = config.num_heads, heads_of(kernel, config)  # padded: H', what the kernel works on
+        self._rank, self._fp8 = cast(int, config.kv_lora_rank), kernel.fp8_query
         self._terms, self._device_scales = terms, device_scales
         scales = terms.scales
         of_scores = scales.q_float if cache_scales else scales.q_float * scales.k_float
@@ -102,6 +86,13 @@ class Heads:
         if self._own_sinks is not None:
             self.sinks = self._own_sinks.new_zeros(self.padded)
             self.sinks[: self._heads] = self._own_sinks
+        self.arguments: dict[str, Any] = {  # of every call
+            "qk_nope_head_dim": config.qk_nope_head_dim,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_rope_head_dim": config.qk_rope_head_dim,
+            "sinks": self.sinks,
+            "backend": kernel.name,
+        }
 
     def begin(self, query: Tensor, outputs: Outputs) -> Work:
         """Return what the kernel gets for ``query (T, H, R + Pr)`` and ``outputs (T, H, R)``."""
@@ -143,24 +134,13 @@ class TrtllmCall:
     """Decodes of one batch, the same for all layers."""
 
     num_tokens: int  # queries
-    query_len: int | None  # of each request; None: by ``bounds``
+    query_len: int  # of each request
     block_table: Tensor  # int32 ``(B, W)``, contiguous
     seq_lens: Tensor  # int32 ``(B,)``, at least 1
     max_seq_len: int  # a bound of them
-    bounds: Tensor | None  # int32 ``(B + 1,)``, prefix sums of the query lengths where they differ
-    max_query_len: int  # a bound of them
     blank: Tensor | None  # bool ``(T,)``, queries whose request has no keys; None where there is none
-    # keeps the workspace, and makes rows of the batch for a layer that wants the LSE of unequal queries
-    builder: TrtllmDecode
-    common: CommonAttentionMetadata  # the batch
+    builder: TrtllmDecode  # keeps the workspace
     number: int | None  # the builder's ``number`` after this build; None where the lists are the call's own
-    _rows: TrtllmCall | None = None
-
-    def rows(self) -> TrtllmCall:
-        """Return the call with a row per query; made once."""
-        if self._rows is None:
-            self._rows = self.builder.by_token(self.common)
-        return self._rows
 
     def check(self) -> None:
         """Compare the call with what is in the tensors that CUDA graphs read."""
@@ -179,11 +159,7 @@ class TrtllmDecode:
         self._causal = not config.non_causal
         size, on = context.plans["decode"].workspace_bytes, context.device
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=on)  # uint8
-        version = library.flashinfer().version
         self._masks_drafts = (kernel.name, kernel.implementation) != ("cute-dsl", "modular")
-        ragged = {"trtllm-gen": RAGGED.value, "cute-dsl": CUTE_DSL_RAGGED.value}.get(kernel.name)
-        known = bool(version) and ragged is not None and version_matches(version, ragged)
-        self._ragged = known and self._masks_drafts
         self._most = min(context.max_num_batched_tokens, context.max_num_seqs * config.max_decode_query_len)
         self._lens: Tensor | None = None
         self._table: Tensor | None = None
@@ -197,38 +173,29 @@ class TrtllmDecode:
         """Return the decodes of a batch. Does not synchronise."""
         longest, table, lens = common.max_query_len, common.block_table_tensor, common.seq_lens
         assert table is not None
-        uniform = common.num_reqs * longest == common.num_actual_tokens
         causal = self._causal and common.causal and self._masks_drafts
-        keyless = int(common.seq_lens_cpu.min()) == 0
-        if longest > 1 and not (uniform and causal):
-            if not (causal and self._ragged and not keyless and int(common.query_lens_cpu.min()) > 0):
-                return self.by_token(common)
-        elif not uniform:  # some requests have no query
-            return self.by_token(common)
+        uniform = common.num_reqs * longest == common.num_actual_tokens  # not where requests have no query
+        if not uniform or (longest > 1 and not causal):
+            return self._by_token(common)
         if self._lens is not None:
             # Always by way of the tensor that graphs read, also where all have keys: a replay has other lengths.
             lens = torch.clamp_min(lens, 1, out=self._lens[: common.num_reqs])
             self.number = (self.number or 0) + 1
         blank = None
-        if keyless:  # such a request reads one key, of block 0, and its rows are blanked afterwards
+        if int(common.seq_lens_cpu.min()) == 0:
+            # A request without keys reads one key, of block 0, and its rows are blanked afterwards.
             empty = common.seq_lens == 0
             lens, table = lens.clamp_min(1) if self._lens is None else lens, table.masked_fill(empty.unsqueeze(1), 0)
             blank = empty.repeat_interleave(longest, output_size=common.num_actual_tokens)
-        return TrtllmCall(
-            num_tokens=common.num_actual_tokens,
-            query_len=longest if uniform else None,
-            block_table=table.contiguous(),
-            seq_lens=lens,
-            max_seq_len=max(common.max_seq_len, 1),
-            bounds=None if uniform else common.query_start_loc,
-            max_query_len=longest,
-            blank=blank,
-            builder=self,
-            common=common,
-            number=self.number,
-        )
+        return self._call(common, longest, table, lens, blank)
 
-    def by_token(self, common: CommonAttentionMetadata) -> TrtllmCall:
+    def _call(
+        self, common: CommonAttentionMetadata, query_len: int, table: Tensor, lens: Tensor, blank: Tensor | None
+    ) -> TrtllmCall:
+        most, table = max(common.max_seq_len, 1), table.contiguous()
+        return TrtllmCall(common.num_actual_tokens, query_len, table, lens, most, blank, self, self.number)
+
+    def _by_token(self, common: CommonAttentionMetadata) -> TrtllmCall:
         """Return the call in which every query is a request of one."""
         table, tokens, device = common.block_table_tensor, common.num_actual_tokens, self._context.device
         assert table is not None
@@ -247,19 +214,7 @@ class TrtllmDecode:
                 self._table = rows.new_zeros(self._most, rows.shape[1])
             kept, rows = self._lens[:tokens].copy_(kept), self._table[:tokens, : rows.shape[1]].copy_(rows)
             self.number = (self.number or 0) + 1
-        return TrtllmCall(
-            num_tokens=tokens,
-            query_len=1,
-            block_table=rows.contiguous(),
-            seq_lens=kept,
-            max_seq_len=max(common.max_seq_len, 1),
-            bounds=None,
-            max_query_len=1,
-            blank=blank,
-            builder=self,
-            common=common,
-            number=self.number,
-        )
+        return self._call(common, 1, rows, kept, blank)
 
 
 class TrtllmLayer:
@@ -272,27 +227,16 @@ class TrtllmLayer:
         own = options if isinstance(options, FlashInferMLAOptions) else FlashInferMLAOptions()
         device_scales = own.device_scales and not self._xqa
         self._heads = Heads(config, kernel, terms, cache_scales=self._xqa, device_scales=device_scales)
-        self._rank = cast(int, config.kv_lora_rank)
-        self._fixed: dict[str, Any] = {
-            "qk_nope_head_dim": config.qk_nope_head_dim,
-            "kv_lora_rank": config.kv_lora_rank,
-            "qk_rope_head_dim": config.qk_rope_head_dim,
-            "backend": kernel.name,
-        }
+        self._rank, self._fixed = cast(int, config.kv_lora_rank), self._heads.arguments
         if own.skip_softmax_threshold is not None:
             self._fixed["skip_softmax_threshold_scale_factor"] = own.skip_softmax_threshold
         if kernel.name == "cute-dsl":
             self._fixed["cute_dsl_impl"] = kernel.implementation
-        if terms.sinks is not None:
-            self._fixed["sinks"] = self._heads.sinks
 
     def run(self, query: Tensor, kv_cache: Tensor, call: TrtllmCall, outputs: Outputs) -> None:
         """Attend; ``query (T, H, R + Pr)`` and ``outputs (T, H, R)`` have exactly the call's tokens."""
-        if call.bounds is not None and outputs.lse is not None:
-            call = call.rows()
         call.check()
-        heads = self._heads
-        work = heads.begin(query, outputs)
+        work, each = self._heads.begin(query, outputs), call.query_len
         fixed: dict[str, Any] = {
             **self._fixed,
             "kv_cache": kv_cache,
@@ -301,30 +245,17 @@ class TrtllmLayer:
             "bmm1_scale": work.bmm1_scale,
             "bmm2_scale": work.bmm2_scale,
         }
-        if call.bounds is not None:
-            fixed |= {"cum_seq_lens_q": call.bounds, "max_q_len": call.max_query_len}
-            self._entry(query=work.query, block_tables=call.block_table, seq_lens=call.seq_lens, out=work.out, **fixed)
-        else:
-            self._run_uniform(call, work.query, work.out, work.lse, fixed)
-        heads.finish(work, outputs, call.blank)
-
-    def _run_uniform(
-        self, call: TrtllmCall, query: Tensor, out: Tensor, lse: Tensor | None, fixed: dict[str, Any]
-    ) -> None:
-        each = cast(int, call.query_len)
-        requests, (heads, width) = len(call.seq_lens), query.shape[1:]
-        query = query.view(requests, each, heads, width)
-        out = out if self._xqa else out.view(requests, each, heads, self._rank)
-        step = requests_at_once(call.builder.workspace, heads, each, lse is not None)
+        requests, (heads, width) = len(call.seq_lens), work.query.shape[1:]
+        out = work.out if self._xqa else work.out.view(requests, each, heads, self._rank)
+        parts = (work.query.view(requests, each, heads, width), call.block_table, call.seq_lens, out)
+        step = requests_at_once(call.builder.workspace, heads, each, work.lse is not None)
         for first in range(0, requests, step):
             some = slice(first, min(first + step, requests))
-            if lse is not None:
-                fixed |= {"lse": lse[some.start * each : some.stop * each], "return_lse": True}
-            if step < requests:
-                parts = (query[some], call.block_table[some], call.seq_lens[some], out[some])
-            else:
-                parts = (query, call.block_table, call.seq_lens, out)
-            self._entry(query=parts[0], block_tables=parts[1], seq_lens=parts[2], out=parts[3], **fixed)
+            if work.lse is not None:
+                fixed |= {"lse": work.lse[some.start * each : some.stop * each], "return_lse": True}
+            own = parts if step >= requests else tuple(part[some] for part in parts)
+            self._entry(query=own[0], block_tables=own[1], seq_lens=own[2], out=own[3], **fixed)
+        self._heads.finish(work, outputs, call.blank)
 
 
 def requests_at_once(workspace: Tensor, heads: int, query_len: int, wants_lse: bool) -> int:

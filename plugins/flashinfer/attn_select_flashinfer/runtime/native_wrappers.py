@@ -28,6 +28,7 @@ from attn_select_flashinfer.facts.mha_kernels import NativeKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.plans import PinnedRing, Plan, Schedule, Wrapper
 
+E4M3 = FP8_DTYPES["fp8_e4m3"]
 LIST_BYTES = 12
 """Per block of a grid, in the lists at the start of a schedule: its request, its rows and its keys, int32 each."""
 LEAST_BLOCKS = 1024
@@ -39,92 +40,63 @@ def hnd_or_nhd(context: BackendContext) -> str:
     return "HND" if context.kv_layout == FLASHINFER_HND else "NHD"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PhaseKernel:
-    """A native kernel with what all calls of one phase share. One object per phase: it is the wrappers' key."""
+    """A native kernel as one phase calls it. One object per phase: it is the wrappers' key."""
 
-    backend: Literal["fa2", "fa3", "cute-dsl"]
+    kernel: NativeKernel
+    context: BackendContext
     single_token: bool  # run by the decode wrapper, which takes one token per request
-    sinks: bool  # whether it counts attention sinks: of fa2 and fa3 a variant does
-    query_dtype: torch.dtype  # query_dtype, cache_dtype, output_dtype: as the kernel takes them
-    cache_dtype: torch.dtype
-    output_dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    page_size: int
-    kv_layout: str
-    window_left: int  # keys before a query's own that it sees, -1 for all
-    soft_cap: float  # of logits, 0.0 for none
-    split_kv: bool  # whether long sequences may be split, by the load
 
     @classmethod
     def of(cls, kernel: NativeKernel, context: BackendContext, *, decode: bool) -> PhaseKernel:
         """Return what runs the kernel that a plan names."""
-        config = context.config
-        assert context.block_size is not None
-        return cls(
-            backend=kernel.backend,
-            single_token=decode and (not kernel.sinks or kernel.backend == "cute-dsl"),
-            sinks=kernel.sinks,
-            query_dtype=FP8_DTYPES["fp8_e4m3"] if kernel.fp8_query else PLAIN_DTYPES[config.dtype],
-            cache_dtype=storage_dtype(config.cache_dtype),
-            output_dtype=PLAIN_DTYPES[config.dtype],
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            page_size=context.block_size,
-            kv_layout=hnd_or_nhd(context),
-            window_left=-1 if config.sliding_window is None else config.sliding_window - 1,
-            soft_cap=config.logits_soft_cap or 0.0,
-            split_kv=not config.batch_invariant,
-        )
+        return cls(kernel, context, decode and (not kernel.sinks or kernel.backend == "cute-dsl"))
 
     @cached_property
     def label(self) -> str:
         """``native fa3``, with or without sinks."""
-        return str(NativeKernel(self.backend, self.sinks))
-
-    @cached_property
-    def fp8_query(self) -> bool:
-        """Whether the query is quantised."""
-        return self.query_dtype in FP8_DTYPES.values()
+        return str(self.kernel)
 
     @cached_property
     def any_length(self) -> PhaseKernel:
         """The same kernel for queries of any length: the prefill wrapper runs it. CuTe DSL has none: fa2 it is."""
-        backend: Literal["fa2", "fa3"] = "fa2" if self.backend == "cute-dsl" else self.backend
-        return replace(self, single_token=False, backend=backend) if self.single_token else self
+        if not self.single_token:
+            return self
+        backend: Literal["fa2", "fa3"] = "fa2" if self.kernel.backend == "cute-dsl" else self.kernel.backend
+        return PhaseKernel(replace(self.kernel, backend=backend), self.context, False)
 
     @cached_property
     def without_sinks(self) -> PhaseKernel:
         """The same kernel, sinks not counted."""
-        return replace(self, sinks=False) if self.sinks else self
+        return replace(self, kernel=replace(self.kernel, sinks=False)) if self.kernel.sinks else self
 
     @cached_property
     def planned(self) -> dict[str, Any]:
         """What every ``plan`` of the kernel gets beside the batch's lists; a layer's scale is given to ``run``."""
+        config = self.context.config
         return {
-            "num_qo_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim" if self.single_token else "head_dim_qk": self.head_size,
-            "page_size": self.page_size,
+            "num_qo_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim" if self.single_token else "head_dim_qk": config.head_size,
+            "page_size": self.context.block_size,
             "sm_scale": 1.0,
-            "window_left": self.window_left,
-            "logits_soft_cap": self.soft_cap,
-            "q_data_type": self.query_dtype,
-            "kv_data_type": self.cache_dtype,
-            "o_data_type": self.output_dtype,
-            "disable_split_kv": not self.split_kv,
+            "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
+            "logits_soft_cap": config.logits_soft_cap or 0.0,
+            "q_data_type": E4M3 if self.kernel.fp8_query else PLAIN_DTYPES[config.dtype],
+            "kv_data_type": storage_dtype(config.cache_dtype),
+            "o_data_type": PLAIN_DTYPES[config.dtype],
+            "disable_split_kv": config.batch_invariant,
         }
 
     def variant(self) -> dict[str, Any]:
         """Return what names and defines the module with sinks, for the wrapper's constructor."""
-        window = self.window_left >= 0
-        names = [str(dtype).removeprefix("torch.") for dtype in (self.query_dtype, self.cache_dtype)]
-        uri = f"attn_select_sink_{self.backend}_{names[0]}_kv_{names[1]}_head_{self.head_size}_swa_{window}".lower()
-        size, declared = self.head_size, library.flashinfer().attention_sink_decl[self.backend]
-        dtypes = (self.query_dtype, self.cache_dtype, self.output_dtype, torch.int32)
+        planned, backend = self.planned, self.kernel.backend
+        size, window = self.context.config.head_size, planned["window_left"] >= 0
+        dtypes = [planned[f"{which}_data_type"] for which in ("q", "kv", "o")]
+        query, cache, _ = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        uri = f"attn_select_sink_{backend}_{query}_kv_{cache}_head_{size}_swa_{window}".lower()
+        declared, dtypes = library.flashinfer().attention_sink_decl[backend], [*dtypes, torch.int32]
         arguments = [uri, *dtypes, size, size, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", declared]
         return {"jit_args": arguments, "jit_kwargs": {"use_sliding_window": window}}
 
@@ -220,14 +192,14 @@ class WrapperPool:
         if num_reqs not in self._captured:
             buffers = self.buffers
             assert buffers is not None
-            ends = "er" if kernel.single_token else ""
             lists = {
-                f"paged_kv_indptr_buff{ends}": buffers.paged_kv_indptr[: num_reqs + 1],
-                f"paged_kv_indices_buff{ends}": buffers.paged_kv_indices,
-                f"paged_kv_last_page_len_buff{ends}": buffers.paged_kv_last_page_len[:num_reqs],
+                "paged_kv_indptr_buf": buffers.paged_kv_indptr[: num_reqs + 1],
+                "paged_kv_indices_buf": buffers.paged_kv_indices,
+                "paged_kv_last_page_len_buf": buffers.paged_kv_last_page_len[:num_reqs],
             }
-            if not kernel.single_token:
-                lists = {name.replace("buff", "buf"): tensor for name, tensor in lists.items()}
+            if kernel.single_token:  # the decode wrapper's arguments end with ``buffer``
+                lists = {f"{name}fer": tensor for name, tensor in lists.items()}
+            else:
                 lists["qo_indptr_buf"] = buffers.qo_indptr[: num_reqs + 1]
             self._captured[num_reqs] = self._made(kernel, "decode", use_cuda_graph=True, **lists)
         return self._captured[num_reqs]
@@ -238,13 +210,12 @@ class WrapperPool:
 
     def _made(self, kernel: PhaseKernel, role: str, **given: Any) -> Wrapper:
         entries = library.flashinfer()
+        made = entries.BatchPrefillWithPagedKVCacheWrapper
         if kernel.single_token:
             made, given = entries.BatchDecodeWithPagedKVCacheWrapper, {**given, "use_tensor_cores": True}
-        else:
-            made, given = entries.BatchPrefillWithPagedKVCacheWrapper, dict(given)
-        if kernel.sinks and not kernel.single_token:
+        elif kernel.kernel.sinks:
             given |= kernel.variant()
-        wrapper = made(self.scratch, kernel.kv_layout, backend=kernel.backend, **given)
+        wrapper = made(self.scratch, hnd_or_nhd(self._context), backend=kernel.kernel.backend, **given)
         if role not in self._schedules:
             memory = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self._context.device)
             self._schedules[role] = Schedule(memory)
@@ -266,7 +237,7 @@ class NativePlan(Plan):
         # A captured grid has spare blocks. ``PrefillPlan`` (attention/scheduler.cuh 0.6.14) masks them only where keys
         # are split. Else they run by what the pinned buffer held before, which may be any rows. With zeros there they
         # compute the first tile of the first request once more, with the same bits.
-        spare = wrapper.captured and not kernel.split_kv
+        spare = wrapper.captured and kernel.planned["disable_split_kv"]
         self._cleared = LIST_BYTES * max(LEAST_BLOCKS, 4 * len(lists[0])) if spare else 0
         super().__init__(wrapper)
 

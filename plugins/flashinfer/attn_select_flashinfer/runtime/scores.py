@@ -1,4 +1,4 @@
-"""How FlashInfer writes scores: the log-sum-exp in base 2, hidden keys and rows without keys by a number of its own."""
+"""How FlashInfer writes: packed, the log-sum-exp in base 2, hidden keys and rows without keys by numbers of its own."""
 
 from __future__ import annotations
 
@@ -44,14 +44,28 @@ def natural_lse(lse: Tensor, sinks: Tensor | None) -> None:
 
 
 def blank_rows(outputs: Outputs, rows: Tensor, sinks: Tensor | None = None) -> None:
-    """Give rows without keys output 0 and LSE -inf, or their sink.
-
-    Args:
-        outputs: of T tokens.
-        rows: bool ``(T,)``.
-        sinks: float32 ``(H,)``.
-    """
+    """Give the rows ``(T,)`` of requests without keys output 0 and LSE -inf, or their sink, float32 ``(H,)``."""
     outputs.output.masked_fill_(rows[:, None, None], 0)
     if (lse := outputs.lse) is not None:
         empty = torch.full((), -torch.inf, device=lse.device) if sinks is None else sinks
         torch.where(rows[:, None], empty, lse, out=lse)
+
+
+def packed(outputs: Outputs) -> Outputs:
+    """Return the outputs, in the place of those that are not contiguous other memory: kernels read no strides there."""
+    output, lse = outputs.output, outputs.lse
+    if output.is_contiguous() and (lse is None or lse.is_contiguous()):
+        return outputs
+    return replace(outputs, output=_memory(output), lse=None if lse is None else _memory(lse))
+
+
+def _memory(written: Tensor) -> Tensor:
+    return written if written.is_contiguous() else torch.empty_like(written, memory_format=torch.contiguous_format)
+
+
+def copy_back(made: Outputs, outputs: Outputs) -> None:
+    """Bring what was written to ``packed(outputs)`` to where it belongs."""
+    if made.output is not outputs.output:
+        outputs.output.copy_(made.output)
+    if outputs.lse is not None and made.lse is not None and made.lse is not outputs.lse:
+        outputs.lse.copy_(made.lse)

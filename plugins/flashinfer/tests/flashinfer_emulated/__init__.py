@@ -20,11 +20,16 @@ What only a GPU shows is made visible here:
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -205,9 +210,47 @@ def check_mask(scale: float) -> None:
     need(-NEGATIVE * scale > 60, f"scores are multiplied by {scale}: hidden keys are {-NEGATIVE * scale:.2g} nats away")
 
 
+RELEASES = ("0.6.14", "0.7.2.post1")
+"""Emulated releases. The others between them take the same calls as one of these."""
+FOLDER = Path(__file__).parents[1] / "signatures"
+READ = {release: json.loads((FOLDER / f"{release}.json").read_text(encoding="utf-8")) for release in RELEASES}
+"""What ``make_signatures`` read from the wheels."""
+
+
 def called(entry: str, arguments: dict[str, Any]) -> None:
     """Take a call down. ``arguments`` are the caller's ``locals()``."""
     world.calls.append({"entry": entry, **{name: value for name, value in arguments.items() if name != "self"}})
+
+
+def entry(label: str, since: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function the signature of an entry; it gets the arguments in a namespace.
+
+    ``since``: the release, if not the first. Such a function takes its calls down itself, or hands them on.
+    """
+    name = label.split(".", 1)[1]
+    kinds = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.KEYWORD_ONLY}
+    parameters = []
+    for parameter, default in READ[since or RELEASES[0]]["signatures"][label]:
+        own = parameter.lstrip("*")
+        kind = kinds.get(parameter[: len(parameter) - len(own)], inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        value = inspect.Parameter.empty if default is None else eval(default)
+        parameters.append(inspect.Parameter(own, kind, default=value))
+    signature = inspect.Signature(parameters)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            own = {parameter: value for parameter, value in bound.arguments.items() if parameter != "self"}
+            if not since:
+                called(name, own)
+            return function(*args[: name.count(".")], SimpleNamespace(**own))
+
+        passed.__signature__ = signature  # type: ignore[attr-defined]
+        return passed
+
+    return decorate
 
 
 def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
@@ -329,10 +372,6 @@ def check_semaphores(workspace: Tensor) -> None:
         not bool(counters.view(torch.int64).any()),
         "the counters are not zero: not zeroed, or shared with other scratch",
     )
-
-
-RELEASES = ("0.6.14", "0.7.2.post1")
-"""Emulated releases. The others between them take the same calls as one of these."""
 
 
 def entries(release: str = "0.6.14") -> dict[str, Any]:

@@ -23,18 +23,23 @@ LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.floa
 
 
 class FP4Tensor:
-    def __init__(self, data: Any, scale: Any, scale_start_index: Any = 0, original_shape: Any = None) -> None:
-        need(data.dtype == torch.uint8, f"data must be uint8 tensor, got {data.dtype}", ValueError)
-        need(scale.dtype == fi.E4M3, f"scale must be float8_e4m3fn tensor, got {scale.dtype}", ValueError)
-        rows = scale.shape[0]
+    @fi.entry("utils.FP4Tensor.__init__")
+    def __init__(self, a: Any) -> None:
+        need(a.data.dtype == torch.uint8, f"data must be uint8 tensor, got {a.data.dtype}", ValueError)
+        need(a.scale.dtype == fi.E4M3, f"scale must be float8_e4m3fn tensor, got {a.scale.dtype}", ValueError)
+        rows = a.scale.shape[0]
         need(rows % 128 == 0, f"scale.shape[0] must be a multiple of 128, got {rows}", ValueError)
-        inside = 0 <= scale_start_index < rows and scale_start_index + data.shape[0] <= rows
-        need(inside, f"scale_start_index={scale_start_index}, {data.shape[0]} of {rows} rows", ValueError)
-        if original_shape is not None:
-            shape = (*original_shape[:-1], -(-original_shape[-1] // 2))
-            need(tuple(data.shape) == shape, f"data {tuple(data.shape)}, original {tuple(original_shape)}", ValueError)
-        self.data, self.scale, self.scale_start_index = data, scale, scale_start_index
-        self.original_shape, self.dtype = original_shape, "nvfp4"
+        inside = 0 <= a.scale_start_index < rows and a.scale_start_index + a.data.shape[0] <= rows
+        need(inside, f"scale_start_index={a.scale_start_index}, {a.data.shape[0]} of {rows} rows", ValueError)
+        if a.original_shape is not None:
+            shape = (*a.original_shape[:-1], -(-a.original_shape[-1] // 2))
+            need(
+                tuple(a.data.shape) == shape,
+                f"data {tuple(a.data.shape)}, original {tuple(a.original_shape)}",
+                ValueError,
+            )
+        self.data, self.scale, self.scale_start_index = a.data, a.scale, a.scale_start_index
+        self.original_shape, self.dtype = a.original_shape, "nvfp4"
 
 
 def check_output(query: Tensor, out: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> FP4Tensor:
@@ -85,12 +90,12 @@ def read(out: FP4Tensor, o_sf_scale: float) -> Tensor:
     return (numbers.view(tokens, blocks, VECTOR) * scales[..., None]).view(tokens, heads, 2 * half)
 
 
-def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
-    fi.called("merge_state_in_place", locals())
-    need(mask is None, "masks are not emulated")
-    _contiguous(v, s, v_other, s_other)
-    need(s.dtype == s_other.dtype == torch.float32, f"s {s.dtype}, s_other {s_other.dtype}")
-    fi.launch(partial(_merge, [v, v_other], [s, s_other], v, s))
+@fi.entry("cascade.merge_state_in_place")
+def merge_state_in_place(a: Any) -> None:
+    need(a.mask is None, "masks are not emulated")
+    _contiguous(a.v, a.s, a.v_other, a.s_other)
+    need(a.s.dtype == a.s_other.dtype == torch.float32, f"s {a.s.dtype}, s_other {a.s_other.dtype}")
+    fi.launch(partial(_merge, [a.v, a.v_other], [a.s, a.s_other], a.v, a.s))
 
 
 def _contiguous(*tensors: Tensor) -> None:
@@ -108,48 +113,34 @@ def _merge(parts: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor) ->
     lse.copy_(merged_lse * fi.LOG2E)
 
 
-def fmha_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    qo_segment_offsets: Any,
-    kv_segment_offsets: Any,
-    plan_info: Any = None,
-    max_qo_len: Any = None,
-    out: Any = None,
-    lse: Any = None,
-    causal: Any = False,
-    sm_scale: Any = None,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    o_scale: Any = None,
-    return_lse: Any = False,
-) -> Any:
-    fi.called("fmha_varlen", locals())
+@fi.entry("prefill.fmha_varlen")
+def fmha_varlen(a: Any) -> Any:
     need(fi.world.capability in ((10, 0), (10, 3), (11, 0)), "CUTLASS FMHA requires SM100a or SM110a.", ValueError)
-    if max_qo_len is None:
+    if a.max_qo_len is None:
         fi.world.syncs.append("fmha_varlen.qo_segment_offsets")
-    dims = (k.shape[2], v.shape[2])
+    dims = (a.k.shape[2], a.v.shape[2])
     need(dims in ((192, 128), (128, 128), (64, 64)), f"Unsupported head dimensions: {dims}", RuntimeError)
-    need(q.dtype == k.dtype == v.dtype == out.dtype and q.dtype in fi.HALVES, f"{q.dtype}, {k.dtype}, {v.dtype}")
-    need(q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and out.is_contiguous(), "strides")
-    fi.check_tensor(out, (*q.shape[:2], dims[1]), q.dtype, "out")
-    if lse is not None:
-        fi.check_tensor(lse, q.shape[:2], torch.float32, "lse")
-        need(lse.is_contiguous(), f"lse has strides {lse.stride()}")
+    need(
+        a.q.dtype == a.k.dtype == a.v.dtype == a.out.dtype and a.q.dtype in fi.HALVES,
+        f"{a.q.dtype}, {a.k.dtype}, {a.v.dtype}",
+    )
+    need(a.q.stride(-1) == a.k.stride(-1) == a.v.stride(-1) == 1 and a.out.is_contiguous(), "strides")
+    fi.check_tensor(a.out, (*a.q.shape[:2], dims[1]), a.q.dtype, "out")
+    if a.lse is not None:
+        fi.check_tensor(a.lse, a.q.shape[:2], torch.float32, "lse")
+        need(a.lse.is_contiguous(), f"lse has strides {a.lse.stride()}")
 
     def attend() -> None:
-        bounds, key_bounds = (fi.check_indptr(each, "offsets") for each in (qo_segment_offsets, kv_segment_offsets))
-        need((bounds[-1], key_bounds[-1]) == (len(q), len(k)), f"{len(q)} queries and {len(k)} keys")
+        bounds, key_bounds = (fi.check_indptr(each, "offsets") for each in (a.qo_segment_offsets, a.kv_segment_offsets))
+        need((bounds[-1], key_bounds[-1]) == (len(a.q), len(a.k)), f"{len(a.q)} queries and {len(a.k)} keys")
         for request in range(len(bounds) - 1):
             rows, keys = slice(*bounds[request : request + 2]), slice(*key_bounds[request : request + 2])
             need(keys.stop > keys.start, f"request {request} has no keys: its rows are not written")
-            need(rows.stop - rows.start <= max_qo_len, f"request {request} is longer than {max_qo_len}")
-            found, its_lse = fi.attend(q[rows], k[keys], v[keys], sm_scale, causal=causal)
-            out[rows] = found.to(out.dtype)
-            if lse is not None:
-                lse[rows] = its_lse.float()
+            need(rows.stop - rows.start <= a.max_qo_len, f"request {request} is longer than {a.max_qo_len}")
+            found, its_lse = fi.attend(a.q[rows], a.k[keys], a.v[keys], a.sm_scale, causal=a.causal)
+            a.out[rows] = found.to(a.out.dtype)
+            if a.lse is not None:
+                a.lse[rows] = its_lse.float()
 
     fi.launch(attend)
-    return out, lse
+    return a.out, a.lse

@@ -51,81 +51,57 @@ class MLASchedule:
 class BatchMLAPagedAttentionWrapper:
     dims = (DEEPSEEK, SMALL)
 
-    def __init__(
-        self,
-        float_workspace_buffer: Any,
-        use_cuda_graph: Any = False,
-        qo_indptr: Any = None,
-        kv_indptr: Any = None,
-        kv_indices: Any = None,
-        kv_len_arr: Any = None,
-        backend: Any = "auto",
-    ) -> None:
-        fi.called("BatchMLAPagedAttentionWrapper.__init__", locals())
-        need(backend in ("fa2", "fa3"), f"backend {backend!r} is not emulated")
-        need(float_workspace_buffer.ndim == 1, "the workspace has one dimension")
-        self._float_workspace_buffer, self._backend = float_workspace_buffer, backend
+    @fi.entry("mla.BatchMLAPagedAttentionWrapper.__init__")
+    def __init__(self, a: Any) -> None:
+        need(a.backend in ("fa2", "fa3"), f"backend {a.backend!r} is not emulated")
+        need(a.float_workspace_buffer.ndim == 1, "the workspace has one dimension")
+        self._float_workspace_buffer, self._backend = a.float_workspace_buffer, a.backend
         self._int_workspace_buffer = torch.empty(1 << 20, dtype=torch.uint8)
         self._pin_memory_int_workspace_buffer = torch.empty(1 << 20, dtype=torch.uint8)
-        self._use_cuda_graph = use_cuda_graph
-        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
-        self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
-        fi.on_device(float_workspace_buffer, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        self._use_cuda_graph = a.use_cuda_graph
+        self._qo_indptr_buf, self._kv_indptr_buf = a.qo_indptr, a.kv_indptr
+        self._kv_indices_buf, self._kv_len_arr_buf = a.kv_indices, a.kv_len_arr
+        fi.on_device(a.float_workspace_buffer, a.qo_indptr, a.kv_indptr, a.kv_indices, a.kv_len_arr)
 
-    def plan(
-        self,
-        qo_indptr: Any,
-        kv_indptr: Any,
-        kv_indices: Any,
-        kv_len_arr: Any,
-        num_heads: Any,
-        head_dim_ckv: Any,
-        head_dim_kpe: Any,
-        page_size: Any,
-        causal: Any,
-        sm_scale: Any,
-        q_data_type: Any,
-        kv_data_type: Any,
-        use_profiler: Any = False,
-    ) -> None:
+    @fi.entry("mla.BatchMLAPagedAttentionWrapper.plan")
+    def plan(self, a: Any) -> None:
         name = "BatchMLAPagedAttentionWrapper.plan"
-        fi.called(name, locals())
         need(fi.world.graph is None, "plan cannot be used in a CUDA graph")
-        self._check_module((head_dim_ckv, head_dim_kpe), q_data_type, kv_data_type)
-        batch = len(kv_len_arr)
-        for each, length, label in ((qo_indptr, batch + 1, "qo_indptr"), (kv_indptr, batch + 1, "kv_indptr")):
+        self._check_module((a.head_dim_ckv, a.head_dim_kpe), a.q_data_type, a.kv_data_type)
+        batch = len(a.kv_len_arr)
+        for each, length, label in ((a.qo_indptr, batch + 1, "qo_indptr"), (a.kv_indptr, batch + 1, "kv_indptr")):
             fi.check_list(each, length, label)
-        fi.check_list(kv_len_arr, batch, "kv_len_arr")
-        fi.check_list(kv_indices, len(kv_indices), "kv_indices")
-        queries = fi.check_indptr(fi.to_host(qo_indptr, f"{name}.qo_indptr"), "qo_indptr")
-        pages = fi.to_host(kv_indptr, f"{name}.kv_indptr").tolist()
-        lens = fi.to_host(kv_len_arr, f"{name}.kv_len_arr").tolist()
+        fi.check_list(a.kv_len_arr, batch, "kv_len_arr")
+        fi.check_list(a.kv_indices, len(a.kv_indices), "kv_indices")
+        queries = fi.check_indptr(fi.to_host(a.qo_indptr, f"{name}.qo_indptr"), "qo_indptr")
+        pages = fi.to_host(a.kv_indptr, f"{name}.kv_indptr").tolist()
+        lens = fi.to_host(a.kv_len_arr, f"{name}.kv_len_arr").tolist()
         for request, length in enumerate(lens):
-            room = (len(kv_indices) - pages[request]) * page_size
+            room = (len(a.kv_indices) - pages[request]) * a.page_size
             need(length <= room, f"request {request}: {length} keys, room for {room} in kv_indices")
         if self._use_cuda_graph:
-            copies = (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_len_arr", kv_len_arr))
+            copies = (("qo_indptr", a.qo_indptr), ("kv_indptr", a.kv_indptr), ("kv_len_arr", a.kv_len_arr))
             for label, given in copies:
                 buffer = getattr(self, f"_{label}_buf")
                 need(buffer.shape == given.shape, f"{label}: {len(given)} entries for {len(buffer)}", RuntimeError)
                 fi.copy_late(buffer, given)
-            need(len(kv_indices) <= len(self._kv_indices_buf), "kv_indices is longer than its buffer", RuntimeError)
-            self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
+            need(len(a.kv_indices) <= len(self._kv_indices_buf), "kv_indices is longer than its buffer", RuntimeError)
+            self._kv_indices_buf[: len(a.kv_indices)].copy_(a.kv_indices)
         else:
-            self._qo_indptr_buf, self._kv_indptr_buf = fi.to_device(qo_indptr), fi.to_device(kv_indptr)
-            self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, fi.to_device(kv_len_arr)
-        self._planned = MLASchedule(tuple(queries), tuple(pages), tuple(lens), num_heads, causal)
+            self._qo_indptr_buf, self._kv_indptr_buf = fi.to_device(a.qo_indptr), fi.to_device(a.kv_indptr)
+            self._kv_indices_buf, self._kv_len_arr_buf = a.kv_indices, fi.to_device(a.kv_len_arr)
+        self._planned = MLASchedule(tuple(queries), tuple(pages), tuple(lens), a.num_heads, a.causal)
         need(self._planned.works() <= MAX_WORKS, f"{self._planned.works()} works overflow lists of {MAX_WORKS}")
         clusters = SMS // self._planned.cluster
-        wanted = 2 * clusters * 64 * self._planned.cluster * (2 * head_dim_ckv + 4)
+        wanted = 2 * clusters * 64 * self._planned.cluster * (2 * a.head_dim_ckv + 4)
         size = self._float_workspace_buffer.numel() * self._float_workspace_buffer.element_size()
         need(wanted <= size, f"Failed to allocate memory for mla_partial_o: {wanted} of {size} bytes", RuntimeError)
         # The numbers of MLAPlanInfo. ``MLASchedule`` stands for the lists at these offsets.
         lists = range(0, 14 * 4 * MAX_WORKS, 4 * MAX_WORKS)
         self._plan_info = [self._planned.cluster, clusters, *lists, 0, wanted]
         self._own = list(self._plan_info)
-        self._dtypes, self._dims = (q_data_type, kv_data_type), (head_dim_ckv, head_dim_kpe)
-        self._page_size, self._sm_scale, self._causal = page_size, sm_scale, causal
+        self._dtypes, self._dims = (a.q_data_type, a.kv_data_type), (a.head_dim_ckv, a.head_dim_kpe)
+        self._page_size, self._sm_scale, self._causal = a.page_size, a.sm_scale, a.causal
         pinned, device = self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
         send(pinned, device, self._planned)
 
@@ -143,65 +119,52 @@ class BatchMLAPagedAttentionWrapper:
         need(self._backend == "fa2" or dims != SMALL, f"fa3 gives wrong values with {dims}")
         need(self._backend == "fa3" or dims != WITHOUT_ROPE, f"fa2 with {dims} is not emulated")
 
-    def run(
-        self,
-        q_nope: Any,
-        q_pe: Any,
-        ckv_cache: Any,
-        kpe_cache: Any,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: Any = False,
-        profiler_buffer: Any = None,
-        kv_len: Any = None,
-        page_table: Any = None,
-        return_lse_base_on_e: Any = False,
-        o_scale: Any = None,
-        *,
-        ckv_scale: Any = None,
-        kpe_scale: Any = None,
-    ) -> Any:
-        read = {"kv_indices": self._kv_indices_buf, "sm_scale": self._sm_scale}
-        fi.called("BatchMLAPagedAttentionWrapper.run", locals() | read)
-        need(o_scale is None, "o_scale is only supported with the cutlass backend for now.", ValueError)
+    @fi.entry("mla.BatchMLAPagedAttentionWrapper.run")
+    def run(self, a: Any) -> Any:
+        out = a.out
+        lse = a.lse
+        fi.world.calls[-1] |= {"kv_indices": self._kv_indices_buf, "sm_scale": self._sm_scale}
+        need(a.o_scale is None, "o_scale is only supported with the cutlass backend for now.", ValueError)
         schedule, (rank, rope) = self._planned, self._dims
         own = self._plan_info == self._own  # else the lists of another schedule, which may lie where they stay
         need(fi.world.graph is None or self._use_cuda_graph or not own, "a captured wrapper without use_cuda_graph")
         tokens = schedule.q_indptr[-1] if own else 0
-        for query, width in ((q_nope, rank), (q_pe, rope)):
+        for query, width in ((a.q_nope, rank), (a.q_pe, rope)):
             need(query.dtype == self._dtypes[0], f"q dtype {query.dtype} does not match {self._dtypes[0]}", ValueError)
             need(query.shape[1:] == (schedule.heads, width), f"query {tuple(query.shape)}")
             need(len(query) >= tokens and query.stride(-1) == 1, f"{len(query)} queries of {tokens}: {query.stride()}")
-        for cache, width in ((ckv_cache, rank), (kpe_cache, rope)):
+        for cache, width in ((a.ckv_cache, rank), (a.kpe_cache, rope)):
             need(cache.dtype == self._dtypes[1], f"cache dtype {cache.dtype} does not match", ValueError)
             need(cache.shape[1:] == (self._page_size, width), f"cache {tuple(cache.shape)}")
             need(cache.stride(-1) == 1, f"cache has strides {cache.stride()}")
         fp8 = self._dtypes[1] == fi.E4M3
-        given = [ckv_scale, kpe_scale]
+        given = [a.ckv_scale, a.kpe_scale]
         need(
             (None not in given) if fp8 else given == [None, None], f"scales {given} with {self._dtypes[1]}", ValueError
         )
         for scale in given:
             need(scale is None or 0 < float(scale) < float("inf"), f"scale {scale}", ValueError)
         fi.check_mask(self._sm_scale)  # an FP8 cache's scale multiplies latents, not scores
-        shape = tuple(q_nope.shape)
-        out = torch.empty_like(q_nope) if out is None else out
-        fi.check_tensor(out, shape, q_nope.dtype, "out")
+        shape = tuple(a.q_nope.shape)
+        out = torch.empty_like(a.q_nope) if out is None else out
+        fi.check_tensor(out, shape, a.q_nope.dtype, "out")
         need(out.stride(-1) == 1, f"out has strides {out.stride()}")
-        if return_lse:
+        if a.return_lse:
             lse = torch.empty(shape[:2]) if lse is None else lse
             fi.check_tensor(lse, shape[:2], torch.float32, "lse")
             need(lse.is_contiguous(), f"lse has strides {lse.stride()}")
         call = {
             "page_size": self._page_size, "scale": self._sm_scale, "causal": self._causal,
             "cluster": schedule.cluster, "heads": schedule.heads,
-            "factors": (float(ckv_scale or 1.0), float(kpe_scale or 1.0)), "natural": return_lse_base_on_e,
+            "factors": (float(a.ckv_scale or 1.0), float(a.kpe_scale or 1.0)), "natural": a.return_lse_base_on_e,
         }  # fmt: skip
-        parts = (fi.moment(q_nope), fi.moment(q_pe), ckv_cache, kpe_cache)
+        parts = (fi.moment(a.q_nope), fi.moment(a.q_pe), a.ckv_cache, a.kpe_cache)
         if not own:
             call["lists"] = Lists(fi.moment(self._int_workspace_buffer), tuple(self._plan_info))
-        fi.launch(partial(self._attend, parts, fi.moment(self._kv_indices_buf), out, lse if return_lse else None, call))
-        return (out, lse) if return_lse else out
+        fi.launch(
+            partial(self._attend, parts, fi.moment(self._kv_indices_buf), out, lse if a.return_lse else None, call)
+        )
+        return (out, lse) if a.return_lse else out
 
     def _attend(self, parts: Any, indices: Tensor, out: Tensor, lse: Tensor | None, call: dict[str, Any]) -> None:
         fi.scribble(self._float_workspace_buffer)

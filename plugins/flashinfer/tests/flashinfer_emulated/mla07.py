@@ -40,60 +40,34 @@ class MLAPlanMetadata:
 
 
 class BatchMLAPagedAttentionWrapper:
-    def __init__(
-        self,
-        float_workspace_buffer: Any,
-        use_cuda_graph: Any = False,
-        qo_indptr: Any = None,
-        kv_indptr: Any = None,
-        kv_indices: Any = None,
-        kv_len_arr: Any = None,
-        backend: Any = "auto",
-    ) -> None:
-        self._made = (float_workspace_buffer, use_cuda_graph, qo_indptr, kv_indptr, kv_indices, kv_len_arr, backend)
-        self._use_cuda_graph, self._reserved = use_cuda_graph, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+    @fi.entry("mla.BatchMLAPagedAttentionWrapper.__init__", fi.RELEASES[1])
+    def __init__(self, a: Any) -> None:
+        self._reserved = (a.qo_indptr, a.kv_indptr, a.kv_indices, a.kv_len_arr)
+        self._made = (a.float_workspace_buffer, a.use_cuda_graph, *self._reserved, a.backend)
+        self._use_cuda_graph = a.use_cuda_graph
         self._planned_backend: Kernels | None = None
         self._kernels()  # it is checked as the older one is
 
     def _kernels(self) -> Kernels:
         return Kernels(*self._made)
 
-    def plan(
-        self,
-        qo_indptr: Any = None,
-        kv_indptr: Any = None,
-        kv_indices: Any = None,
-        kv_len_arr: Any = None,
-        num_heads: Any = None,
-        head_dim_ckv: Any = None,
-        head_dim_kpe: Any = None,
-        page_size: Any = None,
-        causal: Any = None,
-        sm_scale: Any = None,
-        q_data_type: Any = None,
-        kv_data_type: Any = None,
-        use_profiler: Any = False,
-        *,
-        metadata: Any = None,
-        query_layout: Any = None,
-        kv_cache_layout: Any = None,
-        lse_mode: Any = "none",
-    ) -> None:
-        need(metadata is not None and qo_indptr is None, "flat lists are deprecated", DeprecationWarning)
-        need(query_layout == kv_cache_layout == "split", f"layouts {query_layout} and {kv_cache_layout}: not emulated")
-        lists = (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
+    @fi.entry("mla.BatchMLAPagedAttentionWrapper.plan", fi.RELEASES[1])
+    def plan(self, a: Any) -> None:
+        need(a.metadata is not None and a.qo_indptr is None, "flat lists are deprecated", DeprecationWarning)
+        need(a.query_layout == a.kv_cache_layout == "split", f"{a.query_layout} and {a.kv_cache_layout}: not emulated")
+        lists = (a.metadata.qo_indptr, a.metadata.kv_indptr, a.metadata.kv_indices, a.metadata.kv_len_arr)
         for given in lists:
             need(given.ndim == 1 and given.is_contiguous() and given.dtype == torch.int32, f"{given}", ValueError)
-        self._check_pages(*lists[1:], page_size)
-        if causal:
-            self._check_tiles(lists[0], lists[3], num_heads)
+        self._check_pages(*lists[1:], a.page_size)
+        if a.causal:
+            self._check_tiles(lists[0], lists[3], a.num_heads)
         if self._use_cuda_graph:
             self._check_reserved(lists)
         kernels = Kernels.__new__(Kernels)
         self._fill(kernels)
-        sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type)
-        kernels.plan(*lists, *sizes, use_profiler)
-        self._planned_backend, self._lse_mode = kernels, lse_mode
+        sizes = (a.num_heads, a.head_dim_ckv, a.head_dim_kpe, a.page_size, a.causal, a.sm_scale)
+        kernels.plan(*lists, *sizes, a.q_data_type, a.kv_data_type, a.use_profiler)
+        self._planned_backend, self._lse_mode = kernels, a.lse_mode
         self._int_workspace_buffer = kernels._int_workspace_buffer
         self._pin_memory_int_workspace_buffer = kernels._pin_memory_int_workspace_buffer
 
@@ -132,37 +106,17 @@ class BatchMLAPagedAttentionWrapper:
             apart = kept.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
             need(apart or kept.data_ptr() == given.data_ptr(), "only exact reuse is allowed", ValueError)
 
-    def run(
-        self,
-        q_nope: Any = None,
-        q_pe: Any = None,
-        ckv_cache: Any = None,
-        kpe_cache: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: Any = False,
-        profiler_buffer: Any = None,
-        kv_len: Any = None,
-        page_table: Any = None,
-        return_lse_base_on_e: Any = False,
-        o_scale: Any = None,
-        *,
-        query: Any = None,
-        kv_cache: Any = None,
-        ckv_scale: Any = None,
-        kpe_scale: Any = None,
-    ) -> Any:
-        need(
-            self._planned_backend is not None, "BatchMLAPagedAttentionWrapper.run() called before plan().", RuntimeError
-        )
-        assert self._planned_backend is not None
-        need(q_nope is ckv_cache is None, "separate tensors are deprecated", DeprecationWarning)
-        need(type(query) is type(kv_cache) is tuple, "structural values are exact tuples", TypeError)
-        mode = ("basee" if return_lse_base_on_e else "base2") if return_lse else "none"
+    @fi.entry("mla.BatchMLAPagedAttentionWrapper.run", fi.RELEASES[1])
+    def run(self, a: Any) -> Any:
+        kernels = self._planned_backend
+        need(kernels is not None, "BatchMLAPagedAttentionWrapper.run() called before plan().", RuntimeError)
+        assert kernels is not None
+        need(a.q_nope is a.ckv_cache is None, "separate tensors are deprecated", DeprecationWarning)
+        need(type(a.query) is type(a.kv_cache) is tuple, "structural values are exact tuples", TypeError)
+        mode = ("basee" if a.return_lse_base_on_e else "base2") if a.return_lse else "none"
         need(mode == self._lse_mode, f"LSE mode mismatch: planned {self._lse_mode}, got {mode}", ValueError)
-        scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
-        wanted = {"out": out, "lse": lse, "return_lse": return_lse, "return_lse_base_on_e": return_lse_base_on_e}
-        return self._planned_backend.run(*query, *kv_cache, **wanted, o_scale=o_scale, **scales)
+        names = ("out", "lse", "return_lse", "return_lse_base_on_e", "o_scale", "ckv_scale", "kpe_scale")
+        return kernels.run(*a.query, *a.kv_cache, **{name: getattr(a, name) for name in names})
 
 
 def _reused(address: int) -> None:

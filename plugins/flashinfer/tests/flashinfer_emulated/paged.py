@@ -21,103 +21,57 @@ from flashinfer_emulated.wrappers import Schedule, Wrapper, dtype_of, dtypes_of,
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-    def __init__(
-        self,
-        float_workspace_buffer: Any,
-        kv_layout: Any = "NHD",
-        use_cuda_graph: Any = False,
-        qo_indptr_buf: Any = None,
-        paged_kv_indptr_buf: Any = None,
-        paged_kv_indices_buf: Any = None,
-        paged_kv_last_page_len_buf: Any = None,
-        custom_mask_buf: Any = None,
-        mask_indptr_buf: Any = None,
-        backend: Any = "auto",
-        jit_args: Any = None,
-        jit_kwargs: Any = None,
-    ) -> None:
-        fi.called("BatchPrefillWithPagedKVCacheWrapper.__init__", locals())
-        self._begin(float_workspace_buffer, kv_layout, backend, use_cuda_graph)
-        self._variant = None if jit_args is None else SinkVariant(jit_args, jit_kwargs or {}, backend)
-        if use_cuda_graph:
-            buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+    @fi.entry("prefill.BatchPrefillWithPagedKVCacheWrapper.__init__")
+    def __init__(self, a: Any) -> None:
+        self._begin(a.float_workspace_buffer, a.kv_layout, a.backend, a.use_cuda_graph)
+        self._variant = None if a.jit_args is None else SinkVariant(a.jit_args, a.jit_kwargs or {}, a.backend)
+        if a.use_cuda_graph:
+            buffers = (a.qo_indptr_buf, a.paged_kv_indptr_buf, a.paged_kv_indices_buf, a.paged_kv_last_page_len_buf)
             for buffer in buffers:
                 need(torch.is_tensor(buffer), "the buffers should be torch.Tensors in CUDA graph mode", ValueError)
             fi.on_device(*buffers)
-            self._fixed_batch_size = len(qo_indptr_buf) - 1
-            need(len(paged_kv_indptr_buf) == self._fixed_batch_size + 1, "length of paged_kv_indptr_buf", ValueError)
+            self._fixed_batch_size = len(a.qo_indptr_buf) - 1
+            need(len(a.paged_kv_indptr_buf) == self._fixed_batch_size + 1, "length of paged_kv_indptr_buf", ValueError)
             need(
-                len(paged_kv_last_page_len_buf) == self._fixed_batch_size,
+                len(a.paged_kv_last_page_len_buf) == self._fixed_batch_size,
                 "length of paged_kv_last_page_len_buf",
                 ValueError,
             )
-        self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
-        self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
+        self._qo_indptr_buf, self._paged_kv_indptr_buf = a.qo_indptr_buf, a.paged_kv_indptr_buf
+        self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = (
+            a.paged_kv_indices_buf,
+            a.paged_kv_last_page_len_buf,
+        )
         self._max_total_num_rows: int | None = None
         self._jit_module: Any = None
 
-    def plan(
-        self,
-        qo_indptr: Any,
-        paged_kv_indptr: Any,
-        paged_kv_indices: Any,
-        paged_kv_last_page_len: Any,
-        num_qo_heads: Any,
-        num_kv_heads: Any,
-        head_dim_qk: Any,
-        page_size: Any,
-        head_dim_vo: Any = None,
-        custom_mask: Any = None,
-        packed_custom_mask: Any = None,
-        causal: Any = False,
-        pos_encoding_mode: Any = "NONE",
-        use_fp16_qk_reduction: Any = False,
-        sm_scale: Any = None,
-        window_left: Any = -1,
-        logits_soft_cap: Any = None,
-        rope_scale: Any = None,
-        rope_theta: Any = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        non_blocking: Any = True,
-        prefix_len_ptr: Any = None,
-        token_pos_in_items_ptr: Any = None,
-        token_pos_in_items_len: Any = 0,
-        max_item_len_ptr: Any = None,
-        seq_lens: Any = None,
-        seq_lens_q: Any = None,
-        block_tables: Any = None,
-        max_token_per_sequence: Any = None,
-        max_sequence_kv: Any = None,
-        fixed_split_size: Any = None,
-        disable_split_kv: Any = False,
-    ) -> None:
+    @fi.entry("prefill.BatchPrefillWithPagedKVCacheWrapper.plan")
+    def plan(self, a: Any) -> None:
         name = "BatchPrefillWithPagedKVCacheWrapper.plan"
-        fi.called(name, locals())
-        need(custom_mask is None and packed_custom_mask is None, "custom masks are not emulated")
+        need(a.custom_mask is None and a.packed_custom_mask is None, "custom masks are not emulated")
         need(
-            pos_encoding_mode == "NONE" and not use_fp16_qk_reduction, "positions and fp16 reductions are not emulated"
+            a.pos_encoding_mode == "NONE" and not a.use_fp16_qk_reduction,
+            "positions and fp16 reductions are not emulated",
         )
-        need(max_sequence_kv is None, "without the host's KV lengths plan fails in fa2 and fa3", UnboundLocalError)
-        self._dtypes = dtypes_of(q_data_type, kv_data_type, o_data_type)
-        self._soft_cap = logits_soft_cap or 0.0
-        batch = len(qo_indptr) - 1
+        need(a.max_sequence_kv is None, "without the host's KV lengths plan fails in fa2 and fa3", UnboundLocalError)
+        self._dtypes = dtypes_of(a.q_data_type, a.kv_data_type, a.o_data_type)
+        self._soft_cap = a.logits_soft_cap or 0.0
+        batch = len(a.qo_indptr) - 1
         need(batch > 0, "max() arg is an empty sequence", ValueError)
-        fi.check_list(qo_indptr, batch + 1, "qo_indptr")
-        fi.check_list(paged_kv_indptr, batch + 1, "paged_kv_indptr")
-        fi.check_list(paged_kv_last_page_len, batch, "paged_kv_last_page_len")
-        fi.check_list(paged_kv_indices, len(paged_kv_indices), "paged_kv_indices")
-        queries = fi.check_indptr(fi.to_host(qo_indptr, f"{name}.qo_indptr"), "qo_indptr")
-        pages = fi.check_indptr(fi.to_host(paged_kv_indptr, f"{name}.paged_kv_indptr"), "paged_kv_indptr")
-        last = fi.to_host(paged_kv_last_page_len, f"{name}.paged_kv_last_page_len").tolist()
+        fi.check_list(a.qo_indptr, batch + 1, "qo_indptr")
+        fi.check_list(a.paged_kv_indptr, batch + 1, "paged_kv_indptr")
+        fi.check_list(a.paged_kv_last_page_len, batch, "paged_kv_last_page_len")
+        fi.check_list(a.paged_kv_indices, len(a.paged_kv_indices), "paged_kv_indices")
+        queries = fi.check_indptr(fi.to_host(a.qo_indptr, f"{name}.qo_indptr"), "qo_indptr")
+        pages = fi.check_indptr(fi.to_host(a.paged_kv_indptr, f"{name}.paged_kv_indptr"), "paged_kv_indptr")
+        last = fi.to_host(a.paged_kv_last_page_len, f"{name}.paged_kv_last_page_len").tolist()
         need(
-            pages[-1] <= len(paged_kv_indices),
-            f"{len(paged_kv_indices)} page indices, paged_kv_indptr ends at {pages[-1]}",
+            pages[-1] <= len(a.paged_kv_indices),
+            f"{len(a.paged_kv_indices)} page indices, paged_kv_indptr ends at {pages[-1]}",
         )
-        lens = _kv_lens(pages, last, page_size)
-        if seq_lens is not None:
-            given = fi.to_host(seq_lens, f"{name}.seq_lens").flatten().tolist()
+        lens = _kv_lens(pages, last, a.page_size)
+        if a.seq_lens is not None:
+            given = fi.to_host(a.seq_lens, f"{name}.seq_lens").flatten().tolist()
             held = [length if end > first else 0 for length, first, end in zip(lens, pages, pages[1:], strict=False)]
             need(given == held, f"seq_lens {given}, but pages and last page lengths give {held}")
             lens = given
@@ -126,38 +80,38 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             need(queries[-1] <= most, f"The total number of rows {queries[-1]} cannot exceed {most}", ValueError)
             need(batch == self._fixed_batch_size, f"batch size {batch}, fixed {self._fixed_batch_size}", ValueError)
             need(
-                len(paged_kv_indices) <= len(self._paged_kv_indices_buf),
+                len(a.paged_kv_indices) <= len(self._paged_kv_indices_buf),
                 "paged_kv_indices exceeds the allocated buffer size",
                 ValueError,
             )
-            fi.copy_late(self._qo_indptr_buf, qo_indptr)
-            fi.copy_late(self._paged_kv_indptr_buf, paged_kv_indptr)
-            fi.copy_late(self._paged_kv_last_page_len_buf, paged_kv_last_page_len)
-            self._paged_kv_indices_buf[: len(paged_kv_indices)].copy_(paged_kv_indices)
+            fi.copy_late(self._qo_indptr_buf, a.qo_indptr)
+            fi.copy_late(self._paged_kv_indptr_buf, a.paged_kv_indptr)
+            fi.copy_late(self._paged_kv_last_page_len_buf, a.paged_kv_last_page_len)
+            self._paged_kv_indices_buf[: len(a.paged_kv_indices)].copy_(a.paged_kv_indices)
         else:
-            self._qo_indptr_buf, self._paged_kv_indptr_buf = fi.to_device(qo_indptr), fi.to_device(paged_kv_indptr)
-            self._paged_kv_indices_buf = paged_kv_indices
-            self._paged_kv_last_page_len_buf = fi.to_device(paged_kv_last_page_len)
+            self._qo_indptr_buf, self._paged_kv_indptr_buf = fi.to_device(a.qo_indptr), fi.to_device(a.paged_kv_indptr)
+            self._paged_kv_indices_buf = a.paged_kv_indices
+            self._paged_kv_last_page_len_buf = fi.to_device(a.paged_kv_last_page_len)
         self._choose(*self._dtypes[:2])
-        self._dims = (head_dim_qk, head_dim_vo or head_dim_qk)
+        self._dims = (a.head_dim_qk, a.head_dim_vo or a.head_dim_qk)
         if self._variant is not None:
-            self._variant.check(self._backend, self._dtypes, self._dims, window_left)
+            self._variant.check(self._backend, self._dtypes, self._dims, a.window_left)
         self._check_module(*self._dtypes, self._dims, self._soft_cap)
         fa3_fp8 = self._backend == "fa3" and self._dtypes[0] in fi.FP8
-        need(not (fa3_fp8 and window_left >= 0), "FP8 fa3 with a window waits forever before 0.6.15")
-        self._sm_scale = sm_scale
-        self._causal, self._batch_size, self._qo_indptr_last = causal, batch, queries[-1]
+        need(not (fa3_fp8 and a.window_left >= 0), "FP8 fa3 with a window waits forever before 0.6.15")
+        self._sm_scale = a.sm_scale
+        self._causal, self._batch_size, self._qo_indptr_last = a.causal, batch, queries[-1]
         self._max_q_len, self._max_kv_len = max(np.diff(queries)), max(lens)
         self._cached_module = self._jit_module or SimpleNamespace(plan=self._make_schedule)
-        host = [each.clone() if fi.is_on_device(each) else each for each in (qo_indptr, paged_kv_indptr)]
+        host = [each.clone() if fi.is_on_device(each) else each for each in (a.qo_indptr, a.paged_kv_indptr)]
         arguments = [
             self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer, *host,
-            torch.tensor(lens, dtype=torch.int32) if seq_lens is None else seq_lens,
-            self._max_total_num_rows or queries[-1], batch, num_qo_heads, num_kv_heads, page_size,
-            self._use_cuda_graph, *self._dims, causal, window_left,
+            torch.tensor(lens, dtype=torch.int32) if a.seq_lens is None else a.seq_lens,
+            self._max_total_num_rows or queries[-1], batch, a.num_qo_heads, a.num_kv_heads, a.page_size,
+            self._use_cuda_graph, *self._dims, a.causal, a.window_left,
         ]  # fmt: skip
         if self._backend == "fa2":
-            arguments += [fixed_split_size or -1, disable_split_kv, 0]
+            arguments += [a.fixed_split_size or -1, a.disable_split_kv, 0]
         self._plan_info = self._cached_module.plan(*arguments)
 
     def _make_schedule(
@@ -192,61 +146,47 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         schedule = Schedule(*lists, tuple(lens.tolist()), heads, kv_heads, page_size, causal, window_left)
         self._float_workspace_buffer, self._int_workspace_buffer = scratch, ints
         self._pin_memory_int_workspace_buffer = pinned
-        self._send(schedule, rows, size_vo, not whole, fixed)
+        self._send(schedule, size_vo, not whole, fixed)
         return schedule
 
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: Any = False,
-        enable_pdl: Any = None,
-        window_left: Any = None,
-        sinks: Any = None,
-        kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: Any = None,
-    ) -> Any:
-        fi.called("BatchPrefillWithPagedKVCacheWrapper.run", locals())
+    @fi.entry("prefill.BatchPrefillWithPagedKVCacheWrapper.run")
+    def run(self, a: Any) -> Any:
+        out = a.out
+        lse = a.lse
         need(
             fi.world.graph is None or self._use_cuda_graph,
             "a captured wrapper without use_cuda_graph: the next plan moves its lists",
         )
         schedule = self._schedule = self._plan_info
         need(schedule.causal == self._causal, "the mask is that of another plan")
-        k, v = fi.unpack(paged_kv_cache, self._kv_layout)
-        self._check_query(q, k.dtype)
+        k, v = fi.unpack(a.paged_kv_cache, self._kv_layout)
+        self._check_query(a.q, k.dtype)
         rows = self._qo_indptr_last
-        need(q.shape[0] == rows, f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({rows})", ValueError)
-        need(window_left is None or window_left == schedule.window_left, "window_left", AssertionError)
-        need(sinks is None, "fa2 and fa3 ignore sinks here: they take them from a variant's arguments")
+        need(a.q.shape[0] == rows, f"q.shape[0] ({a.q.shape[0]}) does not match qo_indptr[-1] ({rows})", ValueError)
+        need(a.window_left is None or a.window_left == schedule.window_left, "window_left", AssertionError)
+        need(a.sinks is None, "fa2 and fa3 ignore sinks here: they take them from a variant's arguments")
         fi.check_cache(k, v, every_stride=self._backend == "fa2")
         size, kv_heads = k.shape[1 if self._kv_layout == "NHD" else 2], k.shape[2 if self._kv_layout == "NHD" else 1]
         need(size == schedule.page_size, f"pages of {size}, planned {schedule.page_size}")
         need(kv_heads == schedule.kv_heads, f"{kv_heads} KV heads, planned {schedule.kv_heads}")
         need(
-            q.shape[-1] == k.shape[-1] == self._dims[0],
-            f"head sizes {q.shape[-1]}, {k.shape[-1]}, planned {self._dims[0]}",
+            a.q.shape[-1] == k.shape[-1] == self._dims[0],
+            f"head sizes {a.q.shape[-1]}, {k.shape[-1]}, planned {self._dims[0]}",
         )
-        scale = self._scales(self._sm_scale, q.shape[-1], q_scale, k_scale)
-        out, lse = self._results(q, v.shape[-1], out, lse, return_lse)
+        scale = self._scales(self._sm_scale, a.q.shape[-1], a.q_scale, a.k_scale)
+        out, lse = self._results(a.q, v.shape[-1], out, lse, a.return_lse)
         if self._variant is not None:
-            call = self._variant.arguments(args, schedule.heads)
+            call = self._variant.arguments(a.args, schedule.heads)
         else:
-            call = {"scale": scale, **fp8_scales(q, args, schedule)}
+            call = {"scale": scale, **fp8_scales(a.q, a.args, schedule)}
         lists = (
             self._qo_indptr_buf,
             self._paged_kv_indptr_buf,
             fi.moment(self._paged_kv_indices_buf),
             self._paged_kv_last_page_len_buf,
         )
-        fi.launch(partial(self._attend, schedule, fi.moment(q), (k, v), lists, out, lse, v_scale, call))
-        return (out, lse) if return_lse else out
+        fi.launch(partial(self._attend, schedule, fi.moment(a.q), (k, v), lists, out, lse, a.v_scale, call))
+        return (out, lse) if a.return_lse else out
 
     def _attend(
         self,
@@ -306,30 +246,19 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    def __init__(
-        self,
-        float_workspace_buffer: Any,
-        kv_layout: Any = "NHD",
-        use_cuda_graph: Any = False,
-        use_tensor_cores: Any = False,
-        paged_kv_indptr_buffer: Any = None,
-        paged_kv_indices_buffer: Any = None,
-        paged_kv_last_page_len_buffer: Any = None,
-        backend: Any = "auto",
-        jit_args: Any = None,
-    ) -> None:
-        fi.called("BatchDecodeWithPagedKVCacheWrapper.__init__", locals())
-        need(jit_args is None, "variants are emulated for prefill")
-        need(use_tensor_cores, "decode without tensor cores is not emulated")
-        self._begin(float_workspace_buffer, kv_layout, backend, use_cuda_graph)
-        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+    @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.__init__")
+    def __init__(self, a: Any) -> None:
+        need(a.jit_args is None, "variants are emulated for prefill")
+        need(a.use_tensor_cores, "decode without tensor cores is not emulated")
+        self._begin(a.float_workspace_buffer, a.kv_layout, a.backend, a.use_cuda_graph)
+        buffers = (a.paged_kv_indptr_buffer, a.paged_kv_indices_buffer, a.paged_kv_last_page_len_buffer)
         arange: dict[str, Any] = {}
-        if use_cuda_graph:
+        if a.use_cuda_graph:
             for buffer in buffers:
                 need(torch.is_tensor(buffer), "the buffers should be torch.Tensors in cudagraph mode", ValueError)
-            batch = len(paged_kv_last_page_len_buffer)
+            batch = len(a.paged_kv_last_page_len_buffer)
             need(
-                len(paged_kv_indptr_buffer) == batch + 1,
+                len(a.paged_kv_indptr_buffer) == batch + 1,
                 "The size of paged_kv_indptr_buffer should be batch_size + 1",
                 ValueError,
             )
@@ -337,90 +266,76 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
         self._jit_module: Any = None
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend, **arange,
+            a.float_workspace_buffer,
+            a.kv_layout,
+            a.use_cuda_graph,
+            backend=a.backend,
+            **arange,
             **dict(zip(names, buffers, strict=True)),
-        )  # fmt: skip
+        )
         fi.world.calls.pop()
 
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
         super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
-    def plan(
-        self,
-        indptr: Any,
-        indices: Any,
-        last_page_len: Any,
-        num_qo_heads: Any,
-        num_kv_heads: Any,
-        head_dim: Any,
-        page_size: Any,
-        pos_encoding_mode: Any = "NONE",
-        window_left: Any = -1,
-        logits_soft_cap: Any = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        data_type: Any = None,
-        sm_scale: Any = None,
-        rope_scale: Any = None,
-        rope_theta: Any = None,
-        non_blocking: Any = True,
-        block_tables: Any = None,
-        seq_lens: Any = None,
-        fixed_split_size: Any = None,
-        disable_split_kv: Any = False,
-        q_len_per_req: Any = 1,
-    ) -> None:
+    @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.plan")
+    def plan(self, a: Any) -> None:
         name = "BatchDecodeWithPagedKVCacheWrapper.plan"
-        fi.called(name, locals())
-        need(q_len_per_req == 1, "fa2 decodes one token per request, whatever q_len_per_req says")
-        given = kv_data_type or data_type or q_data_type
-        if self._prefill._backend == "auto" and not {dtype_of(q_data_type), dtype_of(given)} & set(fi.FP8):
+        need(a.q_len_per_req == 1, "fa2 decodes one token per request, whatever q_len_per_req says")
+        given = a.kv_data_type or a.data_type or a.q_data_type
+        if self._prefill._backend == "auto" and not {dtype_of(a.q_data_type), dtype_of(given)} & set(fi.FP8):
             self._prefill._backend = "fa2"
         seen, inner = len(fi.world.syncs), self._prefill
         inner._pin_memory_int_workspace_buffer = self._pin_memory_int_workspace_buffer
         inner._int_workspace_buffer, inner._jit_module = self._int_workspace_buffer, self._jit_module
         inner.plan(
-            torch.arange(len(last_page_len) + 1, dtype=torch.int32), indptr, indices, last_page_len, num_qo_heads,
-            num_kv_heads, head_dim, page_size, causal=False, pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type, kv_data_type=given,
-            o_data_type=o_data_type, sm_scale=sm_scale, seq_lens=seq_lens, fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
-        )  # fmt: skip
+            torch.arange(len(a.last_page_len) + 1, dtype=torch.int32),
+            a.indptr,
+            a.indices,
+            a.last_page_len,
+            a.num_qo_heads,
+            a.num_kv_heads,
+            a.head_dim,
+            a.page_size,
+            causal=False,
+            pos_encoding_mode=a.pos_encoding_mode,
+            window_left=a.window_left,
+            logits_soft_cap=a.logits_soft_cap,
+            q_data_type=a.q_data_type,
+            kv_data_type=given,
+            o_data_type=a.o_data_type,
+            sm_scale=a.sm_scale,
+            seq_lens=a.seq_lens,
+            fixed_split_size=a.fixed_split_size,
+            disable_split_kv=a.disable_split_kv,
+        )
         for name in KEPT:
             setattr(self, name, getattr(inner, name))
         fi.world.calls.pop()
         fi.world.syncs[seen:] = [each.replace("BatchPrefill", "BatchDecode") for each in fi.world.syncs[seen:]]
 
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: Any = False,
-        enable_pdl: Any = None,
-        window_left: Any = None,
-        sinks: Any = None,
-        q_len_per_req: Any = None,
-        skip_softmax_threshold_scale_factor: Any = None,
-        kv_cache_sf: Any = None,
-    ) -> Any:
-        fi.called("BatchDecodeWithPagedKVCacheWrapper.run", locals())
+    @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.run")
+    def run(self, a: Any) -> Any:
         batch = len(self._paged_kv_last_page_len_buf)
-        need(len(q) == batch, f"{len(q)} queries for {batch} requests: fa2 decodes one token per request")
+        need(len(a.q) == batch, f"{len(a.q)} queries for {batch} requests: fa2 decodes one token per request")
         for name in KEPT:
             setattr(self._prefill, name, getattr(self, name))
         self._prefill._qo_indptr_last = self._plan_info.qo_indptr[-1]
         result = self._prefill.run(
-            q, paged_kv_cache, *args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-            return_lse=return_lse, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+            a.q,
+            a.paged_kv_cache,
+            *a.args,
+            q_scale=a.q_scale,
+            k_scale=a.k_scale,
+            v_scale=a.v_scale,
+            out=a.out,
+            lse=a.lse,
+            return_lse=a.return_lse,
+            window_left=a.window_left,
+            sinks=a.sinks,
+            kv_cache_sf=a.kv_cache_sf,
+        )
         fi.world.calls.pop()
         return result
 

@@ -5,6 +5,7 @@ Rules by source: flashinfer/decode.py and flashinfer/cute_dsl/attention/wrappers
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -88,88 +89,38 @@ class CuteDsl:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(paged.BatchDecodeWithPagedKVCacheWrapper):
-    def __init__(
-        self,
-        float_workspace_buffer: Any,
-        kv_layout: Any = "NHD",
-        use_cuda_graph: Any = False,
-        use_tensor_cores: Any = False,
-        paged_kv_indptr_buffer: Any = None,
-        paged_kv_indices_buffer: Any = None,
-        paged_kv_last_page_len_buffer: Any = None,
-        backend: Any = "auto",
-        jit_args: Any = None,
-    ) -> None:
-        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+    @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.__init__", fi.RELEASES[1])
+    def __init__(self, a: Any) -> None:
+        buffers = (a.paged_kv_indptr_buffer, a.paged_kv_indices_buffer, a.paged_kv_last_page_len_buffer)
         self._cute: CuteDsl | None = None
-        own = "fa2" if backend == "cute-dsl" else backend
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, use_tensor_cores, *buffers, own, jit_args)
-        if backend == "cute-dsl":
-            fi.world.calls[-1]["backend"] = backend
-            self._cute = CuteDsl(float_workspace_buffer, kv_layout, buffers)
+        own = "fa2" if a.backend == "cute-dsl" else a.backend
+        begin = (a.float_workspace_buffer, a.kv_layout, a.use_cuda_graph, a.use_tensor_cores)
+        super().__init__(*begin, *buffers, own, a.jit_args)
+        if a.backend == "cute-dsl":
+            fi.world.calls[-1]["backend"] = a.backend
+            self._cute = CuteDsl(a.float_workspace_buffer, a.kv_layout, buffers)
 
-    def plan(
-        self,
-        indptr: Any,
-        indices: Any,
-        last_page_len: Any,
-        num_qo_heads: Any,
-        num_kv_heads: Any,
-        head_dim: Any,
-        page_size: Any,
-        pos_encoding_mode: Any = "NONE",
-        window_left: Any = -1,
-        logits_soft_cap: Any = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        data_type: Any = None,
-        sm_scale: Any = None,
-        rope_scale: Any = None,
-        rope_theta: Any = None,
-        non_blocking: Any = True,
-        block_tables: Any = None,
-        seq_lens: Any = None,
-        fixed_split_size: Any = None,
-        disable_split_kv: Any = False,
-        q_len_per_req: Any = 1,
-    ) -> None:
-        given = locals()
+    @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.plan", fi.RELEASES[1])
+    def plan(self, a: Any) -> None:
         if self._cute is None:
-            super().plan(**{name: value for name, value in given.items() if name not in ("self", "__class__")})
+            known = inspect.signature(super().plan).parameters
+            super().plan(**{name: value for name, value in vars(a).items() if name in known})
             return
-        fi.called("BatchDecodeWithPagedKVCacheWrapper.plan", given)
+        fi.called("BatchDecodeWithPagedKVCacheWrapper.plan", vars(a))
         need(fi.world.graph is None, "plan cannot be used in a CUDA graph")
-        dtypes = dtypes_of(q_data_type, kv_data_type, o_data_type)
-        sizes = {"head_dim": head_dim, "page_size": page_size, "window_left": window_left, "sm_scale": sm_scale}
-        lists, heads = (indptr, indices, last_page_len), (num_qo_heads, num_kv_heads)
-        self._cute.plan(lists, seq_lens, heads, dtypes=dtypes, logits_soft_cap=logits_soft_cap, **sizes)
+        dtypes = dtypes_of(a.q_data_type, a.kv_data_type, a.o_data_type)
+        names = ("head_dim", "page_size", "window_left", "sm_scale", "logits_soft_cap")
+        lists, heads = (a.indptr, a.indices, a.last_page_len), (a.num_qo_heads, a.num_kv_heads)
+        self._cute.plan(lists, a.seq_lens, heads, dtypes=dtypes, **{name: getattr(a, name) for name in names})
 
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: Any = False,
-        enable_pdl: Any = None,
-        window_left: Any = None,
-        sinks: Any = None,
-        q_len_per_req: Any = None,
-        skip_softmax_threshold_scale_factor: Any = None,
-        kv_cache_sf: Any = None,
-    ) -> Any:
+    @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.run", fi.RELEASES[1])
+    def run(self, a: Any) -> Any:
         if self._cute is None:
-            return super().run(
-                q, paged_kv_cache, *args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-                return_lse=return_lse, window_left=window_left, sinks=sinks, kv_cache_sf=kv_cache_sf,
-            )  # fmt: skip
-        fi.called("BatchDecodeWithPagedKVCacheWrapper.run", locals())
-        need(not args and k_scale is None, "scales behind the cache are fa3's")
+            known = inspect.signature(super().run).parameters
+            given = {name: value for name, value in vars(a).items() if name in known and name != "args"}
+            return super().run(given.pop("q"), given.pop("paged_kv_cache"), *a.args, **given)
+        fi.called("BatchDecodeWithPagedKVCacheWrapper.run", vars(a))
+        need(not a.args and a.k_scale is None, "scales behind the cache are fa3's")
         need(fi.world.graph is None or self._use_cuda_graph, "a captured wrapper without use_cuda_graph")
-        self._cute.run(q, paged_kv_cache, q_scale, v_scale, out, lse if return_lse else None, sinks)
-        return (out, lse) if return_lse else out
+        self._cute.run(a.q, a.paged_kv_cache, a.q_scale, a.v_scale, a.out, a.lse if a.return_lse else None, a.sinks)
+        return (a.out, a.lse) if a.return_lse else a.out

@@ -27,253 +27,200 @@ GUARD = 1 << 20
 GEN_RAGGED = ((192, 128), (128, 128), (256, 256))
 
 
-def trtllm_batch_decode_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_seq_len: Any,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
-    window_left: Any = -1,
-    out: Any = None,
-    out_dtype: Any = None,
-    o_sf_scale: Any = None,
-    o_sf_vec_size: Any = None,
-    sinks: Any = None,
-    kv_layout: Any = "HND",
-    enable_pdl: Any = None,
-    backend: Any = "auto",
-    q_len_per_req: Any = 1,
-    o_scale: Any = 1.0,
-    mask: Any = None,
-    max_q_len: Any = None,
-    cum_seq_lens_q: Any = None,
-    skip_softmax_threshold_scale_factor: Any = None,
-    kv_cache_sf: Any = None,
-    uses_shared_paged_kv_idx: Any = True,
-    lse: Any = None,
-    return_lse: Any = False,
-) -> Any:
-    fi.called("trtllm_batch_decode_with_kv_cache", locals())
+@fi.entry("decode.trtllm_batch_decode_with_kv_cache")
+def trtllm_batch_decode_with_kv_cache(a: Any) -> Any:
+    out = a.out
+    out_dtype = a.out_dtype
+    backend = a.backend
+    lse = a.lse
     if backend == "auto":
         backend = "trtllm-gen" if fi.world.capability[0] == 10 else "xqa"
     need(backend in ("xqa", "trtllm-gen"), f"Backend {backend} not supported", KeyError)
-    need(uses_shared_paged_kv_idx and skip_softmax_threshold_scale_factor is None, "not emulated")
-    k, v = _halves(kv_cache)
+    need(a.uses_shared_paged_kv_idx and a.skip_softmax_threshold_scale_factor is None, "not emulated")
+    k, v = _halves(a.kv_cache)
     if backend == "xqa":
         packed = out_dtype == "nvfp4" or isinstance(out, fp4.FP4Tensor)
         need(not packed, "xqa backend does not support nvfp4 output", ValueError)
-        need(o_sf_scale is None and o_sf_vec_size is None, "xqa backend does not support o_sf_scale", ValueError)
-        need(max_q_len is None and cum_seq_lens_q is None, "xqa backend does not support cum_seq_lens_q", ValueError)
-        need(not return_lse and lse is None, "xqa backend does not support return_lse/lse output", NotImplementedError)
+        need(a.o_sf_scale is None and a.o_sf_vec_size is None, "xqa backend does not support o_sf_scale", ValueError)
+        need(
+            a.max_q_len is None and a.cum_seq_lens_q is None, "xqa backend does not support cum_seq_lens_q", ValueError
+        )
+        need(
+            not a.return_lse and lse is None, "xqa backend does not support return_lse/lse output", NotImplementedError
+        )
         if out_dtype is None:
-            out_dtype = out.dtype if out is not None else query.dtype
+            out_dtype = out.dtype if out is not None else a.query.dtype
         if out is None:
-            out = torch.empty_like(query, dtype=out_dtype)
+            out = torch.empty_like(a.query, dtype=out_dtype)
         return xqa_batch_decode_with_kv_cache(
-            query, (k, v), workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-            out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf,
-        )  # fmt: skip
-    need(mask is None, "trtllm-gen does not read mask: its drafts are causal")
-    k, v = (half.transpose(-3, -2) if kv_layout == "NHD" else half for half in (k, v))
-    out = _gen_output(query, out, out_dtype, o_sf_scale, o_sf_vec_size)
-    if q_len_per_req is not None:
-        need(len(query) % q_len_per_req == 0, f"{len(query)} tokens of {q_len_per_req} per request")
-        bounds = torch.arange(len(query) // q_len_per_req + 1, dtype=torch.int32) * q_len_per_req
-        need(cum_seq_lens_q is None, "cum_seq_lens_q goes with max_q_len and q_len_per_req=None")
+            a.query,
+            (k, v),
+            a.workspace_buffer,
+            a.block_tables,
+            a.seq_lens,
+            a.max_seq_len,
+            a.bmm1_scale,
+            a.bmm2_scale,
+            a.window_left,
+            out,
+            a.sinks,
+            a.kv_layout,
+            a.enable_pdl,
+            a.q_len_per_req,
+            a.o_scale,
+            a.mask,
+            a.kv_cache_sf,
+        )
+    need(a.mask is None, "trtllm-gen does not read mask: its drafts are causal")
+    k, v = (half.transpose(-3, -2) if a.kv_layout == "NHD" else half for half in (k, v))
+    out = _gen_output(a.query, out, out_dtype, a.o_sf_scale, a.o_sf_vec_size)
+    if a.q_len_per_req is not None:
+        need(len(a.query) % a.q_len_per_req == 0, f"{len(a.query)} tokens of {a.q_len_per_req} per request")
+        bounds = torch.arange(len(a.query) // a.q_len_per_req + 1, dtype=torch.int32) * a.q_len_per_req
+        need(a.cum_seq_lens_q is None, "cum_seq_lens_q goes with max_q_len and q_len_per_req=None")
     else:
-        need(max_q_len is not None, "max_q_len", AssertionError)
-        fi.check_list(cum_seq_lens_q, len(cum_seq_lens_q), "cum_seq_lens_q")
-        bounds = cum_seq_lens_q
-    lse = _gen_lse(query, lse, return_lse)
-    _check_gen(query, k, v, block_tables, seq_lens, sinks, (bmm1_scale, bmm2_scale), len(bounds) - 1)
-    call = {"limits": (max_q_len or q_len_per_req, max_seq_len), "decode": True, "causal": True, "window": window_left}
-    call["o_sf_scale"] = o_sf_scale
-    lists = (bounds, block_tables, seq_lens)
-    fi.launch(partial(_gen, query, k, v, workspace_buffer, lists, out, lse, (bmm1_scale, bmm2_scale), sinks, call))
-    return (out, lse) if return_lse else out
+        need(a.max_q_len is not None, "max_q_len", AssertionError)
+        fi.check_list(a.cum_seq_lens_q, len(a.cum_seq_lens_q), "cum_seq_lens_q")
+        bounds = a.cum_seq_lens_q
+    lse = _gen_lse(a.query, lse, a.return_lse)
+    _check_gen(a.query, k, v, a.block_tables, a.seq_lens, a.sinks, (a.bmm1_scale, a.bmm2_scale), len(bounds) - 1)
+    call = {
+        "limits": (a.max_q_len or a.q_len_per_req, a.max_seq_len),
+        "decode": True,
+        "causal": True,
+        "window": a.window_left,
+    }
+    call["o_sf_scale"] = a.o_sf_scale
+    lists = (bounds, a.block_tables, a.seq_lens)
+    fi.launch(
+        partial(_gen, a.query, k, v, a.workspace_buffer, lists, out, lse, (a.bmm1_scale, a.bmm2_scale), a.sinks, call)
+    )
+    return (out, lse) if a.return_lse else out
 
 
-def trtllm_batch_context_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_q_len: Any,
-    max_kv_len: Any,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
-    batch_size: Any,
-    cum_seq_lens_q: Any,
-    cum_seq_lens_kv: Any,
-    window_left: Any = -1,
-    out: Any = None,
-    out_dtype: Any = None,
-    o_sf_scale: Any = None,
-    o_sf_vec_size: Any = None,
-    kv_layout: Any = "HND",
-    enable_pdl: Any = None,
-    sinks: Any = None,
-    kv_cache_sf: Any = None,
-    skip_softmax_threshold_scale_factor: Any = None,
-    uses_shared_paged_kv_idx: Any = True,
-    causal: Any = True,
-    lse: Any = None,
-    return_lse: Any = False,
-) -> Any:
-    fi.called("trtllm_batch_context_with_kv_cache", locals())
-    dense = causal or window_left < 0
+@fi.entry("prefill.trtllm_batch_context_with_kv_cache")
+def trtllm_batch_context_with_kv_cache(a: Any) -> Any:
+    out = a.out
+    lse = a.lse
+    dense = a.causal or a.window_left < 0
     need(dense, "Sliding-window non-causal attention is not supported for trtllm-gen", NotImplementedError)
-    need(uses_shared_paged_kv_idx and skip_softmax_threshold_scale_factor is None, "not emulated")
-    k, v = (half.transpose(-3, -2) if kv_layout == "NHD" else half for half in _halves(kv_cache))
-    out = _gen_output(query, out, out_dtype, o_sf_scale, o_sf_vec_size)
-    lse = _gen_lse(query, lse, return_lse)
-    for bounds, name in ((cum_seq_lens_q, "cum_seq_lens_q"), (cum_seq_lens_kv, "cum_seq_lens_kv")):
-        fi.check_list(bounds, batch_size + 1, name)
-    _check_gen(query, k, v, block_tables, seq_lens, sinks, (bmm1_scale, bmm2_scale), batch_size)
-    call = {"limits": (max_q_len, max_kv_len), "decode": False, "causal": causal, "window": window_left}
-    call |= {"keys": cum_seq_lens_kv, "o_sf_scale": o_sf_scale}
-    lists = (cum_seq_lens_q, block_tables, seq_lens)
-    fi.launch(partial(_gen, query, k, v, workspace_buffer, lists, out, lse, (bmm1_scale, bmm2_scale), sinks, call))
-    return (out, lse) if return_lse else out
+    need(a.uses_shared_paged_kv_idx and a.skip_softmax_threshold_scale_factor is None, "not emulated")
+    k, v = (half.transpose(-3, -2) if a.kv_layout == "NHD" else half for half in _halves(a.kv_cache))
+    out = _gen_output(a.query, out, a.out_dtype, a.o_sf_scale, a.o_sf_vec_size)
+    lse = _gen_lse(a.query, lse, a.return_lse)
+    for bounds, name in ((a.cum_seq_lens_q, "cum_seq_lens_q"), (a.cum_seq_lens_kv, "cum_seq_lens_kv")):
+        fi.check_list(bounds, a.batch_size + 1, name)
+    _check_gen(a.query, k, v, a.block_tables, a.seq_lens, a.sinks, (a.bmm1_scale, a.bmm2_scale), a.batch_size)
+    call = {"limits": (a.max_q_len, a.max_kv_len), "decode": False, "causal": a.causal, "window": a.window_left}
+    call |= {"keys": a.cum_seq_lens_kv, "o_sf_scale": a.o_sf_scale}
+    lists = (a.cum_seq_lens_q, a.block_tables, a.seq_lens)
+    fi.launch(
+        partial(_gen, a.query, k, v, a.workspace_buffer, lists, out, lse, (a.bmm1_scale, a.bmm2_scale), a.sinks, call)
+    )
+    return (out, lse) if a.return_lse else out
 
 
-def trtllm_ragged_attention_deepseek(
-    query: Any,
-    key: Any,
-    value: Any,
-    workspace_buffer: Any,
-    seq_lens: Any,
-    max_q_len: Any,
-    max_kv_len: Any,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
-    o_sf_scale: Any,
-    batch_size: Any,
-    window_left: Any,
-    cum_seq_lens_q: Any,
-    cum_seq_lens_kv: Any,
-    enable_pdl: Any,
-    is_causal: Any,
-    return_lse: Any,
-    attention_sinks: Any = None,
-    skip_softmax_threshold_scale_factor: Any = None,
-    out: Any = None,
-    lse: Any = None,
-    sage_attn_sfs: Any = (None, None, None, None),
-    num_elts_per_sage_attn_blk: Any = (0, 0, 0, 0),
-    backend: Any = "trtllm-gen",
-) -> Any:
-    fi.called("trtllm_ragged_attention_deepseek", locals())
+@fi.entry("prefill.trtllm_ragged_attention_deepseek")
+def trtllm_ragged_attention_deepseek(a: Any) -> Any:
+    out = a.out
+    lse = a.lse
     need(fi.world.capability in ((10, 0), (10, 3)), "trtllm-gen is for compute capability 10.0 and 10.3", RuntimeError)
-    need(backend == "trtllm-gen", f"backend {backend!r} is not emulated")
-    dims = (key.shape[2], value.shape[2])
-    need(dims in GEN_RAGGED and query.shape[2] == dims[0], f"Unsupported head dimensions: {dims}", AssertionError)
+    need(a.backend == "trtllm-gen", f"backend {a.backend!r} is not emulated")
+    dims = (a.key.shape[2], a.value.shape[2])
+    need(dims in GEN_RAGGED and a.query.shape[2] == dims[0], f"Unsupported head dimensions: {dims}", AssertionError)
     if out is None:
-        out_dtype = torch.bfloat16 if query.dtype in fi.FP8 else query.dtype
-        out = torch.empty(*query.shape[:2], dims[1], dtype=out_dtype)
-    need(tuple(out.shape) == (*query.shape[:2], dims[1]), f"out {tuple(out.shape)}", ValueError)
+        out_dtype = torch.bfloat16 if a.query.dtype in fi.FP8 else a.query.dtype
+        out = torch.empty(*a.query.shape[:2], dims[1], dtype=out_dtype)
+    need(tuple(out.shape) == (*a.query.shape[:2], dims[1]), f"out {tuple(out.shape)}", ValueError)
     need(out.dtype not in fi.FP8, "FP8 output is not supported for trtllm_ragged_attention_deepseek", ValueError)
-    need(query.dtype == key.dtype == value.dtype, f"{query.dtype}, {key.dtype}, {value.dtype}")
-    need(query.is_contiguous() and out.is_contiguous(), "query and out are read by their shapes alone")
-    need(key.stride(-1) == value.stride(-1) == 1, "the last dimension must be contiguous")
-    lse = _gen_lse(query, lse, return_lse)
-    for bounds, name in ((cum_seq_lens_q, "cum_seq_lens_q"), (cum_seq_lens_kv, "cum_seq_lens_kv")):
-        fi.check_list(bounds, batch_size + 1, name)
-    fi.check_list(seq_lens, batch_size, "seq_lens")
-    scale, factor = (_number(each) for each in (bmm1_scale, bmm2_scale))
+    need(a.query.dtype == a.key.dtype == a.value.dtype, f"{a.query.dtype}, {a.key.dtype}, {a.value.dtype}")
+    need(a.query.is_contiguous() and out.is_contiguous(), "query and out are read by their shapes alone")
+    need(a.key.stride(-1) == a.value.stride(-1) == 1, "the last dimension must be contiguous")
+    lse = _gen_lse(a.query, lse, a.return_lse)
+    for bounds, name in ((a.cum_seq_lens_q, "cum_seq_lens_q"), (a.cum_seq_lens_kv, "cum_seq_lens_kv")):
+        fi.check_list(bounds, a.batch_size + 1, name)
+    fi.check_list(a.seq_lens, a.batch_size, "seq_lens")
+    scale, factor = (_number(each) for each in (a.bmm1_scale, a.bmm2_scale))
 
     def attend() -> None:
         rows, keys = (
-            fi.check_indptr(cum_seq_lens_q, "cum_seq_lens_q"),
-            fi.check_indptr(cum_seq_lens_kv, "cum_seq_lens_kv"),
+            fi.check_indptr(a.cum_seq_lens_q, "cum_seq_lens_q"),
+            fi.check_indptr(a.cum_seq_lens_kv, "cum_seq_lens_kv"),
         )
         if lse is not None:
-            fi.scribble(workspace_buffer)
-        for request in range(batch_size):
+            fi.scribble(a.workspace_buffer)
+        for request in range(a.batch_size):
             mine, theirs = slice(*rows[request : request + 2]), slice(*keys[request : request + 2])
             length = theirs.stop - theirs.start
             need(
-                int(seq_lens[request]) == length, f"request {request}: seq_lens {int(seq_lens[request])}, {length} keys"
+                int(a.seq_lens[request]) == length,
+                f"request {request}: seq_lens {int(a.seq_lens[request])}, {length} keys",
             )
             need(
-                mine.stop - mine.start <= max_q_len and length <= max_kv_len,
+                mine.stop - mine.start <= a.max_q_len and length <= a.max_kv_len,
                 f"request {request} is longer than the bounds",
             )
             found, found_lse = fi.attend(
-                query[mine], key[theirs], value[theirs], scale, causal=is_causal, window_left=window_left,
-                sinks=attention_sinks,
-            )  # fmt: skip
+                a.query[mine],
+                a.key[theirs],
+                a.value[theirs],
+                scale,
+                causal=a.is_causal,
+                window_left=a.window_left,
+                sinks=a.attention_sinks,
+            )
             out[mine] = (found * factor).to(out.dtype)
             if lse is not None:
                 lse[mine] = found_lse.float()
 
     fi.launch(attend)
-    return (out, lse) if return_lse else out
+    return (out, lse) if a.return_lse else out
 
 
-def xqa_batch_decode_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_seq_len: Any,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
-    window_left: Any = -1,
-    out: Any = None,
-    sinks: Any = None,
-    kv_layout: Any = "NHD",
-    enable_pdl: Any = None,
-    q_len_per_req: Any = 1,
-    o_scale: Any = 1.0,
-    mask: Any = None,
-    kv_cache_sf: Any = None,
-) -> Any:
+@fi.entry("decode.xqa_batch_decode_with_kv_cache")
+def xqa_batch_decode_with_kv_cache(a: Any) -> Any:
     need(fi.world.capability[0] in (9, 12), "XQA is used on compute capability 9.x and 12.x")
-    k, v = _halves(kv_cache)
-    k, v = (half.transpose(-3, -2) if kv_layout == "HND" else half for half in (k, v))
+    k, v = _halves(a.kv_cache)
+    k, v = (half.transpose(-3, -2) if a.kv_layout == "HND" else half for half in (k, v))
     size, kv_heads, head_size = k.shape[-3:]
-    heads, requests = query.shape[1], len(query) // q_len_per_req
-    need(query.dtype in fi.HALVES, f"Invalid dtype: {query.dtype} for XQA", ValueError)
-    need(k.dtype in (query.dtype, fi.E4M3), f"XQA with a cache of {k.dtype}")
+    heads, requests = a.query.shape[1], len(a.query) // a.q_len_per_req
+    need(a.query.dtype in fi.HALVES, f"Invalid dtype: {a.query.dtype} for XQA", ValueError)
+    need(k.dtype in (a.query.dtype, fi.E4M3), f"XQA with a cache of {k.dtype}")
     need(size in XQA_PAGES, f"Invalid page_size: {size}, only {XQA_PAGES} are supported", ValueError)
-    fits = head_size % 16 == 0 and 16 <= head_size <= 256 and query.shape[-1] == head_size
+    fits = head_size % 16 == 0 and 16 <= head_size <= 256 and a.query.shape[-1] == head_size
     need(fits, f"Invalid head_dim: {head_size}, must be divisible by 16 and in range [16, 256]", ValueError)
     need(heads % kv_heads == 0 and heads // kv_heads <= XQA_GROUP, f"{heads} query heads, {kv_heads} KV heads")
-    need(len(query) == requests * q_len_per_req, f"{len(query)} tokens of {q_len_per_req} per request")
-    fp8_out = out.dtype == fi.E4M3
+    need(len(a.query) == requests * a.q_len_per_req, f"{len(a.query)} tokens of {a.q_len_per_req} per request")
+    fp8_out = a.out.dtype == fi.E4M3
     need(not fp8_out or k.dtype == fi.E4M3, "KV cache must be fp8 when output is fp8", AssertionError)
-    need(fp8_out or out.dtype == query.dtype, "Output and query must have the same dtype", AssertionError)
-    need(query.is_contiguous() and out.is_contiguous(), "query and out are read as contiguous")
-    need(tuple(out.shape) == tuple(query.shape), f"out {tuple(out.shape)}")
+    need(fp8_out or a.out.dtype == a.query.dtype, "Output and query must have the same dtype", AssertionError)
+    need(a.query.is_contiguous() and a.out.is_contiguous(), "query and out are read as contiguous")
+    need(tuple(a.out.shape) == tuple(a.query.shape), f"out {tuple(a.out.shape)}")
     fi.check_cache(k, v, every_stride=True)
-    _check_tables(block_tables, seq_lens, requests)
-    if sinks is not None:
-        need(sinks.dtype == torch.float32 and sinks.is_contiguous(), f"sinks are {sinks.dtype}: read as float32")
-        need(tuple(sinks.shape) == (heads,), f"sinks {tuple(sinks.shape)}")
-    if q_len_per_req > 1:
-        need(mask is not None, "Mask is required for speculative decoding", AssertionError)
-        words = (q_len_per_req + 31) // 32 * 2
-        need(mask.dtype == torch.uint16 and mask.is_contiguous(), f"mask is {mask.dtype}: read as packed uint16")
-        need(tuple(mask.shape) == (requests, q_len_per_req, words), f"mask {tuple(mask.shape)}")
-        need(window_left < 0, "before 0.6.16 all drafts get the last one's window")
+    _check_tables(a.block_tables, a.seq_lens, requests)
+    if a.sinks is not None:
+        need(a.sinks.dtype == torch.float32 and a.sinks.is_contiguous(), f"sinks are {a.sinks.dtype}: read as float32")
+        need(tuple(a.sinks.shape) == (heads,), f"sinks {tuple(a.sinks.shape)}")
+    if a.q_len_per_req > 1:
+        need(a.mask is not None, "Mask is required for speculative decoding", AssertionError)
+        words = (a.q_len_per_req + 31) // 32 * 2
+        need(a.mask.dtype == torch.uint16 and a.mask.is_contiguous(), f"mask is {a.mask.dtype}: read as packed uint16")
+        need(tuple(a.mask.shape) == (requests, a.q_len_per_req, words), f"mask {tuple(a.mask.shape)}")
+        need(a.window_left < 0, "before 0.6.16 all drafts get the last one's window")
     else:
-        need(mask is None or mask.numel() == 0, "one token per request has no mask")
+        need(a.mask is None or a.mask.numel() == 0, "one token per request has no mask")
     # One scale serves K and V; a cache of 16 bits has none (mha.cu: isKVCacheQuantized).
-    kv_scale = _number(bmm2_scale) * _number(o_scale)
+    kv_scale = _number(a.bmm2_scale) * _number(a.o_scale)
     quantized = k.dtype == fi.E4M3
-    scale = _number(bmm1_scale) / kv_scale * (kv_scale if quantized else 1.0)
-    factor = (kv_scale if quantized else 1.0) / _number(o_scale)
-    call = {"scale": scale, "factor": factor, "window": window_left, "each": q_len_per_req, "sinks": sinks}
+    scale = _number(a.bmm1_scale) / kv_scale * (kv_scale if quantized else 1.0)
+    factor = (kv_scale if quantized else 1.0) / _number(a.o_scale)
+    call = {"scale": scale, "factor": factor, "window": a.window_left, "each": a.q_len_per_req, "sinks": a.sinks}
     call["full_mask_fails"] = quantized and fi.world.capability[0] == 9
     call["reads_tails"] = call["full_mask_fails"]  # the kernel for FP8 on 9.x loads whole pages
-    fi.launch(partial(_xqa, fi.moment(query), k, v, workspace_buffer, (block_tables, seq_lens, mask), out, call))
-    return out
+    fi.launch(
+        partial(_xqa, fi.moment(a.query), k, v, a.workspace_buffer, (a.block_tables, a.seq_lens, a.mask), a.out, call)
+    )
+    return a.out
 
 
 def _xqa(
@@ -305,9 +252,15 @@ def _xqa(
             visible = torch.cat([torch.ones(each, length - each, dtype=torch.bool), drafts], dim=1)
         keys, values = (fi.gather(half, pages, length, "NHD") for half in (k, v))
         found, _ = fi.attend(
-            q[rows], keys, values, call["scale"], causal=True, window_left=call["window"], sinks=call["sinks"],
+            q[rows],
+            keys,
+            values,
+            call["scale"],
+            causal=True,
+            window_left=call["window"],
+            sinks=call["sinks"],
             visible=visible,
-        )  # fmt: skip
+        )
         if call["reads_tails"]:
             found = found + fi.nan_behind(v, pages, length, "NHD")
         out[rows] = _stored(found * call["factor"], out.dtype)

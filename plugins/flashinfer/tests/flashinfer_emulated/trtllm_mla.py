@@ -21,103 +21,73 @@ from flashinfer_emulated.trtllm import GUARD, check_gen_sinks
 
 HEAD_TILES = (8, 16, 32, 64, 128)
 MAX_BATCH = 8192
-ragged_is_right = False
-"""Whether trtllm-gen's reduction takes each request's query length (since 0.6.18) instead of the longest."""
-cute_dsl_ragged = False
-"""Whether CuTe DSL's monolithic kernel takes ``cum_seq_lens_q`` (0.7.2)."""
 
 
-def trtllm_batch_decode_with_kv_cache_mla(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    qk_nope_head_dim: Any,
-    kv_lora_rank: Any,
-    qk_rope_head_dim: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_seq_len: Any,
-    sparse_mla_top_k: Any = 0,
-    out: Any = None,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
-    sinks: Any = None,
-    skip_softmax_threshold_scale_factor: Any = None,
-    enable_pdl: Any = None,
-    backend: Any = "auto",
-    is_var_seq: Any = True,
-    uses_shared_paged_kv_idx: Any = True,
-    lse: Any = None,
-    return_lse: Any = False,
-    cute_dsl_impl: Any = "auto",
-    kv_scale_format: Any = "auto",
-    cum_seq_lens_q: Any = None,
-    max_q_len: Any = None,
-) -> Any:
-    fi.called("trtllm_batch_decode_with_kv_cache_mla", locals())
-    need(uses_shared_paged_kv_idx, "not emulated")
-    skips = skip_softmax_threshold_scale_factor is not None  # nothing is left out here: the exact result is within it
-    need(not skips or (backend == "trtllm-gen" and not sparse_mla_top_k), "skip_softmax is not supported", ValueError)
-    need(max_q_len is None or cum_seq_lens_q is not None, "max_q_len goes with cum_seq_lens_q", ValueError)
-    for scale in (bmm1_scale, bmm2_scale):
+@fi.entry("mla.trtllm_batch_decode_with_kv_cache_mla")
+def trtllm_batch_decode_with_kv_cache_mla(a: Any) -> Any:
+    out = a.out
+    lse = a.lse
+    need(a.uses_shared_paged_kv_idx, "not emulated")
+    skips = a.skip_softmax_threshold_scale_factor is not None  # nothing is left out here: the exact result is within it
+    need(
+        not skips or (a.backend == "trtllm-gen" and not a.sparse_mla_top_k), "skip_softmax is not supported", ValueError
+    )
+    need(a.max_q_len is None and a.cum_seq_lens_q is None, "not emulated")
+    for scale in (a.bmm1_scale, a.bmm2_scale):
         tensor = torch.is_tensor(scale)
         need(not tensor or scale.dtype == torch.float32, "scale tensors must have dtype torch.float32", TypeError)
-        need(not tensor or backend == "trtllm-gen", f"{backend} takes scales as floats", ValueError)
-    dims = (kv_lora_rank, qk_rope_head_dim)
-    call = {"scales": (bmm1_scale, bmm2_scale), "sinks": sinks, "rank": kv_lora_rank, "most": max_seq_len}
-    if backend == "sparse":
-        need(cum_seq_lens_q is None and kv_scale_format in ("auto", "pow2_fp32"), "not emulated")
-        _check_sparse_12(query, kv_cache, block_tables, seq_lens, sparse_mla_top_k, dims, bmm2_scale, sinks)
-        found = _out_and_lse(query, out, lse, return_lse)
-        fi.launch(partial(_sparse_12, fi.moment(query), kv_cache, block_tables, *found, call))
-        return found if return_lse else found[0]
-    need(query.dtype == kv_cache.dtype, f"query {query.dtype}, cache {kv_cache.dtype}", ValueError)
-    dtypes = (torch.bfloat16, fi.E4M3, *([torch.float16] if backend == "cute-dsl" else []))
-    need(query.dtype in dtypes, f"no kernel of {query.dtype}", ValueError)
-    need(kv_cache.ndim == 3 and kv_cache.is_contiguous(), f"kv_cache {tuple(kv_cache.shape)}")
-    need(query.shape[-1] == kv_cache.shape[-1] == sum(dims), f"Expected head dim {sum(dims)}", ValueError)
-    need(query.stride(-1) == 1, f"query has strides {query.stride()}")
-    if backend == "xqa":
-        need(sinks is None, "XQA MLA does not support sinks", ValueError)
-        need(cum_seq_lens_q is None and query.size(1) == 1, "XQA MLA only supports q_len_per_request == 1", ValueError)
-        need(not return_lse and lse is None, "XQA MLA does not support return_lse/lse output", NotImplementedError)
-        return _xqa_mla(query, kv_cache, workspace_buffer, block_tables, seq_lens, out, dims, call)
-    if backend == "cute-dsl":
-        need(sparse_mla_top_k == 0, "cute-dsl does not support sparse_mla_top_k", ValueError)
-        modular = sinks is not None if cute_dsl_impl == "auto" else cute_dsl_impl == "modular"
+        need(not tensor or a.backend == "trtllm-gen", f"{a.backend} takes scales as floats", ValueError)
+    dims = (a.kv_lora_rank, a.qk_rope_head_dim)
+    call = {"scales": (a.bmm1_scale, a.bmm2_scale), "sinks": a.sinks, "rank": a.kv_lora_rank, "most": a.max_seq_len}
+    if a.backend == "sparse":
+        need(a.kv_scale_format in ("auto", "pow2_fp32"), "not emulated")
+        _check_sparse_12(
+            a.query, a.kv_cache, a.block_tables, a.seq_lens, a.sparse_mla_top_k, dims, a.bmm2_scale, a.sinks
+        )
+        found = _out_and_lse(a.query, out, lse, a.return_lse)
+        fi.launch(partial(_sparse_12, fi.moment(a.query), a.kv_cache, a.block_tables, *found, call))
+        return found if a.return_lse else found[0]
+    need(a.query.dtype == a.kv_cache.dtype, f"query {a.query.dtype}, cache {a.kv_cache.dtype}", ValueError)
+    dtypes = (torch.bfloat16, fi.E4M3, *([torch.float16] if a.backend == "cute-dsl" else []))
+    need(a.query.dtype in dtypes, f"no kernel of {a.query.dtype}", ValueError)
+    need(a.kv_cache.ndim == 3 and a.kv_cache.is_contiguous(), f"kv_cache {tuple(a.kv_cache.shape)}")
+    need(a.query.shape[-1] == a.kv_cache.shape[-1] == sum(dims), f"Expected head dim {sum(dims)}", ValueError)
+    need(a.query.stride(-1) == 1, f"query has strides {a.query.stride()}")
+    if a.backend == "xqa":
+        need(a.sinks is None, "XQA MLA does not support sinks", ValueError)
+        need(a.query.size(1) == 1, "XQA MLA only supports q_len_per_request == 1", ValueError)
+        need(not a.return_lse and lse is None, "XQA MLA does not support return_lse/lse output", NotImplementedError)
+        return _xqa_mla(a.query, a.kv_cache, a.workspace_buffer, a.block_tables, a.seq_lens, out, dims, call)
+    if a.backend == "cute-dsl":
+        need(a.sparse_mla_top_k == 0, "cute-dsl does not support sparse_mla_top_k", ValueError)
+        modular = a.sinks is not None if a.cute_dsl_impl == "auto" else a.cute_dsl_impl == "modular"
         return _cute_dsl_mla(
-            query, kv_cache, workspace_buffer, (block_tables, seq_lens), out, lse, return_lse, dims,
-            (cum_seq_lens_q, max_q_len), modular, call,
+            a.query, a.kv_cache, a.workspace_buffer, (a.block_tables, a.seq_lens), out, lse, a.return_lse, dims,
+            modular, call,
         )  # fmt: skip
-    need(backend == "trtllm-gen", f"Backend {backend} not supported", ValueError)
+    need(a.backend == "trtllm-gen", f"Backend {a.backend} not supported", ValueError)
     need(fi.world.capability in ((10, 0), (10, 3)), "trtllm-gen is for compute capability 10.0 and 10.3", RuntimeError)
     need(dims in (DEEPSEEK, SMALL), f"Unsupported MLA dimensions {dims}", ValueError)
     need(
-        kv_cache.shape[1] in (32, 64),
-        f"trtllm-gen requires block_size in (32, 64), got {kv_cache.shape[1]}",
+        a.kv_cache.shape[1] in (32, 64),
+        f"trtllm-gen requires block_size in (32, 64), got {a.kv_cache.shape[1]}",
         ValueError,
     )
-    need(query.shape[-2] in HEAD_TILES, f"The numHeadsQ/numHeadsKv is not supported: {query.shape[-2]}", RuntimeError)
-    check_gen_sinks(sinks, query.shape[-2])
-    if cum_seq_lens_q is not None:
-        need(not return_lse and lse is None, "no lse with cum_seq_lens_q", NotImplementedError)
-        need(
-            query.ndim == 3 and 0 < max_q_len <= len(query),
-            f"query {tuple(query.shape)}, longest {max_q_len}",
-            ValueError,
-        )
-        fi.check_list(cum_seq_lens_q, len(seq_lens) + 1, "cum_seq_lens_q")
-        call |= {"bounds": cum_seq_lens_q, "longest": max_q_len}
-    else:
-        need(query.ndim == 4, f"Expected query.ndim == 4, got {query.ndim}", ValueError)
-        call |= {"bounds": torch.arange(len(query) + 1) * query.shape[1], "longest": query.shape[1]}
-    _check_mla_table(
-        block_tables, seq_lens, len(call["bounds"]) - 1, kv_cache.shape[1], sparse_mla_top_k, query.shape[1]
+    need(
+        a.query.shape[-2] in HEAD_TILES, f"The numHeadsQ/numHeadsKv is not supported: {a.query.shape[-2]}", RuntimeError
     )
-    out, lse = _out_and_lse(query, out, lse, return_lse, kv_lora_rank)
-    run = partial(_gen_mla, fi.moment(query), kv_cache, workspace_buffer, (block_tables, seq_lens), out, lse, call)
-    fi.launch(partial(run, sparse_mla_top_k))
-    return (out, lse) if return_lse else out
+    check_gen_sinks(a.sinks, a.query.shape[-2])
+    need(a.query.ndim == 4, f"Expected query.ndim == 4, got {a.query.ndim}", ValueError)
+    call |= {"bounds": torch.arange(len(a.query) + 1) * a.query.shape[1], "longest": a.query.shape[1]}
+    _check_mla_table(
+        a.block_tables, a.seq_lens, len(call["bounds"]) - 1, a.kv_cache.shape[1], a.sparse_mla_top_k, a.query.shape[1]
+    )
+    out, lse = _out_and_lse(a.query, out, lse, a.return_lse, a.kv_lora_rank)
+    run = partial(
+        _gen_mla, fi.moment(a.query), a.kv_cache, a.workspace_buffer, (a.block_tables, a.seq_lens), out, lse, call
+    )
+    fi.launch(partial(run, a.sparse_mla_top_k))
+    return (out, lse) if a.return_lse else out
 
 
 def _check_mla_table(table: Tensor, lens: Tensor, batch: int, page: int, top_k: int, query_len: int) -> None:
@@ -169,9 +139,6 @@ def _gen_mla(
     flat, flat_out, page = q.reshape(-1, *q.shape[-2:]), out.view(-1, *out.shape[-2:]), cache.shape[1]
     for request in range(batch):
         rows, length = slice(*bounds[request : request + 2]), int(lens[request])
-        count = rows.stop - rows.start
-        need(0 < count <= longest, f"request {request}: {count} queries, at most {longest}")
-        need(ragged_is_right or count == longest, "before 0.6.18 the reduction takes the longest query for all")
         need(length <= call["most"], f"request {request}: {length} keys, max_seq_len {call['most']}")
         if length == 0:  # a sum of no weights is divided by
             flat_out[rows] = torch.nan
@@ -204,7 +171,6 @@ def _cute_dsl_mla(
     lse: Any,
     return_lse: bool,
     dims: Any,
-    ragged: tuple[Any, Any],
     modular: bool,
     call: dict[str, Any],
 ) -> Any:
@@ -214,14 +180,8 @@ def _cute_dsl_mla(
     need(modular or call["sinks"] is None, "sinks is only supported by the modular implementation", ValueError)
     need(not modular or not (return_lse or lse is not None), "no lse on the modular path", NotImplementedError)
     table, lens = lists
-    bounds, longest = ragged
-    if bounds is not None:
-        need(cute_dsl_ragged and not modular, "cute-dsl MLA does not support cum_seq_lens_q", ValueError)
-        need(query.ndim == 3 and longest is not None and longest > 0, f"query {tuple(query.shape)}", ValueError)
-        fi.check_list(bounds, len(lens) + 1, "cum_seq_lens_q")
-    else:
-        need(query.ndim == 4, f"Expected query.ndim == 4, got {query.ndim}", ValueError)
-        bounds, longest = torch.arange(len(query) + 1) * query.shape[1], query.shape[1]
+    need(query.ndim == 4, f"Expected query.ndim == 4, got {query.ndim}", ValueError)
+    bounds, longest = torch.arange(len(query) + 1) * query.shape[1], query.shape[1]
     _check_mla_table(table, lens, len(bounds) - 1, cache.shape[1], 0, query.shape[1])
     splits = -(-148 // max(1, len(bounds) - 1))
     wanted = (len(bounds) - 1) * 128 * -(-longest * query.shape[-2] // 128) * splits * 513 * 4 if splits > 2 else 0

@@ -6,11 +6,9 @@ jit/attention/modules.py, all 0.6.14.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,29 +89,29 @@ class Wrapper:
         fits = dims in SPLIT_DIMS or (dims[0] == dims[1] and dims[0] in sizes)
         need(fits, f"Unsupported head_dim: {dims}", RuntimeError)
 
-    def _send(self, schedule: Schedule, rows: int, size: int, split: bool, fixed: int | None) -> None:
+    def _send(self, schedule: Schedule, size: int, split: bool, fixed: int | None) -> None:
         """Write the schedule into the pinned buffer that stands there and start its copy, as ``cudaMemcpyAsync`` would.
 
         Args:
-            rows: the most queries of a captured wrapper, else those of this batch.
             size: of V's heads.
             split: whether long sequences may be split, and ``fixed`` into how many pages each.
         """
         need(fi.world.graph is None, "plan cannot be used in a CUDA graph")
         need(schedule.heads % schedule.kv_heads == 0, "num_qo_heads should be divisible by num_kv_heads", RuntimeError)
         scratch, ints = self._float_workspace_buffer, self._int_workspace_buffer
-        if self._backend == "fa2":
-            wanted = fa2_bytes(schedule, rows, size, self._use_cuda_graph, split, fixed or -1)
-        else:
-            wanted = (fa3_bytes(schedule, rows, size, self._use_cuda_graph), 0)
-        for needed, buffer in zip(wanted, (ints, scratch), strict=True):
-            room = buffer.numel() * buffer.element_size()
-            text = f"Buffer overflow when allocating memory: {needed} of {room} bytes available in AlignedAllocator. "
-            need(needed <= room, f"{text}Increase the workspace buffer size.", RuntimeError)
+        # Not the size that FlashInfer works out, but one that grows with the pieces that keys are cut into.
+        pieces = min(2 * SMS // schedule.kv_heads, sum(-(-length // 128) for length in schedule.kv_lens))
+        needed = 64 * schedule.heads * pieces * size if self._backend == "fa2" and split and (fixed or -1) <= 0 else 0
+        text = f"Buffer overflow when allocating memory: {needed} bytes in AlignedAllocator. "
+        need(needed <= scratch.numel(), f"{text}Increase the workspace buffer size.", RuntimeError)
         pinned = self._pin_memory_int_workspace_buffer
         need(len(pinned) >= len(ints), f"pinned buffer {tuple(pinned.shape)} for {tuple(ints.shape)}")
         if self._backend == "fa2":
-            _fill_blocks(pinned, Blocks.of(schedule, rows, size, self._use_cuda_graph, split, fixed or -1))
+            if self._use_cuda_graph and not split:
+                # The spare blocks of the grid are run by what stood there before: its request, rows and keys.
+                lists = pinned[: 12 * max(2 * SMS, 4 * len(schedule.qo_indptr))]
+                need(not lists.any(), "a spare block of the grid is run by an earlier schedule")
+            fi.scribble(pinned)
         send(pinned, ints, schedule)
         self._schedule = schedule
 
@@ -185,99 +183,6 @@ class Wrapper:
         out[rows] = (found * call.get("v_scales", ones).double()[:, None]).to(out.dtype)
         if lse is not None:
             lse[rows] = found_lse.float()
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """fa2's grid (``PrefillSplitQOKVIndptr``).
-
-    Attributes:
-        tile: queries of a block; ``tiles`` of each request.
-        chunks: into how many splits each request's keys are cut.
-        padded: blocks of the grid, in graphs more than there is work for.
-        split: whether partial results are merged, which is when spare blocks are masked too.
-    """
-
-    tile: int
-    tiles: list[int]
-    chunks: list[int]
-    padded: int
-    split: bool
-
-    @classmethod
-    def of(cls, schedule: Schedule, rows: int, size: int, graph: bool, may_split: bool, fixed: int) -> Blocks:
-        group, batch = schedule.heads // schedule.kv_heads, len(schedule.kv_lens)
-        packed = [(end - first) * group for first, end in pairwise(schedule.qo_indptr)]
-        pages = [end - first for first, end in pairwise(schedule.kv_indptr)]
-        tile = _fa2_tile((rows - batch + 1) * group if graph else sum(packed) // batch, size)
-        tiles = [-(-length // tile) for length in packed]
-        if schedule.window_left >= 0:
-            pages = [min(count, -(-(schedule.window_left + tile) // schedule.page_size)) for count in pages]
-        most, split, chunk = 2 * SMS // schedule.kv_heads, False, fixed
-        if may_split and fixed <= 0:
-            chunk = max(128 // schedule.page_size, 1)
-            high = longest = max(1, *pages)
-            while chunk < high:
-                middle = (chunk + high) // 2
-                works = sum(count * -(-max(each, 1) // middle) for count, each in zip(tiles, pages, strict=True))
-                chunk, high = (middle + 1, high) if works > most else (chunk, middle)
-            split = graph or chunk < longest
-        chunks = [-(-max(each, 1) // chunk) if may_split else 1 for each in pages]
-        split = split or (may_split and fixed > 0 and max(chunks) > 1)
-        works = sum(count * each for count, each in zip(tiles, chunks, strict=True))
-        padded = max(most, -(-rows * group // tile) + batch - 1) if graph else works
-        need(works <= padded, "new batch size should not exceed padded batch size", RuntimeError)
-        return cls(tile, tiles, chunks, padded, split)
-
-
-def _fill_blocks(pinned: Tensor, blocks: Blocks) -> None:
-    """Write each block's request, rows and keys; unsplit, spare blocks are run by what stood there before."""
-    numbered = zip(blocks.tiles, blocks.chunks, strict=True)
-    own = [
-        (request, tile, chunk)
-        for request, (tiles, chunks) in enumerate(numbered)
-        for tile, chunk in itertools.product(range(tiles), range(chunks))
-    ]
-    stride = _aligned(4 * blocks.padded) // 4
-    lists = [pinned.view(torch.int32)[i * stride : i * stride + blocks.padded] for i in range(3)]
-    for list_, numbers in zip(lists, zip(*own, strict=True), strict=False):
-        list_[: len(own)] = torch.tensor(numbers)
-    if not blocks.split:
-        for block in zip(*(list_[len(own) :].tolist() for list_ in lists), strict=True):
-            need(block in own, f"a spare block of the grid is run as request, rows and keys {block}")
-
-
-def fa2_bytes(schedule: Schedule, rows: int, size: int, graph: bool, may_split: bool, fixed: int) -> tuple[int, int]:
-    """Return the bytes of a schedule and of the partial results (``PrefillPlan``)."""
-    blocks, batch = Blocks.of(schedule, rows, size, graph, may_split, fixed), len(schedule.kv_lens)
-    ints = 3 * _aligned(4 * blocks.padded) + _aligned(4 * (batch + 1)) + 16 + 16 * graph
-    if not blocks.split:
-        return ints, 0
-    partial = schedule.heads * blocks.padded * blocks.tile * (size + 1) * 4
-    return ints + _aligned(4 * (rows + 1)) + blocks.padded, partial
-
-
-def _fa2_tile(packed: int, size: int) -> int:
-    """``FA2DetermineCtaTileQ``."""
-    if size >= 512:
-        return 16 if packed <= 32 else 32
-    if packed > 64 and size < 256:
-        return 128
-    return 64 if packed > 16 else 16
-
-
-def fa3_bytes(schedule: Schedule, rows: int, size: int, graph: bool) -> int:
-    """Return the bytes of a schedule (``PrefillSM90Plan``); there are no partial results."""
-    tile = 192 if size == 64 else 128
-    per_head = -(-rows // tile) + len(schedule.kv_lens) - 1
-    tiles = sum(-(-(end - first) // tile) for first, end in pairwise(schedule.qo_indptr))
-    works = per_head if graph else tiles
-    heads = 1 if per_head > 4096 else schedule.heads
-    return 7 * _aligned(4 * works * heads) + _aligned(4 * (SMS + 1))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
 
 
 def dtype_of(dtype: Any) -> Any:

@@ -35,9 +35,6 @@ DECODE = Capabilities(
     # width was drawn; that the width is the cause is inferred.
     head_sizes=Fact(HeadSizes(values=(576,)), f"{_DENSE} (576 or 512, V 512); {VLLM_FP8} (576, V 512); {RAN}"),
     block_sizes=Fact((64,), f"{_DENSE} (page_block_size 64); {VLLM_FP8} (64); {RAN}"),
-    sliding_window=Fact(False, _DENSE),
-    logits_soft_cap=Fact(False, _DENSE),
-    alibi=Fact(False, _DENSE),
     sinks=Fact(False, f"{UPSTREAM} and flash_mla/flash_mla_interface.py (attn_sink must be None when dense)"),
     non_causal=Fact(True, f"{_DENSE} (is_causal)"),
     # The scheduler splits by the lengths of the whole batch, and the number of its parts is checked.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, pin_provider
+from attn_select.backends.reasons import device_reasons
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import FP8_DS_MLA, MLA
@@ -103,11 +104,8 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the phase, or what each one lacks."""
     # Both phases get the same build: no reason against a build depends on the phase.
-    devices = CAPABILITIES.compute_capabilities.value
-    if not devices.accepts(device.compute_capability):
-        # No build has kernels for the device, so it does not matter what each of them lacks besides.
-        seen = device.capability_text
-        return [Reason("compute-capability", f"compute capability {seen} (supported: {devices})", seen, str(devices))]
+    if against := device_reasons(CAPABILITIES.compute_capabilities.value, device):
+        return against  # no build has kernels for the device, so it does not matter what each of them lacks besides
     chosen = choose(
         BUILDS,
         environment,

@@ -50,9 +50,12 @@ class TensorSchedule:
 
     tiles: Tensor | None = None  # int32 ``(num_sm_parts, 8)``
     splits: Tensor | None = None  # int32 ``(B + 1,)``
-    # seq_lens, block_table: sparse decoding of such builds asks for them and does not read them
-    seq_lens: Tensor | None = None
-    block_table: Tensor | None = None
+    unread: tuple[Tensor, Tensor] | None = None  # table and lengths that sparse decoding is given
+
+    def fill(self, metadata: Callable[..., Result], seq_lens: Tensor, query: Tensor, **options: Any) -> None:
+        """Let the build's function make it for queries ``(B, q_len, H, 576)``, unless it is made already."""
+        if self.tiles is None:
+            self.tiles, self.splits = metadata(seq_lens, query.shape[1] * query.shape[2], 1, **options)
 
 
 @dataclass(slots=True)
@@ -97,19 +100,15 @@ class Adapter(ABC):
         """Return an empty schedule for ``dense_fp8``."""
         return TensorSchedule()
 
-    @abstractmethod
     def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
-        """Attend over a 16-bit cache.
+        """Attend with ``query (B, q_len, H, 576)`` to a 16-bit ``kv_cache (blocks, 64, 1, 576)`` of its dtype.
 
-        Args:
-            query: ``(B, q_len, H, 576)``.
-            kv_cache: ``(blocks, 64, 1, 576)`` in the query's dtype.
-            batch: with a schedule of ``new_schedule``.
-            out: ``(B, 1, q_len * H, 512)``, contiguous: the output's own shape is documented, but this one is checked.
-
-        Returns:
-            Output ``(B, q_len, H, 512)``, where it was written into ``out`` of its shape; LSE ``(B, H, q_len)``.
+        ``batch`` has a schedule of ``new_schedule``. ``out`` is contiguous, ``(B, 1, q_len * H, 512)``: the output's
+        own shape is documented, but this one is checked. Returns the output ``(B, q_len, H, 512)``, where it was
+        written into ``out`` of its shape, and the LSE ``(B, H, q_len)``.
         """
+        lists = batch.block_table, batch.seq_lens, batch.schedule
+        return self._call(query, kv_cache, *lists, scale, batch.causal, **self._options(out))
 
     def dense_fp8(
         self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, descales: tuple[Tensor, ...]
@@ -118,10 +117,11 @@ class Adapter(ABC):
 
         ``descales`` float32 ``(1,)`` undo the quantisation of query and cache.
         """
-        call = _with_tensors(query, kv_cache, batch, scale, self._fp8_metadata)
-        return self._fp8_decode(*call, descale_q=descales[0], descale_k=descales[1])
+        schedule: TensorSchedule = batch.schedule
+        schedule.fill(self._fp8_metadata, batch.seq_lens, query)
+        tensors = query, kv_cache, batch.block_table, batch.seq_lens, RANK, schedule.tiles, schedule.splits
+        return self._fp8_decode(*tensors, scale, batch.causal, descale_q=descales[0], descale_k=descales[1])
 
-    @abstractmethod
     def sparse_decode(
         self,
         query: Tensor,
@@ -132,50 +132,48 @@ class Adapter(ABC):
         sinks: Tensor | None,
         out: Tensor | None,
     ) -> Result:
-        """Attend from each query to its own tokens of an FP8 cache.
+        """Attend with bfloat16 ``query (B, q_len, 64 or 128, 576)``, each token to its own of ``kv_cache``.
 
-        Args:
-            query: bfloat16 ``(B, q_len, 64 or 128, 576)``.
-            kv_cache: uint8 ``(blocks, 64, 1, 656)``.
-            indices: ``(B, q_len, top_k)`` slots, top_k a multiple of 64; -1, and no other negative one, is void.
-            sinks: float32 ``(H,)``.
-            out: ``(B, q_len, H, 512)``, contiguous.
-
-        Returns:
-            As ``dense``.
+        That is uint8 ``(blocks, 64, 1, 656)``. ``indices (B, q_len, top_k)`` are slots, top_k a multiple of 64; -1, and
+        no other negative one, is void. ``sinks`` are float32 ``(H,)``; the plan asks no build that takes none for them.
+        ``out (B, q_len, H, 512)`` is contiguous. Returns the same as ``dense``.
         """
+        options = {"is_fp8_kvcache": True, "indices": indices, **self._options(out)}
+        if self.build.sinks.value:
+            options["attn_sink"] = sinks
+        return self._call(query, kv_cache, None, None, schedule, scale, False, **options)
+
+    def _options(self, out: Tensor | None) -> dict[str, Any]:
+        return {**self.extra, "out": out} if out is not None and self.writes_output else {**self.extra}
+
+    @abstractmethod
+    def _call(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor | None,
+        seq_lens: Tensor | None,
+        schedule: Any,
+        scale: float,
+        causal: bool,
+        **options: Any,
+    ) -> Result:
+        """Call ``flash_mla_with_kvcache``; table and lengths are None with ``indices``."""
 
     def sparse_prefill(
         self, query: Tensor, kv: Tensor, indices: Tensor, scale: float, sinks: Tensor | None, out: Tensor | None
     ) -> Result:
-        """Attend from each query to its own tokens of a bfloat16 run of tokens.
+        """Attend with ``query (T, 64 or 128, 576 or 512)``, each token to its own of ``kv (S, 1, 576 or 512)``.
 
-        Args:
-            query: ``(T, 64 or 128, 576 or 512)``.
-            kv: ``(S, 1, 576 or 512)``.
-            indices: ``(T, 1, top_k)`` positions, top_k a multiple of 128; void where negative, or from S on.
-            sinks: float32 ``(H,)``.
-            out: ``(T, H, 512)``, contiguous.
-
-        Returns:
-            Output like ``out``, LSE ``(T, H)``.
+        ``indices (T, 1, top_k)`` are positions, top_k a multiple of 128; void where negative, or from S on. ``sinks``
+        are float32 ``(H,)``, ``out (T, H, 512)`` is contiguous. Returns the output like ``out``, and the LSE ``(T,
+        H)``.
         """
-        options: dict[str, Any] = {"attn_sink": sinks} if sinks is not None else {}
-        if self.writes_output:
-            options["out"] = out
-        output, _, lse = self._sparse(query, kv, indices, scale, RANK, **options, **self.extra)
+        options = self._options(out)
+        if sinks is not None:
+            options["attn_sink"] = sinks
+        output, _, lse = self._sparse(query, kv, indices, scale, RANK, **options)
         return output, lse * math.log(2) if self.sparse_lse_base2 else lse
-
-
-def _with_tensors(
-    query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, metadata: Callable[..., Result]
-) -> tuple[Any, ...]:
-    """Return the arguments of a dense call whose schedule is tensors, which ``metadata`` makes at the first call."""
-    schedule = batch.schedule
-    if schedule.tiles is None:
-        schedule.tiles, schedule.splits = metadata(batch.seq_lens, query.shape[1] * query.shape[2], 1)
-    tensors = (query, kv_cache, batch.block_table, batch.seq_lens)
-    return (*tensors, RANK, schedule.tiles, schedule.splits, scale, batch.causal)
 
 
 class ScheduleObjects(Adapter):
@@ -189,29 +187,20 @@ class ScheduleObjects(Adapter):
         """Return a ``FlashMLASchedMeta``."""
         return self._new()[0]
 
-    def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
-        """As ``Adapter.dense``."""
-        extra = {"out": out} if out is not None and self.writes_output else self.extra
-        call = (query, kv_cache, batch.block_table, batch.seq_lens, RANK, batch.schedule, None, scale, batch.causal)
-        found: Result = self._decode(*call, **extra)
-        return found
-
-    def sparse_decode(
+    def _call(
         self,
         query: Tensor,
         kv_cache: Tensor,
-        indices: Tensor,
+        block_table: Tensor | None,
+        seq_lens: Tensor | None,
         schedule: Any,
         scale: float,
-        sinks: Tensor | None,
-        out: Tensor | None,
+        causal: bool,
+        **options: Any,
     ) -> Result:
-        """As ``Adapter.sparse_decode``."""
-        options: dict[str, Any] = {"is_fp8_kvcache": True, "indices": indices, "attn_sink": sinks, **self.extra}
-        if self.writes_output:
-            options["out"] = out
-        result: Result = self._decode(query, kv_cache, None, None, RANK, schedule, None, scale, False, **options)
-        return result
+        call = (query, kv_cache, block_table, seq_lens, RANK, schedule, None, scale, causal)
+        found: Result = self._decode(*call, **options)
+        return found
 
 
 class ScheduleTensors(Adapter):
@@ -225,44 +214,30 @@ class ScheduleTensors(Adapter):
         """Return an empty ``TensorSchedule``."""
         return TensorSchedule()
 
-    def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
-        """As ``Adapter.dense``."""
-        found: Result = self._decode(*_with_tensors(query, kv_cache, batch, scale, self._metadata))
-        return found
-
-    def sparse_decode(
+    def _call(
         self,
         query: Tensor,
         kv_cache: Tensor,
-        indices: Tensor,
+        block_table: Tensor | None,
+        seq_lens: Tensor | None,
         schedule: TensorSchedule,
         scale: float,
-        sinks: Tensor | None,
-        out: Tensor | None,
+        causal: bool,
+        **options: Any,
     ) -> Result:
-        """As ``Adapter.sparse_decode``; the plan asks none of these builds for sinks."""
-        requests, query_len, heads, _ = query.shape
-        top_k = indices.shape[2]
-        if schedule.tiles is None:
-            schedule.seq_lens = torch.full((requests,), top_k, dtype=torch.int32, device=query.device)
-            schedule.block_table = schedule.seq_lens.new_zeros(requests, 1)
-            schedule.tiles, schedule.splits = self._metadata(
-                schedule.seq_lens, query_len * heads, 1, num_heads_q=heads, is_fp8_kvcache=True, topk=top_k
-            )
-        result: Result = self._decode(
-            query,
-            kv_cache,
-            schedule.block_table,
-            schedule.seq_lens,
-            RANK,
-            schedule.tiles,
-            schedule.splits,
-            scale,
-            False,
-            is_fp8_kvcache=True,
-            indices=indices,
-        )
-        return result
+        more: dict[str, Any] = {}
+        if (indices := options.get("indices")) is not None:
+            # Such builds ask sparse decoding for lengths and a table too, and do not read them.
+            if schedule.unread is None:
+                lens = torch.full((query.shape[0],), indices.shape[2], dtype=torch.int32, device=query.device)
+                schedule.unread = lens.new_zeros(len(lens), 1), lens
+            block_table, seq_lens = schedule.unread
+            more = {"num_heads_q": query.shape[2], "is_fp8_kvcache": True, "topk": indices.shape[2]}
+        assert seq_lens is not None
+        schedule.fill(self._metadata, seq_lens, query, **more)
+        call = (query, kv_cache, block_table, seq_lens, RANK, schedule.tiles, schedule.splits, scale, causal)
+        found: Result = self._decode(*call, **options)
+        return found
 
 
 class Vllm(ScheduleObjects):
@@ -331,16 +306,13 @@ class SglKernel(_SglKernelFp8, ScheduleTensors):
     """``sgl-kernel``, the older distribution of the same module."""
 
 
-class Upstream(ScheduleObjects):
-    """Upstream's package; releases from before ``FlashMLASchedMeta`` are refused, whatever their version says."""
-
-
 _ADAPTERS: dict[str, type[Adapter]] = {
     VLLM.distribution: Vllm,
     SGL_FLASH_MLA.distribution: SglFlashMla,
     SGLANG_KERNEL.distribution: SglangKernel,
     SGL_KERNEL.distribution: SglKernel,
-    FLASH_MLA.distribution: Upstream,
+    # Of upstream releases from before ``FlashMLASchedMeta`` are refused, whatever their version says.
+    FLASH_MLA.distribution: ScheduleObjects,
 }
 
 
@@ -351,10 +323,5 @@ def adapter_of(build: FlashMLABuild) -> Adapter:
 
 
 def adapter_for(kernel: FlashMLAKernel) -> Adapter:
-    """Return the adapter of the build that a plan's kernel names.
-
-    Raises:
-        KernelMismatchError: the build cannot be imported, its version is another, or a function is missing or has
-            another signature.
-    """
+    """Return the adapter of the build that a plan's kernel names; importing its library may raise."""
     return adapter_of(build_of(kernel))

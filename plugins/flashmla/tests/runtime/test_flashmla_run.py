@@ -176,7 +176,7 @@ def test_another_signature_is_named(emulate: Emulate, monkeypatch: pytest.Monkey
 
 def test_upstream_from_before_schedule_objects_is_refused(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "flash_mla.flash_mla_interface"
-    old = flashmla_emulated.sgl_kernel_get_mla_metadata
+    old = flashmla_emulated.MODULES["sgl-kernel"]["sgl_kernel.flash_mla"]["get_mla_metadata"]
     functions = {**flashmla_emulated.MODULES["flash-mla"][name], "get_mla_metadata": old}
     monkeypatch.setitem(flashmla_emulated.MODULES["flash-mla"], name, functions)
     emulate("flash-mla")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attn_select.backends.compilers import compiler_reason
+from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -60,12 +61,9 @@ CAPABILITIES = Capabilities(
     draft_tree=Fact(True, _MASK_MOD),
     non_causal=Fact(True, _MASK_MOD),
     batch_invariant=Fact(True, f"{_RAN_ON_H100}: bitwise equal with fixed tiles (FORCE_USE_FLEX_ATTENTION); GPUs only"),
-    output_quantizations=Fact((), f"{_FLEX}: no output scale"),
     decode_context_parallel=Fact(True, f"{_RAN_ON_H100}: AuxRequest(lse=True); GPUs only"),
 )
 
-_WHY_CPU = "inductor's C++ template"
-_WHY_GPU = "inductor's Triton template"
 _CPU_COMPILES = "compiles C++ at the first call of each shape class, for a CPU with AVX2"
 _GPU_COMPILES = "compiles at the first call of each head count, head size and dtype"
 _FIXED_TILES = "batch invariance: tiles of 16 by 16, keys in a request's own order"
@@ -105,17 +103,17 @@ def _cpu_reasons(config: AttentionConfig, environment: Environment, device: Devi
     if device.local and not environment.assume_installed and not _cpu_has_template():
         message = "inductor's C++ template needs x86-64 with AVX2, and not macOS"
         found.append(Reason("cpu-architecture", message, None, "x86-64"))
-    if config.has_cache and config.cache_dtype in BITS and config.cache_dtype != config.dtype:
-        message = f"KV-cache dtype {config.cache_dtype} beside dtype {config.dtype} on a CPU (supported: auto)"
-        found.append(Reason("kv-cache-dtype", message, config.kv_cache_dtype, ["auto"], "--kv-cache-dtype auto"))
+    cache, ranks = config.cache_dtype, config.decode_context_parallel_size
+    if config.has_cache and cache in BITS and cache != config.dtype:
+        what = f"beside dtype {config.dtype} on a CPU KV-cache dtype"
+        found.append(unsupported("kv-cache-dtype", what, config.kv_cache_dtype, ["auto"], "--kv-cache-dtype auto"))
     if config.batch_invariant:
         # torch/_inductor/codegen/cpp_flex_attention_template.py v2.13.0: need_pack.
         message = "no batch invariance on a CPU: the C++ template packs or not by the number of tokens in the batch"
         found.append(Reason("batch-invariant", message, True, False))
-    if config.decode_context_parallel_size > 1:
-        ranks = config.decode_context_parallel_size
-        message = f"decode context parallel size {ranks} on a CPU (supported: 1): the C++ template returns no LSE"
-        found.append(Reason("decode-context-parallel", message, ranks, 1, "--dcp 1"))
+    if ranks > 1:
+        what = "the C++ template returns no LSE, so on a CPU decode context parallel size"
+        found.append(unsupported("decode-context-parallel", what, ranks, 1, "--dcp 1"))
     return found
 
 
@@ -146,24 +144,19 @@ def _gpu_reasons(config: AttentionConfig, environment: Environment, capability: 
         message = "triton is not installed, which inductor compiles with on a GPU"
         states = {"triton": environment.state(TRITON)}
         found.append(Reason("library-missing", message, states, ["triton"], TRITON.install))
-    old = capability < (8, 0)
-    if old and config.dtype == "bfloat16":
+    if capability < (8, 0) and config.dtype == "bfloat16":
         # torch/_inductor/compile_fx.py v2.13.0 _check_triton_bf16_support: such graphs are skipped.
-        message = "dtype bfloat16 below compute capability 8.0, where inductor has none (supported: float16, float32)"
-        found.append(Reason("dtype", message, "bfloat16", ["float16", "float32"], "--dtype float16"))
-    k_size, v_size = config.head_size, config.value_head_size
-    least = LEAST_HEAD_SIZE
-    if k_size < least:
-        message = f"head size {k_size} on a GPU (supported: {least} and up)"
-        found.append(Reason("head-size", message, k_size, f"{least} and up"))
-    if v_size < least and config.v_head_size is not None:
-        message = f"V head size {v_size} on a GPU (supported: {least} and up)"
-        found.append(Reason("v-head-size", message, v_size, f"{least} and up"))
+        what, accepted = "below compute capability 8.0 dtype", ["float16", "float32"]
+        found.append(unsupported("dtype", what, "bfloat16", accepted, "--dtype float16"))
+    k_size, v_size, least = config.head_size, config.value_head_size, f"{LEAST_HEAD_SIZE} and up"
+    if k_size < LEAST_HEAD_SIZE:
+        found.append(unsupported("head-size", "on a GPU head size", k_size, least))
+    if v_size < LEAST_HEAD_SIZE and config.v_head_size is not None:
+        found.append(unsupported("v-head-size", "on a GPU V head size", v_size, least))
     if not _stages(k_size, v_size, config.dtype, capability):
-        room, need = _shared_room(capability), _shared_need(k_size, v_size, config.dtype, 1)
-        sizes = f"head size {k_size}" if k_size == v_size else f"head sizes {k_size} and {v_size}"
-        message = f"{sizes} in {config.dtype}: tiles of {need} bytes (supported: {room} bytes of shared memory)"
-        found.append(Reason("head-size", message, k_size, f"{room} bytes of shared memory"))
+        need, room = _shared_need(k_size, v_size, config.dtype, 1), f"{_shared_room(capability)} bytes of shared memory"
+        what = f"tiles of {need} bytes in {config.dtype}, by head size"
+        found.append(unsupported("head-size", what, k_size, room))
     return found
 
 
@@ -183,28 +176,28 @@ def plan(
         reasons.append(missing)
     if reasons:
         return reasons
-    cached = config.has_cache
-    on_cpu = capability is None
-    own_notes: tuple[str, ...] = (_CPU_COMPILES,) if on_cpu else (_GPU_COMPILES,)
+    cached, on_cpu = config.has_cache, capability is None
+    own_notes = [_CPU_COMPILES if on_cpu else _GPU_COMPILES]
     if config.batch_invariant:
-        own_notes = (*own_notes, _FIXED_TILES)
+        own_notes.append(_FIXED_TILES)
     if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
-        own_notes = (*own_notes, PADDED_V)
+        own_notes.append(PADDED_V)
     stages = 1 if capability is None else _stages(config.head_size, config.value_head_size, config.dtype, capability)
     # One token dimension over all blocks is a view of this layout alone. Graph replay on a GPU with another block table
     # and other lengths ran on H100 (torch 2.11.0, 2026-11-21): the mask reads persistent tensors, and the block lists
     # are built without the host.
+    kernel = FlexKernel("C++" if on_cpu else "Triton", stages)
     return BackendPlan(
-        kernel=FlexKernel("C++" if on_cpu else "Triton", stages),
-        path="C++" if on_cpu else "Triton",
-        because=_WHY_CPU if on_cpu else _WHY_GPU,
+        kernel=kernel,
+        path=kernel.language,
+        because=f"inductor's {kernel.language} template",
         query_dtype=config.dtype,
         returns_lse=not on_cpu,
         kv_layouts=(FLASH_ATTN_NHD,) if cached else (),
         kernel_block_sizes=(TILE,) if cached else (),
         cuda_graph="NEVER" if on_cpu else "ALWAYS",
         masks_chunks=True,
-        notes=own_notes,
+        notes=tuple(own_notes),
     )
 
 

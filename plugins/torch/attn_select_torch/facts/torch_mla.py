@@ -42,7 +42,6 @@ def _capabilities(reads_cache: bool) -> Capabilities:
         batch_invariant=Fact(True, PER_REQUEST),
         draft_tree=Fact(True, MASKED),
         per_head_quant_scales=Fact(True, f"{OWN}: the latent is one KV head, so both kinds of scale are one number"),
-        output_quantizations=Fact((), "pytorch/pytorch torch/nn/functional.py v2.13.0: no output scale"),
         decode_context_parallel=Fact(True, f"{OWN}: the scores are there to take the log-sum-exp of"),
     )
 
@@ -63,7 +62,6 @@ class TorchMLAKernel:
         return f"torch-{self.path}"
 
 
-_ON_DECOMPRESSED, _ON_LATENT = TorchMLAKernel("multi-head"), TorchMLAKernel("latent")
 _PREFILL = "decompressed keys and values: least arithmetic per new token"
 _DECODE = "absorbed projections over the latent: least memory traffic per cached token"
 _GATHER = "copies the latents it reads out of the cache at each call; nothing is reserved"
@@ -73,30 +71,19 @@ def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: BackendOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the plan; plain capabilities say all reasons against it."""
-    own_notes = notes(config, device)
-    if phase == "prefill":
-        return BackendPlan(
-            kernel=_ON_DECOMPRESSED,
-            path="multi-head",
-            because=_PREFILL,
-            query_dtype=config.dtype,
-            returns_lse=True,
-            kv_layouts=(),
-            kernel_block_sizes=(),
-            cuda_graph="NEVER",
-            notes=own_notes,
-        )
+    own_notes, prefill = notes(config, device), phase == "prefill"
+    kernel = TorchMLAKernel("multi-head" if prefill else "latent")
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
-        kernel=_ON_LATENT,
-        path="latent",
-        because=_DECODE,
+        kernel=kernel,
+        path=kernel.path,
+        because=_PREFILL if prefill else _DECODE,
         query_dtype=config.dtype,
         returns_lse=True,
-        kv_layouts=(MLA,),
-        kernel_block_sizes=ANY_BLOCK,
+        kv_layouts=() if prefill else (MLA,),
+        kernel_block_sizes=() if prefill else ANY_BLOCK,
         cuda_graph="NEVER",
-        notes=(*own_notes, _GATHER),
+        notes=own_notes if prefill else (*own_notes, _GATHER),
     )
 
 

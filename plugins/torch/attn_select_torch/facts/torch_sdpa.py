@@ -43,7 +43,6 @@ CAPABILITIES = Capabilities(
     non_causal=Fact(True, MASKED),
     batch_invariant=Fact(True, PER_REQUEST),
     per_head_quant_scales=Fact(True, f"{OWN}: the query is multiplied by K's scales and the output by V's"),
-    output_quantizations=Fact((), "pytorch/pytorch torch/nn/functional.py v2.13.0: no output scale"),
     decode_context_parallel=Fact(True, f"{OWN}: the scores are there to take the log-sum-exp of, positions are free"),
 )
 

@@ -57,12 +57,7 @@ def prompts(common: CommonAttentionMetadata, gather: CacheGather) -> list[Prompt
 def run(
     prompt: Prompt, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output ``(T, H, D)`` and log-sum-exp ``(T, H)``.
-
-    Args:
-        query: ``(T, H, D)`` of the prompt's tokens.
-        keys: ``(1, Hkv, padded, D)``; values likewise.
-    """
+    """Return output and LSE ``(T, H)`` of ``query (T, H, D)``; keys and values are ``(1, Hkv, padded, D)``."""
     tokens = len(query)
     if prompt.padded > tokens:
         query = pad(query, (0, 0, 0, 0, 0, prompt.padded - tokens))

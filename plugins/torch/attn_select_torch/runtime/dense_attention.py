@@ -34,14 +34,10 @@ def visible_keys(
 ) -> Tensor | None:
     """Return bool ``(..., T, S)``, True where a row sees a key; None where every row sees every key.
 
-    Args:
-        query_positions: integers ``(..., T)``.
-        key_positions: integers ``(..., S)``, in any order; the leading dimensions broadcast.
-        causal: a row sees no key behind itself.
-        sliding_window: causal: itself and ``window - 1`` tokens before; else also as many after (``|i - j| < window``).
-        mm_prefix_ranges: inclusive ``(first, last)`` positions that see each other in both directions; they widen the
-            mask.
-        drafts: bool ``(..., T, S)`` of ``drafts_seen``, where drafts form a tree.
+    Positions are integers ``(..., T)`` and ``(..., S)``, the keys' in any order; leading dimensions broadcast. A causal
+    row sees no key behind itself. With a window it sees itself and ``window - 1`` tokens before, if not causal also as
+    many after (``|i - j| < window``). ``mm_prefix_ranges`` are inclusive ``(first, last)`` positions that see each
+    other in both directions, in spite of all that. ``drafts`` is the bool of ``drafts_seen``, where drafts form a tree.
     """
     if not causal and sliding_window is None:
         return None
@@ -63,9 +59,8 @@ def visible_keys(
 def drafts_seen(tree_rows: Tensor, places: Tensor) -> Tensor:
     """Return bool ``(..., T, S)``: which keys the rows of a tree of drafts see, causality aside.
 
-    Args:
-        tree_rows: bool ``(..., T, M)``, rows of ``CommonAttentionMetadata.tree_mask``.
-        places: integers ``(..., S)``: which of its request's tokens in this step each key is, negative in the context.
+    ``tree_rows`` are bool ``(..., T, M)``, rows of ``CommonAttentionMetadata.tree_mask``; ``places`` are integers
+    ``(..., S)``: which of its request's tokens in this step each key is, negative in the context.
     """
     places = places.unsqueeze(-2).expand(*tree_rows.shape[:-1], places.shape[-1])
     return (places < 0) | tree_rows.gather(-1, places.clamp(0, tree_rows.shape[-1] - 1).long())
@@ -82,12 +77,8 @@ def visible_intervals(
 ) -> list[Range]:
     """Return which keys any of the rows ``first_row .. first_row + num_rows - 1`` sees, on the host.
 
-    Args:
-        first_row: position of the first row, negative where there are more rows than keys.
-        num_keys: keys stand at 0 to ``num_keys - 1``.
-
-    Returns:
-        Sorted, disjoint, not empty ``(start, end)`` positions, the end not included; without image ranges at most one.
+    Rows are positions, negative where there are more rows than keys; keys stand at 0 to ``num_keys - 1``. Returned are
+    sorted, disjoint ``(start, end)``, none empty and the end not included; without image ranges at most one.
     """
     if num_rows <= 0:
         return []
@@ -120,19 +111,14 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend by matmul and softmax, scores and sums in float32. Does not synchronise.
 
-    Args:
-        query: ``(B, H, T, D)``, strided as it likes, as all tensors here.
-        keys: ``(B, Hkv, S, D)``; ``Hkv`` divides H, query head h reads KV head ``h // (H // Hkv)``.
-        values: ``(B, Hkv, S, Dv)``. Keys and values must be finite, also where no row sees them.
-        terms: of the layer; not its FP8 scales, and its window is in ``visible`` or ``bias``.
-        visible: bool, broadcasts to ``(B, H, T, S)``; None: all.
-        bias: added to the scores behind the soft cap, broadcasts to ``(B, H, T, S)``; -inf hides a key as ``visible``
-            does.
-        distance: ``|i - j|``, broadcasts to ``(B, H, T, S)``; with ``terms.alibi_slopes``.
+    ``query (B, H, T, D)``, ``keys (B, Hkv, S, D)`` and ``values (B, Hkv, S, Dv)`` are strided as they like; query head
+    h reads KV head ``h // (H // Hkv)``. Keys and values must be finite, also where no row sees them. Of ``terms`` FP8
+    scales and window are not read. What broadcasts to ``(B, H, T, S)``: ``visible``, bool, None for all; ``bias``,
+    added behind the soft cap, -inf hides a key as ``visible`` does; ``distance``, ``|i - j|``, with
+    ``terms.alibi_slopes``.
 
-    Returns:
-        Output ``(B, H, T, Dv)`` in the query's dtype and LSE float32 ``(B, H, T)``. A row without keys has 0, and
-        -inf or its sink.
+    Returns the output ``(B, H, T, Dv)`` in the query's dtype and the LSE, float32 ``(B, H, T)``. A row without keys has
+    0, and -inf or its sink.
     """
     batch, heads, rows, _ = query.shape
     num_keys, value_size = values.shape[2:]

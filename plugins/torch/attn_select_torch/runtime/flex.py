@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,24 +14,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from attn_select.runtime.backend import AttentionBackend, AttentionImpl, BackendContext
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.terms import Outputs, Terms
-from attn_select_torch.facts.flex_attention import TILE, FlexKernel
+from attn_select_torch.facts.flex_attention import TILE, FlexKernel, compile_key
 from attn_select_torch.runtime.flex_builder import BlockLists, FlexBuilder, FlexMetadata
-
-
-class Kind(NamedTuple):
-    """What is compiled apart; of all else only sizes differ."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_head_size: int
-    dtypes: tuple[str, str]
-    device: str
-    paged: bool
-    images: bool
-    drafts: int
-    scale: float
-    stages: int
 
 
 def _masked(
@@ -81,10 +65,11 @@ def _masked(
 
 
 @cache
-def _compiled(kind: Kind) -> Callable[..., Any]:
-    """Return the compiled function of one kind of layer."""
+def _compiled(key: object, device: torch.device, scale: float, stages: int) -> Callable[..., Any]:
+    """Return the compiled function of the layers of one ``compile_key``; of all else only sizes differ."""
     # Each has a code object of its own: torch counts recompilations by it, and gives up compiling after eight.
-    code = _masked.__code__.replace(co_name=f"flex_{kind.device}_{abs(hash(kind)):x}")
+    kind = (key, device, scale, stages)
+    code = _masked.__code__.replace(co_name=f"flex_{device}_{abs(hash(kind)):x}")
     function = FunctionType(code, globals(), code.co_name, _masked.__defaults__, _masked.__closure__)
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
     return compiled
@@ -101,21 +86,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         kernel = next(iter(context.plans.values())).kernel
         assert isinstance(kernel, FlexKernel)
         self.stages = kernel.stages
-        self.function = _compiled(
-            Kind(
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_size,
-                config.value_head_size,
-                (config.dtype, config.cache_dtype),
-                str(context.device),
-                self.paged,
-                config.mm_prefix,
-                config.num_speculative_tokens if config.draft_tree else 0,
-                terms.scale,
-                self.stages,
-            )
-        )
+        self.function = _compiled(compile_key(config), context.device, terms.scale, self.stages)
 
     def forward(
         self,

@@ -21,13 +21,9 @@ def one_token(
 ) -> tuple[Tensor, Tensor]:
     """Return the output of one token of B requests, and their states behind it.
 
-    Args:
-        query, key: ``(B, H, K)`` for H value heads, scaled and normalised.
-        value: ``(B, H, V)``.
-        log_decay: ``(B, H, K)``, or ``(B, H, 1)`` where all channels decay alike.
-        strength: ``(B, H)``.
-        state: ``(B, H, K, V)``, written to.
-        delta_rule: whether what the key gives already is not written again.
+    ``query`` and ``key (B, H, K)`` are of H value heads, scaled and normalised, ``value (B, H, V)``, ``strength (B,
+    H)``. ``log_decay (B, H, K)``, or ``(B, H, 1)`` where all channels decay alike. ``state (B, H, K, V)`` is written
+    to. By the ``delta_rule`` what the key gives already is not written again.
     """
     # Batched products in place: element by element the states take many times as long.
     after = state.flatten(0, 1)
@@ -44,15 +40,9 @@ def one_token(
 def one_chunk(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, delta_rule: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of C tokens of one request, and the state behind them.
+    """Return the outputs of C tokens of one request, and the state ``(H, K, V)`` behind them.
 
-    Args:
-        query, key: ``(H, C, K)`` for H value heads, scaled and normalised.
-        value: ``(H, C, V)``.
-        log_decay: ``(H, C, K)``, or ``(H, C, 1)`` where all channels decay alike.
-        strength: ``(H, C)``.
-        state: ``(H, K, V)``.
-        delta_rule: whether what the key gives already is not written again.
+    As in ``one_token``, with ``(H, C, …)`` in the place of ``(B, H, …)``.
     """
     since_start = log_decay.cumsum(1).exp()
     between = _decays_between(log_decay)

@@ -42,7 +42,6 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         self.dtype = compute_dtype(config, context.device)
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self.key_size, self.value_size = config.head_size, config.value_head_size
-        self.varlen = varlen.available(functions(context))
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
@@ -101,10 +100,9 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         results = _Results(self, outputs, sinks)
         explicit = self.explicit or (results.needs_lse and not self.on_cpu)
         for call in metadata.calls:
-            assert self.varlen is not None
             keys, values = self._varlen_keys(call, key, value, kv_cache, metadata.buffers)
             rows = slice(call.start, call.end)
-            ran = varlen.run(self.varlen, call, query[rows], keys, values, scale)
+            ran = varlen.run(call, query[rows], keys, values, scale)
             results.write(rows, 0, call.end - call.start, *self._by_token(*ran))
         for prompt in metadata.prompts:
             keys, values = self._cached_keys(prompt.rows, 1, kv_cache, metadata.buffers)

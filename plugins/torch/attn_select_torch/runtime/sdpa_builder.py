@@ -141,7 +141,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         config = self.context.config
         causal = config.attn_type == "decoder" and not config.non_causal and common.causal
         metadata = SDPAMetadata([], [], Buffers(self.context.device), [], [], None, common.num_actual_tokens)
-        if self.varlen is not None and (merged or not self._decodes(common)):
+        if self.varlen and (merged or not self._decodes(common)):
             if self._prompts_by_cudnn and causal and not merged and self.gather is not None:
                 metadata.prompts = cudnn_prompts.prompts(common, self.gather)
             apart = [prompt.request for prompt in metadata.prompts]

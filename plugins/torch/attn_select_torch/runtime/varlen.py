@@ -8,10 +8,9 @@ request behind the other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,16 +21,10 @@ from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_torch.facts.torch_sdpa import SdpaFunction
 from attn_select_torch.runtime.gather import CacheGather
 
+ATTEND = torch.ops.aten._flash_attention_forward
+"""What ``varlen_attn`` calls, without the Python operator around it, which takes longer than a small batch."""
 CALL_BYTES = 2**28
 """Keys in bytes that one call gathers, unless a single request has more."""
-
-
-@dataclass(slots=True)
-class Varlen:
-    """``varlen_attn`` of the installed torch."""
-
-    function: Callable[..., Any]  # with the arguments of ``varlen_attn``
-    options: dict[str, Any]  # keyword arguments of every call
 
 
 @dataclass(slots=True)
@@ -49,68 +42,21 @@ class Call:
     window: tuple[int, int]  # ``(left, right)`` keys that a row sees beside itself; -1: all
 
 
-def available(functions: Mapping[Phase, SdpaFunction]) -> Varlen | None:
-    """Return torch's kernel where a phase's plan names it and the installed torch has it, else None."""
+def available(functions: Mapping[Phase, SdpaFunction]) -> bool:
+    """Whether a phase's plan names torch's kernel, and the installed torch has it."""
     if not {"varlen_attn", "cuDNN and varlen_attn"} & set(functions.values()):
-        return None
-    if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
-        return None
-    return _found()
+        return False
+    return torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available() and _has_windows()
 
 
-@lru_cache(maxsize=1)
-def _found() -> Varlen | None:
+@cache
+def _has_windows() -> bool:
+    """Whether the installed torch's ``varlen_attn`` takes windows: its parameters grew from release to release."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None
-    options = options_for(set(inspect.signature(varlen_attn).parameters))
-    return None if options is None else Varlen(_kernel, options)
-
-
-def _kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Call what ``varlen_attn`` calls, without the Python operator around it, which takes longer than a small batch."""
-    found = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        0.0,
-        window_size == (-1, 0),
-        False,
-        scale=scale,
-        window_size_left=window_size[0],
-        window_size_right=window_size[1],
-    )
-    return found[0], found[1]
-
-
-def options_for(known: set[str]) -> dict[str, Any] | None:
-    """Return the keyword arguments of every call, or None where ``varlen_attn`` does not take what is needed."""
-    # known: names of its parameters: they grew from release to release
-    from torch.nn.attention.varlen import AuxRequest
-
-    if not {"return_aux", "scale", "window_size"} <= known:
-        return None
-    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True)}
-    if "enable_gqa" in known:
-        options["enable_gqa"] = True
-    return options
+        return False
+    return {"return_aux", "scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 def calls(
@@ -185,13 +131,14 @@ def _call(
     return Call(start, end, bounds, key_bounds, part.max_query_len, max(key_lens), rows, window)
 
 
-def run(found: Varlen, call: Call, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def run(call: Call, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return output ``(T, H, Dv)`` and log-sum-exp ``(H, T)``, +inf for rows without keys.
 
-    Args:
-        query: ``(T, H, D)`` of the call's tokens.
-        keys: ``(S, Hkv, D)``; values ``(S, Hkv, Dv)``.
+    ``query (T, H, D)`` of the call's tokens, ``keys (S, Hkv, D)``, ``values (S, Hkv, Dv)``.
     """
     lens = call.query_start_loc, call.key_start_loc, call.max_query_len, call.max_key_len
-    out, lse = found.function(query, keys, values, *lens, scale=scale, window_size=call.window, **found.options)
-    return out, lse
+    left, right = call.window
+    causal = call.window == (-1, 0)
+    options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    found = ATTEND(query, keys, values, *lens, 0.0, causal, False, **options)
+    return found[0], found[1]
