@@ -133,15 +133,6 @@ class BlockTable:
         for of_row in self._per_row():
             of_row[row] = 0
 
-    def move_row(self, source: int, target: int) -> None:
-        """Move a request to another row and clear its old one, for batches that close a gap."""
-        source, target = self._checked_row(source), self._checked_row(target)
-        if source == target:
-            return
-        for of_row in (self.host, *self._per_row()):
-            of_row[target] = of_row[source]
-        self.clear_row(source)
-
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two rows, for batches that are reordered."""
         first, second = self._checked_row(first), self._checked_row(second)

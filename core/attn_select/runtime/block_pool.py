@@ -152,18 +152,6 @@ class BlockPool:
         self._free += reversed(released)
         return tuple(released)
 
-    def reference_count(self, block: int) -> int:
-        """Return how many requests hold a block.
-
-        Raises:
-            ConfigError: no such block.
-        """
-        found = integer(block)
-        if found is None or not 0 <= found < self.num_blocks:
-            text = f"block {show(block)} is not in the pool (0 to {self.num_blocks - 1})"
-            raise ConfigError(text, fields=["block"])
-        return self._references[found]
-
     def requests(self) -> Sequence[RequestId]:
         """Return the requests that hold blocks, in the order in which they came."""
         return tuple(self._blocks)
