@@ -23,9 +23,6 @@ from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.integers import integer, integers, size
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 
-FEW_SLOTS = 32
-"""Up to as many, slots are worked out one by one, which takes less time than the operations for all at once."""
-
 Integers = npt.NDArray[np.integer[Any]]
 """Numbers on the host. numpy works on some hundred of them in half the time that torch takes."""
 
@@ -173,17 +170,8 @@ class BlockTable:
             raise BatchError(f"row {show(row)}: the block table has rows 0 to {len(self.host) - 1}")
         return found
 
-    def few_slots(self, seq_lens: Sequence[int], new_lens: Sequence[int]) -> list[int]:
-        """Return the slots of the first rows' new keys, their last ones: ``block * block_size + offset``."""
-        ids, size, width = self._ids, self.block_size, self.host.shape[1]
-        return [
-            ids[row * width + position // size] * size + position % size
-            for row, (count, end) in enumerate(zip(new_lens, seq_lens, strict=True))
-            for position in range(end - count, end)
-        ]
-
-    def many_slots(self, seq_lens: Integers, new_lens: Sequence[int] | None) -> Integers:
-        """As ``few_slots``, int64; ``new_lens`` None: one key of each request."""
+    def slots(self, seq_lens: Integers, new_lens: Sequence[int] | None) -> Integers:
+        """Return int64 slots of the first rows' new keys, their last ones; ``new_lens`` None: one key of each."""
         size, starts = self.block_size, self._row_starts[: len(seq_lens)]
         if new_lens is None:  # no need to spread requests over keys
             positions = seq_lens - 1
@@ -282,7 +270,7 @@ def prepare_batch(
             _check_lens("new_lens", new_lens, seq_lens)
         num_tokens = num_reqs if single else sum(query_lens)
         table = None if block_table is None else block_table.commit(num_reqs)
-        # One buffer for slots, which are int64, bounds and lengths. Python packs lists faster than numpy.
+        # One buffer for slots, which are int64, bounds and lengths. ``struct`` takes integers alone, in numpy's time.
         num_slots = 0 if table is None else num_tokens if single else sum(new_lens)
         # The slots come first, so that they are aligned to 8 bytes; they count twice, being two int32 each.
         sizes = (2 * num_slots, num_reqs + 1, num_reqs)
@@ -301,11 +289,7 @@ def prepare_batch(
         if block_table is not None:
             block_table.check_room(lens)
             block_table.note_step(new_lens, seq_lens_cpu)
-            if num_slots > FEW_SLOTS:
-                found = block_table.many_slots(lens, None if single else new_lens)
-                numbers[: 2 * num_slots].view(np.int64)[:] = found
-            else:
-                struct.pack_into(f"{num_slots}q", numbers.data, 0, *block_table.few_slots(seq_lens, new_lens))
+            numbers[: 2 * num_slots].view(np.int64)[:] = block_table.slots(lens, None if single else new_lens)
     except (TypeError, OverflowError, RuntimeError, struct.error):
         _check_integers(query_lens=query_lens, seq_lens=seq_lens, new_lens=new_lens)
         raise
