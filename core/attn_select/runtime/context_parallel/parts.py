@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.context_parallel.agreement import do_alike
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.mla_context import shifted
+from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
@@ -34,6 +36,19 @@ def check_selection(selection: Selection, context_parallel: ContextParallel) -> 
     if selection.config.batch_invariant and (merge := context_parallel.merge) in ("ag_rs", "symm"):
         text = f"merge = {merge!r} with batch_invariant = True: how results are summed depends on the batch"
         raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
+
+
+def make_alike(
+    context_parallel: ContextParallel, selection: Selection, capacity: Capacity, make: Callable[[], None]
+) -> None:
+    """Make the parts of a group on every rank; RankError where another rank cannot, or makes others."""
+
+    def checked() -> None:
+        check_selection(selection, context_parallel)
+        make()
+
+    ranks = context_parallel.collectives
+    do_alike(ranks, "attention_group", checked, lambda: facts_of(selection, context_parallel, capacity))
 
 
 def part_of(selection: Selection[Any], num_heads: int, **changes: Any) -> Selection:
@@ -85,40 +100,18 @@ def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: 
 class LocalBatches:
     """Turns the scheduler's batches into one rank's: its share of lengths, and its slots."""
 
-    # With ``keeps`` CUDA graphs read the tensors, which stay where they are from batch to batch.
-
-    def __init__(self, shares: Shares, capacity: Capacity, device: torch.device, *, keeps: bool) -> None:
-        self.shares, self.device = shares, device
-        self._kept: dict[str, Tensor] | None = None
-        if keeps:
-            requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
-            columns = -(-capacity.max_model_len // (shares.size * shares.block_size))
-            sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
-                "seq_lens": ((requests,), torch.int32),
-                "slots": ((tokens,), torch.int64),
-                "bounds": ((requests + 1,), torch.int32),
-                "table": ((requests, columns), torch.int32),
-            }
-            self._kept = {n: torch.zeros(size, dtype=dtype, device=device) for n, (size, dtype) in sizes.items()}
-
-    def keep(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor at the address that it always has."""
-        if self._kept is None or len(tensor) > len(self._kept[name]):  # an encoder's slots, which no graph reads
-            return tensor
-        return self._kept[name][: len(tensor)].copy_(tensor)
-
-    def keep_table(self, table: Tensor) -> Tensor:
-        """Return a block table at the address that it always has, as wide as the longest request needs."""
-        if self._kept is None:
-            return table
-        kept = self._kept["table"][: len(table)]
-        kept[:, : table.shape[1]].copy_(table)
-        return kept
+    def __init__(self, shares: Shares, capacity: Capacity, device: torch.device, *, captured: bool) -> None:
+        self.shares, self.static = shares, StaticBuffers(device, captured=captured)
+        requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        self.static.reserve("seq_lens", requests)
+        self.static.reserve("slots", tokens, dtype=torch.int64)
+        self.static.reserve("bounds", requests + 1)
+        self.static.reserve("table", requests, -(-capacity.max_model_len // (shares.size * shares.block_size)))
 
     def slots(self, common: CommonAttentionMetadata) -> Tensor:
         """Return where this rank's tokens of a batch go in its cache, int64 ``(T,)``, -1 for the others."""
         assert common.slot_mapping is not None
-        return self.keep("slots", self.shares.slots(common.slot_mapping))
+        return self.static.hold("slots", self.shares.slots(common.slot_mapping))
 
     def shared(self, common: CommonAttentionMetadata, slots: Tensor, *, own: bool = False) -> CommonAttentionMetadata:
         """Return the batch against this rank's share of the cache."""
@@ -130,7 +123,7 @@ class LocalBatches:
         local_cpu = self.shares.length(lens_cpu)
         return replace(
             common,
-            seq_lens=self.keep("seq_lens", self.shares.length(lens)),
+            seq_lens=self.static.hold("seq_lens", self.shares.length(lens)),
             seq_lens_cpu=local_cpu,
             max_seq_len=self.shares.length(most),
             slot_mapping=slots[: common.num_actual_tokens],
@@ -144,21 +137,16 @@ class LocalBatches:
 class OwnBatches:
     """Lays a step's own tokens into a scratch cache, request by request from its first block on."""
 
-    # With ``keeps`` CUDA graphs read the tensors, which stay where they are from batch to batch.
-
-    def __init__(self, block_size: int, capacity: Capacity, device: torch.device, *, keeps: bool) -> None:
+    def __init__(self, block_size: int, capacity: Capacity, device: torch.device, *, captured: bool) -> None:
         self.block_size, self.device = block_size, device
         requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
         self.longest = min(tokens, capacity.max_model_len)
         # Each request's last block may be filled in part: one more for each.
         self.num_blocks = -(-tokens // block_size) + requests
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
-        if keeps:
-            self._kept = (
-                torch.zeros(requests, dtype=torch.int32, device=device),
-                torch.zeros(requests, -(-self.longest // block_size), dtype=torch.int32, device=device),
-                torch.zeros(tokens, dtype=torch.int64, device=device),
-            )
+        self._static = StaticBuffers(device, captured=captured)
+        self._static.reserve("seq_lens", requests)
+        self._static.reserve("table", requests, -(-self.longest // block_size))
+        self._static.reserve("slots", tokens, dtype=torch.int64)
 
     def batch(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the batch of the step's own tokens alone. Does not synchronise."""
@@ -177,20 +165,13 @@ class OwnBatches:
         packed = torch.cat([slots.view(torch.int32), lens.int(), table.int().flatten()])
         here = to_device(packed, self.device)
         here_slots, here_lens, here_table = here.split_with_sizes([2 * tokens, count, count * width])
-        slots_here, lens_here, table_here = here_slots.view(torch.int64), here_lens, here_table.view(count, width)
-        if self._kept is not None:
-            lens_here = self._kept[0][:count].copy_(lens_here)
-            kept = self._kept[1][:count]
-            kept[:, :width].copy_(table_here)
-            table_here = kept
-            slots_here = self._kept[2][:tokens].copy_(slots_here)
         return replace(
             common,
-            seq_lens=lens_here,
+            seq_lens=self._static.hold("seq_lens", here_lens),
             seq_lens_cpu=lens.int(),
             max_seq_len=common.max_query_len,
-            block_table_tensor=table_here,
-            slot_mapping=slots_here,
+            block_table_tensor=self._static.hold("table", here_table.view(count, width)),
+            slot_mapping=self._static.hold("slots", here_slots.view(torch.int64)),
             mm_prefix_ranges=shifted(common.mm_prefix_ranges, common.num_computed_tokens_cpu),
             block_size=self.block_size,
         )

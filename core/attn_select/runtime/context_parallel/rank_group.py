@@ -11,8 +11,9 @@ A step is computed in two parts, each by the selected backends as they are:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,22 +23,20 @@ from attn_select.decide.selection import Selection
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.context_parallel.agreement import check_step, do_alike
+from attn_select.runtime.context_parallel.agreement import check_step
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
 from attn_select.runtime.context_parallel.parts import (
     LocalBatches,
     OwnBatches,
-    check_selection,
-    facts_of,
     local_capacity,
+    make_alike,
     part_of,
     share_memory,
 )
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
@@ -79,22 +78,11 @@ class ContextParallelGroup(LayerGroup):
         capacity: Capacity | None = None,
         *,
         context_parallel: ContextParallel,
-        cuda_graphs: bool = False,
-        phases: Sequence[Phase] | None = None,
+        **options: Any,
     ) -> None:
         bounds = capacity or Capacity()
         self.context_parallel = context_parallel
-
-        def make() -> None:
-            check_selection(selection, context_parallel)
-            self._make_parts(selection, device, bounds, cuda_graphs, phases)
-
-        do_alike(
-            context_parallel.collectives,
-            "attention_group",
-            make,
-            lambda: facts_of(selection, context_parallel, bounds),
-        )
+        make_alike(context_parallel, selection, bounds, partial(self._make_parts, selection, device, bounds, **options))
         tokens, width = bounds.max_num_batched_tokens, self.config.value_head_size
         share_memory(self.merger, self.config, context_parallel, tokens, width, self.device)
 
@@ -103,8 +91,9 @@ class ContextParallelGroup(LayerGroup):
         selection: Selection,
         device: torch.device | str | None,
         bounds: Capacity,
-        cuda_graphs: bool,
-        phases: Sequence[Phase] | None,
+        *,
+        cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
     ) -> None:
         ranks, config, size = self.context_parallel, selection.config, selection.block_size
         assert size is not None  # configs without a cache have no context parallelism
@@ -115,15 +104,14 @@ class ContextParallelGroup(LayerGroup):
         super().__init__(
             selection,
             self.shared.device,
-            self.shared.backends,
             bounds,
             cuda_graphs=cuda_graphs,
+            backends=self.shared.backends,
             block_size=size * ranks.size,
-            cache=self.shared.cache,
         )
         self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
-        self._local = LocalBatches(self.shares, bounds, self.device, keeps=cuda_graphs)
+        self._local = LocalBatches(self.shares, bounds, self.device, captured=cuda_graphs)
         self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
         # A step's own tokens come apart where the longest query has several: that must not depend on the batch.
         self._always_own = config.batch_invariant
@@ -134,7 +122,7 @@ class ContextParallelGroup(LayerGroup):
         decodes_alone = "prefill" not in self.backends and not config.num_speculative_tokens
         if config.attn_type == "encoder_decoder" or (decodes_alone and not self._always_own):
             return
-        self._own_batches = OwnBatches(size, bounds, self.device, keeps=cuda_graphs)
+        self._own_batches = OwnBatches(size, bounds, self.device, captured=cuda_graphs)
         longest = Capacity(bounds.max_num_seqs, bounds.max_num_batched_tokens, self._own_batches.longest)
         self.own = AttentionGroup(part_of(selection, config.num_heads), self.device, longest, **made)
         self.scratch = self.own.allocate_kv_cache(self._own_batches.num_blocks)
@@ -144,31 +132,38 @@ class ContextParallelGroup(LayerGroup):
     ) -> ContextParallelMetadata:
         """As ``AttentionGroup.build``, from the scheduler's batch, which is the same on all ranks."""
         # A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
-        common = common_attn_metadata
-        check_step(self, common)
-        own = self._needs_own(common)
-        local = self._local.shared(common, self._local.slots(common), own=own)
-        shared = None
-        if not own or self._shared_always or int(common.num_computed_tokens_cpu.max()) > 0:
-            shared = self.shared.build(local, 0, fast_build)
-        beside = None
-        if own:
-            assert self.own is not None
-            beside = self.own.build(self._own_batches.batch(common), 0, fast_build)
-        return self._both(common, local, shared, beside)
+        check_step(self, common_attn_metadata)
+        return self._built(common_attn_metadata, lambda group, batch: group.build(batch, 0, fast_build))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ContextParallelMetadata:
         """As ``AttentionGroup.build_for_cudagraph_capture``; the collectives are captured as well."""
-        common = common_attn_metadata
-        self.check_batch(common)
-        own = self._needs_own(common)
-        local = self._local.shared(common, self._local.slots(common), own=own)
-        shared = self.shared.build_for_cudagraph_capture(local)
-        beside = None
-        if own:
+        self.check_batch(common_attn_metadata)
+        return self._built(common_attn_metadata, lambda group, batch: group.build_for_cudagraph_capture(batch))
+
+    def _built(
+        self,
+        common: CommonAttentionMetadata,
+        build: Callable[[AttentionGroup, CommonAttentionMetadata], AttentionMetadata],
+    ) -> ContextParallelMetadata:
+        """Return both parts of a batch, each as ``build`` makes it."""
+        apart = self._needs_own(common)
+        local = self._local.shared(common, self._local.slots(common), own=apart)
+        shared = own = None
+        if not apart or self._shared_always or int(common.num_computed_tokens_cpu.max()) > 0:
+            shared = build(self.shared, local)
+        if apart:
             assert self.own is not None
-            beside = self.own.build_for_cudagraph_capture(self._own_batches.batch(common))
-        return self._both(common, local, shared, beside)
+            own = build(self.own, self._own_batches.batch(common))
+        return ContextParallelMetadata(
+            self,
+            common,
+            common.num_actual_tokens,
+            common.slot_mapping,
+            (shared or own or AttentionMetadata(self, common, 0, None, ())).parts,
+            shared=shared,
+            own=own,
+            local_slots=local.slot_mapping,
+        )
 
     def _needs_own(self, common: CommonAttentionMetadata) -> bool:
         """Whether queries of a batch see different parts of this rank's share, so that their own tokens come apart."""
@@ -182,25 +177,6 @@ class ContextParallelGroup(LayerGroup):
                 hint="make it with the phase prefill, or select with num_speculative_tokens",
             )
         return True
-
-    def _both(
-        self,
-        common: CommonAttentionMetadata,
-        local: CommonAttentionMetadata,
-        shared: AttentionMetadata | None,
-        own: AttentionMetadata | None,
-    ) -> ContextParallelMetadata:
-        parts = (shared or own or AttentionMetadata(self, common, 0, None, ())).parts
-        return ContextParallelMetadata(
-            self,
-            common,
-            common.num_actual_tokens,
-            common.slot_mapping,
-            parts,
-            shared=shared,
-            own=own,
-            local_slots=local.slot_mapping,
-        )
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -228,7 +204,7 @@ class ContextParallelGroup(LayerGroup):
         return AttentionAcrossRanks(self, layer, terms)
 
 
-class AttentionAcrossRanks(LayerInParts):
+class AttentionAcrossRanks:
     """Computes one layer of a ``ContextParallelGroup``; ``layer`` is the class of plain layers."""
 
     # The terms' sinks are those of this rank's heads, and are counted where results are merged.
@@ -254,7 +230,7 @@ class AttentionAcrossRanks(LayerInParts):
         metadata: ContextParallelMetadata,
         outputs: Outputs,
     ) -> None:
-        """As ``LayerInParts.merged``."""
+        """Compute the parts and write what they give together, in the query's dtype."""
         tokens = metadata.num_actual_tokens
         query, outputs = query[:tokens], outputs.first(tokens)
         output, lse = outputs.output, outputs.lse

@@ -7,17 +7,17 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
-from attn_select.runtime.backend_faults import blame
+from attn_select.runtime.backend_faults import call
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_backend import StateImpl
-from attn_select.runtime.states.state_batch import StateMetadata
+from attn_select.runtime.states.state_batch import ConvIndices, StateMetadata
 from attn_select.runtime.states.state_cache import StateCache
 from attn_select.runtime.states.state_checks import check_weight
-from attn_select.runtime.states.state_conv import causal_conv
 from attn_select.runtime.states.state_group import StateGroup
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -83,11 +83,7 @@ class LinearAttention(nn.Module):
         self.impls: dict[Phase, StateImpl] = {}
         for phase, own in group.backends.items():
             if own.backend not in made:
-                try:
-                    made[own.backend] = own.backend.impl_cls(own.context)
-                except Exception as error:
-                    blame(own.spec, "its impl", error)
-                    raise
+                made[own.backend] = call(own.spec, "its impl", "", own.backend.impl_cls, own.context)
             self.impls[phase] = made[own.backend]
         keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
         self._widths = {"query": keys, "key": keys, "value": values}
@@ -151,7 +147,7 @@ class LinearAttention(nn.Module):
         if (weight := weights["conv_weight"]) is not None:
             assert cache.conv is not None
             assert metadata.conv is not None
-            mixed = causal_conv(mixed, weight, weights["conv_bias"], cache.conv, metadata.conv)
+            mixed = _causal_conv(mixed, weight, weights["conv_bias"], cache.conv, metadata.conv)
         widths = [self._widths[name] for name in self._order]
         by_name = dict(zip(self._order, torch.split(mixed, widths, dim=-1), strict=True))
         query = by_name["query"].reshape(tokens, config.num_heads, config.head_size)
@@ -160,11 +156,8 @@ class LinearAttention(nn.Module):
         for phase, part in metadata.parts:
             own = slice(part.first_token, part.first_token + part.num_tokens)
             rows = query[own], key[own], value[own], gates.rows(own)
-            try:
-                self.impls[phase].forward(phase, *rows, cache.state, part, output[own])
-            except Exception as error:
-                blame(self.group.backends[phase].spec, "forward()", error)
-                raise
+            spec, run = self.group.backends[phase].spec, self.impls[phase].forward
+            call(spec, "forward()", "", run, phase, *rows, cache.state, part, output[own])
         # The skip adds the values that the convolution has given, not the projected ones.
         if (skip := weights["skip"]) is not None:
             output[:tokens] += (skip[:, None] * value).to(output.dtype)
@@ -214,3 +207,19 @@ def _none() -> None:
 def _capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is captured: nothing can be read back then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, where: ConvIndices) -> Tensor:
+    """Return the causal convolution of a step's inputs, then SiLU, and write the windows of its states."""
+    # Computed in float32, since every token is rounded once then, whatever the chunks of its request. Inputs are ``(T,
+    # conv_dim)``, the weight ``(conv_dim, conv_kernel_size)``, oldest first, as in ``torch.nn.Conv1d``.
+    starts = where.read_slots < 0
+    # Filled, not multiplied by 0: a free slot may hold NaN.
+    before = windows[where.read_slots.clamp(min=0)].masked_fill(starts[:, None, None], 0.0)
+    rows = torch.cat([before.flatten(0, 1).to(inputs.dtype), inputs])
+    # Written only now: ``rows`` is a copy of the old windows, which other requests of the step may share.
+    windows[where.write_slots] = rows[where.windows].to(windows.dtype)
+    found = torch.zeros(inputs.shape, device=inputs.device) if bias is None else bias.float().expand(inputs.shape)
+    for tap in range(weight.shape[1]):  # one after the other: side by side they take as many times the memory
+        found = torch.addcmul(found, rows[where.taps[:, tap]].float(), weight[:, tap].float())
+    return functional.silu(found).to(inputs.dtype)

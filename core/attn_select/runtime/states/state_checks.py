@@ -15,14 +15,13 @@ from torch import Tensor
 
 from attn_select.errors import AttnSelectError, show
 from attn_select.layer.config import Phase
-from attn_select.layer.layouts import state_shape
 from attn_select.layer.state import StateConfig
 from attn_select.runtime import checks
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.overlaps import check_no_self_overlap, check_overlaps
 from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_batch import StateMetadata, check_slots
-from attn_select.runtime.states.state_cache import StateCache
+from attn_select.runtime.states.state_cache import StateCache, slot_kinds
 from attn_select.runtime.states.state_pool import FROM_ZERO, StateSlots
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -36,7 +35,7 @@ class StateChecks:
         # behind them.
         self.num_slots: int | None = None
         self.extra_slots = extra_slots
-        self._slot = tuple(int(extent) for extent in state_shape(layout, config)[1:])
+        self._layout = layout
         # Per cache and slot, the stamp of the step that wrote it last (checked mode).
         self._books: dict[tuple[int, int], dict[int, int]] = {}
 
@@ -81,25 +80,21 @@ class StateChecks:
 
     def cache(self, cache: StateCache) -> None:
         """Check one layer's states: shape, dtype, device, and that a slot's numbers lie side by side. Cheap."""
-        config = self.config
         if not isinstance(cache, StateCache):
             raise BatchError(f"cache is a {type(cache).__name__}: accepted is a StateCache", hint="group.allocate")
         assert self.num_slots is not None
         count = self.num_slots + self.extra_slots
-        window = (config.conv_kernel_size - 1, config.conv_dim) if config.conv_kernel_size else None
-        for name, tensor, slot, dtype in (
-            ("state", cache.state, self._slot, config.state_dtype),
-            ("conv", cache.conv, window, config.dtype),
-        ):
-            if slot is None:
+        for name, kind in slot_kinds(self.config, self._layout).items():
+            tensor = getattr(cache, name)
+            if kind is None:
                 if tensor is not None:
                     raise BatchError(f"cache.{name} is a tensor: accepted is None, the layers have no convolution")
                 continue
-            wanted = f"{PLAIN_DTYPES[dtype]} {(count, *slot)} on {self.device}"
+            shape, dtype = (count, *kind[0]), kind[1]
+            wanted = f"{dtype} {shape} on {self.device}"
             if not isinstance(tensor, Tensor):
                 raise BatchError(f"cache.{name} is {show(tensor)}: accepted is {wanted}", hint="group.allocate")
-            seen = (tensor.dtype, tuple(tensor.shape), tensor.device)
-            if seen != (PLAIN_DTYPES[dtype], (count, *slot), self.device):
+            if (tensor.dtype, tuple(tensor.shape), tensor.device) != (dtype, shape, self.device):
                 text = f"cache.{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: accepted is {wanted}"
                 raise BatchError(text, hint="allocate it with group.allocate, or group.adopt memory of your own")
             if not tensor[:1].is_contiguous() or tensor.stride(0) < tensor[0].numel():
@@ -132,7 +127,7 @@ class StateChecks:
                 if not bool(numbers.isfinite().all()):
                     raise BatchError(f"{name} holds NaN or infinity: accepted are finite numbers")
             elif name == "log_decay":
-                self._decays(numbers, 0.0, common)
+                _check_decays(numbers, common)
             else:
                 checks.check_finite(name, numbers, common, of_requests=True)
         for phase, part in metadata.parts:
@@ -148,16 +143,6 @@ class StateChecks:
             check_no_self_overlap("output", output)
             check_overlaps({"output": output}, given)
         self._book(cache, metadata)
-
-    def _decays(self, log_decay: Tensor, most: float, common: CommonAttentionMetadata) -> None:
-        """Refuse a log-decay that is NaN or positive; minus infinity forgets everything."""
-        rows = log_decay[: int(common.query_start_loc_cpu[-1])].flatten(1)
-        wrong = ~(rows <= most).all(dim=1)
-        if bool(wrong.any()):
-            token = int(wrong.int().argmax())
-            request = int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
-            value = float(rows[token][~(rows[token] <= most)][0])
-            raise BatchError(f"log_decay[{token}] = {value} (of request {request}): accepted are numbers up to 0")
 
     def _book(self, cache: StateCache, metadata: StateMetadata) -> None:
         slots = metadata.slots
@@ -200,6 +185,17 @@ def check_weight(name: str, tensor: Tensor, device: torch.device, checked: bool)
         raise BatchError(f"{name} is {tensor.dtype} on {tensor.device}: accepted are {accepted} on {device}")
     if checked and not bool(tensor.isfinite().all()):
         raise BatchError(f"{name} holds NaN or infinity: accepted are finite numbers")
+
+
+def _check_decays(log_decay: Tensor, common: CommonAttentionMetadata) -> None:
+    """Refuse a log-decay that is NaN or positive; minus infinity forgets everything."""
+    rows = log_decay[: int(common.query_start_loc_cpu[-1])].flatten(1)
+    wrong = ~(rows <= 0).all(dim=1)
+    if bool(wrong.any()):
+        token = int(wrong.int().argmax())
+        request = int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
+        value = float(rows[token][~(rows[token] <= 0)][0])
+        raise BatchError(f"log_decay[{token}] = {value} (of request {request}): accepted are numbers up to 0")
 
 
 def _key(cache: StateCache) -> tuple[int, int]:
