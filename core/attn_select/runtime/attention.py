@@ -12,7 +12,7 @@ from attn_select.errors import ConfigError, show
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
 from attn_select.runtime.backend import AttentionImpl
-from attn_select.runtime.backend_faults import blame, call, returned_nothing
+from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.layer_group import LayerGroup
@@ -160,16 +160,16 @@ class Attention(nn.Module):
             return output
         if key is not None and value is not None and self._writer is not None:
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)
-        parts, own = attn_metadata.parts, outputs
-        given = query, key, value
+        parts = attn_metadata.parts
+        q, k, v, own = query, key, value, outputs
         for part in parts:
             if len(parts) > 1:
                 rows = part.rows
-                own = outputs.rows(rows)
-                given = query[rows], None if key is None else key[rows], None if value is None else value[rows]
+                q, own = query[rows], outputs.rows(rows)
+                k, v = None if key is None else key[rows], None if value is None else value[rows]
             cache = self._cache_for(part.phase, kv_cache) if self._block_sizes else kv_cache
-            try:
-                found = self.impls[part.phase].forward(*given, cache, part.metadata, own)
+            try:  # inline, as in ``write``: this runs for every layer of every step
+                found = self.impls[part.phase].forward(q, k, v, cache, part.metadata, own)
             except Exception as error:
                 blame(self.group.backends[part.phase].spec, "forward()", error)
                 raise
@@ -202,8 +202,11 @@ class Attention(nn.Module):
             cache = self._cache_for(writer, kv_cache) if self._block_sizes else kv_cache
             assert cache is not None
             assert slot_mapping is not None
-            update = self.impls[writer].do_kv_cache_update
-            call(self.group.backends[writer].spec, "do_kv_cache_update()", "", update, key, value, cache, slot_mapping)
+            try:
+                self.impls[writer].do_kv_cache_update(key, value, cache, slot_mapping)
+            except Exception as error:
+                blame(self.group.backends[writer].spec, "do_kv_cache_update()", error)
+                raise
 
     def _cache_for(self, phase: Phase, kv_cache: Tensor | None) -> Tensor | None:
         """Return the cache in the blocks of a phase's kernel."""

@@ -71,7 +71,7 @@ class BlockTable:
         self.host = torch.frombuffer(self._ids, dtype=torch.int32).view(max_num_reqs, max_num_blocks_per_req)
         on_host = self.device.type == "cpu"
         self._all_ids = self.host.view(-1).numpy()
-        self._row_starts = np.arange(max_num_reqs) * max_num_blocks_per_req
+        self._row_starts = np.arange(max_num_reqs, dtype=np.int32) * max_num_blocks_per_req
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
         self._row_blocks = array("i", bytes(4 * max_num_reqs))
         self.num_blocks_per_row = torch.frombuffer(self._row_blocks, dtype=torch.int32)
@@ -170,9 +170,9 @@ class BlockTable:
             raise BatchError(f"row {show(row)}: the block table has rows 0 to {len(self.host) - 1}")
         return found
 
-    def slots(self, seq_lens: Integers, new_lens: Sequence[int] | None) -> Integers:
-        """Return int64 slots of the first rows' new keys, their last ones; ``new_lens`` None: one key of each."""
-        size, starts = self.block_size, self._row_starts[: len(seq_lens)]
+    def write_slots(self, seq_lens: Integers, new_lens: Sequence[int] | None, out: Integers) -> None:
+        """Write int64 slots of the first rows' new keys, their last ones; ``new_lens`` None: one key of each."""
+        starts = self._row_starts[: len(seq_lens)]
         if new_lens is None:  # no need to spread requests over keys
             positions = seq_lens - 1
         else:
@@ -180,12 +180,10 @@ class BlockTable:
             positions = (seq_lens - counts.cumsum()).repeat(counts)
             positions += np.arange(len(positions))
             starts = starts.repeat(counts)
-        columns = positions // size
-        # The offset is position - column * size, and so the slot position + (block - column) * size.
-        slots: Integers = np.subtract(self._all_ids[starts + columns], columns, dtype=np.int64)
-        slots *= size
-        slots += positions
-        return slots
+        columns, offsets = np.divmod(positions, self.block_size)
+        columns += starts
+        np.multiply(self._all_ids[columns], self.block_size, out=out, dtype=np.int64)
+        out += offsets
 
     def check_room(self, seq_lens: Integers) -> None:
         """Raise BatchError for the first of the first rows' requests that has more keys than its blocks hold."""
@@ -289,7 +287,7 @@ def prepare_batch(
         if block_table is not None:
             block_table.check_room(lens)
             block_table.note_step(new_lens, seq_lens_cpu)
-            numbers[: 2 * num_slots].view(np.int64)[:] = block_table.slots(lens, None if single else new_lens)
+            block_table.write_slots(lens, None if single else new_lens, numbers[: 2 * num_slots].view(np.int64))
     except (TypeError, OverflowError, RuntimeError, struct.error):
         _check_integers(query_lens=query_lens, seq_lens=seq_lens, new_lens=new_lens)
         raise
