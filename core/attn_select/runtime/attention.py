@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Unpack
 
@@ -239,7 +240,7 @@ class Attention(nn.Module):
             )
         return given
 
-    def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
+    def run(self, arguments: Sequence[Tensor | None], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.attention``."""
         query, key, value = arguments
         assert query is not None

@@ -191,7 +191,7 @@ class MLAAttention(nn.Module):
             if name in names
         }
 
-    def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
+    def run(self, arguments: Sequence[Tensor | None], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.mla_attention``."""
         query, kv_c_normed, k_pe, topk_indices = arguments
         assert query is not None

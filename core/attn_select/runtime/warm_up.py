@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase
@@ -22,16 +21,6 @@ SHORT, USUAL, LONG = 64, 2048, 32768
 """Tokens of the requests of the steps, as far as the capacity allows."""
 FEW, MANY = (1, 8, 20), 64
 """Requests of small steps, whose keys are split in several ways, and of a large one, as far as the capacity allows."""
-
-
-class Warmable(Protocol):
-    """A layer, as far as warming up goes."""
-
-    def dummy_inputs(self, tokens: int) -> dict[str, Tensor]:
-        """Return what the layer is called with in a step of so many tokens, all zeros."""
-
-    def __call__(self, **given: Any) -> Tensor:
-        """Run the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +146,7 @@ class GroupSteps:
     """The steps of a group, and what they run through: a layer, and a cache of one block that they do not write."""
 
     def __init__(self, group: Any) -> None:
-        layer: Warmable | None = layer_of(group)
+        layer = layer_of(group)
         if layer is None:
             raise ConfigError("warm_up runs a layer of the group, and there is none: make the layers before")
         config, capacity = group.config, group.capacity

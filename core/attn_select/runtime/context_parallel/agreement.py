@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from attn_select.runtime.context_parallel.collectives import Collectives, RankError
-from attn_select.runtime.context_parallel.context_parallel import ContextParallel
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import CommonAttentionMetadata
 
 MOST = 300
@@ -58,21 +57,7 @@ def do_alike(
         raise problem
 
 
-class Group(Protocol):
-    """What is asked of a group of layers whose steps are checked."""
-
-    block_size: int | None
-    context_parallel: ContextParallel
-
-    @property
-    def checked(self) -> bool:
-        """Whether contents are compared, too."""
-
-    def check_batch(self, common: CommonAttentionMetadata) -> None:
-        """Compare a batch with what the group was made for."""
-
-
-def check_step(group: Group, common: CommonAttentionMetadata) -> None:
+def check_step(group: LayerGroup, ranks: Collectives, common: CommonAttentionMetadata) -> None:
     """Check a batch; in checked mode also that all ranks have the same one."""
     # Raises BatchError for this rank's own error, RankError for another rank's, or for what differs.
     if not group.checked:
@@ -80,7 +65,6 @@ def check_step(group: Group, common: CommonAttentionMetadata) -> None:
         return
     size = group.block_size
     assert size is not None
-    ranks = group.context_parallel.collectives
     do_alike(ranks, "a step", lambda: group.check_batch(common), lambda: _batch_facts(common, size))
 
 

@@ -132,7 +132,7 @@ class ContextParallelGroup(LayerGroup):
     ) -> ContextParallelMetadata:
         """As ``AttentionGroup.build``, from the scheduler's batch, which is the same on all ranks."""
         # A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
-        check_step(self, common_attn_metadata)
+        check_step(self, self.context_parallel.collectives, common_attn_metadata)
         return self._built(common_attn_metadata, lambda group, batch: group.build(batch, 0, fast_build))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ContextParallelMetadata:

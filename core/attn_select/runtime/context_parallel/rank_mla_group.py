@@ -156,7 +156,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
     ) -> MLAMetadata:
         """As ``MLAAttentionGroup.build``, from the scheduler's lengths, tables and slots, the same on all ranks."""
         common = common_attn_metadata
-        check_step(self, common)
+        check_step(self, self.context_parallel.collectives, common)
         slots, parts = self._local.slots(common), []
         for phase, rows, requests in self.phases_of(common):
             if phase == "decode" or self.config.sparse:

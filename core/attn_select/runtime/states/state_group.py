@@ -14,6 +14,7 @@ from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.layer.state import StateConfig
 from attn_select.runtime.backend_faults import load_backend
 from attn_select.runtime.checks import checks_enabled
+from attn_select.runtime.integers import size
 from attn_select.runtime.loaded_backend import device_of
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
@@ -126,9 +127,8 @@ class StateGroup:
         Raises:
             ConfigError: ``num_slots`` is out of range, or another number than before.
         """
-        if type(num_slots) is not int or num_slots < 1:
-            raise ConfigError(f"num_slots = {show(num_slots)}: accepted are integers from 1", fields=["num_slots"])
-        return self.adopt(allocate_states(self.config, self._layout, num_slots + self.extra_slots, self.device))
+        count = size("num_slots", num_slots) + self.extra_slots
+        return self.adopt(allocate_states(self.config, self._layout, count, self.device))
 
     def adopt(self, cache: StateCache) -> StateCache:
         """Take memory of the caller's as the states of one layer, and return it.
