@@ -12,7 +12,7 @@ A step is computed in two parts, each by the selected backends as they are:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,22 +22,17 @@ from torch import Tensor
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
+from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.context_parallel.agreement import check_step
+from attn_select.runtime.context_parallel.agreement import check_step, make_alike, share_memory
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.context_parallel.parts import (
-    LocalBatches,
-    OwnBatches,
-    local_capacity,
-    make_alike,
-    part_of,
-    share_memory,
-)
-from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.runtime.context_parallel.shares import LocalBatches, Shares, local_capacity, part_of
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.mla_context import shifted
+from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 
@@ -52,6 +47,49 @@ class ContextParallelMetadata(AttentionMetadata):
     own: AttentionMetadata | None = None
     # int64, where this rank's tokens go in its cache, -1 for the others.
     local_slots: Tensor | None = None
+
+
+class OwnBatches:
+    """Lays a step's own tokens into a scratch cache, request by request from its first block on."""
+
+    def __init__(self, block_size: int, capacity: Capacity, device: torch.device, *, captured: bool) -> None:
+        self.block_size, self.device = block_size, device
+        requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        self.longest = min(tokens, capacity.max_model_len)
+        # Each request's last block may be filled in part: one more for each.
+        self.num_blocks = -(-tokens // block_size) + requests
+        self._static = StaticBuffers(device, captured=captured)
+        self._static.reserve("seq_lens", requests)
+        self._static.reserve("table", requests, -(-self.longest // block_size))
+        self._static.reserve("slots", tokens, dtype=torch.int64)
+
+    def batch(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the batch of the step's own tokens alone. Does not synchronise."""
+        query_lens, count, tokens = common.query_lens_cpu, common.num_reqs, common.num_actual_tokens
+        lens = torch.minimum(query_lens, common.seq_lens_cpu)  # padding of a CUDA graph has queries and no keys
+        blocks = -(-query_lens // self.block_size)
+        first = blocks.cumsum(0) - blocks
+        table = first[:, None] + torch.arange(max(1, int(blocks.max())))
+        request = torch.repeat_interleave(query_lens)
+        # A token's place among its request's own tokens; negative where padding has a query and no key.
+        within = torch.arange(len(request)) - (common.query_start_loc_cpu[:-1] + query_lens - lens)[request]
+        slots = torch.full((tokens,), -1, dtype=torch.int64)
+        slots[: len(request)] = torch.where(within < 0, -1, first[request] * self.block_size + within)
+        width = table.shape[1]
+        # One copy, int64 first for alignment.
+        packed = torch.cat([slots.view(torch.int32), lens.int(), table.int().flatten()])
+        here = to_device(packed, self.device)
+        here_slots, here_lens, here_table = here.split_with_sizes([2 * tokens, count, count * width])
+        return replace(
+            common,
+            seq_lens=self._static.hold("seq_lens", here_lens),
+            seq_lens_cpu=lens.int(),
+            max_seq_len=common.max_query_len,
+            block_table_tensor=self._static.hold("table", here_table.view(count, width)),
+            slot_mapping=self._static.hold("slots", here_slots.view(torch.int64)),
+            mm_prefix_ranges=shifted(common.mm_prefix_ranges, common.num_computed_tokens_cpu),
+            block_size=self.block_size,
+        )
 
 
 class ContextParallelGroup(LayerGroup):

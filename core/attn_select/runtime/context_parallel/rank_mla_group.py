@@ -21,17 +21,10 @@ from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.context_parallel.agreement import check_step
+from attn_select.runtime.context_parallel.agreement import check_step, make_alike, share_memory
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.context_parallel.parts import (
-    LocalBatches,
-    local_capacity,
-    make_alike,
-    part_of,
-    share_memory,
-)
-from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.runtime.context_parallel.shares import LocalBatches, Shares, local_capacity, part_of
 from attn_select.runtime.metadata import CommonAttentionMetadata, prefix_sums
 from attn_select.runtime.mla_context import ContextChunk
 from attn_select.runtime.mla_group import WORKSPACE_TOKENS, MLAAttentionGroup, MLALayerGroup, MLAMetadata

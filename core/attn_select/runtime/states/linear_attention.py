@@ -140,7 +140,7 @@ class LinearAttention(nn.Module):
         watched, weights = self.group.checked and not _capturing(channels), self._buffers
         if watched:
             named = {"channels": channels, "output": output}
-            self.group.checks.contents(named, gates, weights, cache, metadata, self._least)
+            self.group.check_contents(named, gates, weights, cache, metadata, self._least)
         if output is None:
             output = channels.new_empty((channels.shape[0], *self._output_row))
         mixed = channels[:tokens]
@@ -162,7 +162,7 @@ class LinearAttention(nn.Module):
         if (skip := weights["skip"]) is not None:
             output[:tokens] += (skip[:, None] * value).to(output.dtype)
         if watched:
-            self.group.checks.wrote(cache, metadata)
+            self.group.wrote(cache, metadata)
         return output
 
     def _check(
@@ -189,7 +189,7 @@ class LinearAttention(nn.Module):
         gates.check(group.config, rows, group.device)
         state, conv = self._cache_seen  # engines bring the same one every time
         if type(cache) is not StateCache or state() is not cache.state or conv() is not cache.conv:
-            group.checks.cache(cache)
+            group.check_cache(cache)
             self._cache_seen = ref(cache.state), _none if cache.conv is None else ref(cache.conv)
         for phase, _ in metadata.parts:
             if gates.raw is None and phase in self.impls[phase].raw_gates:
