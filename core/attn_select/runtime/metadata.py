@@ -200,10 +200,10 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
     if first is None:
         lens = [end - start for start, end in pairwise(bounds)]
         first = next((request for request, length in enumerate(lens) if length > decode_threshold), num_reqs)
-        behind = next((request for request in range(first, num_reqs) if lens[request] <= decode_threshold), None)
-        if behind is not None:
+        late = next((request for request in range(first, num_reqs) if lens[request] <= decode_threshold), None)
+        if late is not None:
             raise BatchError(
-                f"request {behind} (query of {lens[behind]} tokens) is a decode behind request {first} (query "
+                f"request {late} (query of {lens[late]} tokens) is a decode behind request {first} (query "
                 f"of {lens[first]} tokens), a prefill: decodes of up to {decode_threshold} tokens must come first",
                 hint="order the batch with attn_select.runtime.decodes_first(query_lens, threshold)",
             )

@@ -80,27 +80,24 @@ class DraftTreeGroup(LayerGroup):
         self.check_batch(common)
         if common.tree_mask is None or "decode" not in self.backends:
             plain = self.plain.build(replace(common, tree_mask=None), common_prefix_len, fast_build)
-            return self._metadata_of(common, plain.parts, plain=plain)
+            return self._metadata_of(common, plain)
         split = split_decodes_and_prefills(common, self.reorder_batch_threshold)
         decodes, prefills = common.requests(0, split.num_decodes), common.requests(split.num_decodes, common.num_reqs)
         beside = self.plain.build(replace(prefills, tree_mask=None), 0, fast_build) if split.num_prefills else None
         if not split.num_decodes:
-            return self._metadata_of(common, () if beside is None else beside.parts, plain=beside)
+            return self._metadata_of(common, beside)
         # Whether there is any context must not change from a captured step to its replays.
         context = None
         if self.cuda_graphs or int(decodes.num_computed_tokens_cpu.max()) > 0:
             context = self.context.build(self._context_of(decodes), 0, fast_build)
-        # Layers of this group compute in parts of their own: of these only the number is read
-        # (``Attention._check_extras``).
-        parts = next(each.parts for each in (context, beside, AttentionMetadata(self, common, 0, None, ())) if each)
-        return self._metadata_of(common, parts, plain=beside, context=context, **self._trees_of(decodes))
+        return self._metadata_of(common, beside, context, **self._trees_of(decodes))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DraftTreeMetadata:
         """As ``AttentionGroup.build_for_cudagraph_capture``; all requests are decodes."""
         common = common_attn_metadata
         self.check_batch(common)
         context = self.context.build_for_cudagraph_capture(self._context_of(common))
-        return self._metadata_of(common, context.parts, context=context, **self._trees_of(common))
+        return self._metadata_of(common, None, context, **self._trees_of(common))
 
     def _context_of(self, decodes: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return decodes as a batch over the keys that were cached before this step, all of them seen."""
@@ -118,8 +115,18 @@ class DraftTreeGroup(LayerGroup):
         own, visible = self._static.hold("own", own), self._static.hold("visible", visible)
         return {"num_decode_tokens": decodes.num_actual_tokens, "own": own, "visible": visible}
 
-    def _metadata_of(self, common: CommonAttentionMetadata, parts: Any, **extras: Any) -> DraftTreeMetadata:
-        return DraftTreeMetadata(self, common, common.num_actual_tokens, common.slot_mapping, parts, **extras)
+    def _metadata_of(
+        self,
+        common: CommonAttentionMetadata,
+        plain: AttentionMetadata | None,
+        context: AttentionMetadata | None = None,
+        **trees: Any,
+    ) -> DraftTreeMetadata:
+        # Layers compute in parts of their own: of these only the number is read (``Attention._check_extras``).
+        own = context or plain
+        parts = () if own is None else own.parts
+        tokens, slots = common.num_actual_tokens, common.slot_mapping
+        return DraftTreeMetadata(self, common, tokens, slots, parts, plain, context, **trees)
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.metadata import CommonAttentionMetadata, prefix_sums
 from attn_select.runtime.static_buffers import StaticBuffers
 
 
@@ -59,8 +59,7 @@ class VirtualBatches:
         lens = (end - start).int()
         # Rows without keys stand before the first chunk; where there is no query the last key's chunk is kept.
         query_lens = end - torch.where(within == 0, firsts[request], start)
-        bounds = torch.zeros(len(request) + 1, dtype=torch.int32)
-        torch.cumsum(query_lens, 0, dtype=torch.int32, out=bounds[1:])
+        bounds = prefix_sums(query_lens)
         # One copy for all: bounds, lengths, the rows of the table, and the first columns of the chunks.
         packed = to_device(torch.cat([bounds, lens, request.int(), (start // self._block).int()]), self._device)
         count = len(request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.runtime.backend import Progress
-from attn_select.runtime.batch import to_device
+from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.custom_op import layer_of
 from attn_select.runtime.metadata import CommonAttentionMetadata, causal_trees
 
@@ -118,27 +117,13 @@ def batch_of(
 ) -> CommonAttentionMetadata:
     """Return a step's batch: every request's blocks are block 0, and nothing is written."""
     queries, keys = zip(*step.requests, strict=True)
-    tokens, longest = sum(queries), max(keys)
-    bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-    lens = torch.tensor(keys, dtype=torch.int32)
-    table = slots = None
+    common = prepare_batch(queries, keys, device=device)
     if block_size is not None and config.has_cache:
-        table = torch.zeros(len(queries), -(-longest // block_size), dtype=torch.int32, device=device)
-        written = 0 if config.attn_type == "encoder_decoder" else tokens
+        columns = -(-common.max_seq_len // block_size)
+        table = torch.zeros(common.num_reqs, columns, dtype=torch.int32, device=device)
+        written = 0 if config.attn_type == "encoder_decoder" else common.num_actual_tokens
         slots = torch.full((written,), -1, dtype=torch.int64, device=device)
-    common = CommonAttentionMetadata(
-        query_start_loc=to_device(bounds, device),
-        query_start_loc_cpu=bounds,
-        seq_lens=to_device(lens, device),
-        seq_lens_cpu=lens,
-        num_reqs=len(queries),
-        num_actual_tokens=tokens,
-        max_query_len=max(queries),
-        max_seq_len=longest,
-        block_table_tensor=table,
-        slot_mapping=slots,
-        block_size=block_size,
-    )
+        common = replace(common, block_table_tensor=table, slot_mapping=slots, block_size=block_size)
     return replace(common, tree_mask=causal_trees(common, config.max_decode_query_len)) if step.tree else common
 
 

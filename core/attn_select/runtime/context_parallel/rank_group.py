@@ -192,12 +192,14 @@ class ContextParallelGroup(LayerGroup):
         if apart:
             assert self.own is not None
             own = build(self.own, self._own_batches.batch(common))
+        attended = shared or own
+        parts = () if attended is None else attended.parts
         return ContextParallelMetadata(
             self,
             common,
             common.num_actual_tokens,
             common.slot_mapping,
-            (shared or own or AttentionMetadata(self, common, 0, None, ())).parts,
+            parts,
             shared=shared,
             own=own,
             local_slots=local.slot_mapping,
