@@ -8,7 +8,10 @@ from attn_select.runtime.step_metadata import AttentionMetadata, Part
 
 
 class AttentionGroup(LayerGroup):
-    """The group of layers with keys and values per head, whose kernels run a step alone; made as ``LayerGroup``."""
+    """The group of layers with keys and values per head, whose kernels run a step without more.
+
+    Arguments, attributes and errors are ``LayerGroup``'s.
+    """
 
     @property
     def reorder_batch_threshold(self) -> int | None:

@@ -79,12 +79,10 @@ class LinearAttention(nn.Module):
                 except BatchError as error:
                     raise ConfigError(error.message, fields=[name]) from None
             self.register_buffer(name, tensor, persistent=False)
-        made: dict[type[object], StateImpl] = {}
         self.impls: dict[Phase, StateImpl] = {}
-        for phase, own in group.backends.items():
-            if own.backend not in made:
-                made[own.backend] = call(own.spec, "its impl", "", own.backend.impl_cls, own.context)
-            self.impls[phase] = made[own.backend]
+        for own in dict.fromkeys(group.backends.values()):
+            impl = call(own.spec, "its impl", "", own.backend.impl_cls, own.context)
+            self.impls |= dict.fromkeys(own.context.plans, impl)
         keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
         self._widths = {"query": keys, "key": keys, "value": values}
         self._order = config.rule.channels
