@@ -18,7 +18,7 @@ from attn_select.runtime import (
     attention_group,
     prepare_batch,
 )
-from attn_select.runtime.context_parallel.parts import facts_of
+from attn_select.runtime.context_parallel.agreement import facts_of
 from attn_select.testing import mla_layer
 from attn_select.testing.ranks import ThreadCollectives, run_ranks
 

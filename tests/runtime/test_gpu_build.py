@@ -196,6 +196,7 @@ def test_the_device_gets_what_changed_in_a_block_table() -> None:
     table.set_row(1, [5])
     assert on_device(1) == [[11, 12, 13]]
     assert on_device(3) == [[11, 12, 13], [5, 0, 0], [21, 0, 0]]
-    table.move_row(0, 2)
+    table.swap_rows(0, 2)
+    table.clear_row(0)
     assert on_device(3) == [[0, 0, 0], [5, 0, 0], [11, 12, 13]]
     assert on_device(2) == [[0], [5]]

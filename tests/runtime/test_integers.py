@@ -97,7 +97,6 @@ def test_a_row_is_an_integer(row: Any) -> None:
         lambda: made.append_row(row, [1]),
         lambda: made.set_row(row, [1]),
         lambda: made.clear_row(row),
-        lambda: made.move_row(1, row),
         lambda: made.swap_rows(row, 1),
     ):
         with pytest.raises(BatchError, match=r"row .*: the block table has rows 0 to 3"):
@@ -158,8 +157,6 @@ def test_pools_count_in_integers(tokens: Any) -> None:
     ):
         with pytest.raises(ConfigError, match=r"num_tokens = .*: accepted are integers from 0"):
             call()
-    with pytest.raises(ConfigError, match=r"block .* is not in the pool \(0 to 3\)"):
-        pool.reference_count(tokens)
     assert (pool.requests(), slots.num_free_blocks, requests.slots.requests()) == (("a",), 8, ())
 
 

@@ -32,23 +32,6 @@ def test_split(make_batch: MakeBatch, query_lens: list[int], threshold: int, exp
     assert split_decodes_and_prefills(common, threshold) == expected
 
 
-@pytest.mark.parametrize(
-    ("query_lens", "threshold", "expected"),
-    [
-        ([3, 3, 3], 4, Split(3, 0, 9, 0)),
-        ([3, 3, 2, 3], 4, Split(2, 2, 6, 5)),
-        ([2, 1, 1], 4, Split(1, 2, 2, 2)),
-        ([9, 9, 1], 4, Split(0, 3, 0, 19)),
-        ([4, 4, 9], 4, Split(2, 1, 8, 9)),
-    ],
-)
-def test_split_of_uniform_decodes(
-    make_batch: MakeBatch, query_lens: list[int], threshold: int, expected: Split
-) -> None:
-    common = make_batch([(length, 20) for length in query_lens])
-    assert split_decodes_and_prefills(common, threshold, require_uniform=True) == expected
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 5))
 def test_split_after_ordering(query_lens: list[int], threshold: int) -> None:
     order = decodes_first(query_lens, threshold)
@@ -74,7 +57,6 @@ def test_split_after_ordering(query_lens: list[int], threshold: int) -> None:
 def test_requests_of_a_batch(make_batch: MakeBatch) -> None:
     ranges = [[(0, 1)], [], [(2, 3)], []]
     common = make_batch([(1, 9), (4, 7), (2, 30), (3, 3)], block_size=8, mm_prefix_ranges=ranges)
-    common.dcp_local_seq_lens = torch.tensor([5, 4, 15, 2], dtype=torch.int32)
     part = common.requests(1, 3)
     assert part.query_start_loc.tolist() == part.query_start_loc_cpu.tolist() == [0, 4, 6]
     assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist() == [7, 30]
@@ -86,8 +68,6 @@ def test_requests_of_a_batch(make_batch: MakeBatch) -> None:
     assert common.block_table_tensor is not None
     assert torch.equal(part.block_table_tensor, common.block_table_tensor[1:3])
     assert part.mm_prefix_ranges == [[], [(2, 3)]]
-    assert part.dcp_local_seq_lens is not None
-    assert part.dcp_local_seq_lens.tolist() == [4, 15]
     assert part.num_computed_tokens_cpu.tolist() == [3, 28]
     assert part.tree_mask is None
     common.tree_mask = torch.eye(10, dtype=torch.bool)

@@ -82,7 +82,7 @@ def test_numbers_are_kept_or_rounded_once(layouts: tuple[str, str], changes: dic
             r"state is torch.float32 \(num_slots, 4, 16",
         ),
         (StateCache(torch.zeros(2, 4, 8, 16).half(), torch.zeros(2, 3, 96)), "states.state is torch.float16"),
-        (StateCache(torch.zeros(2, 4, 8, 16), None), "states.conv is none: the source stores torch.float32"),
+        (StateCache(torch.zeros(2, 4, 8, 16), None), "states.conv is None: the source stores torch.float32"),
         (
             StateCache(torch.zeros(2, 4, 8, 16), torch.zeros(2, 4, 96)),
             r"conv is torch.float32 \(num_slots, 4, 96",

@@ -94,4 +94,3 @@ def test_drafts_that_cross_a_border_stay_decodes(make_toy: Factory, make_group: 
     common = toy.builds[0].common
     assert common.query_lens_cpu.tolist() == [2, 2, 4, 16, 4]
     assert split_decodes_and_prefills(common, 4) == Split(3, 2, 8, 20)
-    assert split_decodes_and_prefills(common, 4, require_uniform=True) == Split(2, 3, 4, 24)

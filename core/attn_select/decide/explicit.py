@@ -35,8 +35,8 @@ class Choice:
     def for_layer(self, phases: Sequence[Phase], specs: Mapping[str, BackendSpec]) -> dict[Phase, str]:
         """Return the backend that is asked for in each phase of a layer; phases without one are left out."""
         spec = specs.get(self.default or "")
-        served = [phase for phase in phases if spec is not None and phase in spec.capabilities] or phases
-        found = {phase: self.for_phase(phase) or (self.default if phase in served else None) for phase in phases}
+        able = [phase for phase in phases if spec is not None and phase in spec.capabilities] or phases
+        found = {phase: self.for_phase(phase) or (self.default if phase in able else None) for phase in phases}
         return {phase: name for phase, name in found.items() if name is not None}
 
 

@@ -57,8 +57,8 @@ def check(
     """
     capabilities = spec.capabilities.get(phase)
     if capabilities is None:
-        served = list(spec.capabilities)
-        return [Reason("phase-not-served", f"serves {', '.join(served)} only", phase, served)]
+        phases = list(spec.capabilities)
+        return [Reason("phase-not-served", f"serves {', '.join(phases)} only", phase, phases)]
     missing = library_reasons(spec, environment)
     if isinstance(config, StateConfig):
         if not isinstance(capabilities, StateCapabilities):

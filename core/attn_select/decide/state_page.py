@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from attn_select.decide.selection import Selection
@@ -29,12 +29,7 @@ class StatePage:
 
     def to_dict(self) -> dict[str, int]:
         """Return the page as plain data."""
-        return {
-            "block_size": self.block_size,
-            "page_bytes": self.page_bytes,
-            "state_bytes": self.state_bytes,
-            "wasted_bytes": self.wasted_bytes,
-        }
+        return {**asdict(self), "wasted_bytes": self.wasted_bytes}
 
 
 def state_page(selections: Sequence[Selection[Any]]) -> StatePage | None:

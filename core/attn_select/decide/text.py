@@ -112,8 +112,8 @@ def brief_lines(
             continue
         rejected = {phase: v for phase, v in candidate.phases.items() if v.verdict == "rejected"}
         # A rejection in a phase that the backend does serve says more than that it does not serve the other.
-        served = {p: v for p, v in rejected.items() if [r.code for r in v.reasons] != ["phase-not-served"]}
-        told = served or rejected
+        in_phases = {p: v for p, v in rejected.items() if [r.code for r in v.reasons] != ["phase-not-served"]}
+        told = in_phases or rejected
         if not told:
             continue
         everywhere = len(rejected) == len(candidate.phases)

@@ -20,7 +20,6 @@ from attn_select.errors import shorten
 from attn_select.machine.device import CPU, Device, find_gpu, local_device
 
 # nvmlReturn_t, of nvml.h. The others say too little to be worth a text.
-_SUCCESS = 0
 _ERRORS = {
     4: "no permission",
     9: "the NVIDIA driver is not loaded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Unpack
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import Phase
-from attn_select.runtime import checks
+from attn_select.runtime import checks, ops
 from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
@@ -156,39 +157,45 @@ class Attention(nn.Module):
             named |= {"output_scale": output_scale, "output_block_scale": output_block_scale}
             self.group.check_contents(self.terms.scales, named, kv_cache, attn_metadata.common)
         if self._in_parts is not None:
-            self._in_parts.forward(query, key, value, kv_cache, attn_metadata, outputs)
+            self._merged(query, key, value, kv_cache, attn_metadata, outputs)
             return output
         if key is not None and value is not None and self._writer is not None:
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)
         parts = attn_metadata.parts
-        if len(parts) == 1:
-            phase, metadata = parts[0].phase, parts[0].metadata
-            cache = self._cache_for(phase, kv_cache) if self._block_sizes else kv_cache
-            try:
-                found = self.impls[phase].forward(query, key, value, cache, metadata, outputs)
-            except Exception as error:
-                blame(self.group.backends[phase].spec, "forward()", error)
-                raise
-            if found is None:
-                returned_nothing(self.group.backends[phase].spec, "forward()", WRITTEN)
-            return found
+        q, k, v, own = query, key, value, outputs
         for part in parts:
-            rows = part.rows
-            try:
-                found = self.impls[part.phase].forward(
-                    query[rows],
-                    None if key is None else key[rows],
-                    None if value is None else value[rows],
-                    self._cache_for(part.phase, kv_cache),
-                    part.metadata,
-                    outputs.rows(rows),
-                )
+            if len(parts) > 1:
+                rows = part.rows
+                q, own = query[rows], outputs.rows(rows)
+                k, v = None if key is None else key[rows], None if value is None else value[rows]
+            cache = self._cache_for(part.phase, kv_cache) if self._block_sizes else kv_cache
+            try:  # inline, as in ``write``: this runs for every layer of every step
+                found = self.impls[part.phase].forward(q, k, v, cache, part.metadata, own)
             except Exception as error:
                 blame(self.group.backends[part.phase].spec, "forward()", error)
                 raise
             if found is None:
                 returned_nothing(self.group.backends[part.phase].spec, "forward()", WRITTEN)
         return output
+
+    def _merged(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: AttentionMetadata,
+        outputs: Outputs,
+    ) -> None:
+        """Compute the layer in parts, whose outputs are quantised after they are merged."""
+        if outputs.scale is None:
+            self._in_parts.merged(query, key, value, kv_cache, metadata, outputs)
+            return
+        tokens, output = metadata.num_actual_tokens, outputs.output
+        unscaled = output.new_empty(tokens, *output.shape[1:], dtype=query.dtype)
+        self._in_parts.merged(query, key, value, kv_cache, metadata, Outputs(unscaled, outputs.lse))
+        stored = ops.quantize_fp8(unscaled, outputs.scale, output.dtype)
+        output[:tokens].view(torch.uint8).copy_(stored.view(torch.uint8))
 
     def write(self, key: Tensor, value: Tensor, kv_cache: Tensor | None, slot_mapping: Tensor | None) -> None:
         """Write the step's keys and values into the cache; where the backend's forward does that, it does nothing."""
@@ -233,7 +240,7 @@ class Attention(nn.Module):
             )
         return given
 
-    def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
+    def run(self, arguments: Sequence[Tensor | None], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.attention``."""
         query, key, value = arguments
         assert query is not None

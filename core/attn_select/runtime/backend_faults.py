@@ -7,7 +7,7 @@ where it is too late for anything else, so that a step pays nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NoReturn
 
@@ -77,6 +77,17 @@ def blame(spec: BackendSpec, call: str, error: Exception) -> None:
         f"backend {spec.owner}: {call} raised {type(error).__name__}: {shorten(error, 300)}",
         hint=f"with {variables.CHECK}=1 arguments are checked first: if they are right, this is a bug of that plugin",
     ) from error
+
+
+def call(spec: BackendSpec, name: str, wanted: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a backend's method returns; BackendError where it raises, PluginError where it returns None."""
+    # ``wanted`` is what it is to return; empty: None may be.
+    try:
+        found = method(*arguments)
+    except Exception as error:
+        blame(spec, name, error)
+        raise
+    return returned_nothing(spec, name, wanted) if found is None and wanted else found
 
 
 def returned_nothing(spec: BackendSpec, call: str, wanted: str) -> NoReturn:

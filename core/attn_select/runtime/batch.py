@@ -23,9 +23,6 @@ from attn_select.runtime.checks import checks_enabled
 from attn_select.runtime.integers import integer, integers, size
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, Ranges
 
-FEW_SLOTS = 32
-"""Up to as many, slots are worked out one by one, which takes less time than the operations for all at once."""
-
 Integers = npt.NDArray[np.integer[Any]]
 """Numbers on the host. numpy works on some hundred of them in half the time that torch takes."""
 
@@ -74,7 +71,7 @@ class BlockTable:
         self.host = torch.frombuffer(self._ids, dtype=torch.int32).view(max_num_reqs, max_num_blocks_per_req)
         on_host = self.device.type == "cpu"
         self._all_ids = self.host.view(-1).numpy()
-        self._row_starts = np.arange(max_num_reqs) * max_num_blocks_per_req
+        self._row_starts = np.arange(max_num_reqs, dtype=np.int32) * max_num_blocks_per_req
         self.device_table = self.host if on_host else torch.zeros_like(self.host, device=self.device)
         self._row_blocks = array("i", bytes(4 * max_num_reqs))
         self.num_blocks_per_row = torch.frombuffer(self._row_blocks, dtype=torch.int32)
@@ -133,15 +130,6 @@ class BlockTable:
         for of_row in self._per_row():
             of_row[row] = 0
 
-    def move_row(self, source: int, target: int) -> None:
-        """Move a request to another row and clear its old one, for batches that close a gap."""
-        source, target = self._checked_row(source), self._checked_row(target)
-        if source == target:
-            return
-        for of_row in (self.host, *self._per_row()):
-            of_row[target] = of_row[source]
-        self.clear_row(source)
-
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two rows, for batches that are reordered."""
         first, second = self._checked_row(first), self._checked_row(second)
@@ -182,18 +170,9 @@ class BlockTable:
             raise BatchError(f"row {show(row)}: the block table has rows 0 to {len(self.host) - 1}")
         return found
 
-    def few_slots(self, seq_lens: Sequence[int], new_lens: Sequence[int]) -> list[int]:
-        """Return the slots of the first rows' new keys, their last ones: ``block * block_size + offset``."""
-        ids, size, width = self._ids, self.block_size, self.host.shape[1]
-        return [
-            ids[row * width + position // size] * size + position % size
-            for row, (count, end) in enumerate(zip(new_lens, seq_lens, strict=True))
-            for position in range(end - count, end)
-        ]
-
-    def many_slots(self, seq_lens: Integers, new_lens: Sequence[int] | None) -> Integers:
-        """As ``few_slots``, int64; ``new_lens`` None: one key of each request."""
-        size, starts = self.block_size, self._row_starts[: len(seq_lens)]
+    def write_slots(self, seq_lens: Integers, new_lens: Sequence[int] | None, out: Integers) -> None:
+        """Write int64 slots of the first rows' new keys, their last ones; ``new_lens`` None: one key of each."""
+        starts = self._row_starts[: len(seq_lens)]
         if new_lens is None:  # no need to spread requests over keys
             positions = seq_lens - 1
         else:
@@ -201,12 +180,10 @@ class BlockTable:
             positions = (seq_lens - counts.cumsum()).repeat(counts)
             positions += np.arange(len(positions))
             starts = starts.repeat(counts)
-        columns = positions // size
-        # The offset is position - column * size, and so the slot position + (block - column) * size.
-        slots: Integers = np.subtract(self._all_ids[starts + columns], columns, dtype=np.int64)
-        slots *= size
-        slots += positions
-        return slots
+        columns, offsets = np.divmod(positions, self.block_size)
+        columns += starts
+        np.multiply(self._all_ids[columns], self.block_size, out=out, dtype=np.int64)
+        out += offsets
 
     def check_room(self, seq_lens: Integers) -> None:
         """Raise BatchError for the first of the first rows' requests that has more keys than its blocks hold."""
@@ -291,7 +268,7 @@ def prepare_batch(
             _check_lens("new_lens", new_lens, seq_lens)
         num_tokens = num_reqs if single else sum(query_lens)
         table = None if block_table is None else block_table.commit(num_reqs)
-        # One buffer for slots, which are int64, bounds and lengths. Python packs lists faster than numpy.
+        # One buffer for slots, which are int64, bounds and lengths. ``struct`` takes integers alone, in numpy's time.
         num_slots = 0 if table is None else num_tokens if single else sum(new_lens)
         # The slots come first, so that they are aligned to 8 bytes; they count twice, being two int32 each.
         sizes = (2 * num_slots, num_reqs + 1, num_reqs)
@@ -310,11 +287,7 @@ def prepare_batch(
         if block_table is not None:
             block_table.check_room(lens)
             block_table.note_step(new_lens, seq_lens_cpu)
-            if num_slots > FEW_SLOTS:
-                found = block_table.many_slots(lens, None if single else new_lens)
-                numbers[: 2 * num_slots].view(np.int64)[:] = found
-            else:
-                struct.pack_into(f"{num_slots}q", numbers.data, 0, *block_table.few_slots(seq_lens, new_lens))
+            block_table.write_slots(lens, None if single else new_lens, numbers[: 2 * num_slots].view(np.int64))
     except (TypeError, OverflowError, RuntimeError, struct.error):
         _check_integers(query_lens=query_lens, seq_lens=seq_lens, new_lens=new_lens)
         raise

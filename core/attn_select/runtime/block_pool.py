@@ -7,7 +7,7 @@ builds on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from attn_select.errors import AttnSelectError, ConfigError, show
 from attn_select.runtime.integers import integer, size
@@ -35,7 +35,32 @@ class OutOfBlocksError(PoolError):
     code = "out-of-blocks"
 
 
-class BlockPool:
+class CountedPool:
+    """A fixed number of ids ``0 .. count - 1`` with reference counts; the first ``kept`` of them nobody's."""
+
+    def __init__(self, count: int, kept: int = 0) -> None:
+        # A stack: what is freed last is handed out first, while its lines may still be in cache.
+        self._free = list(range(count - 1, kept - 1, -1))
+        self._references = [0] * count
+
+    def _take(self, count: int) -> list[int]:
+        taken = [self._free.pop() for _ in range(count)]
+        for each in taken:
+            self._references[each] = 1
+        return taken
+
+    def _release(self, ids: Iterable[int]) -> list[int]:
+        """Let go of ids in this order; return those that are free now."""
+        released = []
+        for each in ids:
+            self._references[each] -= 1
+            if self._references[each] == 0:
+                released.append(each)
+        self._free += released
+        return released
+
+
+class BlockPool(CountedPool):
     """A fixed number of cache blocks with reference counts.
 
     Args:
@@ -53,9 +78,7 @@ class BlockPool:
         if null_block and self.num_blocks < 2:
             text = f"num_blocks = {num_blocks} with null_block = True: accepted are integers from 2"
             raise ConfigError(text, fields=["num_blocks"])
-        # A stack: the block freed last is handed out first, while its lines may still be in cache.
-        self._free = list(range(self.num_blocks - 1, 0 if null_block else -1, -1))
-        self._references = [0] * self.num_blocks
+        super().__init__(self.num_blocks, int(null_block))
         self._blocks: dict[RequestId, list[int]] = {}
 
     @property
@@ -95,9 +118,7 @@ class BlockPool:
                 request,
                 hint="free or preempt another request, or allocate a larger pool",
             )
-        added = [self._free.pop() for _ in range(missing)]
-        for block in added:
-            self._references[block] = 1
+        added = self._take(missing)
         self._blocks[request] = owned + added
         return tuple(added)
 
@@ -141,28 +162,10 @@ class BlockPool:
         Raises:
             PoolError: the request holds nothing (a double free).
         """
-        owned = self._blocks_of(request, "free")
-        released = []
-        for block in owned:
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                released.append(block)
-        del self._blocks[request]
         # Reversed, so that the request's first block is handed out first again.
-        self._free += reversed(released)
-        return tuple(released)
-
-    def reference_count(self, block: int) -> int:
-        """Return how many requests hold a block.
-
-        Raises:
-            ConfigError: no such block.
-        """
-        found = integer(block)
-        if found is None or not 0 <= found < self.num_blocks:
-            text = f"block {show(block)} is not in the pool (0 to {self.num_blocks - 1})"
-            raise ConfigError(text, fields=["block"])
-        return self._references[found]
+        released = self._release(reversed(self._blocks_of(request, "free")))
+        del self._blocks[request]
+        return tuple(reversed(released))
 
     def requests(self) -> Sequence[RequestId]:
         """Return the requests that hold blocks, in the order in which they came."""

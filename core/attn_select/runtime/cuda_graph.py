@@ -19,7 +19,7 @@ from attn_select.errors import ConfigError
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees, check_uniform
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees, check_uniform, prefix_sums
 from attn_select.runtime.states import StateGroup, StateSlots, StaticStates
 
 G = TypeVar("G", bound=LayerGroup | StateGroup)
@@ -101,8 +101,8 @@ class StaticBatch:
             # A graph has a mask captured or none: a step without trees replays it with chains.
             chains = causal_trees(common, self.tree_mask.shape[1]) if given is None else given
             self.tree_mask[: common.num_actual_tokens].copy_(chains[: common.num_actual_tokens])
-        same = common.max_seq_len, common.causal, common.block_size
-        return self._common(bounds_cpu, seq_lens_cpu, requests, tokens, *same)
+        same = {"max_seq_len": common.max_seq_len, "causal": common.causal, "block_size": common.block_size}
+        return self._common(size, bounds_cpu, seq_lens_cpu, **same)
 
     def metadata(self, size: int) -> Any:
         """Return what a batch of a captured size is captured with, built anew."""
@@ -117,13 +117,12 @@ class StaticBatch:
             # Every request gets a token more until the rest is spread: their sum is ``tokens`` exactly.
             lens[: tokens % requests] = 1
             lens += tokens // requests
-        bounds_cpu = torch.zeros(requests + 1, dtype=torch.int32)
-        torch.cumsum(lens, 0, dtype=torch.int32, out=bounds_cpu[1:])
+        bounds_cpu = prefix_sums(lens)
         self.query_start_loc[: requests + 1].copy_(bounds_cpu)
         self.seq_lens[:requests].copy_(lens)
         self.slot_mapping.fill_(-1)
         longest = self.group.capacity.max_model_len
-        return self._common(bounds_cpu, lens, requests, tokens, longest, True, self.group.block_size)
+        return self._common(size, bounds_cpu, lens, max_seq_len=longest, block_size=self.group.block_size)
 
     def _bounds(self, common: CommonAttentionMetadata, requests: int) -> Tensor:
         """Return the padded prefix sums on the host, int32 ``(requests + 1,)``."""
@@ -135,16 +134,8 @@ class StaticBatch:
         check_uniform(common, each)
         return torch.arange(requests + 1, dtype=torch.int32) * each
 
-    def _common(
-        self,
-        bounds_cpu: Tensor,
-        seq_lens_cpu: Tensor,
-        requests: int,
-        tokens: int,
-        max_seq_len: int,
-        causal: bool,
-        block_size: int | None,
-    ) -> CommonAttentionMetadata:
+    def _common(self, size: int, bounds_cpu: Tensor, seq_lens_cpu: Tensor, **more: Any) -> CommonAttentionMetadata:
+        requests, tokens = self.padded_requests(size), self.padded_tokens(size)
         cached = self.group.block_size is not None
         return CommonAttentionMetadata(
             query_start_loc=self.query_start_loc[: requests + 1],
@@ -155,12 +146,10 @@ class StaticBatch:
             num_actual_tokens=tokens,
             # A bound that holds for every batch of this size, since launch grids are captured with it.
             max_query_len=self.query_len or tokens,
-            max_seq_len=max_seq_len,
             block_table_tensor=self.block_table[:requests] if cached else None,
             slot_mapping=self.slot_mapping[:tokens] if cached else None,
-            causal=causal,
-            block_size=block_size,
             tree_mask=None if self.tree_mask is None else self.tree_mask[:tokens],
+            **more,
         )
 
 
@@ -205,13 +194,17 @@ class CudaGraphRunner(Generic[G]):
                 )
         if not self.sizes or self.sizes[0] < 1:
             raise ConfigError(f"sizes = {self.sizes}: accepted are integers from 1", fields=["sizes"])
-        self.batches = {group: static_batch(group, self.query_len, self.sizes[-1]) for group in self.groups}
-        for batch in self.batches.values():
-            if isinstance(batch, StaticBatch):
-                batch.check_size(self.sizes[-1])
+        largest = self.sizes[-1]
+        self.batches: dict[G, StaticBatch | StaticStates] = {}
+        for group in self.groups:
+            if isinstance(group, StateGroup):  # none is at level ALWAYS, which mixed batches need
+                self.batches[group] = StaticStates(group, query_len, largest)
+            else:
+                self.batches[group] = batch = StaticBatch(group, self.query_len)
+                batch.check_size(largest)
         if any(group.device.type != "cuda" for group in self.groups):
             raise ConfigError(f"device = {self.groups[0].device}: CUDA graphs need a CUDA device", fields=["device"])
-        most = next(iter(self.batches.values())).padded_tokens(self.sizes[-1])
+        most = next(iter(self.batches.values())).padded_tokens(largest)
         self.inputs = {name: tensor.new_zeros(most, *tensor.shape[1:]) for name, tensor in inputs.items()}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
@@ -278,23 +271,15 @@ class CudaGraphRunner(Generic[G]):
 def load_step(batches: Mapping[Any, StaticBatch | StaticStates], commons: Commons, slots: Slots, size: int) -> None:
     """Copy a step into the buffers of all groups."""
     # States come last, since theirs commits their pool's step: where a group refuses its batch, no step is committed.
-    if any(isinstance(batch, StaticStates) and group not in slots for group, batch in batches.items()):
+    states = {group: batch for group, batch in batches.items() if isinstance(batch, StaticStates)}
+    if states.keys() - slots.keys():
         raise BatchError("slots are missing of a group of layers that keep a state", hint="StatePool.step")
     for group, batch in batches.items():
         if isinstance(batch, StaticBatch):
             # Nothing is kept of what is built: building writes the buffers whose addresses the graph holds.
             batch.group.build(batch.load(commons[group], size))
-    for group, batch in batches.items():
-        if isinstance(batch, StaticStates):
-            batch.load(commons[group], slots[group], size)
-
-
-def static_batch(group: LayerGroup | StateGroup, query_len: int | None, largest: int) -> StaticBatch | StaticStates:
-    """Return a group's batch at fixed addresses, for up to ``largest`` requests (tokens where batches are mixed)."""
-    if not isinstance(group, StateGroup):
-        return StaticBatch(group, query_len)
-    assert query_len is not None  # no such group is at level ALWAYS
-    return StaticStates(group, query_len, largest)
+    for group, static in states.items():
+        static.load(commons[group], slots[group], size)
 
 
 def check_level(group: LayerGroup | StateGroup, query_len: int = 1, mixed: bool = False) -> None:

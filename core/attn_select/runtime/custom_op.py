@@ -10,24 +10,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
 from attn_select.errors import ConfigError
 from attn_select.runtime.metadata import BatchError
-
-
-class Runnable(Protocol):
-    """A layer as the operators call it."""
-
-    layer_name: str
-
-    def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
-        """Compute the layer with the metadata of the forward context."""
-
 
 _layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -59,7 +48,7 @@ def current_metadata(group: Any, layer_name: str) -> Any:
     return metadata
 
 
-def register_layer(layer: Runnable, name: str) -> str:
+def register_layer(layer: Any, name: str) -> str:
     """Make a layer known to the operators under ``name``, or under a new one if empty; return the name."""
     if not name:
         name = next(made for number in _numbers if (made := f"attention.{number}") not in _layers)
@@ -75,29 +64,12 @@ def layer_of(group: Any) -> Any:
     return next((layer for layer in list(_layers.values()) if getattr(layer, "group", None) is group), None)
 
 
-def _run(layer_name: str, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
+def _run(*arguments: Any) -> None:
+    *tensors, kv_cache, output, layer_name = arguments
     layer = _layers.get(layer_name)
     if layer is None:
         raise BatchError(f"layer_name = {layer_name!r}: the layer that a compiled graph calls no longer exists")
-    layer.run(arguments, kv_cache, output)
-
-
-def _attention(
-    query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None, output: Tensor, layer_name: str
-) -> None:
-    _run(layer_name, (query, key, value), kv_cache, output)
-
-
-def _mla_attention(
-    query: Tensor,
-    kv_c_normed: Tensor | None,
-    k_pe: Tensor | None,
-    topk_indices: Tensor | None,
-    kv_cache: Tensor | None,
-    output: Tensor,
-    layer_name: str,
-) -> None:
-    _run(layer_name, (query, kv_c_normed, k_pe, topk_indices), kv_cache, output)
+    layer.run(tensors, kv_cache, output)
 
 
 def _fake(*_: Any) -> None:
@@ -112,7 +84,7 @@ _library.define(
     "mla_attention(Tensor query, Tensor? kv_c_normed, Tensor? k_pe, Tensor? topk_indices, Tensor(a!)? kv_cache, "
     "Tensor(b!) output, str layer_name) -> ()"
 )
-for _name, _function in (("attention", _attention), ("mla_attention", _mla_attention)):
+for _name in ("attention", "mla_attention"):
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _key)
+        _library.impl(_name, _run, _key)
     torch.library.register_fake(f"attn_select::{_name}", _fake, lib=_library)

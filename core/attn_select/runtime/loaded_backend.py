@@ -20,15 +20,15 @@ from attn_select.runtime.backend import (
     BackendContext,
     MLAAttentionImpl,
 )
-from attn_select.runtime.backend_faults import blame, load_backend, returned_nothing
+from attn_select.runtime.backend_faults import call, load_backend
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.kernel_blocks import width_multiple
-from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
+from attn_select.runtime.kernel_blocks import KernelTables, width_multiple
+from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata, split_decodes_and_prefills
 from attn_select.runtime.terms import Terms
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LoadedBackend:
     """One backend of a group: what was chosen, loaded, and the builder that all layers share."""
 
@@ -36,6 +36,8 @@ class LoadedBackend:
     backend: type[AttentionBackend]
     context: BackendContext
     builder: AttentionMetadataBuilder[Any]
+    # None where the backend reads no cache.
+    tables: KernelTables | None = None
     # Cuts batches where the layers attend inside chunks and the kernel does not mask them.
     chunks: VirtualBatches | None = None
 
@@ -51,23 +53,26 @@ class LoadedBackend:
         """Return what the builder builds for a call of ``forward_mha``. Raises as ``build`` does."""
         return self._built("build_prefill()", self.builder.build_prefill, varlen)
 
-    def _built(self, call: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            built = method(*arguments)
-        except Exception as error:
-            blame(self.spec, call, error)
-            raise
-        return built if built is not None else returned_nothing(self.spec, call, "the metadata that forward takes")
+    def _built(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        return call(self.spec, name, "the metadata that forward takes", method, *arguments)
+
+    def batch(self, common: CommonAttentionMetadata, num_decodes: int | None = None) -> CommonAttentionMetadata:
+        """Return a batch as the kernel wants it: its blocks, the width of its tables, a request for each chunk."""
+        # ``num_decodes`` of its first requests are decodes; None: as many as the builder wants first.
+        if self.tables is not None:
+            common = self.tables.in_kernel_blocks(common)
+        if self.chunks is None:
+            return common
+        if num_decodes is None and (threshold := self.builder.reorder_batch_threshold) is not None:
+            num_decodes = split_decodes_and_prefills(common, threshold).num_decodes
+        return self.chunks.cut(common, num_decodes)
 
     def impl(self, terms: Terms) -> Any:
         """Return the impl of one layer; BackendError or PluginError where it raised, or lacks a phase's path."""
         try:
-            return self.backend.impl_cls(self.context, terms)
+            return call(self.spec, "its impl", "", self.backend.impl_cls, self.context, terms)
         except PluginError as error:
             raise PluginError(self.spec.bug(error.message)) from None
-        except Exception as error:
-            blame(self.spec, "its impl", error)
-            raise
 
 
 def load_backends(
@@ -79,7 +84,7 @@ def load_backends(
     phases: Sequence[Phase] | None = None,
 ) -> tuple[torch.device, dict[Phase, LoadedBackend]]:
     """Return where the layers run, and the backend of each phase, the same object in both where one serves both."""
-    # Arguments and errors are ``AttentionGroup``'s, which documents them; PluginError and BackendError besides, where
+    # Arguments and errors are ``LayerGroup``'s, which documents them; PluginError and BackendError besides, where
     # a backend's classes are not what the runtime calls, or raise something.
     here = device_of(selection, device)
     selection.require()
@@ -128,13 +133,11 @@ def _load(
         max_model_len=longest,
         cuda_graphs=cuda_graphs,
     )
+    allocated = selection.block_size
+    tables = None if block_size is None or allocated is None else KernelTables(context, allocated, capacity)
     chunks = None if chunk is None else VirtualBatches(chunk, context, width_multiple(context))
-    try:
-        builder = backend.builder_cls(context)
-    except Exception as error:
-        blame(spec, "its builder", error)
-        raise
-    return LoadedBackend(spec, backend, context, builder, chunks)
+    builder = call(spec, "its builder", "", backend.builder_cls, context)
+    return LoadedBackend(spec, backend, context, builder, tables, chunks)
 
 
 def device_of(selection: Selection[Any], device: torch.device | str | None) -> torch.device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -58,8 +59,6 @@ class CommonAttentionMetadata:
             token sees token j of its request's tokens in this step (j from 0), beside the whole context. None: it sees
             those up to itself. A token sees itself, and none behind it. Rows of requests with more tokens than columns,
             which are causal prefills, and columns behind a request's last token may hold anything.
-        dcp_local_seq_lens: int32 ``(B,)``, this rank's share of the keys under decode context parallelism; no backend
-            reads it yet.
     """
 
     query_start_loc: Tensor
@@ -74,7 +73,6 @@ class CommonAttentionMetadata:
     slot_mapping: Tensor | None = None
     causal: bool = True
     mm_prefix_ranges: Sequence[Ranges] | None = None
-    dcp_local_seq_lens: Tensor | None = None
     block_size: int | None = None
     num_decodes: int | None = None
     tree_mask: Tensor | None = None
@@ -115,7 +113,6 @@ class CommonAttentionMetadata:
             block_table_tensor=None if self.block_table_tensor is None else self.block_table_tensor[first:last],
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[start:end],
             mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
-            dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[first:last],
             tree_mask=None if self.tree_mask is None else self.tree_mask[start:end],
             num_decodes=None if self.num_decodes is None else max(0, min(self.num_decodes, last) - first),
         )
@@ -188,48 +185,29 @@ def check_uniform(common: CommonAttentionMetadata, query_len: int) -> None:
         )
 
 
-FEW_REQUESTS = 32
-"""Up to as many, a loop over a list takes less time than operations on tensors."""
-
-
-def split_decodes_and_prefills(
-    common: CommonAttentionMetadata, decode_threshold: int = 1, *, require_uniform: bool = False
-) -> Split:
+def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> Split:
     """Count the leading requests whose query is at most ``decode_threshold`` tokens long; the rest are prefills.
 
-    Where ``common.num_decodes`` is given, that many are decodes instead. Reads host copies only. With
-    ``require_uniform`` the decodes end at the first request whose query length differs from the first one's.
+    Where ``common.num_decodes`` is given, that many are decodes instead. Reads host copies only.
 
     Raises:
         BatchError: a request that counts as a decode stands behind a prefill; names both.
     """
-    num_reqs, tokens = common.num_reqs, common.num_actual_tokens
-    known = common.num_decodes
-    if known is None and not require_uniform and common.max_query_len <= decode_threshold:
+    num_reqs, tokens, first = common.num_reqs, common.num_actual_tokens, common.num_decodes
+    if first is None and common.max_query_len <= decode_threshold:
         return Split(num_reqs, 0, tokens, 0)
-    if known is None and not require_uniform and num_reqs <= FEW_REQUESTS:
-        bounds = common.query_start_loc_cpu.tolist()
-        first = next((each for each in range(num_reqs) if bounds[each + 1] - bounds[each] > decode_threshold), num_reqs)
-        if all(bounds[each + 1] - bounds[each] > decode_threshold for each in range(first + 1, num_reqs)):
-            return Split(first, num_reqs - first, bounds[first], tokens - bounds[first])
-    # Also reached where a decode stands behind a prefill, to name both.
-    lens = common.query_lens_cpu
-    is_prefill = lens > decode_threshold if known is None else torch.arange(num_reqs) >= known
-    if require_uniform:
-        is_prefill |= lens != lens[:1]
-        first = int(is_prefill.int().argmax()) if bool(is_prefill.any()) else num_reqs
-    else:
-        first = num_reqs - int(is_prefill.sum())
-        if not bool(is_prefill[first:].all()):
-            first = int(is_prefill.int().argmax())
-            request = first + int((~is_prefill[first:]).int().argmax())
+    bounds = common.query_start_loc_cpu.tolist()
+    if first is None:
+        lens = [end - start for start, end in pairwise(bounds)]
+        first = next((request for request, length in enumerate(lens) if length > decode_threshold), num_reqs)
+        late = next((request for request in range(first, num_reqs) if lens[request] <= decode_threshold), None)
+        if late is not None:
             raise BatchError(
-                f"request {request} (query of {int(lens[request])} tokens) is a decode behind request {first} (query "
-                f"of {int(lens[first])} tokens), a prefill: decodes of up to {decode_threshold} tokens must come first",
+                f"request {late} (query of {lens[late]} tokens) is a decode behind request {first} (query "
+                f"of {lens[first]} tokens), a prefill: decodes of up to {decode_threshold} tokens must come first",
                 hint="order the batch with attn_select.runtime.decodes_first(query_lens, threshold)",
             )
-    decode_tokens = int(common.query_start_loc_cpu[first])
-    return Split(first, num_reqs - first, decode_tokens, tokens - decode_tokens)
+    return Split(first, num_reqs - first, bounds[first], tokens - bounds[first])
 
 
 def decodes_first(query_lens: Sequence[int], decode_threshold: int = 1) -> list[int]:

@@ -17,7 +17,7 @@ from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
 from attn_select.runtime.attention import WRITTEN, foreign_metadata
 from attn_select.runtime.backend import MLAAttentionImpl
-from attn_select.runtime.backend_faults import blame, returned_nothing
+from attn_select.runtime.backend_faults import call
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
@@ -191,7 +191,7 @@ class MLAAttention(nn.Module):
             if name in names
         }
 
-    def run(self, arguments: tuple[Tensor | None, ...], kv_cache: Tensor | None, output: Tensor) -> None:
+    def run(self, arguments: Sequence[Tensor | None], kv_cache: Tensor | None, output: Tensor) -> None:
         """Compute the layer for ``torch.ops.attn_select.mla_attention``."""
         query, kv_c_normed, k_pe, topk_indices = arguments
         assert query is not None
@@ -203,11 +203,8 @@ class MLAAttention(nn.Module):
         # Both phases' backends read one cache, so the first that has it writes for both.
         for phase, impl in self.impls.items():
             if group.backends[phase].context.kv_layout is not None:
-                try:
-                    impl.do_kv_cache_update(kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping)
-                except Exception as error:
-                    blame(group.backends[phase].spec, "do_kv_cache_update()", error)
-                    raise
+                given = kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping
+                call(group.backends[phase].spec, "do_kv_cache_update()", "", impl.do_kv_cache_update, *given)
                 return
         new = (kv_c_normed[:tokens], k_pe[:tokens])
         ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.terms.scales)
@@ -250,13 +247,8 @@ class MLAAttention(nn.Module):
 
     def _latent(self, part: Part, query: Any, view: Tensor, latents: Outputs, indices: Tensor | None) -> Tensor:
         """Return the latent output of a part, as its backend computes it."""
-        try:
-            found = self.impls[part.phase].forward_mqa(query, view, part.metadata, latents, indices)
-        except Exception as error:
-            blame(self.group.backends[part.phase].spec, "forward_mqa()", error)
-            raise
-        if found is None:
-            returned_nothing(self.group.backends[part.phase].spec, "forward_mqa()", WRITTEN)
+        spec, run = self.group.backends[part.phase].spec, self.impls[part.phase].forward_mqa
+        found: Tensor = call(spec, "forward_mqa()", WRITTEN, run, query, view, part.metadata, latents, indices)
         return found
 
     def _mha(self, part: Part, own: Sequence[Tensor], kv_cache: Tensor, outputs: Outputs) -> None:
@@ -282,14 +274,8 @@ class MLAAttention(nn.Module):
         self, part: Part, query: Tensor, keys_values: tuple[Tensor, Tensor], metadata: Any, outputs: Outputs
     ) -> None:
         """Attend from a part's prefills to decompressed keys and values, as its backend does."""
-        try:
-            impl = self.impls[part.phase]
-            found = impl.forward_mha(query, *keys_values, metadata, outputs)
-        except Exception as error:
-            blame(self.group.backends[part.phase].spec, "forward_mha()", error)
-            raise
-        if found is None:
-            returned_nothing(self.group.backends[part.phase].spec, "forward_mha()", WRITTEN)
+        spec, run = self.group.backends[part.phase].spec, self.impls[part.phase].forward_mha
+        call(spec, "forward_mha()", WRITTEN, run, query, *keys_values, metadata, outputs)
 
     def _decompressed(self, kv_c: Tensor, k_pe: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Return keys ``(S, H, P + Pr)`` and values ``(S, H, V)``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,17 +22,9 @@ from attn_select.layer.config import Phase
 from attn_select.runtime import ops
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.integers import size
-from attn_select.runtime.kernel_blocks import KernelTables
 from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.loaded_backend import LoadedBackend, load_backends
-from attn_select.runtime.metadata import (
-    BatchError,
-    CommonAttentionMetadata,
-    Split,
-    VarlenMetadata,
-    split_decodes_and_prefills,
-)
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.mla_context import ContextChunk, context_chunks, context_parts, shifted, spans_of
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.step_metadata import AttentionMetadata, Part
@@ -67,47 +60,44 @@ class MLALayerGroup(LayerGroup):
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache."""
 
-    def check_capture(self, common: CommonAttentionMetadata, latents_alone: bool) -> None:
+    def check_capture(self, common: CommonAttentionMetadata) -> None:
         """Raise BatchError for queries longer than a decode's: replayed steps would be prefills."""
         self.check_batch(common)
-        # ``latents_alone``: one backend computes everything on latents, so that all tokens are decodes to it.
         longest, threshold = common.max_query_len, self.reorder_batch_threshold
-        if threshold is not None and longest > threshold and not latents_alone:
+        if threshold is not None and longest > threshold and self.whole is None:
             raise BatchError(
                 f"queries of {longest} tokens: MLA layers are captured in decode alone, here up to {threshold} tokens",
                 hint="a decode has 1 + num_speculative_tokens tokens at most",
             )
 
-    def decode_threshold(self, latents_alone: bool) -> int | None:
-        """Return up to how many tokens a query counts as a decode; ``latents_alone`` as in ``check_capture``."""
+    @property
+    def reorder_batch_threshold(self) -> int | None:
+        """As ``LayerGroup.reorder_batch_threshold``."""
         if "decode" not in self.backends:  # prefill alone computes queries of any length
             return None
         decoders = [own.builder for own in self.distinct if "decode" in own.context.plans]
         thresholds = [builder.reorder_batch_threshold for builder in decoders]
         wanted = min((threshold for threshold in thresholds if threshold is not None), default=None)
-        return self.config.max_decode_query_len if wanted is None and not latents_alone else wanted
+        return self.config.max_decode_query_len if wanted is None and self.whole is None else wanted
 
-    def metadata_of(self, common: CommonAttentionMetadata, slots: Tensor, parts: Sequence[Part]) -> MLAMetadata:
+    def metadata_of(self, common: CommonAttentionMetadata, slots: Tensor | None, parts: Sequence[Part]) -> MLAMetadata:
         """Return a step's metadata, given where its latents go."""
         decodes = sum(part.rows.stop for part in parts if part.phase == "decode")
         return MLAMetadata(self, common, common.num_actual_tokens, slots, tuple(parts), decodes)
 
 
-Cut = Callable[[LoadedBackend, CommonAttentionMetadata, Tensor], tuple[ContextChunk, ...]]
-"""Cuts the cached contexts of prefills, given how long they are, into what the workspace holds."""
-
-
 class MLAAttentionGroup(MLALayerGroup):
     """The group of MLA layers.
 
+    Where one backend computes all of sparse MLA on latents, its builder sees whole batches, as decodes.
+
     Args:
-        selection, device, capacity, cuda_graphs, phases, checked: as for ``AttentionGroup``.
+        selection, device, capacity, options: as for ``LayerGroup``.
         workspace_tokens: cached tokens decompressed at a time in prefill.
 
     Attributes:
         workspace: ``(workspace_tokens, head_size)`` in the compute dtype: a chunk's latents. Reserved here, shared by
             all layers.
-        latents_alone: whether one backend computes everything on latents: its builder then sees whole batches.
     """
 
     def __init__(
@@ -116,107 +106,85 @@ class MLAAttentionGroup(MLALayerGroup):
         device: torch.device | str | None = None,
         capacity: Capacity | None = None,
         *,
-        cuda_graphs: bool = False,
-        phases: Sequence[Phase] | None = None,
         workspace_tokens: int = WORKSPACE_TOKENS,
-        checked: bool | None = None,
+        **options: Any,
     ) -> None:
         if not selection.config.mla:
             raise ConfigError(
                 "the selection's layers are not MLA: make their group with attention_group or AttentionGroup",
                 fields=["kv_lora_rank"],
             )
-        workspace_tokens = size("workspace_tokens", workspace_tokens)
-        bounds = capacity or Capacity()
-        here, backends = load_backends(selection, device, bounds, cuda_graphs=cuda_graphs, phases=phases)
-        super().__init__(selection, here, backends, bounds, cuda_graphs=cuda_graphs, checked=checked)
-        self._tables = KernelTables(self.block_size, bounds.max_num_seqs, bounds.max_model_len)
-        self.latents_alone = self.config.sparse and self.unified
+        self.workspace_tokens = size("workspace_tokens", workspace_tokens)
+        super().__init__(selection, device, capacity, **options)
+        self.whole = "decode" if self.config.sparse and self.unified else None
+        if "decode" not in self.backends:
+            self.whole = "prefill"
         self.workspace = torch.empty(
             workspace_tokens if "prefill" in self.backends and not self.config.sparse else 0,
             self.config.head_size,
             dtype=PLAIN_DTYPES[self.config.dtype],
             device=self.device,
         )
-        self.workspace_tokens = workspace_tokens
 
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
     ) -> MLAMetadata:
         """As ``LayerGroup.build``; MLA layers use no cascade, so ``common_prefix_len`` changes nothing."""
-        self.check_batch(common_attn_metadata)
         common, parts = common_attn_metadata, []
-        assert common.slot_mapping is not None
-        if not common.num_actual_tokens:  # kernels need not know of such steps
-            return self.metadata_of(common, common.slot_mapping, [])
-        if self.latents_alone:
-            return self.metadata_of(common, common.slot_mapping, [self.latent_part("decode", common, 0, fast_build)])
-        split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
-        if (threshold := self.reorder_batch_threshold) is not None:
-            split = split_decodes_and_prefills(common, threshold)
-        if split.num_decode_tokens:
-            decodes = common.requests(0, split.num_decodes)
-            parts.append(self.latent_part("decode", decodes, 0, fast_build))
-        if split.num_prefills:
-            prefills = common.requests(split.num_decodes, common.num_reqs)
-            if self.config.sparse:
-                parts.append(self.latent_part("prefill", prefills, split.num_decode_tokens, fast_build))
+        self.check_batch(common)
+        for phase, rows, requests in self.phases_of(common):
+            if phase == "decode" or self.config.sparse:
+                parts.append(self.latent_part(phase, requests, rows, fast_build))
             else:
-                parts.append(self.dense_prefill(prefills, split.num_decode_tokens, self._chunks))
+                parts.append(self.dense_prefill(requests, rows, self.kernel_block_size))
         return self.metadata_of(common, common.slot_mapping, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
         """As ``LayerGroup.build_for_cudagraph_capture``; only decodes are captured: longer queries are a BatchError."""
-        self.check_capture(common_attn_metadata, self.latents_alone)
-        assert common_attn_metadata.slot_mapping is not None
+        common = common_attn_metadata
+        self.check_capture(common)
         backend = self.backend_for("decode")
-        common = self._tables.in_kernel_blocks(backend.context, common_attn_metadata)
         spans = spans_of(self.config, common.query_start_loc_cpu)
-        part = Part("decode", slice(0, common.num_actual_tokens), backend.build_for_capture(common), spans)
-        return self.metadata_of(common_attn_metadata, common_attn_metadata.slot_mapping, [part])
+        rows = slice(0, common.num_actual_tokens)
+        part = Part("decode", rows, backend.build_for_capture(backend.batch(common)), spans)
+        return self.metadata_of(common, common.slot_mapping, [part])
 
-    def latent_part(self, phase: Phase, common: CommonAttentionMetadata, first_token: int, fast_build: bool) -> Part:
+    def latent_part(self, phase: Phase, common: CommonAttentionMetadata, rows: slice, fast_build: bool) -> Part:
         """Return requests that are computed on latents."""
         backend = self.backend_for(phase)
-        metadata = backend.build(0, self._tables.in_kernel_blocks(backend.context, common), fast_build)
-        rows = slice(first_token, first_token + common.num_actual_tokens)
         spans = spans_of(self.config, common.query_start_loc_cpu)
-        return Part(phase, rows, metadata, spans)
+        return Part(phase, rows, backend.build(0, backend.batch(common), fast_build), spans)
 
-    @property
-    def reorder_batch_threshold(self) -> int | None:
-        """As ``LayerGroup.reorder_batch_threshold``."""
-        return self.decode_threshold(self.latents_alone)
-
-    def dense_prefill(self, common: CommonAttentionMetadata, first_token: int, cut: Cut) -> Part:
-        """Return prefills, which are computed on decompressed keys and values; ``cut`` cuts their cached contexts."""
-        backend = self.backend_for("prefill")
-        context = common.num_computed_tokens_cpu
-        new = VarlenMetadata.of_new_tokens(common, causal=common.causal and not self.config.non_causal)
+    def dense_prefill(
+        self,
+        common: CommonAttentionMetadata,
+        rows: slice,
+        cache_block_size: int | None,
+        finished: Callable[[ContextChunk, Tensor, Tensor], ContextChunk] | None = None,
+    ) -> Part:
+        """Return prefills, which are computed on decompressed keys and values, their cached contexts in chunks."""
+        # The cache has ``cache_block_size`` tokens per block. ``finished`` makes of each chunk what ``load_chunk``
+        # takes, given its requests' first positions and lengths.
+        backend, config, context = self.backend_for("prefill"), self.config, common.num_computed_tokens_cpu
+        new = VarlenMetadata.of_new_tokens(common, causal=common.causal and not config.non_causal)
         new.mm_prefix_ranges = shifted(common.mm_prefix_ranges, context)
-        return Part(
-            "prefill",
-            rows=slice(first_token, first_token + common.num_actual_tokens),
-            spans=spans_of(self.config, common.query_start_loc_cpu),
-            metadata=backend.build_prefill(new),
-            chunks=cut(backend, common, context),
-        )
-
-    def _chunks(
-        self, backend: LoadedBackend, common: CommonAttentionMetadata, context: Tensor
-    ) -> tuple[ContextChunk, ...]:
-        """Cut the cached contexts into what the workspace holds."""
-        parts = context_parts(common, self.config, self.workspace_tokens)
-        if not parts:
-            return ()
-        check_mergeable(backend, context)
-        table = common.block_table_tensor
-        assert table is not None
-        assert self.block_size is not None
-        assert self.kernel_block_size is not None
-        if self.block_size != self.kernel_block_size:
-            table = kernel_block_table(table, self.block_size // self.kernel_block_size)
-        return context_chunks(parts, common, self.config, table, backend.build_prefill)
+        own = backend.build_prefill(new)
+        chunks: tuple[ContextChunk, ...] = ()
+        if parts := context_parts(common, config, self.workspace_tokens):
+            if not backend.context.plans["prefill"].returns_lse:
+                raise BatchError(
+                    f"a prefill with {int(context.max())} cached tokens: {backend.spec.name} returns no LSE to merge "
+                    "its parts by",
+                    hint="prefill whole prompts, or choose another backend for prefill",
+                )
+            table = cast(Tensor, common.block_table_tensor)
+            if (ratio := cast(int, self.block_size) // cast(int, cache_block_size)) > 1:
+                table = kernel_block_table(table, ratio)
+            chunks = context_chunks(parts, common, config, table, backend.build_prefill)
+            if finished is not None:
+                chunks = tuple(finished(chunk, *part) for chunk, part in zip(chunks, parts, strict=True))
+        spans = spans_of(config, common.query_start_loc_cpu)
+        return Part("prefill", rows, own, spans, chunks)
 
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
@@ -227,13 +195,3 @@ class MLAAttentionGroup(MLALayerGroup):
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots ``(T, sparse_top_k)`` in this group's own cache: all of them."""
         return topk_indices
-
-
-def check_mergeable(backend: LoadedBackend, context: Tensor) -> None:
-    """Make sure that a backend returns what the parts of prefills with cached tokens are merged by."""
-    if not backend.context.plans["prefill"].returns_lse:
-        raise BatchError(
-            f"a prefill with {int(context.max())} cached tokens: {backend.spec.name} returns no LSE to merge its "
-            "parts by",
-            hint="prefill whole prompts, or choose another backend for prefill",
-        )

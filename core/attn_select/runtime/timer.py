@@ -68,29 +68,3 @@ def medians(rounds: Iterator[dict[Name, float]], count: int) -> dict[Name, float
     """Return the median of each call's time over ``count`` rounds after the warm-up's rounds."""
     taken = [*islice(rounds, WARM_UP_ROUNDS, WARM_UP_ROUNDS + count)]
     return {name: statistics.median(found[name] for found in taken) for name in taken[0]}
-
-
-def gpu_times(calls: Mapping[Name, Call], repeat: int = 10, rounds: int = 15) -> dict[Name, float]:
-    """Return the median GPU time of each call in us: ``repeat`` of them in one graph, graphs replayed in turn."""
-    graphs: dict[Name, Call] = {}
-    for name, call in calls.items():
-        call()
-        graphs[name] = captured([call] * repeat).replay
-    return {name: found / repeat for name, found in medians(timed_rounds(graphs), rounds).items()}
-
-
-def flushed_times(calls: Mapping[Name, Call], rounds: int) -> dict[Name, float]:
-    """Return the median GPU time of each call in us; calls take turns, and L2 is overwritten before each."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    return medians(timed_rounds(calls, before=flush.zero_), rounds)
-
-
-def host_times(calls: Mapping[Name, Call], repeat: int = 50, rounds: int = 40) -> dict[Name, float]:
-    """Return the median host time of each call in us; the device is idle when a round begins."""
-
-    def repeated(call: Call) -> Call:
-        return lambda: [call() for _ in range(repeat)]
-
-    loops = {name: repeated(call) for name, call in calls.items()}
-    found = medians(timed_rounds(loops, "cpu", before=torch.cuda.synchronize), rounds)
-    return {name: spent / repeat for name, spent in found.items()}

@@ -22,8 +22,8 @@ from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
@@ -64,10 +64,13 @@ class DraftTreeGroup(LayerGroup):
         self.plain = AttentionGroup(part, device, capacity, **made)
         self.context = AttentionGroup(part, device, capacity, **made)
         plain = self.plain
-        super().__init__(
-            selection, plain.device, plain.backends, plain.capacity, cuda_graphs=cuda_graphs, cache=plain.cache
-        )
-        self._captured = _Captured(self) if cuda_graphs else None
+        bounds = plain.capacity
+        super().__init__(selection, plain.device, bounds, cuda_graphs=cuda_graphs, backends=plain.backends)
+        requests, columns = bounds.max_num_seqs, self.reorder_batch_threshold
+        self._static = StaticBuffers(self.device, captured=cuda_graphs)
+        self._static.reserve("lens", requests)
+        self._static.reserve("own", requests * columns, columns, dtype=torch.int64)
+        self._static.reserve("visible", requests * columns, columns, dtype=torch.bool)
 
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
@@ -77,34 +80,31 @@ class DraftTreeGroup(LayerGroup):
         self.check_batch(common)
         if common.tree_mask is None or "decode" not in self.backends:
             plain = self.plain.build(replace(common, tree_mask=None), common_prefix_len, fast_build)
-            return self._metadata_of(common, plain.parts, plain=plain)
+            return self._metadata_of(common, plain)
         split = split_decodes_and_prefills(common, self.reorder_batch_threshold)
         decodes, prefills = common.requests(0, split.num_decodes), common.requests(split.num_decodes, common.num_reqs)
         beside = self.plain.build(replace(prefills, tree_mask=None), 0, fast_build) if split.num_prefills else None
         if not split.num_decodes:
-            return self._metadata_of(common, () if beside is None else beside.parts, plain=beside)
+            return self._metadata_of(common, beside)
         # Whether there is any context must not change from a captured step to its replays.
         context = None
         if self.cuda_graphs or int(decodes.num_computed_tokens_cpu.max()) > 0:
             context = self.context.build(self._context_of(decodes), 0, fast_build)
-        # Layers of this group compute in parts of their own: of these only the number is read
-        # (``Attention._check_extras``).
-        parts = next(each.parts for each in (context, beside, AttentionMetadata(self, common, 0, None, ())) if each)
-        return self._metadata_of(common, parts, plain=beside, context=context, **self._trees_of(decodes))
+        return self._metadata_of(common, beside, context, **self._trees_of(decodes))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DraftTreeMetadata:
         """As ``AttentionGroup.build_for_cudagraph_capture``; all requests are decodes."""
         common = common_attn_metadata
         self.check_batch(common)
         context = self.context.build_for_cudagraph_capture(self._context_of(common))
-        return self._metadata_of(common, context.parts, context=context, **self._trees_of(common))
+        return self._metadata_of(common, None, context, **self._trees_of(common))
 
     def _context_of(self, decodes: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return decodes as a batch over the keys that were cached before this step, all of them seen."""
         lens = (decodes.seq_lens - decodes.query_start_loc.diff()).clamp_min_(0)
         return replace(
             decodes,
-            seq_lens=lens if self._captured is None else self._captured.lens.hold(lens),
+            seq_lens=self._static.hold("lens", lens),
             seq_lens_cpu=decodes.num_computed_tokens_cpu.clamp_min(0),
             causal=False,
             tree_mask=None,
@@ -112,12 +112,21 @@ class DraftTreeGroup(LayerGroup):
 
     def _trees_of(self, decodes: CommonAttentionMetadata) -> dict[str, Any]:
         own, visible = _own_tokens(decodes)
-        if self._captured is not None:
-            own, visible = self._captured.own.hold(own), self._captured.visible.hold(visible)
+        own, visible = self._static.hold("own", own), self._static.hold("visible", visible)
         return {"num_decode_tokens": decodes.num_actual_tokens, "own": own, "visible": visible}
 
-    def _metadata_of(self, common: CommonAttentionMetadata, parts: Any, **extras: Any) -> DraftTreeMetadata:
-        return DraftTreeMetadata(self, common, common.num_actual_tokens, common.slot_mapping, parts, **extras)
+    def _metadata_of(
+        self,
+        common: CommonAttentionMetadata,
+        plain: AttentionMetadata | None,
+        context: AttentionMetadata | None = None,
+        **trees: Any,
+    ) -> DraftTreeMetadata:
+        # Layers compute in parts of their own: of these only the number is read (``Attention._check_extras``).
+        own = context or plain
+        parts = () if own is None else own.parts
+        tokens, slots = common.num_actual_tokens, common.slot_mapping
+        return DraftTreeMetadata(self, common, tokens, slots, parts, plain, context, **trees)
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -140,27 +149,6 @@ class DraftTreeGroup(LayerGroup):
         return DraftTreeAttention(self, layer, terms)
 
 
-class _Kept:
-    """Rows at one address, which captured kernels read again at each replay."""
-
-    def __init__(self, rows: int, *sizes: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._rows = torch.empty(rows, *sizes, dtype=dtype, device=device)
-
-    def hold(self, rows: Tensor) -> Tensor:
-        """Copy rows to the first places and return these."""
-        return self._rows[: len(rows)].copy_(rows)
-
-
-class _Captured:
-    """What ``DraftTreeGroup`` computes of a batch beside the kernel's metadata, at addresses that stay."""
-
-    def __init__(self, group: DraftTreeGroup) -> None:
-        requests, columns, device = group.capacity.max_num_seqs, group.reorder_batch_threshold, group.device
-        self.lens = _Kept(requests, dtype=torch.int32, device=device)
-        self.own = _Kept(requests * columns, columns, dtype=torch.int64, device=device)
-        self.visible = _Kept(requests * columns, columns, dtype=torch.bool, device=device)
-
-
 def _own_tokens(decodes: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     """Return the tokens of each token's request, int64 ``(T, M)``, and which of them it sees."""
     assert decodes.tree_mask is not None
@@ -178,7 +166,7 @@ def _own_tokens(decodes: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     return own.clamp_max(count - 1).long(), decodes.tree_mask[:count] & there
 
 
-class DraftTreeAttention(LayerInParts):
+class DraftTreeAttention:
     """Computes one layer of a ``DraftTreeGroup``; ``layer`` is the class of plain layers."""
 
     def __init__(self, group: DraftTreeGroup, layer: type[Any], terms: Terms) -> None:
@@ -196,7 +184,7 @@ class DraftTreeAttention(LayerInParts):
         metadata: DraftTreeMetadata,
         outputs: Outputs,
     ) -> None:
-        """As ``LayerInParts.merged``."""
+        """Compute the parts and write what they give together, in the query's dtype."""
         tokens = metadata.num_actual_tokens
         decodes = metadata.num_decode_tokens
         if not decodes:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.metadata import CommonAttentionMetadata, prefix_sums
+from attn_select.runtime.static_buffers import StaticBuffers
 
 
 def most_requests(max_num_seqs: int, max_num_batched_tokens: int, chunk_size: int) -> int:
@@ -32,12 +33,11 @@ class VirtualBatches:
         assert context.block_size is not None
         self._chunk, self._block, self._multiple = chunk_size, context.block_size, width_multiple
         self._device = context.device
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
-        if context.cuda_graphs:
-            most, width = context.max_num_seqs, self._columns(context.max_model_len)
-            shapes = (most + 1,), (most,), (most, width)
-            bounds, lens, table = (torch.zeros(shape, dtype=torch.int32, device=self._device) for shape in shapes)
-            self._kept = bounds, lens, table
+        most = context.max_num_seqs
+        self._static = StaticBuffers(context.device, captured=context.cuda_graphs)
+        self._static.reserve("bounds", most + 1)
+        self._static.reserve("lens", most)
+        self._static.reserve("table", most, self._columns(context.max_model_len))
 
     def _columns(self, tokens: int) -> int:
         """Return the columns of a block table for sequences of so many tokens."""
@@ -59,8 +59,7 @@ class VirtualBatches:
         lens = (end - start).int()
         # Rows without keys stand before the first chunk; where there is no query the last key's chunk is kept.
         query_lens = end - torch.where(within == 0, firsts[request], start)
-        bounds = torch.zeros(len(request) + 1, dtype=torch.int32)
-        torch.cumsum(query_lens, 0, dtype=torch.int32, out=bounds[1:])
+        bounds = prefix_sums(query_lens)
         # One copy for all: bounds, lengths, the rows of the table, and the first columns of the chunks.
         packed = to_device(torch.cat([bounds, lens, request.int(), (start // self._block).int()]), self._device)
         count = len(request)
@@ -68,14 +67,11 @@ class VirtualBatches:
         lens_here, rows, columns = packed[count + 1 :].view(3, count)
         longest = min(common.max_seq_len, size)
         table = self._table(common, rows, columns, longest)
-        if self._kept is not None:
-            bounds_here = self._kept[0][: count + 1].copy_(bounds_here)
-            lens_here = self._kept[1][:count].copy_(lens_here)
         return replace(
             common,
-            query_start_loc=bounds_here,
+            query_start_loc=self._static.hold("bounds", bounds_here),
             query_start_loc_cpu=bounds,
-            seq_lens=lens_here,
+            seq_lens=self._static.hold("lens", lens_here),
             seq_lens_cpu=lens,
             num_reqs=count,
             max_query_len=int(query_lens.max()),
@@ -92,4 +88,4 @@ class VirtualBatches:
         columns = torch.arange(width, dtype=torch.int32, device=self._device) + first[:, None]
         # Behind a request's last block any number may stand.
         found = table.index_select(0, rows).gather(1, columns.clamp_(max=table.shape[1] - 1).long())
-        return found if self._kept is None else self._kept[2][: len(found), :width].copy_(found)
+        return self._static.hold("table", found)

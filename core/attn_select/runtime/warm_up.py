@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.runtime.backend import Progress
-from attn_select.runtime.batch import to_device
+from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.custom_op import layer_of
 from attn_select.runtime.metadata import CommonAttentionMetadata, causal_trees
 
@@ -22,16 +20,6 @@ SHORT, USUAL, LONG = 64, 2048, 32768
 """Tokens of the requests of the steps, as far as the capacity allows."""
 FEW, MANY = (1, 8, 20), 64
 """Requests of small steps, whose keys are split in several ways, and of a large one, as far as the capacity allows."""
-
-
-class Warmable(Protocol):
-    """A layer, as far as warming up goes."""
-
-    def dummy_inputs(self, tokens: int) -> dict[str, Tensor]:
-        """Return what the layer is called with in a step of so many tokens, all zeros."""
-
-    def __call__(self, **given: Any) -> Tensor:
-        """Run the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,27 +117,13 @@ def batch_of(
 ) -> CommonAttentionMetadata:
     """Return a step's batch: every request's blocks are block 0, and nothing is written."""
     queries, keys = zip(*step.requests, strict=True)
-    tokens, longest = sum(queries), max(keys)
-    bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-    lens = torch.tensor(keys, dtype=torch.int32)
-    table = slots = None
+    common = prepare_batch(queries, keys, device=device)
     if block_size is not None and config.has_cache:
-        table = torch.zeros(len(queries), -(-longest // block_size), dtype=torch.int32, device=device)
-        written = 0 if config.attn_type == "encoder_decoder" else tokens
+        columns = -(-common.max_seq_len // block_size)
+        table = torch.zeros(common.num_reqs, columns, dtype=torch.int32, device=device)
+        written = 0 if config.attn_type == "encoder_decoder" else common.num_actual_tokens
         slots = torch.full((written,), -1, dtype=torch.int64, device=device)
-    common = CommonAttentionMetadata(
-        query_start_loc=to_device(bounds, device),
-        query_start_loc_cpu=bounds,
-        seq_lens=to_device(lens, device),
-        seq_lens_cpu=lens,
-        num_reqs=len(queries),
-        num_actual_tokens=tokens,
-        max_query_len=max(queries),
-        max_seq_len=longest,
-        block_table_tensor=table,
-        slot_mapping=slots,
-        block_size=block_size,
-    )
+        common = replace(common, block_table_tensor=table, slot_mapping=slots, block_size=block_size)
     return replace(common, tree_mask=causal_trees(common, config.max_decode_query_len)) if step.tree else common
 
 
@@ -157,7 +131,7 @@ class GroupSteps:
     """The steps of a group, and what they run through: a layer, and a cache of one block that they do not write."""
 
     def __init__(self, group: Any) -> None:
-        layer: Warmable | None = layer_of(group)
+        layer = layer_of(group)
         if layer is None:
             raise ConfigError("warm_up runs a layer of the group, and there is none: make the layers before")
         config, capacity = group.config, group.capacity

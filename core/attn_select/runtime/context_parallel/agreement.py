@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
+import torch
+
+from attn_select.decide.selection import Selection
+from attn_select.errors import ConfigError
+from attn_select.layer.config import AttentionConfig
+from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.context_parallel.collectives import Collectives, RankError
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
+from attn_select.runtime.context_parallel.merging import Merger
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 MOST = 300
 """Characters of each rank's value in an error."""
@@ -58,21 +66,66 @@ def do_alike(
         raise problem
 
 
-class Group(Protocol):
-    """What is asked of a group of layers whose steps are checked."""
+def _check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
+    """Raise ConfigError for a selection that these ranks cannot run, or cannot merge batch-invariantly."""
+    ranks = selection.config.decode_context_parallel_size
+    if ranks != context_parallel.size:
+        raise ConfigError(
+            f"decode_context_parallel_size = {ranks}, but the process group has {context_parallel.size} ranks",
+            fields=["decode_context_parallel_size"],
+            hint=f"select with decode_context_parallel_size = {context_parallel.size}, or start {ranks} ranks",
+        )
+    if selection.config.batch_invariant and (merge := context_parallel.merge) in ("ag_rs", "symm"):
+        text = f"merge = {merge!r} with batch_invariant = True: how results are summed depends on the batch"
+        raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
 
-    block_size: int | None
-    context_parallel: ContextParallel
 
-    @property
-    def checked(self) -> bool:
-        """Whether contents are compared, too."""
+def make_alike(
+    context_parallel: ContextParallel, selection: Selection, capacity: Capacity, make: Callable[[], None]
+) -> None:
+    """Make the parts of a group on every rank; RankError where another rank cannot, or makes others."""
 
-    def check_batch(self, common: CommonAttentionMetadata) -> None:
-        """Compare a batch with what the group was made for."""
+    def checked() -> None:
+        _check_selection(selection, context_parallel)
+        make()
+
+    ranks = context_parallel.collectives
+    do_alike(ranks, "attention_group", checked, lambda: facts_of(selection, context_parallel, capacity))
 
 
-def check_step(group: Group, common: CommonAttentionMetadata) -> None:
+def share_memory(
+    merger: Merger,
+    config: AttentionConfig,
+    context_parallel: ContextParallel,
+    tokens: int,
+    width: int,
+    device: torch.device,
+) -> None:
+    """Let steps go by ``symm`` where that is asked for, or ``auto`` and possible. Every rank calls it."""
+    merge = context_parallel.merge
+    if merge not in ("auto", "symm") or (merge == "auto" and config.batch_invariant):
+        return
+    heads = context_parallel.gathered_heads(config.num_heads)
+    shared = merger.share_memory(tokens, heads, config.head_size, width, PLAIN_DTYPES[config.dtype], device)
+    if merge == "symm" and not shared:
+        text = "merge = 'symm': these ranks cannot read each other's memory (accepted: auto, ag_rs, a2a)"
+        raise ConfigError(text, fields=["merge"], hint="it needs CUDA devices of one host with peer access")
+
+
+def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
+    """Return what all ranks of a group must have in common."""
+    return {
+        "selections": str({p: f"{n}, {selection.plans[p].kernel}" for p, n in selection.selected.items() if n}),
+        "configs": str(selection.config.model_dump(exclude_defaults=True)),
+        "caches": f"{selection.kv_layout}, blocks of {selection.block_size}",
+        "interleaves": str(context_parallel.interleave),
+        "ways to merge": context_parallel.merge,
+        "queries": context_parallel.queries,
+        "capacities": str(capacity),
+    }
+
+
+def check_step(group: LayerGroup, ranks: Collectives, common: CommonAttentionMetadata) -> None:
     """Check a batch; in checked mode also that all ranks have the same one."""
     # Raises BatchError for this rank's own error, RankError for another rank's, or for what differs.
     if not group.checked:
@@ -80,7 +133,6 @@ def check_step(group: Group, common: CommonAttentionMetadata) -> None:
         return
     size = group.block_size
     assert size is not None
-    ranks = group.context_parallel.collectives
     do_alike(ranks, "a step", lambda: group.check_batch(common), lambda: _batch_facts(common, size))
 
 

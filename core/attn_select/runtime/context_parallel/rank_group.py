@@ -11,8 +11,9 @@ A step is computed in two parts, each by the selected backends as they are:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,24 +22,17 @@ from torch import Tensor
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
+from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.context_parallel.agreement import check_step, do_alike
+from attn_select.runtime.context_parallel.agreement import check_step, make_alike, share_memory
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.context_parallel.parts import (
-    LocalBatches,
-    OwnBatches,
-    check_selection,
-    facts_of,
-    local_capacity,
-    part_of,
-    share_memory,
-)
-from attn_select.runtime.context_parallel.shares import Shares
+from attn_select.runtime.context_parallel.shares import LocalBatches, Shares, local_capacity, part_of
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.layer_group import LayerGroup
-from attn_select.runtime.layer_in_parts import LayerInParts
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.mla_context import shifted
+from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 
@@ -53,6 +47,49 @@ class ContextParallelMetadata(AttentionMetadata):
     own: AttentionMetadata | None = None
     # int64, where this rank's tokens go in its cache, -1 for the others.
     local_slots: Tensor | None = None
+
+
+class OwnBatches:
+    """Lays a step's own tokens into a scratch cache, request by request from its first block on."""
+
+    def __init__(self, block_size: int, capacity: Capacity, device: torch.device, *, captured: bool) -> None:
+        self.block_size, self.device = block_size, device
+        requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        self.longest = min(tokens, capacity.max_model_len)
+        # Each request's last block may be filled in part: one more for each.
+        self.num_blocks = -(-tokens // block_size) + requests
+        self._static = StaticBuffers(device, captured=captured)
+        self._static.reserve("seq_lens", requests)
+        self._static.reserve("table", requests, -(-self.longest // block_size))
+        self._static.reserve("slots", tokens, dtype=torch.int64)
+
+    def batch(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the batch of the step's own tokens alone. Does not synchronise."""
+        query_lens, count, tokens = common.query_lens_cpu, common.num_reqs, common.num_actual_tokens
+        lens = torch.minimum(query_lens, common.seq_lens_cpu)  # padding of a CUDA graph has queries and no keys
+        blocks = -(-query_lens // self.block_size)
+        first = blocks.cumsum(0) - blocks
+        table = first[:, None] + torch.arange(max(1, int(blocks.max())))
+        request = torch.repeat_interleave(query_lens)
+        # A token's place among its request's own tokens; negative where padding has a query and no key.
+        within = torch.arange(len(request)) - (common.query_start_loc_cpu[:-1] + query_lens - lens)[request]
+        slots = torch.full((tokens,), -1, dtype=torch.int64)
+        slots[: len(request)] = torch.where(within < 0, -1, first[request] * self.block_size + within)
+        width = table.shape[1]
+        # One copy, int64 first for alignment.
+        packed = torch.cat([slots.view(torch.int32), lens.int(), table.int().flatten()])
+        here = to_device(packed, self.device)
+        here_slots, here_lens, here_table = here.split_with_sizes([2 * tokens, count, count * width])
+        return replace(
+            common,
+            seq_lens=self._static.hold("seq_lens", here_lens),
+            seq_lens_cpu=lens.int(),
+            max_seq_len=common.max_query_len,
+            block_table_tensor=self._static.hold("table", here_table.view(count, width)),
+            slot_mapping=self._static.hold("slots", here_slots.view(torch.int64)),
+            mm_prefix_ranges=shifted(common.mm_prefix_ranges, common.num_computed_tokens_cpu),
+            block_size=self.block_size,
+        )
 
 
 class ContextParallelGroup(LayerGroup):
@@ -79,22 +116,11 @@ class ContextParallelGroup(LayerGroup):
         capacity: Capacity | None = None,
         *,
         context_parallel: ContextParallel,
-        cuda_graphs: bool = False,
-        phases: Sequence[Phase] | None = None,
+        **options: Any,
     ) -> None:
         bounds = capacity or Capacity()
         self.context_parallel = context_parallel
-
-        def make() -> None:
-            check_selection(selection, context_parallel)
-            self._make_parts(selection, device, bounds, cuda_graphs, phases)
-
-        do_alike(
-            context_parallel.collectives,
-            "attention_group",
-            make,
-            lambda: facts_of(selection, context_parallel, bounds),
-        )
+        make_alike(context_parallel, selection, bounds, partial(self._make_parts, selection, device, bounds, **options))
         tokens, width = bounds.max_num_batched_tokens, self.config.value_head_size
         share_memory(self.merger, self.config, context_parallel, tokens, width, self.device)
 
@@ -103,8 +129,9 @@ class ContextParallelGroup(LayerGroup):
         selection: Selection,
         device: torch.device | str | None,
         bounds: Capacity,
-        cuda_graphs: bool,
-        phases: Sequence[Phase] | None,
+        *,
+        cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
     ) -> None:
         ranks, config, size = self.context_parallel, selection.config, selection.block_size
         assert size is not None  # configs without a cache have no context parallelism
@@ -115,15 +142,14 @@ class ContextParallelGroup(LayerGroup):
         super().__init__(
             selection,
             self.shared.device,
-            self.shared.backends,
             bounds,
             cuda_graphs=cuda_graphs,
+            backends=self.shared.backends,
             block_size=size * ranks.size,
-            cache=self.shared.cache,
         )
         self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
-        self._local = LocalBatches(self.shares, bounds, self.device, keeps=cuda_graphs)
+        self._local = LocalBatches(self.shares, bounds, self.device, captured=cuda_graphs)
         self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
         # A step's own tokens come apart where the longest query has several: that must not depend on the batch.
         self._always_own = config.batch_invariant
@@ -134,7 +160,7 @@ class ContextParallelGroup(LayerGroup):
         decodes_alone = "prefill" not in self.backends and not config.num_speculative_tokens
         if config.attn_type == "encoder_decoder" or (decodes_alone and not self._always_own):
             return
-        self._own_batches = OwnBatches(size, bounds, self.device, keeps=cuda_graphs)
+        self._own_batches = OwnBatches(size, bounds, self.device, captured=cuda_graphs)
         longest = Capacity(bounds.max_num_seqs, bounds.max_num_batched_tokens, self._own_batches.longest)
         self.own = AttentionGroup(part_of(selection, config.num_heads), self.device, longest, **made)
         self.scratch = self.own.allocate_kv_cache(self._own_batches.num_blocks)
@@ -144,31 +170,40 @@ class ContextParallelGroup(LayerGroup):
     ) -> ContextParallelMetadata:
         """As ``AttentionGroup.build``, from the scheduler's batch, which is the same on all ranks."""
         # A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
-        common = common_attn_metadata
-        check_step(self, common)
-        own = self._needs_own(common)
-        local = self._local.shared(common, self._local.slots(common), own=own)
-        shared = None
-        if not own or self._shared_always or int(common.num_computed_tokens_cpu.max()) > 0:
-            shared = self.shared.build(local, 0, fast_build)
-        beside = None
-        if own:
-            assert self.own is not None
-            beside = self.own.build(self._own_batches.batch(common), 0, fast_build)
-        return self._both(common, local, shared, beside)
+        check_step(self, self.context_parallel.collectives, common_attn_metadata)
+        return self._built(common_attn_metadata, lambda group, batch: group.build(batch, 0, fast_build))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ContextParallelMetadata:
         """As ``AttentionGroup.build_for_cudagraph_capture``; the collectives are captured as well."""
-        common = common_attn_metadata
-        self.check_batch(common)
-        own = self._needs_own(common)
-        local = self._local.shared(common, self._local.slots(common), own=own)
-        shared = self.shared.build_for_cudagraph_capture(local)
-        beside = None
-        if own:
+        self.check_batch(common_attn_metadata)
+        return self._built(common_attn_metadata, lambda group, batch: group.build_for_cudagraph_capture(batch))
+
+    def _built(
+        self,
+        common: CommonAttentionMetadata,
+        build: Callable[[AttentionGroup, CommonAttentionMetadata], AttentionMetadata],
+    ) -> ContextParallelMetadata:
+        """Return both parts of a batch, each as ``build`` makes it."""
+        apart = self._needs_own(common)
+        local = self._local.shared(common, self._local.slots(common), own=apart)
+        shared = own = None
+        if not apart or self._shared_always or int(common.num_computed_tokens_cpu.max()) > 0:
+            shared = build(self.shared, local)
+        if apart:
             assert self.own is not None
-            beside = self.own.build_for_cudagraph_capture(self._own_batches.batch(common))
-        return self._both(common, local, shared, beside)
+            own = build(self.own, self._own_batches.batch(common))
+        attended = shared or own
+        parts = () if attended is None else attended.parts
+        return ContextParallelMetadata(
+            self,
+            common,
+            common.num_actual_tokens,
+            common.slot_mapping,
+            parts,
+            shared=shared,
+            own=own,
+            local_slots=local.slot_mapping,
+        )
 
     def _needs_own(self, common: CommonAttentionMetadata) -> bool:
         """Whether queries of a batch see different parts of this rank's share, so that their own tokens come apart."""
@@ -182,25 +217,6 @@ class ContextParallelGroup(LayerGroup):
                 hint="make it with the phase prefill, or select with num_speculative_tokens",
             )
         return True
-
-    def _both(
-        self,
-        common: CommonAttentionMetadata,
-        local: CommonAttentionMetadata,
-        shared: AttentionMetadata | None,
-        own: AttentionMetadata | None,
-    ) -> ContextParallelMetadata:
-        parts = (shared or own or AttentionMetadata(self, common, 0, None, ())).parts
-        return ContextParallelMetadata(
-            self,
-            common,
-            common.num_actual_tokens,
-            common.slot_mapping,
-            parts,
-            shared=shared,
-            own=own,
-            local_slots=local.slot_mapping,
-        )
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -228,7 +244,7 @@ class ContextParallelGroup(LayerGroup):
         return AttentionAcrossRanks(self, layer, terms)
 
 
-class AttentionAcrossRanks(LayerInParts):
+class AttentionAcrossRanks:
     """Computes one layer of a ``ContextParallelGroup``; ``layer`` is the class of plain layers."""
 
     # The terms' sinks are those of this rank's heads, and are counted where results are merged.
@@ -254,7 +270,7 @@ class AttentionAcrossRanks(LayerInParts):
         metadata: ContextParallelMetadata,
         outputs: Outputs,
     ) -> None:
-        """As ``LayerInParts.merged``."""
+        """Compute the parts and write what they give together, in the query's dtype."""
         tokens = metadata.num_actual_tokens
         query, outputs = query[:tokens], outputs.first(tokens)
         output, lse = outputs.output, outputs.lse

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,31 +21,14 @@ from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.context_parallel.agreement import check_step, do_alike
+from attn_select.runtime.context_parallel.agreement import check_step, make_alike, share_memory
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.context_parallel.parts import (
-    LocalBatches,
-    check_selection,
-    facts_of,
-    local_capacity,
-    part_of,
-    share_memory,
-)
-from attn_select.runtime.context_parallel.shares import Shares
-from attn_select.runtime.kv_cache import kernel_block_table
-from attn_select.runtime.loaded_backend import LoadedBackend
-from attn_select.runtime.metadata import CommonAttentionMetadata, Split, prefix_sums, split_decodes_and_prefills
-from attn_select.runtime.mla_context import ContextChunk, context_chunks, context_parts
-from attn_select.runtime.mla_group import (
-    WORKSPACE_TOKENS,
-    MLAAttentionGroup,
-    MLALayerGroup,
-    MLAMetadata,
-    check_mergeable,
-)
+from attn_select.runtime.context_parallel.shares import LocalBatches, Shares, local_capacity, part_of
+from attn_select.runtime.metadata import CommonAttentionMetadata, prefix_sums
+from attn_select.runtime.mla_context import ContextChunk
+from attn_select.runtime.mla_group import WORKSPACE_TOKENS, MLAAttentionGroup, MLALayerGroup, MLAMetadata
 from attn_select.runtime.scales import Scales
-from attn_select.runtime.step_metadata import Part
 from attn_select.runtime.terms import Outputs, Terms
 
 
@@ -89,35 +73,25 @@ class ContextParallelMLAGroup(MLALayerGroup):
         capacity: Capacity | None = None,
         *,
         context_parallel: ContextParallel,
-        cuda_graphs: bool = False,
-        phases: Sequence[Phase] | None = None,
         workspace_tokens: int = WORKSPACE_TOKENS,
+        **options: Any,
     ) -> None:
         self.context_parallel = context_parallel
         bounds = capacity or Capacity()
-
-        def make() -> None:
-            check_selection(selection, context_parallel)
-            self._make_parts(selection, device, bounds, cuda_graphs, phases, workspace_tokens)
-
-        do_alike(
-            context_parallel.collectives,
-            "attention_group",
-            make,
-            lambda: facts_of(selection, context_parallel, bounds),
-        )
-        share_memory(
-            self.merger, self.config, context_parallel, self._queries.max_num_seqs, self.merged_width, self.device
-        )
+        make = partial(self._make_parts, selection, device, bounds, workspace_tokens, **options)
+        make_alike(context_parallel, selection, bounds, make)
+        queries = self._queries.max_num_seqs
+        share_memory(self.merger, self.config, context_parallel, queries, self.merged_width, self.device)
 
     def _make_parts(
         self,
         selection: Selection,
         device: torch.device | str | None,
         bounds: Capacity,
-        cuda_graphs: bool,
-        phases: Sequence[Phase] | None,
         workspace_tokens: int,
+        *,
+        cuda_graphs: bool = False,
+        phases: Sequence[Phase] | None = None,
     ) -> None:
         ranks, config, size = self.context_parallel, selection.config, selection.block_size
         value, rank = config.v_head_dim, config.kv_lora_rank
@@ -156,47 +130,39 @@ class ContextParallelMLAGroup(MLALayerGroup):
         super().__init__(
             selection,
             self.dense.device,
-            {phase: backend for part in parts for phase, backend in part.backends.items()},
             bounds,
             cuda_graphs=cuda_graphs,
+            backends={phase: backend for part in parts for phase, backend in part.backends.items()},
             block_size=size * ranks.size,
-            cache=parts[-1].cache,
         )
+        if config.sparse or "decode" not in self.backends:
+            self.whole = next(iter(self.backends))
         self.interleave = ranks.interleave
         self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
         self.merger = Merger(ranks.collectives, 1, ranks.sharded)
         # Where every rank has all heads, each projects its own partial results, if there is less to send then.
         self.merged_width = rank if ranks.sharded else min(rank, value)
-        self._local = LocalBatches(self.shares, self._queries, self.device, keeps=cuda_graphs)
+        self._local = LocalBatches(self.shares, self._queries, self.device, captured=cuda_graphs)
 
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
     ) -> MLAMetadata:
         """As ``MLAAttentionGroup.build``, from the scheduler's lengths, tables and slots, the same on all ranks."""
         common = common_attn_metadata
-        check_step(self, common)
-        slots = self._local.slots(common)
-        if self.config.sparse:
-            local = self._local.shared(self._by_query(common), slots)
-            return self.metadata_of(common, slots, self._decoder().build(local, 0, fast_build).parts)
-        split = Split(0, common.num_reqs, 0, common.num_actual_tokens)
-        if (threshold := self.reorder_batch_threshold) is not None:
-            split = split_decodes_and_prefills(common, threshold)
-        parts: list[Part] = []
-        if split.num_decode_tokens:
-            latent = self._decoder()
-            decodes = self._by_query(common.requests(0, split.num_decodes))
-            local = self._local.shared(decodes, slots)
-            parts.append(latent.latent_part("decode", local, 0, fast_build))
-        if split.num_prefills:
-            prefills = common.requests(split.num_decodes, common.num_reqs)
-            parts.append(self.dense.dense_prefill(prefills, split.num_decode_tokens, self._chunks))
+        check_step(self, self.context_parallel.collectives, common)
+        slots, parts = self._local.slots(common), []
+        for phase, rows, requests in self.phases_of(common):
+            if phase == "decode" or self.config.sparse:
+                local = self._local.shared(self._by_query(requests), slots)
+                parts.append(self._decoder().latent_part(phase, local, rows, fast_build))
+            else:
+                parts.append(self.dense.dense_prefill(requests, rows, self.kernel_block_size, self._of_ranks))
         return self.metadata_of(common, slots, parts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
         """As ``MLAAttentionGroup.build_for_cudagraph_capture``; the collectives are captured as well."""
         common = common_attn_metadata
-        self.check_capture(common, self.config.sparse)
+        self.check_capture(common)
         slots = self._local.slots(common)
         local = self._local.shared(self._by_query(common), slots)
         part = self._decoder().build_for_cudagraph_capture(local).parts[0]
@@ -229,13 +195,13 @@ class ContextParallelMLAGroup(MLALayerGroup):
         assert table is not None
         return replace(
             common,
-            query_start_loc=self._local.keep("bounds", bounds),
+            query_start_loc=self._local.static.hold("bounds", bounds),
             query_start_loc_cpu=bounds_cpu,
             seq_lens=lens,
             seq_lens_cpu=lens_cpu,
             num_reqs=tokens,
             max_query_len=1,
-            block_table_tensor=self._local.keep_table(table.index_select(0, rows)),
+            block_table_tensor=self._local.static.hold("table", table.index_select(0, rows)),
             num_decodes=None,
         )
 
@@ -253,21 +219,6 @@ class ContextParallelMLAGroup(MLALayerGroup):
                 inside = (request == row) & (visible > first) & (visible <= last)
                 visible = torch.where(inside, every.clamp_max(last + 1), visible)
         return visible
-
-    def _chunks(
-        self, backend: LoadedBackend, common: CommonAttentionMetadata, context: Tensor
-    ) -> tuple[ContextChunk, ...]:
-        parts = context_parts(common, self.config, self.dense.workspace_tokens)
-        if not parts:
-            return ()
-        check_mergeable(backend, context)
-        table, size = common.block_table_tensor, self.shares.block_size
-        assert table is not None
-        assert self.kernel_block_size is not None
-        if size != self.kernel_block_size:
-            table = kernel_block_table(table, size // self.kernel_block_size)
-        chunks = context_chunks(parts, common, self.config, table, backend.build_prefill)
-        return tuple(self._of_ranks(chunk, *part) for chunk, part in zip(chunks, parts, strict=True))
 
     def _of_ranks(self, chunk: ContextChunk, starts: Tensor, lengths: Tensor) -> RankChunk:
         """Return a chunk with the rows that this rank sends, and the order of the rows that arrive."""
@@ -332,11 +283,6 @@ class ContextParallelMLAGroup(MLALayerGroup):
         for name, size in self.latent.workspace_bytes.items() if self.latent is not None else ():
             found[name] = found.get(name, 0) + size
         return {**found, **self.merger.workspace_bytes}
-
-    @property
-    def reorder_batch_threshold(self) -> int | None:
-        """As ``LayerGroup.reorder_batch_threshold``."""
-        return self.decode_threshold(self.config.sparse)
 
     def layer_in_parts(self, layer: type[Any], terms: Terms) -> LatentsAcrossRanks:
         """Return what decodes one layer of this group; every rank calls it for the same layer."""

@@ -8,13 +8,18 @@ tables, and a cache of as many blocks takes ``1 / size`` of the memory. The name
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
 from attn_select.runtime import ops
+from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.static_buffers import StaticBuffers
 
 L = TypeVar("L", int, Tensor)
 
@@ -61,3 +66,54 @@ class Shares:
         """Return the positions among the first ``tokens`` that this rank keeps, int64, in order."""
         positions = torch.arange(tokens, device=self._local.device)
         return positions[positions // self.interleave % self.size == self.rank]
+
+
+def part_of(selection: Selection[Any], num_heads: int, **changes: Any) -> Selection:
+    """Return the selection for one rank's kernels: plain layers of ``num_heads`` query heads."""
+    # Sinks are counted where the partial results are merged, so the kernels get none, unless ``changes`` says so. An
+    # output is quantised after that.
+    fields: dict[str, Any] = {"num_heads": num_heads, "decode_context_parallel_size": 1, "sinks": False}
+    fields |= {"output_quantization": "none", **changes}
+    return replace(selection, config=selection.config.model_copy(update=fields))
+
+
+def local_capacity(capacity: Capacity, per_block: int, block_size: int) -> Capacity:
+    """Return the capacity of one rank's share: blocks of ``per_block`` positions, of which it keeps ``block_size``."""
+    return replace(capacity, max_model_len=-(-capacity.max_model_len // per_block) * block_size)
+
+
+class LocalBatches:
+    """Turns the scheduler's batches into one rank's: its share of lengths, and its slots."""
+
+    def __init__(self, shares: Shares, capacity: Capacity, device: torch.device, *, captured: bool) -> None:
+        self.shares, self.static = shares, StaticBuffers(device, captured=captured)
+        requests, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        self.static.reserve("seq_lens", requests)
+        self.static.reserve("slots", tokens, dtype=torch.int64)
+        self.static.reserve("bounds", requests + 1)
+        self.static.reserve("table", requests, -(-capacity.max_model_len // (shares.size * shares.block_size)))
+
+    def slots(self, common: CommonAttentionMetadata) -> Tensor:
+        """Return where this rank's tokens of a batch go in its cache, int64 ``(T,)``, -1 for the others."""
+        assert common.slot_mapping is not None
+        return self.static.hold("slots", self.shares.slots(common.slot_mapping))
+
+    def shared(self, common: CommonAttentionMetadata, slots: Tensor, *, own: bool = False) -> CommonAttentionMetadata:
+        """Return the batch against this rank's share of the cache."""
+        # ``own``: leave the step's own tokens out; every query then sees all that is left, and no mask is needed.
+        lens, lens_cpu, most = common.seq_lens, common.seq_lens_cpu, common.max_seq_len
+        if own:
+            lens = (lens - common.query_start_loc.diff()).clamp_min(0)
+            lens_cpu = (lens_cpu - common.query_lens_cpu).clamp_min(0)
+        local_cpu = self.shares.length(lens_cpu)
+        return replace(
+            common,
+            seq_lens=self.static.hold("seq_lens", self.shares.length(lens)),
+            seq_lens_cpu=local_cpu,
+            max_seq_len=self.shares.length(most),
+            slot_mapping=slots[: common.num_actual_tokens],
+            causal=common.causal and not own,
+            mm_prefix_ranges=None,
+            tree_mask=None,
+            block_size=self.shares.block_size,
+        )

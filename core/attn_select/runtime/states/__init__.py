@@ -9,8 +9,7 @@ from attn_select.runtime.states.gathered import GatheredStateImpl, gathered_stat
 from attn_select.runtime.states.linear_attention import LinearAttention
 from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata, StatePart
-from attn_select.runtime.states.state_cache import StateCache, slots_in_pool, zeros_slot
-from attn_select.runtime.states.state_conversion import convert_states
+from attn_select.runtime.states.state_cache import StateCache, convert_states, slots_in_pool, zeros_slot
 from attn_select.runtime.states.state_group import StateGroup
 from attn_select.runtime.states.state_pool import OutOfSlotsError, StatePool, StateSlots
 from attn_select.runtime.states.static_states import StaticStates

@@ -86,12 +86,10 @@ class GatheredStateImpl(StateImpl):
             # Requests have different numbers of drafts: those that have ended keep the state of their last one.
             running = (lens > i).nonzero().flatten().to(output.device)
             at = (bounds[:-1][lens > i] + i).to(output.device)
-            query, key, value, log_decay, strength = (None if each is None else each[at] for each in tokens)
-            assert query is not None
-            assert key is not None
-            assert value is not None
-            assert log_decay is not None
-            found, new_state = self.one_token(query, key, value, log_decay, strength, state[running])
+            query, key, value, log_decay, strength = tokens
+            own_strength = None if strength is None else strength[at]
+            own = query[at], key[at], value[at], log_decay[at], own_strength
+            found, new_state = self.one_token(*own, state[running])
             state[running] = new_state
             output[at] = found.to(output.dtype)
             if part.token_slots is not None:

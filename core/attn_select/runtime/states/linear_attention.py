@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
-from attn_select.runtime.backend_faults import blame
+from attn_select.runtime.backend_faults import call
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.ops import causal_conv
 from attn_select.runtime.states.gates import Gates
@@ -79,16 +79,10 @@ class LinearAttention(nn.Module):
                 except BatchError as error:
                     raise ConfigError(error.message, fields=[name]) from None
             self.register_buffer(name, tensor, persistent=False)
-        made: dict[type[object], StateImpl] = {}
         self.impls: dict[Phase, StateImpl] = {}
-        for phase, own in group.backends.items():
-            if own.backend not in made:
-                try:
-                    made[own.backend] = own.backend.impl_cls(own.context)
-                except Exception as error:
-                    blame(own.spec, "its impl", error)
-                    raise
-            self.impls[phase] = made[own.backend]
+        for own in dict.fromkeys(group.backends.values()):
+            impl = call(own.spec, "its impl", "", own.backend.impl_cls, own.context)
+            self.impls |= dict.fromkeys(own.context.plans, impl)
         keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
         self._widths = {"query": keys, "key": keys, "value": values}
         self._order = config.rule.channels
@@ -144,7 +138,7 @@ class LinearAttention(nn.Module):
         watched, weights = self.group.checked and not _capturing(channels), self._buffers
         if watched:
             named = {"channels": channels, "output": output}
-            self.group.checks.contents(named, gates, weights, cache, metadata, self._least)
+            self.group.check_contents(named, gates, weights, cache, metadata, self._least)
         if output is None:
             output = channels.new_empty((channels.shape[0], *self._output_row))
         mixed = channels[:tokens]
@@ -162,16 +156,13 @@ class LinearAttention(nn.Module):
         for phase, part in metadata.parts:
             own = slice(part.first_token, part.first_token + part.num_tokens)
             rows = query[own], key[own], value[own], gates.rows(own)
-            try:
-                self.impls[phase].forward(phase, *rows, cache.state, part, output[own])
-            except Exception as error:
-                blame(self.group.backends[phase].spec, "forward()", error)
-                raise
+            spec, run = self.group.backends[phase].spec, self.impls[phase].forward
+            call(spec, "forward()", "", run, phase, *rows, cache.state, part, output[own])
         # The skip adds the values that the convolution has given, not the projected ones.
         if (skip := weights["skip"]) is not None:
             output[:tokens] += (skip[:, None] * value).to(output.dtype)
         if watched:
-            self.group.checks.wrote(cache, metadata)
+            self.group.wrote(cache, metadata)
         return output
 
     def _check(
@@ -198,7 +189,7 @@ class LinearAttention(nn.Module):
         gates.check(group.config, rows, group.device)
         state, conv = self._cache_seen  # engines bring the same one every time
         if type(cache) is not StateCache or state() is not cache.state or conv() is not cache.conv:
-            group.checks.cache(cache)
+            group.check_cache(cache)
             self._cache_seen = ref(cache.state), _none if cache.conv is None else ref(cache.conv)
         for phase, _ in metadata.parts:
             if gates.raw is None and phase in self.impls[phase].raw_gates:

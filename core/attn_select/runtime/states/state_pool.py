@@ -16,7 +16,8 @@ from itertools import count
 from typing import Any
 
 from attn_select.errors import ConfigError, show
-from attn_select.runtime.block_pool import PoolError, RequestId
+from attn_select.runtime.block_pool import CountedPool, PoolError, RequestId
+from attn_select.runtime.integers import size
 
 _STAMPS = count(1)
 FROM_ZERO = -1
@@ -87,7 +88,7 @@ class _Next:
     taken: list[int]
 
 
-class StatePool:
+class StatePool(CountedPool):
     """A fixed number of slots with reference counts.
 
     A step is planned by ``step`` and committed by ``StateGroup.build`` (``CudaGraphRunner`` commits what it replays),
@@ -105,13 +106,11 @@ class StatePool:
     """
 
     def __init__(self, num_slots: int, num_speculative_tokens: int = 0) -> None:
-        for name, value, least in (("num_slots", num_slots, 1), ("num_speculative_tokens", num_speculative_tokens, 0)):
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name} = {show(value)}: accepted are integers from {least}", fields=[name])
-        self.num_slots = num_slots
-        self._drafts = num_speculative_tokens
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._references = [0] * num_slots
+        if type(num_speculative_tokens) is not int or num_speculative_tokens < 0:
+            text = f"num_speculative_tokens = {show(num_speculative_tokens)}: accepted are integers from 0"
+            raise ConfigError(text, fields=["num_speculative_tokens"])
+        self.num_slots, self._drafts = size("num_slots", num_slots), num_speculative_tokens
+        super().__init__(self.num_slots)
         self._stamps = [0] * num_slots
         self._requests: dict[RequestId, _Owned] = {}
 
@@ -221,9 +220,7 @@ class StatePool:
             if spare and 0 < len(own) <= states and own[-1] == owned.state:
                 own.pop()
                 spare -= 1
-            taken = [free.pop() for _ in range(states - len(own))]
-            for slot in taken:
-                references[slot] = 1
+            taken = self._take(states - len(own))
             writes = own[:states] + taken
             owned.next = _Next(planned, writes, own[states:], taken)
             slots.read.append(owned.state)
@@ -346,12 +343,6 @@ class StatePool:
             self._release(owned.next.taken)
             owned.next = None
         return bool(waiting)
-
-    def _release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._references[slot] -= 1
-            if self._references[slot] == 0:
-                self._free.append(slot)
 
 
 def _unsettled(request: RequestId) -> PoolError:

@@ -54,7 +54,7 @@ class StaticStates:
             BatchError: the slots do not fit the batch, or a query has another length.
             PoolError: as ``StateGroup.build``.
         """
-        with self.group.checks.step(common, slots, seen=False):  # replays pass by the layers
+        with self.group.checked_step(common, slots, seen=False):  # replays pass by the layers
             check_uniform(common, self.query_len)
             rest = size - common.num_reqs
             device = self.group.device
