@@ -25,8 +25,7 @@ from attn_select.errors import AttnSelectError, ConfigError, shorten
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
-from attn_select.reference.layer_step import CacheMemory
-from attn_select.reference.state_step import StateMemory, StateStep
+from attn_select.reference.timed_steps import CacheMemory, StateMemory, TimedStep
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.timer import WARM_UP_ROUNDS, timed_rounds
 from attn_select.times.batch_shape import BatchShape
@@ -34,7 +33,7 @@ from attn_select.times.roofline import roofline_us
 from attn_select.times.workload import phases_of
 from attn_select_cli.serving import unserved
 from attn_select_measure.bench_machine import Machine
-from attn_select_measure.prepared import Prepared, Step
+from attn_select_measure.prepared import Prepared
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text, uncertainty
 
 LEAST_US = 1000.0  # A graph runs at least this long by the roofline, so that its launch does not count
@@ -182,7 +181,7 @@ class Bench:
             if max(uncertainty(each.timed.samples_us) for each in ready) <= self._settled:
                 return
 
-    def _memory(self, steps: Sequence[Step], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
+    def _memory(self, steps: Sequence[TimedStep], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
         """Return the caches' memory and how many layers a round runs, a multiple of the number of caches."""
         machine = self.machine
         largest, weights = max(step.cache_bytes for step in steps), max(step.weight_bytes for step in steps)
@@ -205,13 +204,7 @@ class Bench:
             floor = floor or LEAST_US
             count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))
             layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
-        first = steps[0]
-        memory: CacheMemory | StateMemory | None = None
-        if isinstance(first, StateStep):
-            memory = first.memory(count)
-        elif first.config.has_cache:
-            memory = CacheMemory(first.config, largest, count, machine.torch_device)
-        return memory, -(-layers // count) * count
+        return steps[0].memory(largest, count), -(-layers // count) * count
 
     def libraries(self, backend: str, config: LayerConfig) -> dict[str, str]:
         """Return the versions of torch, the plugin, and every installed library that the backend may run from."""

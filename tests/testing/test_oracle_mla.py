@@ -134,8 +134,9 @@ def test_sparse_over_all_tokens_is_dense(layout: str, kv_cache_dtype: str) -> No
         start += query_len
         slots = torch.tensor([int(row[p // 16]) * 16 + p % 16 for p in range(seq_len)])
         keys, _ = gather_reference(cache, layout, slots, config)
-        dense = mla_absorbed_reference(problem.query[rows], keys[:, 0, :512], keys[:, 0, 512:], scale=problem.scale)
-        torch.testing.assert_close((sparse[0][rows], sparse[1][rows]), dense)
+        query = problem.absorbed[rows]
+        dense, lse = mla_absorbed_reference(query, keys[:, 0, :512], keys[:, 0, 512:], scale=problem.scale)
+        torch.testing.assert_close((sparse[0][rows], sparse[1][rows]), (project_output(dense, problem.weights[1]), lse))
 
 
 def test_sparse_attends_to_the_choice_alone() -> None:
@@ -149,11 +150,11 @@ def test_sparse_attends_to_the_choice_alone() -> None:
     cache.flatten(0, 1)[slots] = kept
     a, b = slots.tolist()
     indices = torch.tensor([[-1, a, -1, b], [a, a, b, -1], [-1, -1, -1, -1]])
-    output, lse = sparse_mla_reference(problem.query, cache, MLA, indices, config, problem.scale)
+    output, lse = sparse_mla_reference(problem.absorbed, cache, MLA, indices, config, problem.scale)
 
     def by_hand(row: int, chosen: list[int]) -> tuple[Tensor, Tensor]:
         tokens = torch.stack([cache.flatten(0, 1)[slot] for slot in chosen]).double()
-        scores = problem.scale * problem.query[row].double() @ tokens.T
+        scores = problem.scale * problem.absorbed[row] @ tokens.T
         return scores.softmax(dim=-1) @ tokens[:, :16], scores.logsumexp(dim=-1)
 
     torch.testing.assert_close((output[0], lse[0]), by_hand(0, [a, b]))

@@ -139,8 +139,8 @@ def error_bound(config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> 
 
 
 def check_output(step: Problem, rows: Tensor, output: Tensor, reference: Tensor, bound: ErrorBound) -> None:
-    """Compare rows ``(N,)`` of an output ``(T, H, Dv)`` with the reference's; AssertionError names the worst row."""
-    actual, wanted = output[rows].cpu().double(), reference[rows].cpu()
+    """Compare rows ``(N,)`` of an output ``(T, H, Dv)`` with their reference; AssertionError names the worst row."""
+    actual, wanted = output[rows].cpu().double(), reference.cpu()
     size = torch.linalg.vector_norm(wanted, dim=-1)
     # The error of a short row is taken relative to the typical length: its terms cancel, but their errors do not.
     off = torch.linalg.vector_norm(actual - wanted, dim=-1) / size.clamp_min(float(size.square().mean().sqrt()))
@@ -157,8 +157,8 @@ def check_output(step: Problem, rows: Tensor, output: Tensor, reference: Tensor,
 
 
 def check_lse(step: Problem, rows: Tensor, lse: Tensor, reference: Tensor, bound: ErrorBound) -> None:
-    """Compare rows ``(N,)`` of an LSE ``(T, H)`` with the reference's; AssertionError names the worst row."""
-    actual, wanted = lse[rows].cpu().double(), reference[rows].cpu()
+    """Compare rows ``(N,)`` of an LSE ``(T, H)`` with their reference; AssertionError names the worst row."""
+    actual, wanted = lse[rows].cpu().double(), reference.cpu()
     # -inf is right where it is wanted, and wrong by infinity elsewhere.
     off = torch.where(actual == wanted, 0.0, (actual - wanted).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     off /= wanted.abs().clamp_min(1.0).masked_fill(wanted.isinf(), 1.0)

@@ -10,12 +10,12 @@ What tests of a plugin use beside it:
   check of facts' sources; emulated modules; a plan with other texts, which decide nothing.
 - ``verdicts``: a file of what the gate says of a fixed list of layers on a GPU of each generation.
 - ``running``: one step through the layers that engines call, on poisoned memory. It needs ``attn_select.runtime``.
-- ``layer_step``: one step of layers on random numbers, to be timed and compared (``attn-select bench``).
+- ``timed_steps``: one step of layers on random numbers, to be timed and compared (``attn-select bench``).
 - ``strategies``: configurations, devices and environments for hypothesis, which it needs.
 
 What is right:
 
-- ``problems``: random batches on poisoned memory (``Problem``), and of a whole MLA layer (``MLAProblem``).
+- ``problems``: random steps on poisoned memory (``Problem``).
 - ``oracle``: attention, its mask, and the merge of partials; the conventions are stated there.
 - ``oracle_paged``: the same on a paged cache of any layout, writing the cache, slot mappings.
 - ``oracle_mla``: multi-head latent attention, decompressed, absorbed and sparse.
@@ -63,14 +63,7 @@ from attn_select.reference.oracle_paged import (
     write_reference,
 )
 from attn_select.reference.oracle_quant import pack_fp8_ds_mla, quantize_query, storage_dtype, unpack_fp8_ds_mla
-from attn_select.reference.problems import (
-    MLAProblem,
-    Problem,
-    Request,
-    random_mla_problem,
-    random_problem,
-    random_requests,
-)
+from attn_select.reference.problems import Problem, Request, random_problem, random_requests
 from attn_select.testing.toolkit import (
     ask,
     check_answers,
@@ -94,7 +87,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionOptions",
     "ErrorBound",
-    "MLAProblem",
     "Problem",
     "RelativeError",
     "Request",
@@ -122,7 +114,6 @@ __all__ = [
     "plan_of",
     "project_output",
     "quantize_query",
-    "random_mla_problem",
     "random_problem",
     "random_requests",
     "reasons_of",

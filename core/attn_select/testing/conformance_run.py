@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +16,16 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.reference.comparison import ROW, UNIT_ROUNDOFF, ErrorBound, request_name, same_bits
 from attn_select.reference.problems import (
     PEAK,
-    MLAProblem,
+    Problem,
     Request,
     of_another_layer,
     of_layer,
-    random_mla_problem,
     random_problem,
     random_requests,
     with_peaks,
 )
 from attn_select.reference.running import (
     Bound,
-    Drawn,
     Result,
     StepMemory,
     call_layer,
@@ -41,7 +38,6 @@ from attn_select.reference.running import (
     result_of,
     returns_lse,
     run_problem,
-    step_of,
 )
 from attn_select.runtime import Capacity, ContextParallel, attention_group, decodes_first
 from attn_select.runtime.cuda_graph import CudaGraphRunner
@@ -177,37 +173,19 @@ class Batches:
         per_block = 4 * size * config.num_kv_heads * (config.head_size + config.value_head_size)
         return max(most, min(LARGE_BLOCKS, LARGE_CACHE // per_block))
 
-    def draw(self, seed: int, requests: Sequence[Request]) -> Drawn:
+    def draw(self, seed: int, requests: Sequence[Request]) -> Problem:
         """Draw a step of these requests; all steps have caches of the same size."""
-        options: dict[str, Any] = {
-            "block_size": self.block_size,
-            "requests": requests,
-            "nan_tails": self.nan_tails,
-            "spare_blocks": self.num_blocks - sum(-(-seq_len // self.block_size) for _, seq_len in requests),
-            "device": self.device,
-            "scale": self.scale,
-        }
-        if self.config.mla and self.kv_layout is not None:
-            return random_mla_problem(seed, self.config, self.kv_layout, **options)
-        return random_problem(seed, self.config, self.kv_layout, **options)
-
-
-def rows_of(drawn: Drawn, first: int, last: int) -> slice:
-    """Return the tokens of requests ``first .. last - 1``."""
-    bounds = step_of(drawn).query_start_loc
-    return slice(int(bounds[first]), int(bounds[last]))
-
-
-def part_of(drawn: Drawn, first: int, last: int) -> Drawn:
-    """Return the step of requests ``first .. last - 1`` alone, on the same cache."""
-    step, rows = step_of(drawn), rows_of(drawn, first, last)
-    by_row = ("query", "key", "value", "slot_mapping", "topk_indices", "tree_mask")
-    by_request = ("requests", "seq_lens", "block_table", "mm_prefix_ranges")
-    cuts = {**dict.fromkeys(by_row, rows), **dict.fromkeys(by_request, slice(first, last))}
-    cut: dict[str, Any] = {name: getattr(step, name)[c] for name, c in cuts.items() if getattr(step, name) is not None}
-    bounds = step.query_start_loc[first : last + 1]
-    part = dataclasses.replace(step, query_start_loc=bounds - bounds[0], **cut)
-    return dataclasses.replace(drawn, step=part, query=drawn.query[rows]) if isinstance(drawn, MLAProblem) else part
+        return random_problem(
+            seed,
+            self.config,
+            self.kv_layout,
+            block_size=self.block_size,
+            requests=requests,
+            nan_tails=self.nan_tails,
+            spare_blocks=self.num_blocks - sum(-(-seq_len // self.block_size) for _, seq_len in requests),
+            device=self.device,
+            scale=self.scale,
+        )
 
 
 class Rig:
@@ -274,7 +252,7 @@ class Rig:
         first, second = (draw.draw(seed + number, each) for number, each in enumerate(requests))
         memories = [StepMemory(wide=bool(seed & 4)), StepMemory(wide=not seed & 4)]
         own, other = 0, 1
-        steps: list[tuple[Drawn, StepMemory, tuple[int, ...]]]
+        steps: list[tuple[Problem, StepMemory, tuple[int, ...]]]
         steps = [(first, memories[0], (own,)), (second, memories[1], (own,))]
         if draw.large is None:
             again = 0 if seed % 4 == 0 else 1
@@ -347,34 +325,34 @@ class Rig:
         runner = CudaGraphRunner(step, [group], inputs, sizes, query_len=query_len or 1, mixed=query_len is None)
         runner.capture()
         for number, (first, last) in enumerate(parts):
-            part = part_of(own[number % 2], first, last)
+            part = own[number % 2].part(first, last)
             if cache is not None and (wanted := kernel_cache(group, part)) is not None:
                 cache.copy_(wanted)
             output = runner(inputs_of(part), {group: common_of(part)})
             result, whole = result_of(group, part, output, lse, cache, self.output_scale), part
             if ranks is not None:
-                whole = part_of(drawn[number % 2], first, last)
+                whole = drawn[number % 2].part(first, last)
                 result = joined(group, whole, ranks, result)
             self._check(whole, result)
         return len(parts)
 
-    def _check_alone(self, drawn: Drawn, result: Result, wide: bool) -> int:
+    def _check_alone(self, drawn: Problem, result: Result, wide: bool) -> int:
         """Run the first requests by themselves, in memory of the same strides: bit by bit the same as in the batch."""
-        requests = [*enumerate(step_of(drawn).requests)][: MOST_REQUESTS + EMPTY_REQUESTS]
+        requests = [*enumerate(drawn.requests)][: MOST_REQUESTS + EMPTY_REQUESTS]
         requests = [(index, request) for index, request in requests if request[0]]
         for index, request in requests:
-            alone = self._run(part_of(drawn, index, index + 1), memory=StepMemory(wide)).output
-            if not same_bits(alone, result.output[rows_of(drawn, index, index + 1)]):
+            alone = self._run(drawn.part(index, index + 1), memory=StepMemory(wide)).output
+            if not same_bits(alone, result.output[drawn.tokens_of(index, index + 1)]):
                 name = request_name(index, request)
                 raise AssertionError(f"batch_invariant: {name} gives other bits alone than in the batch")
         return len(requests)
 
-    def _run(self, drawn: Drawn, **given: Any) -> Result:
+    def _run(self, drawn: Problem, **given: Any) -> Result:
         if self.ranks is not None:
             return run_on_ranks(self.group, drawn, self.ranks, output_scale=self.output_scale)
         return run_problem(self.group, drawn, output_scale=self.output_scale, **given)
 
-    def _check(self, drawn: Drawn, result: Result) -> None:
+    def _check(self, drawn: Problem, result: Result) -> None:
         alibi, steps = self.tolerances.exact_alibi_lse, self.tolerances.fp8_cache_steps
         check_result(self.group, drawn, result, bound=self._bound, exact_alibi_lse=alibi, fp8_cache_steps=steps)
 
