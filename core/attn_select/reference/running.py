@@ -340,25 +340,22 @@ def check_result(
     result: Result,
     *,
     bound: Bound = error_bound,
-    exact_alibi_lse: bool = True,
-    fp8_cache_steps: int = 0,
 ) -> None:
     """Compare cache, output and LSE with the oracle's, phase by phase: each phase has a path of its own.
 
     Args:
         bound: the accepted errors of a layer by its plans.
-        exact_alibi_lse, fp8_cache_steps: as in ``BackendConformance``.
 
     Raises:
         AssertionError: names the phase, the path and the worst row of which request.
     """
     if result.kv_cache is not None:
-        check_cache(problem, result.kv_cache, fp8_cache_steps)
+        check_cache(problem, result.kv_cache)
     for phase, plan, rows, output, lse in expected(group, problem, result.kv_cache):
         accepted = bound(group.config, {phase: plan})
         try:
             check_output(problem, rows, result.output, output.clamp(-result.largest, result.largest), accepted)
-            if result.lse is not None and (exact_alibi_lse or not group.config.alibi):
+            if result.lse is not None:
                 check_lse(problem, rows, result.lse, lse, accepted)
         except AssertionError as wrong:
             raise AssertionError(f"{phase} by {plan.path}: {wrong}") from None
