@@ -20,7 +20,7 @@ import torch.distributed as dist
 from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendSpec
 from attn_select.decide.lines import byte_text
-from attn_select.decide.selector import RulesArgument, select
+from attn_select.decide.selector import RulesArgument, environment_for, select
 from attn_select.errors import AttnSelectError, ConfigError, shorten
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
@@ -95,20 +95,14 @@ class Bench:
         return found
 
     def measure(
-        self,
-        config: LayerConfig,
-        batch: BatchShape,
-        candidates: Sequence[Candidate],
-        seconds: float = 60.0,
-        compare: bool = True,
+        self, config: LayerConfig, batch: BatchShape, candidates: Sequence[Candidate], seconds: float = 60.0
     ) -> TimedBatch:
-        """Time the candidates on one batch."""
-        check_runnable(config, batch, self.machine.ranks)
+        """Time the candidates on one batch, and compare each with the oracle."""
         floor = roofline_us(config, batch, self.rates.of(self.machine.device))
         result = TimedBatch(batch, floor, [Timed(each.name, failure=each.failure) for each in candidates])
         why = "interrupted before its first round"
         try:
-            self._run(result, candidates, seconds, compare)
+            self._run(result, candidates, seconds)
         except KeyboardInterrupt:
             result.complete = False
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -121,7 +115,7 @@ class Bench:
         result.timed.sort(key=lambda timed: timed.time_us if timed.failure is None else float("inf"))
         return result
 
-    def _run(self, found: TimedBatch, candidates: Sequence[Candidate], seconds: float, compare: bool) -> None:
+    def _run(self, found: TimedBatch, candidates: Sequence[Candidate], seconds: float) -> None:
         batch = found.batch
         ready: list[Prepared] = []
 
@@ -150,7 +144,7 @@ class Bench:
             except Exception as error:
                 for each in ready:
                     each.timed.failure = None if each.timed.samples_us else failure_text(error)
-            for each in ready if compare else ():
+            for each in ready:
                 self._say(f"{batch}: comparing {each.timed.backend} with the oracle")
                 if each.timed.samples_us:
                     each.check(memory)
@@ -206,11 +200,10 @@ class Bench:
             layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
         return steps[0].memory(largest, count), -(-layers // count) * count
 
-    def libraries(self, backend: str, config: LayerConfig) -> dict[str, str]:
+    def libraries(self, backend: str) -> dict[str, str]:
         """Return the versions of torch, the plugin, and every installed library that the backend may run from."""
         registry = load_plugins()
-        known: dict[str, Any] = {"environment": self.environment, "times": False}
-        environment = select(config, self.machine.device, self.rules, **known).environment
+        environment = self.environment or environment_for(self.machine.device)
         spec: BackendSpec = registry.specs[backend]
         names = [library.distribution for group in spec.libraries for library in group if environment.has(library)]
         versions = {name: environment.version(name) for name in ("torch", *names)}

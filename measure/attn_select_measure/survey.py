@@ -61,13 +61,6 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
     "--workloads", type=click.IntRange(1), default=600, show_default=True, metavar="N", help="How many of the seed."
 )
 @click.option(
-    "--phase",
-    "phases",
-    multiple=True,
-    metavar="NAME",
-    help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
-)
-@click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), metavar="S", help="End by then [default: when all is done]."
 )
 @click.option(
@@ -99,7 +92,6 @@ def command(
     check: str | None,
     seed: int,
     workloads: int,
-    phases: tuple[str, ...],
     seconds: float | None,
     backends: tuple[str, ...],
     pins: tuple[str, ...],
@@ -114,7 +106,6 @@ def command(
     from attn_select.machine.environment import parse_pins
     from attn_select_cli.output import require_writable
     from attn_select_cli.torch_module import torch_module
-    from attn_select_measure.survey_draw import PHASES
 
     if (out is None) == (check is None):
         raise click.UsageError("give either --out FILE or --check [FILE]")
@@ -122,10 +113,6 @@ def command(
     for name in backends:
         if name not in specs:
             raise UnknownNameError("backend", name, specs)
-    phases = tuple(name.strip().lower() for name in phases)
-    for name in phases:
-        if name not in PHASES:
-            raise UnknownNameError("phase", name, dict.fromkeys(PHASES))
     environment = environment_for(detect_device().device, parse_pins(pins))
     if check is not None:
         return _check(Path(check) if check else None, environment)
@@ -144,7 +131,7 @@ def command(
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
     settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)
-    plan = surveying.drawn_or_again(seed, workloads, phases, backends)
+    plan = surveying.drawn_or_again(seed, workloads, backends)
     return 0 if surveyed(settings, plan, environment) else 1
 
 

@@ -26,7 +26,7 @@ from attn_select.times.workload import phases_of
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
-from attn_select_measure.survey_draw import PHASES, SPACE, TINY, draw, kind_of
+from attn_select_measure.survey_draw import SPACE, TINY, draw, kind_of
 from attn_select_measure.survey_records import PAIR, Record, append_record, merged, read_survey, write_survey
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 from attn_select_measure.timed_fields import timed_fields
@@ -110,9 +110,8 @@ def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig
     return Work(row, config, batch)
 
 
-def drawn_or_again(seed: int, workloads: int, phases: tuple[str, ...], backends: tuple[str, ...]) -> Plan:
-    """Plan so many workloads of a seed, of these phases alone where any are named; with backends and a file that has
-    some, those, and these backends alone."""
+def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...]) -> Plan:
+    """Plan so many workloads of a seed; with backends and a file that has some, those."""
 
     def plan(machine: Machine, known: Sequence[Record]) -> Iterator[Work]:
         if known and backends:
@@ -121,7 +120,7 @@ def drawn_or_again(seed: int, workloads: int, phases: tuple[str, ...], backends:
             return
         done = {(record["seed"], record["number"]) for record in known}
         for number in range(workloads):
-            if (seed, number) not in done and (not phases or PHASES[number % len(PHASES)] in phases):
+            if (seed, number) not in done:
                 drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
                 yield work_of(seed, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
 
@@ -270,9 +269,7 @@ class _Run:
             "compute_capability": bench.machine.device.capability_text,
             "driver": bench.machine.detection.driver_version,
             "rates": {"copy_gbps": round(bench.rates.copy / 1e9, 1), "tflops": round(bench.rates.matmul / 1e12, 2)},
-            "timed": [
-                self._entry(work.config, each, chosen[each.backend], first[each.backend]) for each in found.timed
-            ],
+            "timed": [self._entry(each, chosen[each.backend], first[each.backend]) for each in found.timed],
         }
         append_record(self._settings.out, record if "timed" not in work.row else merged(work.row, record))
         spent = time.monotonic() - began
@@ -283,7 +280,7 @@ class _Run:
             raise DeviceLost(lost)
         return True
 
-    def _entry(self, config: LayerConfig, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
+    def _entry(self, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
         """Return one backend's part of a line; ``docs/times.md`` lists its keys."""
         failure = timed.failure
         if failure is None and not timed.exact:
@@ -292,7 +289,7 @@ class _Run:
             **timed.to_dict(),
             "failure": failure,
             "fingerprint": self._fingerprints(candidate, timed),
-            "libraries": self._libraries(config, timed.backend),
+            "libraries": self._libraries(timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "eager": None if timed.eager is None else timed.eager.to_dict(),
             "compile_s": None if first is None else round(first.seconds, 2),
@@ -308,10 +305,10 @@ class _Run:
                 found.setdefault(spec.name, {}).update(fingerprint(spec, selection.environment, plan.provider))
         return found
 
-    def _libraries(self, config: LayerConfig, name: str) -> dict[str, str]:
+    def _libraries(self, name: str) -> dict[str, str]:
         found: dict[str, str] = {}
         for backend in name.split(PAIR):
-            found |= self._bench.libraries(backend, config)
+            found |= self._bench.libraries(backend)
         return found
 
     def _line(self, work: Work, found: TimedBatch) -> str:

@@ -195,7 +195,6 @@ def test_check_says_what_is_stale(run: Any, out: Path) -> None:
         (("--check", "later.jsonl"), "later.jsonl:1: v = 2: accepted is 1"),
         (("--out", "new.jsonl", "--with", "vllm"), "expected NAME==VERSION"),
         (("--check", "no.jsonl"), "no.jsonl: there is no such file"),
-        (("--out", "new.jsonl", "--phase", "decodes"), "unknown phase 'decodes'"),
     ],
 )
 def test_wrong_input(

@@ -31,7 +31,6 @@ The order, cap before bias before mask, is FlashAttention-2's and vLLM's Triton 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, TypedDict, cast
 
 import torch
@@ -220,6 +219,7 @@ def varlen_reference(
     scale: float,
     *,
     rows: Tensor | None = None,
+    spread: Tensor | None = None,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend within each request over keys and values that are packed one request after another (encoders, no cache).
@@ -228,7 +228,8 @@ def varlen_reference(
         query: ``(T, H, D)``, or of the tokens ``rows`` alone.
         keys: ``(S, Hkv, D)``; values ``(S, Hkv, Dv)``.
         query_start_loc: ``(B + 1,)`` prefix sums of the query lengths; key_start_loc likewise.
-        rows: integers ``(N,)``, which tokens ``query`` is of; None: all.
+        rows: integers ``(N,)`` in order, which tokens ``query`` is of; None: all.
+        spread: float64 ``(N, H)``, filled as ``attention_reference`` does.
         per_head: as in ``attention_options``.
 
     Returns:
@@ -239,7 +240,8 @@ def varlen_reference(
     lse = torch.full_like(output[..., 0], -torch.inf)
     key_bounds = key_start_loc.tolist()
     lens = key_start_loc.diff().tolist()
-    for request, (mine, options["query_positions"]) in enumerate(rows_by_request(query, query_start_loc, lens, rows)):
+    for request, mine, options["query_positions"] in rows_by_request(query, query_start_loc, lens, rows):
+        options["spread"] = None if spread is None else spread[mine]
         part = slice(key_bounds[request], key_bounds[request + 1])
         output[mine], lse[mine] = attention_reference(query[mine], keys[part], values[part], scale=scale, **options)
     return output, lse
@@ -247,15 +249,16 @@ def varlen_reference(
 
 def rows_by_request(
     query: Tensor, query_start_loc: Tensor, seq_lens: Sequence[int], rows: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each request which rows of ``query`` are its own, and their positions; ``rows`` as in the references.
+) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield requests with the rows of ``query`` that are theirs, and their positions; ``rows`` as in the references.
 
     A request's tokens of this step are the last of its ``seq_lens``.
     """
     tokens = torch.arange(len(query), device=query.device) if rows is None else rows
-    for (first, last), seq_len in zip(pairwise(query_start_loc.tolist()), seq_lens, strict=True):
-        mine = ((tokens >= first) & (tokens < last)).nonzero().flatten()
-        yield mine, tokens[mine] - last + seq_len
+    edges = torch.searchsorted(tokens, query_start_loc.to(tokens)).tolist()
+    for request, mine in enumerate(map(slice, edges, edges[1:])):
+        if mine.start < mine.stop:
+            yield request, mine, tokens[mine] - query_start_loc[request + 1] + seq_lens[request]
 
 
 def merge_reference(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

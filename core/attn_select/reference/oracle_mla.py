@@ -95,6 +95,7 @@ def sparse_mla_reference(
     k_scale: Scale = None,
     query_dtype: str | None = None,
     q_scale: Scale = None,
+    spread: Tensor | None = None,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form.
@@ -106,6 +107,7 @@ def sparse_mla_reference(
         kv_cache: in layout ``MLA`` or ``FP8_DS_MLA``.
         indices: integers ``(T, top_k)``: physical slots ``block * block_size + offset``. Negative ones are padding, at
             any place; a slot that is listed twice counts twice.
+        spread: float64 ``(T, H)``, filled as ``attention_reference`` does.
         per_head: as in ``attention_options``.
 
     Returns:
@@ -120,5 +122,6 @@ def sparse_mla_reference(
     for token, chosen in enumerate(indices):
         keys, values = gather_reference(kv_cache, layout, chosen[chosen >= 0], config, k_scale=k_scale)
         row = slice(token, token + 1)
+        options["spread"] = None if spread is None else spread[row]
         output[row], lse[row] = attention_reference(query[row], keys, values, scale=scale, **options)
     return output, lse

@@ -55,6 +55,7 @@ def paged_reference(
     tree_mask: Tensor | None = None,
     rows: Tensor | None = None,
     block_size: int | None = None,
+    spread: Tensor | None = None,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend per request over a paged cache that already holds this step's tokens.
@@ -77,8 +78,9 @@ def paged_reference(
             ``quantize_query``.
         tree_mask: bool ``(T, M)``, which of its request's tokens in this step a token sees; those with more than M
             tokens are causal.
-        rows: integers ``(N,)``, which tokens ``query`` is of; None: all.
+        rows: integers ``(N,)`` in order, which tokens ``query`` is of; None: all.
         block_size: tokens per block of the table; None: as many as in a block of the cache.
+        spread: float64 ``(N, H)``, filled as ``attention_reference`` does.
         per_head: as in ``attention_options``.
 
     Returns:
@@ -93,9 +95,10 @@ def paged_reference(
     output = query.new_zeros((*query.shape[:2], value_size), dtype=torch.float64)
     lse = torch.full_like(output[..., 0], -torch.inf)
     lens, counts = seq_lens.tolist(), query_start_loc.diff().tolist()
-    for request, (mine, positions) in enumerate(rows_by_request(query, query_start_loc, lens, rows)):
+    for request, mine, positions in rows_by_request(query, query_start_loc, lens, rows):
         seq_len, count = lens[request], counts[request]
         options["query_positions"] = positions
+        options["spread"] = None if spread is None else spread[mine]
         options["mm_prefix_ranges"] = ranges = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
         tree = None
         if tree_mask is not None and count <= tree_mask.shape[1]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.features import PER_HEAD
 from attn_select.layer.layouts import FP8_DS_MLA, MLA, cache_shape
-from attn_select.reference.oracle import attention_options, last_positions, varlen_reference
+from attn_select.reference.oracle import attention_options, last_positions, rows_by_request, varlen_reference
 from attn_select.reference.oracle_indexer import E4M3_MAX
 from attn_select.reference.oracle_mla import (
     absorb_query,
@@ -151,6 +151,7 @@ class Problem:
         kv_cache: Tensor | None = None,
         query_dtype: str | None = None,
         longest_decode: int | None = None,
+        spread: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return output float64 ``(N, H, Dv)``, with MLA ``(N, H, V)``, and natural-log LSE float64 ``(N, H)``.
 
@@ -158,14 +159,15 @@ class Problem:
         their context from the cache and this step's latents as they are. Sparse ones are computed like decodes.
 
         Args:
-            rows: integers ``(N,)``, the tokens that are computed; left out: all.
+            rows: integers ``(N,)`` in order, the tokens that are computed; left out: all.
             kv_cache: the cache after this step's write; left out: ``written_cache()``.
             query_dtype: an FP8 dtype where the path quantises the query, of MLA decodes the absorbed one, with
                 ``q_scale``.
             longest_decode: tokens of the longest query that is a decode; left out: 1 + ``num_speculative_tokens``.
+            spread: float64 ``(N, H)``, filled as ``attention_reference`` does; with MLA about, by a random ``W_UV``.
         """
         config = self.config
-        given: dict[str, Any] = self.per_head
+        given: dict[str, Any] = {**self.per_head, "spread": spread}
         if rows is None:
             rows = torch.arange(len(self.query), device=self.query.device)
         if self.layout is None:
@@ -182,35 +184,45 @@ class Problem:
         given |= {"k_scale": self.k_scale, "query_dtype": query_dtype, "q_scale": self.q_scale}
         if self.topk_indices is not None:
             sparse = (query, cache, self.layout, self.topk_indices[rows])
-            output, lse = sparse_mla_reference(*sparse, config, self.scale, **given)
-            return project_output(output, self.weights[1]), lse
+            latent, lse = sparse_mla_reference(*sparse, config, self.scale, **given)
+            return self._projected(latent, spread), lse
         given |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, "tree_mask": self.tree_mask}
         paged = (query, cache, self.layout, self.block_table, self.query_start_loc, self.seq_lens)
         output, lse = paged_reference(*paged, config, self.scale, rows=rows, block_size=self.block_size, **given)
         if not config.mla:
             return output, lse
         longest = config.max_decode_query_len if longest_decode is None else longest_decode
-        self._prefill_latents(rows, cache, longest, output, lse)
-        return project_output(output, self.weights[1]), lse
+        self._prefill_latents(rows, cache, longest, output, lse, spread)
+        return self._projected(output, spread), lse
 
-    def _prefill_latents(self, rows: Tensor, cache: Tensor, longest_decode: int, output: Tensor, lse: Tensor) -> None:
+    def _projected(self, latent: Tensor, spread: Tensor | None) -> Tensor:
+        w_uv = self.weights[1]
+        if spread is not None:
+            spread *= (w_uv.shape[2] / w_uv.shape[0]) ** 0.5
+        return project_output(latent, w_uv)
+
+    def _prefill_latents(
+        self, rows: Tensor, cache: Tensor, longest_decode: int, output: Tensor, lse: Tensor, spread: Tensor | None
+    ) -> None:
         """Fill in the latent outputs and LSEs of prefills, which see this step's latents as they are."""
         assert self.layout is not None
         assert self.block_table is not None
         options = attention_options(self.config, **self.per_head)
-        for request, (query_len, seq_len) in enumerate(self.requests):
-            own = self.tokens_of(request, request + 1)
-            mine = (rows >= own.start) & (rows < own.stop)
-            if query_len <= longest_decode or not bool(mine.any()):
+        lens = [seq_len for _, seq_len in self.requests]
+        for request, mine, positions in rows_by_request(rows, self.query_start_loc, lens, rows):
+            query_len, seq_len = self.requests[request]
+            if query_len <= longest_decode:
                 continue
-            positions = torch.arange(seq_len - query_len, device=cache.device)
-            slots = slot_mapping_reference(self.block_table[request], positions, self.block_size or 16)
+            own = self.tokens_of(request, request + 1)
+            before = torch.arange(seq_len - query_len, device=cache.device)
+            slots = slot_mapping_reference(self.block_table[request], before, self.block_size or 16)
             context, _ = gather_reference(cache, self.layout, slots, self.config, k_scale=self.k_scale)
             kv_c = torch.cat([context[:, 0, : self.key.shape[1]], self.key[own].double()])
             k_pe = torch.cat([context[:, 0, self.key.shape[1] :], self.value[own].double()])
             if self.mm_prefix_ranges is not None:
                 options["mm_prefix_ranges"] = self.mm_prefix_ranges[request]
-            options["query_positions"] = rows[mine] - own.stop + seq_len
+            options["query_positions"] = positions
+            options["spread"] = None if spread is None else spread[mine]
             query = dataclasses.replace(self, query=self.query[rows[mine]]).absorbed
             output[mine], lse[mine] = mla_absorbed_reference(query, kv_c, k_pe, scale=self.scale, **options)
 
@@ -299,18 +311,19 @@ def random_problem(
 
 
 def timed_problem(
+    seed: int,
     config: AttentionConfig,
     layout: str | None,
     block_size: int | None,
     requests: Sequence[Request],
     device: torch.device,
 ) -> Problem:
-    """Draw a step on the device that it runs on, decodes first and without a cache: steps that are compared share one.
+    """Draw a step on the device that it runs on, without a cache: steps that are compared share one.
 
-    Every FP8 scale is ``FP8_SCALE``. Arguments as in ``random_problem``.
+    Every FP8 scale is ``FP8_SCALE``. Arguments as in ``random_problem``; without a layout there are no tables.
     """
-    draw = torch.Generator(device).manual_seed(1)
-    problem = _drawn(1, config, sorted(requests), draw)
+    draw = torch.Generator(device).manual_seed(seed)
+    problem = _drawn(seed, config, requests, draw)
     if layout is not None and block_size is not None:
         problem = _in_blocks(problem, layout, block_size, 0, draw)
     given = {name: getattr(problem, name) for name in ("q_scale", "k_scale", "v_scale")}

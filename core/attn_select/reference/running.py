@@ -362,13 +362,18 @@ def check_result(
 
 
 def expected(
-    group: LayerGroup, problem: Problem, kv_cache: Tensor | None, tokens: Collection[int] | None = None
+    group: LayerGroup,
+    problem: Problem,
+    kv_cache: Tensor | None,
+    tokens: Collection[int] | None = None,
+    spread: Tensor | None = None,
 ) -> Iterator[tuple[Phase, BackendPlan, Tensor, Tensor, Tensor]]:
     """Yield for each phase of a step its plan, its rows, and the outputs and LSEs that the oracle has for these.
 
     Args:
         kv_cache: after the step.
         tokens: those that are computed; None: all.
+        spread: float64 ``(T, H)``, the rows of a phase filled before it is yielded; as in ``Problem.reference``.
     """
     plans, longest_decode = plans_of_group(group), group.reorder_batch_threshold or 1
     by_phase: dict[Phase, list[int]] = {}
@@ -382,5 +387,9 @@ def expected(
         dtype = plan.query_dtype if is_quantized(plan.query_dtype) else None
         chosen = torch.tensor(rows, dtype=torch.int64, device=problem.query.device)
         if rows:  # there may be requests without query tokens alone
+            part = None if spread is None else spread[chosen]
             given: dict[str, Any] = {"kv_cache": kv_cache, "query_dtype": dtype, "longest_decode": longest_decode}
-            yield phase, plan, chosen, *problem.reference(chosen, **given)
+            output, lse = problem.reference(chosen, spread=part, **given)
+            if spread is not None and part is not None:
+                spread[chosen] = part
+            yield phase, plan, chosen, output, lse

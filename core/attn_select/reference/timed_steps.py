@@ -107,7 +107,7 @@ class AttentionStep:
         options: dict[str, Any] = {"phases": phases, "context_parallel": context_parallel}
         group: Any = attention_group(selection, device, Capacity(len(requests), tokens, longest), **options)
         self.group = group
-        self.problem = timed_problem(config, group.kv_layout, group.block_size, requests, group.device)
+        self.problem = timed_problem(1, config, group.kv_layout, group.block_size, sorted(requests), group.device)
         self.common = common_of(self.problem)
         self.cache_shape: tuple[int, ...] | None = None
         self.cache_bytes = 0

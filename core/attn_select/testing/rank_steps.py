@@ -81,16 +81,16 @@ def joined(group: LayerGroup, drawn: Problem, ranks: ContextParallel, own: Resul
     assert drawn.kv_cache is not None
     assert drawn.layout is not None
     assert drawn.block_size is not None
-    stored = [view.clone() for view in token_views(own.kv_cache, drawn.layout, config)]
-    brought = (own.output, own.lse, stored)
-    found = ranks.collectives.gather_objects(_moved(brought, "cpu"))
+    brought = [own.output, own.lse, *token_views(own.kv_cache, drawn.layout, config)]
+    found = ranks.collectives.gather_objects([None if each is None else each.to("cpu", copy=True) for each in brought])
     device, tokens = own.output.device, len(own.output)
     output = own.output.new_empty(tokens, drawn.config.num_heads, own.output.shape[-1])
     lse = None if own.lse is None else own.lse.new_empty(output.shape[:2])
     cache = poison(tuple(drawn.kv_cache.shape), drawn.kv_cache)
     views = token_views(cache, drawn.layout, config)
     for rank, result in enumerate(found):
-        some, some_lse, parts = _moved(result, device)
+        moved: list[Any] = [None if each is None else each.to(device) for each in result]
+        some, some_lse, *parts = moved
         heads = heads_of(rank, config, ranks).to(device)
         output[:, heads] = some
         if lse is not None:
@@ -99,10 +99,3 @@ def joined(group: LayerGroup, drawn: Problem, ranks: ContextParallel, own: Resul
         for view, part in zip(views, parts, strict=True):
             view[:, kept] = part
     return Result(output, lse, cache, own.largest)
-
-
-def _moved(values: Any, device: Any) -> Any:
-    """Return tensors, in lists and tuples too, on a device."""
-    if isinstance(values, (list, tuple)):
-        return [_moved(value, device) for value in values]
-    return values.to(device) if isinstance(values, Tensor) else values
