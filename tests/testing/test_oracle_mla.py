@@ -13,17 +13,14 @@ from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FP8_DS_MLA, MLA
-from attn_select.testing import (
+from attn_select.reference.oracle_mla import (
     absorb_query,
-    gather_reference,
     mla_absorbed_reference,
     mla_reference,
-    pack_fp8_ds_mla,
     project_output,
-    random_problem,
     sparse_mla_reference,
-    unpack_fp8_ds_mla,
 )
+from attn_select.testing import gather_reference, pack_fp8_ds_mla, random_problem, unpack_fp8_ds_mla
 
 SMALL = {"num_heads": 3, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 DEEPSEEK = {"num_heads": 2, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
