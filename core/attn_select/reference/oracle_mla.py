@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in float64: decompressed, absorbed, and sparse.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in float64: absorbed, and sparse.
 
 The cache keeps per token one latent ``c`` of width R (``kv_lora_rank``) and one roped key part ``r`` of width Pr
 (``qk_rope_head_dim``), shared by all heads. Per head::
@@ -16,45 +16,13 @@ scaling makes of it. Weights are vLLM's ``W_UK (R, H, P)`` and ``W_UV (R, H, V)`
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.reference.oracle import AttentionOptions, attention_options, attention_reference
+from attn_select.reference.oracle import attention_options, attention_reference
 from attn_select.reference.oracle_paged import Scale, gather_reference
 from attn_select.reference.oracle_quant import quantize_query
-
-
-def mla_reference(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    *,
-    scale: float,
-    **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]:
-    """Attend with decompressed keys and values, the compute-friendly form (``forward_mha``), for one request.
-
-    Args:
-        q_nope: ``(T, H, P)``; q_pe ``(T, H, Pr)``, rope applied.
-        kv_c: ``(S, R)``, normalised; k_pe ``(S, Pr)``, rope applied.
-        w_uk: ``(R, H, P)``; w_uv ``(R, H, V)``.
-        options: as in ``attention_reference``.
-
-    Returns:
-        Output float64 ``(T, H, V)`` and natural-log LSE float64 ``(T, H)``.
-    """
-    heads = q_nope.shape[1]
-    k_nope = torch.einsum("sr,rhp->shp", kv_c.double(), w_uk.double())
-    values = torch.einsum("sr,rhv->shv", kv_c.double(), w_uv.double())
-    keys = torch.cat([k_nope, k_pe.double()[:, None].expand(-1, heads, -1)], dim=-1)
-    query = torch.cat([q_nope.double(), q_pe.double()], dim=-1)
-    return attention_reference(query, keys, values, scale=scale, **options)
 
 
 def absorb_query(q_nope: Tensor, q_pe: Tensor, w_uk: Tensor) -> Tensor:
@@ -66,22 +34,6 @@ def absorb_query(q_nope: Tensor, q_pe: Tensor, w_uk: Tensor) -> Tensor:
 def project_output(latent: Tensor, w_uv: Tensor) -> Tensor:
     """Return the output float64 ``(T, H, V)`` from attention over latents ``(T, H, R)`` and ``W_UV (R, H, V)``."""
     return torch.einsum("thr,rhv->thv", latent.double(), w_uv.double())
-
-
-def mla_absorbed_reference(
-    query: Tensor, kv_c: Tensor, k_pe: Tensor, *, scale: float, **options: Unpack[AttentionOptions]
-) -> tuple[Tensor, Tensor]:
-    """Attend over the latents, the data-movement-friendly form (``forward_mqa``), for one request.
-
-    Args:
-        query: absorbed, ``(T, H, R + Pr)``; see ``absorb_query``.
-        kv_c: ``(S, R)``; k_pe ``(S, Pr)``.
-
-    Returns:
-        Latent output float64 ``(T, H, R)``, which ``project_output`` finishes, and natural-log LSE float64 ``(T, H)``.
-    """
-    keys = torch.cat([kv_c, k_pe], dim=-1)[:, None]
-    return attention_reference(query, keys, kv_c[:, None], scale=scale, **options)
 
 
 def sparse_mla_reference(

@@ -56,6 +56,8 @@ def paged_reference(
     rows: Tensor | None = None,
     block_size: int | None = None,
     spread: Tensor | None = None,
+    latents: Tensor | None = None,
+    longest_decode: int = 0,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend per request over a paged cache that already holds this step's tokens.
@@ -81,6 +83,8 @@ def paged_reference(
         rows: integers ``(N,)`` in order, which tokens ``query`` is of; None: all.
         block_size: tokens per block of the table; None: as many as in a block of the cache.
         spread: float64 ``(N, H)``, filled as ``attention_reference`` does.
+        latents: ``(T, kv_lora_rank + qk_rope_head_dim)`` of this step's tokens. Requests with more than
+            ``longest_decode`` of them see these as they are, with a query that is not quantised; None: none do.
         per_head: as in ``attention_options``.
 
     Returns:
@@ -88,8 +92,6 @@ def paged_reference(
         ``(T, H)``; rows of no request have 0 and -inf.
     """
     options = attention_options(config, **per_head)
-    if query_dtype is not None:
-        query = quantize_query(query, query_dtype, q_scale)
     value_size = config.kv_lora_rank or config.value_head_size
     size = block_size or token_views(kv_cache, layout, config)[0].shape[1]
     output = query.new_zeros((*query.shape[:2], value_size), dtype=torch.float64)
@@ -118,7 +120,13 @@ def paged_reference(
         keys = query.new_zeros((seq_len, config.num_kv_heads, query.shape[2]), dtype=torch.float64)
         values = keys.new_zeros((seq_len, config.num_kv_heads, value_size))
         keys[seen], values[seen] = gather_reference(kv_cache, layout, slots, config, k_scale=k_scale, v_scale=v_scale)
-        output[mine], lse[mine] = attention_reference(query[mine], keys, values, scale=scale, **options)
+        asked = query[mine]
+        if latents is not None and count > longest_decode:
+            own = latents[int(query_start_loc[request]) : int(query_start_loc[request + 1])]
+            keys[seq_len - count :, 0], values[seq_len - count :, 0] = own.double(), own[:, :value_size].double()
+        elif query_dtype is not None:
+            asked = quantize_query(asked, query_dtype, q_scale)
+        output[mine], lse[mine] = attention_reference(asked, keys, values, scale=scale, **options)
     return output, lse
 
 

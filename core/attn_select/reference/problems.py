@@ -16,16 +16,14 @@ from torch import Tensor
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.features import PER_HEAD
 from attn_select.layer.layouts import MLA
-from attn_select.reference.oracle import attention_options, last_positions, rows_by_request, varlen_reference
+from attn_select.reference.oracle import last_positions, varlen_reference
 from attn_select.reference.oracle_indexer import E4M3_MAX
 from attn_select.reference.oracle_mla import (
     absorb_query,
-    mla_absorbed_reference,
     project_output,
     sparse_mla_reference,
 )
 from attn_select.reference.oracle_paged import (
-    gather_reference,
     paged_reference,
     slot_mapping_reference,
     write_reference,
@@ -185,47 +183,20 @@ class Problem:
         given |= {"k_scale": self.k_scale, "query_dtype": query_dtype, "q_scale": self.q_scale}
         if self.topk_indices is not None:
             sparse = (query, cache, self.layout, self.topk_indices[rows])
-            latent, lse = sparse_mla_reference(*sparse, config, self.scale, **given)
-            return self._projected(latent, spread), lse
-        given |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, "tree_mask": self.tree_mask}
-        paged = (query, cache, self.layout, self.block_table, self.query_start_loc, self.seq_lens)
-        output, lse = paged_reference(*paged, config, self.scale, rows=rows, block_size=self.block_size, **given)
-        if not config.mla:
-            return output, lse
-        longest = config.max_decode_query_len if longest_decode is None else longest_decode
-        self._prefill_latents(rows, cache, longest, output, lse, spread)
-        return self._projected(output, spread), lse
-
-    def _projected(self, latent: Tensor, spread: Tensor | None) -> Tensor:
-        w_uv = self.weights[1]
-        if spread is not None:
-            spread *= (w_uv.shape[2] / w_uv.shape[0]) ** 0.5
-        return project_output(latent, w_uv)
-
-    def _prefill_latents(
-        self, rows: Tensor, cache: Tensor, longest_decode: int, output: Tensor, lse: Tensor, spread: Tensor | None
-    ) -> None:
-        """Fill in the latent outputs and LSEs of prefills, which see this step's latents as they are."""
-        assert self.layout is not None
-        assert self.block_table is not None
-        options = attention_options(self.config, **self.per_head)
-        lens = [seq_len for _, seq_len in self.requests]
-        for request, mine, positions in rows_by_request(rows, self.query_start_loc, lens, rows):
-            query_len, seq_len = self.requests[request]
-            if query_len <= longest_decode:
-                continue
-            own = self.tokens_of(request, request + 1)
-            before = torch.arange(seq_len - query_len, device=cache.device)
-            slots = slot_mapping_reference(self.block_table[request], before, self.block_size or 16)
-            context, _ = gather_reference(cache, self.layout, slots, self.config, k_scale=self.k_scale)
-            kv_c = torch.cat([context[:, 0, : self.key.shape[1]], self.key[own].double()])
-            k_pe = torch.cat([context[:, 0, self.key.shape[1] :], self.value[own].double()])
-            if self.mm_prefix_ranges is not None:
-                options["mm_prefix_ranges"] = self.mm_prefix_ranges[request]
-            options["query_positions"] = positions
-            options["spread"] = None if spread is None else spread[mine]
-            query = dataclasses.replace(self, query=self.query[rows[mine]]).absorbed
-            output[mine], lse[mine] = mla_absorbed_reference(query, kv_c, k_pe, scale=self.scale, **options)
+            output, lse = sparse_mla_reference(*sparse, config, self.scale, **given)
+        else:
+            if config.mla:
+                given["latents"] = torch.cat([self.key, self.value], dim=-1)
+                given["longest_decode"] = config.max_decode_query_len if longest_decode is None else longest_decode
+            given |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, "tree_mask": self.tree_mask}
+            paged = (query, cache, self.layout, self.block_table, self.query_start_loc, self.seq_lens)
+            output, lse = paged_reference(*paged, config, self.scale, rows=rows, block_size=self.block_size, **given)
+        if config.mla:
+            w_uv = self.weights[1]
+            output = project_output(output, w_uv)
+            if spread is not None:
+                spread *= (w_uv.shape[2] / w_uv.shape[0]) ** 0.5
+        return output, lse
 
 
 LARGE = 1e4
