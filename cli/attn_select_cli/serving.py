@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,27 +18,16 @@ from torch import Tensor
 
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig, Phase
+from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import LayerConfig
-from attn_select.layer.layouts import FP8_DS_MLA
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import ErrorBound, RelativeError, error_bound, relative_error
-from attn_select.reference.oracle import AttentionOptions, attention_options, attention_reference
 from attn_select.reference.oracle_indexer import index_scores_reference, topk_reference, wrong_choice
-from attn_select.reference.oracle_mla import absorb_query, mla_absorbed_reference, mla_reference, project_output
-from attn_select.reference.oracle_quant import decode, encode, pack_fp8_ds_mla, quantize_query, unpack_fp8_ds_mla
-from attn_select.reference.problems import FP8_SCALE, random_per_head
+from attn_select.reference.oracle_paged import slot_mapping_reference
+from attn_select.reference.problems import Problem, timed_problem
+from attn_select.reference.running import expected, layer_of
 from attn_select.reference.state_serving import StateServing, state_bound
-from attn_select.runtime import (
-    Attention,
-    BlockPool,
-    BlockTable,
-    Capacity,
-    MLAAttention,
-    Scales,
-    SparseIndexer,
-    attention_group,
-)
+from attn_select.runtime import BlockPool, BlockTable, Capacity, SparseIndexer, attention_group
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.metadata import decodes_first
 from attn_select.runtime.mla_group import MLALayerGroup
@@ -159,14 +148,14 @@ def _serve(selection: Selection, workload: Workload, progress: Callable[[int], N
         layer.restart()
         for batch in layer.batches():
             began = time.perf_counter()
-            output, num_decode_tokens = layer.step(batch)
+            output, problem = layer.step(batch)
             seconds = time.perf_counter() - began
             kind = kinds[_kind(batch, workload.prompts())]
             if not checked:
                 kind.steps, kind.tokens = kind.steps + 1, kind.tokens + len(output)
                 kind.seconds += seconds
                 continue
-            error = relative_error(output, *layer.reference(batch, num_decode_tokens))
+            error = relative_error(output, *layer.reference(batch, problem))
             kind.error = RelativeError(*map(max, kind.error, error))
             if progress is not None:
                 progress(len(output))
@@ -222,42 +211,24 @@ class _Layer:
 
     def __init__(self, selection: Selection, workload: Workload) -> None:
         config = self.config = selection.config
-        self.plans, self.workload = selection.plans, workload
+        self.workload = workload
         self.lengths = [prompt + workload.decode_steps for prompt in workload.prompts()]
         budget = max(workload.max_num_batched_tokens, 0 if config.has_cache else workload.prompt_tokens)
-        capacity = Capacity(workload.num_requests, budget, max(self.lengths))
-        self.group = attention_group(selection, capacity=capacity)
-        draw = torch.Generator().manual_seed(workload.seed)
-        self.scale = config.softmax_scale
-        self.per_head = random_per_head(config, lambda *shape: self._normal(draw, *shape))
-        fp8 = FP8_SCALE if config.cache_dtype.startswith("fp8") else 1.0
-        heads = config.num_kv_heads if config.per_head_quant_scales else 0
-        self.scales = Scales.make(self.group.device, q=fp8, k=fp8, v=fp8, num_kv_heads=heads)
-        options: dict[str, Any] = {**self.per_head, "scales": self.scales}
-        self.layer: Any
-        if isinstance(self.group, MLALayerGroup):
-            nope, rank = config.qk_nope_head_dim or 0, config.kv_lora_rank or 0
-            self.rank, self.nope = rank, nope
-            width = nope + (config.v_head_dim or 0)
-            # Decompressed keys and values are then about standard normal, too.
-            self.kv_b_proj = self._normal(draw, config.num_heads * width, rank) * rank**-0.5
-            self.layer = MLAAttention(self.group, self.kv_b_proj, scale=self.scale, **options)
-            shapes = [(config.num_heads, nope + (config.qk_rope_head_dim or 0)), (rank,), (config.head_size - rank,)]
-        else:
-            self.layer = Attention(self.group, scale=self.scale, **options)
-            kv = config.num_kv_heads
-            shapes = [(config.num_heads, config.head_size), (kv, config.head_size), (kv, config.value_head_size)]
+        self.group = attention_group(selection, capacity=Capacity(workload.num_requests, budget, max(self.lengths)))
+        # All tokens of all requests: a step takes its own.
+        requests, device = [(length, length) for length in self.lengths], self.group.device
+        self.whole = timed_problem(workload.seed, config, None, None, requests, device)
+        self.layer = layer_of(self.group, self.whole)
         self.indexer: SparseIndexer | None = None
         if config.sparse and isinstance(self.group, MLALayerGroup):
             self.indexer = SparseIndexer(self.group)
-            heads, size = self.indexer.num_heads, self.indexer.head_dim
-            shapes += [(heads, size), (size,), (heads,)]
-        # Per request: query, key, value, or with MLA query, latent, rope part; for an indexer query, key, weights.
-        self.inputs = [[self._normal(draw, length, *shape) for shape in shapes] for length in self.lengths]
+            heads, size, draw = self.indexer.num_heads, self.indexer.head_dim, torch.Generator(device).manual_seed(1)
+            # Query, key and weights.
+            self.index_inputs = [
+                torch.randn(sum(self.lengths), *shape, generator=draw, device=device).to(self.whole.query.dtype)
+                for shape in ((heads, size), (size,), (heads,))
+            ]
         self.restart()
-
-    def _normal(self, draw: torch.Generator, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(self.group.device, getattr(torch, self.config.dtype))
 
     def restart(self) -> None:
         """Begin anew with an empty cache."""
@@ -265,7 +236,9 @@ class _Layer:
         needed = sum(-(-length // size) for length in self.lengths)
         self.pool = BlockPool(needed + 1, size)
         self.table = BlockTable(len(self.lengths), -(-max(self.lengths) // size), size, self.group.device)
-        self.kv_cache = self.group.allocate_kv_cache(needed + 1) if self.config.has_cache else None
+        self.kv_cache, self.known = (
+            self.group.allocate_kv_cache(needed + 1) if self.config.has_cache else None for _ in range(2)
+        )
         self.index_cache = None if self.indexer is None else self.indexer.allocate_cache(needed + 1)
 
     def batches(self) -> Iterator[Batch]:
@@ -275,162 +248,101 @@ class _Layer:
             order = decodes_first([tokens for _, _, tokens in batch], self.group.reorder_batch_threshold or 0)
             yield [batch[index] for index in order]
 
-    def _tree(self, part: tuple[int, int, int]) -> Tensor:
-        """Return bool ``(T, T)``, which of its own tokens each token of a request sees.
-
-        The parent of a draft is the token at half its place; a short prompt is no tree.
-        """
-        request, start, tokens = part
-        if start < self.workload.prompts()[request]:
-            return torch.ones(tokens, tokens, dtype=torch.bool, device=self.group.device).tril_()
-        tree = torch.eye(tokens, dtype=torch.bool, device=self.group.device)
-        for token in range(1, tokens):
-            tree[token] |= tree[(token - 1) // 2]
-        return tree
-
     def _tree_mask(self, batch: Batch) -> Tensor:
-        """Return the batch's ``tree_mask``."""
-        columns = self.config.max_decode_query_len
-        rows = sum(tokens for _, _, tokens in batch)
-        mask, first = torch.zeros(rows, columns, dtype=torch.bool, device=self.group.device), 0
-        for part in batch:
-            if part[2] <= columns:
-                mask[first : first + part[2], : part[2]] = self._tree(part)
-            first += part[2]
+        """Return the batch's ``tree_mask``: the parent of a draft is the token at half its place.
+
+        A short prompt is no tree.
+        """
+        columns, first = self.config.max_decode_query_len, 0
+        mask = torch.zeros(sum(n for _, _, n in batch), columns, dtype=torch.bool, device=self.group.device)
+        for request, start, tokens in batch:
+            if tokens <= columns:
+                tree = mask[first : first + tokens, :tokens]
+                tree.fill_diagonal_(True)
+                is_prompt = start < self.workload.prompts()[request]
+                for token in range(1, tokens):
+                    tree[token] |= tree[token - 1 if is_prompt else (token - 1) // 2]
+            first += tokens
         return mask
 
-    def step(self, batch: Batch) -> tuple[Tensor, int]:
-        """Run one batch; return the output and how many of its tokens went the decode path of MLA."""
+    def step(self, batch: Batch) -> tuple[Tensor, Problem]:
+        """Run one batch; return the output, and the batch as a problem on what the oracle knows of the cache."""
         query_lens, seq_lens = [n for _, _, n in batch], [start + n for _, start, n in batch]
         table = self.table if self.config.has_cache else None
         if table is not None:
             for row, (request, start, tokens) in enumerate(batch):
                 self.pool.allocate(request, start + tokens)
                 table.set_row(row, self.pool.blocks(request))
-        images = [self._images(request, start + n) for request, start, n in batch] if self.config.mm_prefix else None
+        images = tuple(self._images(r, start + n) for r, start, n in batch) if self.config.mm_prefix else None
         trees = self._tree_mask(batch) if self.config.draft_tree else None
         made: dict[str, Any] = {"mm_prefix_ranges": images, "tree_mask": trees}
         common = prepare_batch(query_lens, seq_lens, table, device=self.group.device, **made)
         metadata = self.group.build(common)
-        tensors = [torch.cat(parts) for parts in zip(*(self._slices(part) for part in batch), strict=True)]
+        rows, whole = torch.cat([self._rows(*part) for part in batch]), self.whole
+        inputs, chosen = (whole.query[rows], whole.key[rows], whole.value[rows]), None
         extras = {}
         if self.indexer is not None and self.index_cache is not None:
-            *tensors, query, key, weights = tensors
-            self.chosen = self.indexer(query, key, weights.float(), self.index_cache, metadata)
-            extras["topk_indices"] = self.chosen
-        output: Tensor = self.layer(*tensors, self.kv_cache, metadata, **extras)
+            query, key, weights = (tensor[rows] for tensor in self.index_inputs)
+            chosen = extras["topk_indices"] = self.indexer(query, key, weights.float(), self.index_cache, metadata)
+        output: Tensor = self.layer(*inputs, self.kv_cache, metadata, **extras)
         if output.is_cuda:
             torch.cuda.synchronize()
-        return output, getattr(metadata, "num_decode_tokens", 0)
+        problem = replace(
+            whole,
+            requests=tuple(zip(query_lens, seq_lens, strict=True)),
+            **dict(zip(("query", "key", "value"), inputs, strict=True)),  # type: ignore[arg-type]
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            layout=self.group.kv_layout,
+            block_size=self.group.block_size,
+            kv_cache=self.known,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            topk_indices=chosen,
+            **made,
+        )
+        return output, problem
 
-    def _images(self, request: int, seq_len: int) -> list[tuple[int, int]]:
+    def _images(self, request: int, seq_len: int) -> tuple[tuple[int, int], ...]:
         """Return the positions of a request's image, a quarter of its prompt from the second quarter on, so far."""
         prompt = self.workload.prompts()[request]
         first, last = prompt // 4, min(prompt // 2, seq_len) - 1
-        return [(first, last)] if self.config.mm_prefix and first < last else []
+        return ((first, last),) if first < last else ()
 
-    def _slices(self, part: tuple[int, int, int]) -> list[Tensor]:
-        request, start, tokens = part
-        return [tensor[start : start + tokens] for tensor in self.inputs[request]]
+    def _rows(self, request: int, start: int, tokens: int) -> Tensor:
+        """Return which of all tokens are some of a request's."""
+        first = sum(self.lengths[:request]) + start
+        return torch.arange(first, first + tokens, device=self.group.device)
 
-    def reference(self, batch: Batch, num_decode_tokens: int) -> tuple[Tensor, Tensor]:
+    def reference(self, batch: Batch, problem: Problem) -> tuple[Tensor, Tensor]:
         """Return the batch's outputs in float64, ``(T, H, Dv)``, and their spread ``(T, H)``."""
-        outputs: list[Tensor] = []
-        spreads: list[Tensor] = []
-        for request, start, tokens in batch:
-            query, key, value, *index = (tensor[: start + tokens] for tensor in self.inputs[request])
-            spreads.append(query.new_empty((tokens, self.config.num_heads), dtype=torch.float64))
-            if index:
-                first = sum(map(len, outputs))
-                chosen = self._chosen(request, start, index, self.chosen[first : first + tokens])
-                outputs.append(self._sparse(query[start:], key, value, chosen, spreads[-1]))
-                continue
-            short = tokens <= self.config.max_decode_query_len
-            masks: AttentionOptions = {
-                "mm_prefix_ranges": self._images(request, start + tokens),
-                "spread": spreads[-1],
-            }
-            if self.config.draft_tree and short:
-                masks["tree_mask"] = self._tree((request, start, tokens))
-            query = self._quantized(query[start:], "decode" if short else "prefill")
-            if self.config.mla:
-                is_decode = sum(map(len, outputs)) < num_decode_tokens
-                outputs.append(self._mla(query, key, value, start + tokens if is_decode else start, masks))
-                continue
-            k, v = self._stored(key, self.scales.k), self._stored(value, self.scales.v)
-            options = attention_options(self.config, **self.per_head)
-            options |= masks
-            outputs.append(attention_reference(query, k, v, scale=self.scale, **options)[0])
-        return torch.cat(outputs), torch.cat(spreads)
+        # The oracle keeps a cache of its own, so that what a layer writes wrongly shows in every later step.
+        self.known = problem.written_cache() if self.config.has_cache else None
+        if problem.topk_indices is not None:
+            parts = torch.split(problem.topk_indices, [n for _, _, n in batch])
+            right = [self._right_choice(*part, slots) for part, slots in zip(batch, parts, strict=True)]
+            problem = replace(problem, topk_indices=torch.cat(right))
+        spread = problem.query.new_empty(problem.query.shape[:2], dtype=torch.float64)
+        found = [(rows, output) for _, _, rows, output, _ in expected(self.group, problem, self.known, spread=spread)]
+        rows, outputs = (torch.cat(each) for each in zip(*found, strict=True))
+        return outputs[rows.argsort()], spread
 
-    def _chosen(self, request: int, start: int, index: list[Tensor], slots: Tensor) -> list[Tensor]:
-        """Return the positions that each token attends to: the layer's choice, the reference's where that is wrong."""
-        query, key, weights = index
+    def _right_choice(self, request: int, start: int, tokens: int, slots: Tensor) -> Tensor:
+        """Return the slots that each token attends to: the layer's choice, the reference's where that is wrong."""
         assert self.indexer is not None
+        query, key, weights = (tensor[self._rows(request, 0, start + tokens)] for tensor in self.index_inputs)
         scores = index_scores_reference(query[start:], weights[start:], key, fp8=True)
         size, top_k = self.table.block_size, self.indexer.top_k
         blocks = torch.tensor(self.pool.blocks(request), device=slots.device)
         block_of = torch.full((int(blocks.max()) + 1,), -len(key), device=slots.device)
         block_of[blocks] = torch.arange(len(blocks), device=slots.device)
-        found = []
+        found = slots.clone()
         for token, own in enumerate(slots):
             own = own[own >= 0].long()
             positions = block_of[(own // size).clamp_max(len(block_of) - 1)] * size + own % size
             num_keys = start + token + 1
             if wrong_choice(positions, scores[token], num_keys, top_k) is not None:
-                positions = topk_reference(scores[token], num_keys, top_k)
-            found.append(positions)
+                right = slot_mapping_reference(blocks, topk_reference(scores[token], num_keys, top_k), size)
+                found[token] = -1
+                found[token, : len(right)] = right
         return found
-
-    def _sparse(self, query: Tensor, latent: Tensor, rope: Tensor, chosen: list[Tensor], spread: Tensor) -> Tensor:
-        """Attend from each token to the positions that were chosen for it, all as the cache holds them.
-
-        ``spread`` is filled: of latents, times what the random ``W_UV`` leaves of their norm.
-        """
-        if self.group.kv_layout == FP8_DS_MLA:
-            stored = unpack_fp8_ds_mla(pack_fp8_ds_mla(latent, rope))
-        else:
-            stored = self._stored(torch.cat([latent, rope], dim=-1)[:, None], self.scales.k)[:, 0]
-        by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
-        absorbed = absorb_query(query[..., : self.nope], query[..., self.nope :], by_head[..., : self.nope])
-        options = attention_options(self.config, **self.per_head)
-        options["causal"] = False
-        rows = []
-        for token, positions in enumerate(chosen):
-            options["spread"] = spread[token : token + 1]
-            latents, ropes = stored[positions, : self.rank], stored[positions, self.rank :]
-            row = absorbed[token : token + 1]
-            rows.append(mla_absorbed_reference(row, latents, ropes, scale=self.scale, **options)[0])
-        w_uv = by_head[..., self.nope :]
-        spread *= (w_uv.shape[2] / self.rank) ** 0.5
-        return project_output(torch.cat(rows), w_uv)
-
-    def _quantized(self, query: Tensor, phase: Phase) -> Tensor:
-        dtype = self.plans[phase].query_dtype if phase in self.plans else self.config.dtype
-        return quantize_query(query, dtype, self.scales.q) if dtype.startswith("fp8") and not self.config.mla else query
-
-    def _mla(self, query: Tensor, latent: Tensor, rope: Tensor, cached: int, masks: AttentionOptions) -> Tensor:
-        """Attend decompressed to the first ``cached`` tokens as the cache holds them and to the rest as they are."""
-        both = torch.cat([latent, rope], dim=-1)
-        stored = self._stored(both[:, None], self.scales.k)[:, 0]
-        both = torch.cat([stored[:cached], both[cached:].double()])
-        options = attention_options(self.config, **self.per_head)
-        options |= masks
-        by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.rank).permute(2, 0, 1)
-        return mla_reference(
-            query[..., : self.nope],
-            query[..., self.nope :],
-            both[:, : self.rank],
-            both[:, self.rank :],
-            by_head[..., : self.nope],
-            by_head[..., self.nope :],
-            scale=self.scale,
-            **options,
-        )[0]
-
-    def _stored(self, numbers: Tensor, scale: Tensor) -> Tensor:
-        """Return numbers as the cache gives them back, float64."""
-        config: AttentionConfig = self.config
-        fp8 = config.cache_dtype.startswith("fp8")
-        used = scale if fp8 else None
-        return decode(encode(numbers, config.cache_dtype, used), config.cache_dtype, used)

@@ -9,7 +9,7 @@ import torch
 
 from attn_select.decide.selection import Selection
 from attn_select.layer.state import StateConfig
-from attn_select.reference.state_step import StateStep
+from attn_select.reference.timed_steps import StateStep
 from attn_select.runtime import Capacity
 from attn_select.runtime.compile_ahead import stand_in
 from attn_select.runtime.warm_up import SHORT, USUAL, WarmUp
@@ -35,7 +35,7 @@ def _warm_states(selection: Selection[StateConfig], bounds: tuple[int, int, int]
     for query_len, seq_len in lens:
         for count in {1, max(1, min(_FEW, requests, tokens // query_len))}:
             step = StateStep(selection, [(query_len, seq_len)] * count)
-            step.make_layers(step.memory(1).caches(step))
+            step.make_layers(step.memory(step.cache_bytes, 1).caches(step))
             for call in step.calls():
                 call()
             done += 1

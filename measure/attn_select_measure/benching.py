@@ -20,13 +20,12 @@ import torch.distributed as dist
 from attn_select.backends.registry import load_plugins
 from attn_select.backends.spec import BackendSpec
 from attn_select.decide.lines import byte_text
-from attn_select.decide.selector import RulesArgument, select
+from attn_select.decide.selector import RulesArgument, environment_for, select
 from attn_select.errors import AttnSelectError, ConfigError, shorten
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
-from attn_select.reference.layer_step import CacheMemory
-from attn_select.reference.state_step import StateMemory, StateStep
+from attn_select.reference.timed_steps import CacheMemory, StateMemory, TimedStep
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.timer import WARM_UP_ROUNDS, timed_rounds
 from attn_select.times.batch_shape import BatchShape
@@ -34,7 +33,7 @@ from attn_select.times.roofline import roofline_us
 from attn_select.times.workload import phases_of
 from attn_select_cli.serving import unserved
 from attn_select_measure.bench_machine import Machine
-from attn_select_measure.prepared import Prepared, Step
+from attn_select_measure.prepared import Prepared
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text, uncertainty
 
 LEAST_US = 1000.0  # A graph runs at least this long by the roofline, so that its launch does not count
@@ -96,20 +95,14 @@ class Bench:
         return found
 
     def measure(
-        self,
-        config: LayerConfig,
-        batch: BatchShape,
-        candidates: Sequence[Candidate],
-        seconds: float = 60.0,
-        compare: bool = True,
+        self, config: LayerConfig, batch: BatchShape, candidates: Sequence[Candidate], seconds: float = 60.0
     ) -> TimedBatch:
-        """Time the candidates on one batch."""
-        check_runnable(config, batch, self.machine.ranks)
+        """Time the candidates on one batch, and compare each with the oracle."""
         floor = roofline_us(config, batch, self.rates.of(self.machine.device))
         result = TimedBatch(batch, floor, [Timed(each.name, failure=each.failure) for each in candidates])
         why = "interrupted before its first round"
         try:
-            self._run(result, candidates, seconds, compare)
+            self._run(result, candidates, seconds)
         except KeyboardInterrupt:
             result.complete = False
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -122,7 +115,7 @@ class Bench:
         result.timed.sort(key=lambda timed: timed.time_us if timed.failure is None else float("inf"))
         return result
 
-    def _run(self, found: TimedBatch, candidates: Sequence[Candidate], seconds: float, compare: bool) -> None:
+    def _run(self, found: TimedBatch, candidates: Sequence[Candidate], seconds: float) -> None:
         batch = found.batch
         ready: list[Prepared] = []
 
@@ -151,7 +144,7 @@ class Bench:
             except Exception as error:
                 for each in ready:
                     each.timed.failure = None if each.timed.samples_us else failure_text(error)
-            for each in ready if compare else ():
+            for each in ready:
                 self._say(f"{batch}: comparing {each.timed.backend} with the oracle")
                 if each.timed.samples_us:
                     each.check(memory)
@@ -182,7 +175,7 @@ class Bench:
             if max(uncertainty(each.timed.samples_us) for each in ready) <= self._settled:
                 return
 
-    def _memory(self, steps: Sequence[Step], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
+    def _memory(self, steps: Sequence[TimedStep], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
         """Return the caches' memory and how many layers a round runs, a multiple of the number of caches."""
         machine = self.machine
         largest, weights = max(step.cache_bytes for step in steps), max(step.weight_bytes for step in steps)
@@ -205,30 +198,18 @@ class Bench:
             floor = floor or LEAST_US
             count = int(max(1, min(wanted, MOST_LAYERS, (free - SPARE_BYTES) // each, MOST_US // floor)))
             layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
-        first = steps[0]
-        memory: CacheMemory | StateMemory | None = None
-        if isinstance(first, StateStep):
-            # Of the backend that needs the most slots beside the requests': others leave them alone.
-            memory = max([each for each in steps if isinstance(each, StateStep)], key=_extra_slots).memory(count)
-        elif first.config.has_cache:
-            memory = CacheMemory(first.config, largest, count, machine.torch_device)
-        return memory, -(-layers // count) * count
+        return steps[0].memory(largest, count), -(-layers // count) * count
 
-    def libraries(self, backend: str, config: LayerConfig) -> dict[str, str]:
+    def libraries(self, backend: str) -> dict[str, str]:
         """Return the versions of torch, the plugin, and every installed library that the backend may run from."""
         registry = load_plugins()
-        known: dict[str, Any] = {"environment": self.environment, "times": False}
-        environment = select(config, self.machine.device, self.rules, **known).environment
+        environment = self.environment or environment_for(self.machine.device)
         spec: BackendSpec = registry.specs[backend]
         names = [library.distribution for group in spec.libraries for library in group if environment.has(library)]
         versions = {name: environment.version(name) for name in ("torch", *names)}
         found = {name: version for name, version in versions.items() if version is not None}
         plugins = {each.distribution: each.version for each in registry.plugins if backend in each.backends}
         return {**found, "torch": torch.__version__, **plugins}
-
-
-def _extra_slots(step: StateStep) -> int:
-    return step.group.extra_slots
 
 
 @contextmanager

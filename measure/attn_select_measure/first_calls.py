@@ -174,7 +174,7 @@ def _run(task: FirstCall, environment: Environment) -> None:
 
     from attn_select.decide.selector import select
     from attn_select.machine.detection import detect_device
-    from attn_select.reference.state_step import StateStep
+    from attn_select.reference.timed_steps import StateStep
     from attn_select.runtime import Capacity
     from attn_select.runtime.compile_ahead import stand_in
     from attn_select.runtime.warm_up import GroupSteps, Step
@@ -184,7 +184,7 @@ def _run(task: FirstCall, environment: Environment) -> None:
     with torch.inference_mode():
         if isinstance(task.config, StateConfig):
             states = StateStep(selection, task.requests, task.phases)
-            states.make_layers(states.memory(1).caches(states))
+            states.make_layers(states.memory(0, 1).caches(states))
             states.calls()[0]()
         else:
             queries, lens = [query for query, _ in task.requests], [length for _, length in task.requests]

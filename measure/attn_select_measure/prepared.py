@@ -10,18 +10,13 @@ from typing import Any
 import torch
 
 from attn_select.decide.lines import byte_text
-from attn_select.layer.state import StateConfig
-from attn_select.reference.comparison import error_bound
-from attn_select.reference.layer_step import CacheMemory, LayerStep
-from attn_select.reference.state_serving import state_bound
-from attn_select.reference.state_step import StateStep
+from attn_select.reference.timed_steps import CacheMemory, TimedStep, timed_step
 from attn_select.runtime.timer import Call, captured
 from attn_select.times.batch_shape import BatchShape
 from attn_select.times.workload import phases_of
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.timed import Candidate, EagerCost, Timed, failure_text
 
-Step = LayerStep | StateStep
 # A round of a backend that is far slower than the roofline takes about this long: it runs fewer layers.
 LONGEST_US = 15000.0
 EAGER_LAYERS, EAGER_REPEATS = 16, 3  # Layers of an eager step, and how often it is timed
@@ -37,21 +32,13 @@ class Prepared:
         self.layers: list[Call] = []
         self.run: Call = self._eagerly
         requests = [(g.query_len, g.seq_len) for g in batch.groups for _ in range(g.count)]
-        device = machine.torch_device
         here = phases_of(batch, selection.config)
-        if isinstance(selection.config, StateConfig):
-            self.step: Step = StateStep(selection, requests, candidate.phases, device)
-        else:
-            ranks = machine.ranks
-            self.step = LayerStep(selection, requests, candidate.phases, device, context_parallel=ranks)
+        self.step: TimedStep = timed_step(selection, requests, candidate.phases, machine.torch_device, machine.ranks)
         served = self.step.group.backends
         plans = {phase: each.context.plans[phase] for phase, each in served.items() if phase in here}
         timed.kernel = {phase: plan.kernel_name or "unnamed" for phase, plan in plans.items()}
-        if isinstance(self.step, StateStep):
-            timed.bound = state_bound(selection.config).norm
-        else:
-            timed.block_size = self.step.group.block_size
-            timed.bound = error_bound(selection.config, plans).norm
+        timed.block_size = getattr(self.step.group, "block_size", None)  # of layers that keep a state none
+        timed.bound = self.step.bound(plans)
 
     def _eagerly(self) -> None:
         for call in self.layers:

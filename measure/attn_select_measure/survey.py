@@ -60,13 +60,6 @@ Exit code: 0 all is done, or no time is stale, 1 workloads are left, or times ar
 @click.option(
     "--workloads", type=click.IntRange(1), default=600, show_default=True, metavar="N", help="How many of the seed."
 )
-@click.option(
-    "--phase",
-    "phases",
-    multiple=True,
-    metavar="NAME",
-    help="Only decode, uneven, spread, prefill, chunk or mixed steps of the seed; can be given again.",
-)
 @click.option("--states", "of_states", is_flag=True, help="Draw layers that keep a state, in place of attention.")
 @click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), metavar="S", help="End by then [default: when all is done]."
@@ -100,7 +93,6 @@ def command(
     check: str | None,
     seed: int,
     workloads: int,
-    phases: tuple[str, ...],
     of_states: bool,
     seconds: float | None,
     backends: tuple[str, ...],
@@ -116,7 +108,6 @@ def command(
     from attn_select.machine.environment import parse_pins
     from attn_select_cli.output import require_writable
     from attn_select_cli.torch_module import torch_module
-    from attn_select_measure.survey_draw import PHASES
 
     if (out is None) == (check is None):
         raise click.UsageError("give either --out FILE or --check [FILE]")
@@ -124,10 +115,6 @@ def command(
     for name in backends:
         if name not in specs:
             raise UnknownNameError("backend", name, specs)
-    phases = tuple(name.strip().lower() for name in phases)
-    for name in phases:
-        if name not in PHASES:
-            raise UnknownNameError("phase", name, dict.fromkeys(PHASES))
     environment = environment_for(detect_device().device, parse_pins(pins))
     if check is not None:
         return _check(Path(check) if check else None, environment)
@@ -146,7 +133,7 @@ def command(
     if jobs is None:
         jobs = surveying.default_jobs(not detect_device().device.is_cpu)
     settings = surveying.Settings(out, seconds, backends, jobs, compile_seconds)
-    plan = surveying.drawn_or_again(seed, workloads, phases, backends, of_states)
+    plan = surveying.drawn_or_again(seed, workloads, backends, of_states)
     return 0 if surveyed(settings, plan, environment) else 1
 
 

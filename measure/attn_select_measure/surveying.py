@@ -109,11 +109,9 @@ def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig
     return Work(row, config, batch)
 
 
-def drawn_or_again(
-    seed: int, workloads: int, phases: tuple[str, ...], backends: tuple[str, ...], of_states: bool = False
-) -> Plan:
-    """Plan so many workloads of a seed, of these phases alone where any are named; with backends and a file that has
-    some, those, and these backends alone. ``of_states``: of layers that keep a state."""
+def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_states: bool) -> Plan:
+    """Plan so many workloads of a seed, ``of_states`` of layers that keep a state; with backends and a file that has
+    some, those."""
 
     def plan(machine: Machine, known: Sequence[Record]) -> Iterator[Work]:
         if known and backends:
@@ -123,10 +121,8 @@ def drawn_or_again(
         done = {(record["seed"], record["number"]) for record in known}
         first = FIRST_STATE if of_states else 0
         for number in range(first, first + workloads):
-            if (seed, number) in done:
-                continue
-            drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
-            if not phases or drawn.phase in phases:
+            if (seed, number) not in done:
+                drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
                 yield work_of(seed, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
 
     def dated(record: Record) -> str:
@@ -274,9 +270,7 @@ class _Run:
             "compute_capability": bench.machine.device.capability_text,
             "driver": bench.machine.detection.driver_version,
             "rates": {"copy_gbps": round(bench.rates.copy / 1e9, 1), "tflops": round(bench.rates.matmul / 1e12, 2)},
-            "timed": [
-                self._entry(work.config, each, chosen[each.backend], first[each.backend]) for each in found.timed
-            ],
+            "timed": [self._entry(each, chosen[each.backend], first[each.backend]) for each in found.timed],
         }
         append_record(self._settings.out, record if "timed" not in work.row else merged(work.row, record))
         spent = time.monotonic() - began
@@ -287,7 +281,7 @@ class _Run:
             raise DeviceLost(lost)
         return True
 
-    def _entry(self, config: LayerConfig, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
+    def _entry(self, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
         """Return one backend's part of a line; ``docs/times.md`` lists its keys."""
         failure = timed.failure
         if failure is None and not timed.exact:
@@ -296,7 +290,7 @@ class _Run:
             **timed.to_dict(),
             "failure": failure,
             "fingerprint": self._fingerprints(candidate, timed),
-            "libraries": self._libraries(config, timed.backend),
+            "libraries": self._libraries(timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "eager": None if timed.eager is None else timed.eager.to_dict(),
             "compile_s": None if first is None else round(first.seconds, 2),
@@ -312,10 +306,10 @@ class _Run:
                 found.setdefault(spec.name, {}).update(fingerprint(spec, selection.environment, plan.provider))
         return found
 
-    def _libraries(self, config: LayerConfig, name: str) -> dict[str, str]:
+    def _libraries(self, name: str) -> dict[str, str]:
         found: dict[str, str] = {}
         for backend in name.split(PAIR):
-            found |= self._bench.libraries(backend, config)
+            found |= self._bench.libraries(backend)
         return found
 
     def _line(self, work: Work, found: TimedBatch) -> str:

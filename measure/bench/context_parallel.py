@@ -12,7 +12,7 @@ times the ways to merge beside the collectives that they are made of.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -27,15 +27,10 @@ import torch.distributed as dist
 from attn_select import AttentionConfig, Environment, select
 from attn_select.decide.selection import Selection
 from attn_select.machine.environment import parse_pins
-from attn_select.runtime import (
-    Attention,
-    Capacity,
-    CommonAttentionMetadata,
-    ContextParallel,
-    MLAAttention,
-    attention_group,
-)
+from attn_select.reference.timed_steps import AttentionStep
+from attn_select.runtime import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
+from attn_select.runtime.timer import Call, gpu_times, medians, timed_rounds
 from attn_select.testing.rank_conformance import check_on_group
 from attn_select.times.ranks import collectives_us
 
@@ -75,13 +70,7 @@ def suite_of(text: str) -> Any:
     """Return a conformance suite, ``FILE:CLASS``."""
     path, _, name = text.partition(":")
     sys.path.insert(0, str(Path(path).parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)()
+    return getattr(importlib.import_module(Path(path).stem), name)()
 
 
 def conformance(arguments: argparse.Namespace, lines: Lines) -> None:
@@ -100,97 +89,30 @@ def conformance(arguments: argparse.Namespace, lines: Lines) -> None:
         )  # fmt: skip
 
 
-def timed(step: Callable[[], Any], repeats: int = 20, rounds: int = 5, inside: int = 1) -> float:
-    """Return the time of a step in us: the median round of replays of its graph, the slowest rank's.
-
-    Args:
-        inside: steps that the graph holds.
-    """
+def timed(step: Call, repeat: int = 20) -> float:
+    """Return the time of a step in us, the slowest rank's; a graph holds ``repeat`` of them."""
     if not torch.cuda.is_available():
-        begin = time.perf_counter()
-        step()
-        return 1e6 * (time.perf_counter() - begin)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
+        return medians(timed_rounds({"step": step}, "cpu"), 1)["step"]
     dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inside):
-            step()
-    found = []
-    for _ in range(rounds):
-        graph.replay()
-        torch.cuda.synchronize()
-        dist.barrier()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        graph.replay()  # the ranks meet in its collectives
-        events[0].record()
-        for _ in range(repeats):
-            graph.replay()
-        events[1].record()
-        torch.cuda.synchronize()
-        found.append(1e3 * events[0].elapsed_time(events[1]) / repeats / inside)
-    median = torch.tensor(sorted(found)[rounds // 2], device="cuda")
-    dist.all_reduce(median, dist.ReduceOp.MAX)
-    return float(median)
+    found = torch.tensor(gpu_times({"step": step}, repeat)["step"], device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
-def batch_of(group: Any, requests: int, tokens: int) -> CommonAttentionMetadata:
-    """Return a decode whose requests have blocks of their own, in random order."""
-    device, per_request = group.device, -(-tokens // group.block_size)
-    draw = torch.Generator().manual_seed(0)
-    table = torch.randperm(requests * per_request, generator=draw).view(requests, per_request).int().to(device)
-    lens = torch.full((requests,), tokens, dtype=torch.int32)
-    slots = table[:, -1].long() * group.block_size + (tokens - 1) % group.block_size
-    bounds = torch.arange(requests + 1, dtype=torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=bounds.to(device), query_start_loc_cpu=bounds, seq_lens=lens.to(device), seq_lens_cpu=lens,
-        num_reqs=requests, num_actual_tokens=requests, max_query_len=1, max_seq_len=tokens, block_table_tensor=table,
-        slot_mapping=slots, block_size=group.block_size,
-    )  # fmt: skip
-
-
-def layer_step(
+def layer_time(
     config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any, pins: dict[str, str]
-) -> tuple[Any, Selection]:
-    """Return a step of one layer, and the selection that it runs."""
+) -> tuple[float, Selection]:
+    """Return the time of a decode of one layer, and the selection that it runs."""
     requests, tokens = batch
     where = None if torch.cuda.is_available() else "cpu"
-    environment = Environment(pins=pins) if pins else None
-    choice = None if backend is None else {"decode": backend}
-    selection = select(config, where, backend=choice, environment=environment)
-    given: dict[str, Any] = {"cuda_graphs": torch.cuda.is_available(), "phases": ["decode"], "context_parallel": ranks}
-    group = attention_group(selection, None, Capacity(requests, requests, tokens), **given)
-    common = batch_of(group, requests, tokens)
-    cache = group.allocate_kv_cache(common.block_table_tensor.numel())  # type: ignore[union-attr]
-    cache.view(torch.uint8).fill_(60)  # 0.0115 in bfloat16
-    metadata = group.build_for_cudagraph_capture(common)
-    dtype, device, heads = torch.bfloat16, group.device, config.num_heads
-    if config.mla:
-        nope, rope, rank, width = (
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.kv_lora_rank,
-            config.v_head_dim,
-        )
-        weight = torch.randn(heads * (nope + width), rank, device=device, dtype=dtype) * 0.02  # type: ignore[operator]
-        layer: Any = MLAAttention(group, weight)
-        inputs = [
-            torch.randn(requests, *shape, device=device, dtype=dtype)
-            for shape in ((heads, nope + rope), (rank,), (rope,))
-        ]  # type: ignore[operator]
-    else:
-        layer = Attention(group)
-        size = config.head_size
-        shapes = (heads, size), (config.num_kv_heads, size), (config.num_kv_heads, size)
-        inputs = [torch.randn(requests, *shape, device=device, dtype=dtype) for shape in shapes]
-    output = layer(*inputs, cache, metadata)
-    return lambda: layer(*inputs, cache, metadata, output), selection
+    choice: Any = None if backend is None else {"decode": backend}
+    selection = select(config, where, backend=choice, environment=Environment(pins=pins) if pins else None)
+    step = AttentionStep(selection, [(1, tokens)] * requests, ["decode"], None, ranks)
+    memory = step.memory(step.cache_bytes, 1)
+    assert memory is not None
+    step.make_layers(memory.caches(step))
+    (call,) = step.calls()
+    return timed(call), selection
 
 
 def decode(arguments: argparse.Namespace, lines: Lines) -> None:
@@ -217,12 +139,9 @@ def decode_times(
     """Time one layer with its whole cache, with shares of it, and on all ranks; compare with what is predicted."""
     size, (requests, tokens) = dist.get_world_size(), batch
 
-    def time_of(config: AttentionConfig, tokens: int, ranks: Any) -> tuple[float, Selection]:
-        step, selection = layer_step(config, backend, (requests, tokens), ranks, pins)
-        return timed(step), selection
-
-    alone, alone_by = time_of(whole, tokens, None)
-    shares = {count: time_of(whole, tokens // count, None)[0] for count in sorted({size, *arguments.shares})}
+    alone, alone_by = layer_time(whole, backend, batch, None, pins)
+    counts = sorted({size, *arguments.shares})
+    shares = {count: layer_time(whole, backend, (requests, tokens // count), None, pins)[0] for count in counts}
     parts = {
         count: whole.model_copy(update={"num_heads": whole.num_heads // count, "decode_context_parallel_size": count})
         for count in shares
@@ -231,7 +150,7 @@ def decode_times(
     result = {}
     for way in arguments.ways:
         options = ContextParallel(None, merge=way, interleave=arguments.interleave)
-        result[way] = time_of(parts[size], tokens, options)[0]
+        result[way] = layer_time(parts[size], backend, batch, options, pins)[0]
     first = result[arguments.ways[0]]
     lines.write(
         kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=requests, tokens=tokens,
@@ -268,7 +187,7 @@ def exchange_time(config: AttentionConfig, tokens: int) -> float:
     sizes = heads * merger.collectives.size, config.head_size, width, torch.bfloat16, device
     merger.share_memory(tokens, *sizes)
     query = torch.randn(tokens, heads, config.head_size, dtype=torch.bfloat16, device=device)
-    return timed(exchange(merger, query, width), repeats=5, rounds=3, inside=10 if torch.cuda.is_available() else 1)
+    return timed(exchange(merger, query, width))
 
 
 def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) -> dict[str, float]:
@@ -296,8 +215,7 @@ def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) 
         "nccl reduce_scatter of outputs": lambda: collectives.reduce_scatter(moved[0], rows),
         "nccl all_gather of LSEs": lambda: collectives.all_gather(lses, lse),
     }
-    inside = 10 if torch.cuda.is_available() else 1
-    return {label: round(timed(step, repeats=5, rounds=3, inside=inside), 2) for label, step in steps.items()}
+    return {label: round(timed(step), 2) for label, step in steps.items()}
 
 
 def merge(arguments: argparse.Namespace, lines: Lines) -> None:

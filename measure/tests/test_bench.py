@@ -87,7 +87,7 @@ def test_what_does_not_fit_in_memory_is_refused(run: Any, monkeypatch: pytest.Mo
     assert "30 MiB of this machine's memory are free, and 1 MiB of it stay spare" in result.out
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 40 << 20)
     result = run("bench", *LAYER, "--workload", batch, *QUICK)
-    assert "TORCH_SDPA was not compared: the oracle takes 128 MiB, and 40 MiB of this machine's memory" in result.out
+    assert "TORCH_SDPA was not compared: the oracle takes 192 MiB, and 40 MiB of this machine's memory" in result.out
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])

@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="running a layer needs torch")
 
 from attn_select.backends.registry import load_plugins
 from attn_select.errors import BackendError
+from attn_select.reference import oracle_paged
 from attn_select_cli import progress, serving
 
 SMALL = ("--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--prompt-tokens", "40", "--decode-steps", "3")
@@ -57,7 +58,7 @@ def test_every_kind_of_layer_is_within_its_bound(run: Any, options: tuple[str, .
 def test_a_row_that_is_off_by_a_twentieth_is_above(
     run: Any, monkeypatch: pytest.MonkeyPatch, head_size: str, rows: str
 ) -> None:
-    reference = serving.attention_reference
+    reference = oracle_paged.attention_reference
 
     def off(*tensors: Any, **options: Any) -> Any:
         output, lse = reference(*tensors, **options)
@@ -66,7 +67,7 @@ def test_a_row_that_is_off_by_a_twentieth_is_above(
 
     asked = ("run", "--num-heads", "1", "--head-size", head_size, "--prompt-tokens", "60")
     assert run(*asked).code == 0
-    monkeypatch.setattr(serving, "attention_reference", off)
+    monkeypatch.setattr(oracle_paged, "attention_reference", off)
     assert run(*asked).code == 1
 
 
@@ -117,8 +118,12 @@ def test_images_and_trees_of_drafts_are_masked(
     """Also where a chunk of the prompt ends inside the image; a reference without the mask is another one."""
     asked = ("run", *SMALL, *flags, "--prompt-tokens", "60", "--max-num-batched-tokens", "30")
     assert run(*asked).code == 0
-    reference = serving.attention_reference
-    monkeypatch.setattr(serving, "attention_reference", lambda *a, **options: reference(*a, **{**options, **without}))
+    reference = oracle_paged.attention_reference
+
+    def unmasked(*tensors: Any, **options: Any) -> Any:
+        return reference(*tensors, **{**options, **without})
+
+    monkeypatch.setattr(oracle_paged, "attention_reference", unmasked)
     result = run(*asked)
     assert result.code == 1
     assert "ABOVE" in result.out

@@ -19,7 +19,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.testing import (
-    MLAProblem,
+    Problem,
     error_bound,
     lse_error,
     relative_error,
@@ -37,7 +37,7 @@ PADDING = 3
 class Ran:
     """A step that was run, and what it ran on."""
 
-    problem: MLAProblem
+    problem: Problem
     group: MLAAttentionGroup
     layer: MLAAttention
     metadata: MLAMetadata
@@ -51,11 +51,11 @@ class Ran:
 
     def check(self) -> None:
         """Compare output, LSE and cache with the oracle, and see that padding was left alone."""
-        problem, step, cache = self.problem, self.problem.step, self.kv_cache
-        assert step.kv_cache is not None
-        assert same_bits(cache.view(step.kv_cache.shape), step.written_cache())
+        problem, cache = self.problem, self.kv_cache
+        assert problem.kv_cache is not None
+        assert same_bits(cache.view(problem.kv_cache.shape), problem.written_cache())
         output, lse = problem.reference()
-        bound = error_bound(step.config, self.group.selection.plans)
+        bound = error_bound(problem.config, self.group.selection.plans)
         error = relative_error(self.output[: self.tokens], output)
         assert error.norm <= bound.norm, (error, bound)
         assert error.row <= bound.row, (error, bound)
@@ -70,19 +70,16 @@ def padded(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor.new_full((PADDING, *tensor.shape[1:]), torch.nan)])
 
 
-def layer_of(group: MLAAttentionGroup, problem: MLAProblem, **options: Any) -> MLAAttention:
-    step = problem.step
+def layer_of(group: MLAAttentionGroup, problem: Problem, **options: Any) -> MLAAttention:
     scales = None
-    if step.k_scale is not None and step.q_scale is not None:
-        heads = 1 if step.config.per_head_quant_scales else 0
-        scales = Scales.make("cpu", q=step.q_scale, k=step.k_scale, num_kv_heads=heads)
-    return MLAAttention(
-        group, problem.kv_b_proj, alibi_slopes=step.alibi_slopes, sinks=step.sinks, scales=scales, **options
-    )
+    if problem.k_scale is not None and problem.q_scale is not None:
+        heads = 1 if problem.config.per_head_quant_scales else 0
+        scales = Scales.make("cpu", q=problem.q_scale, k=problem.k_scale, num_kv_heads=heads)
+    return MLAAttention(group, problem.kv_b_proj, **problem.per_head, scales=scales, **options)
 
 
 def run(
-    problem: MLAProblem,
+    problem: Problem,
     common: CommonAttentionMetadata,
     *,
     selection: Selection | None = None,
@@ -90,20 +87,19 @@ def run(
     **options: Any,
 ) -> Ran:
     """Run one step with every check on; ``options`` are the group's."""
-    step = problem.step
-    chosen = selection or select(step.config, device="cpu", backend="TORCH_MLA")
+    chosen = selection or select(problem.config, device="cpu", backend="TORCH_MLA")
     group = MLAAttentionGroup(chosen, checked=True, **options)
     layer, metadata = layer_of(group, problem), group.build(common)
-    assert step.kv_cache is not None
-    assert step.layout is not None
+    assert problem.kv_cache is not None
+    assert problem.layout is not None
     assert group.kernel_block_size is not None
-    cache = in_blocks_of(group.kernel_block_size, step.kv_cache.clone(), step.layout, step.config)
-    config, rows = step.config, len(problem.query) + PADDING
+    cache = in_blocks_of(group.kernel_block_size, problem.kv_cache.clone(), problem.layout, problem.config)
+    config, rows = problem.config, len(problem.query) + PADDING
     output = torch.full((rows, config.num_heads, config.v_head_dim or 0), torch.nan, dtype=problem.query.dtype)
     lse = torch.full((rows, config.num_heads), torch.nan) if wants_lse else None
     chosen = None
-    if step.topk_indices is not None:
-        chosen = torch.cat([step.topk_indices, torch.full_like(step.topk_indices[:PADDING], 2**30)])
-    given = (padded(problem.query), padded(step.key), padded(step.value), cache, metadata, output, chosen, lse)
+    if problem.topk_indices is not None:
+        chosen = torch.cat([problem.topk_indices, torch.full_like(problem.topk_indices[:PADDING], 2**30)])
+    given = (padded(problem.query), padded(problem.key), padded(problem.value), cache, metadata, output, chosen, lse)
     assert layer(*given) is output
     return Ran(problem, group, layer, metadata, cache, output, lse)

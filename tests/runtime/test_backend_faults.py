@@ -20,7 +20,7 @@ from attn_select.runtime import Attention as HeadAttention
 from attn_select.runtime import AttentionImpl, BatchError, attention_group
 from attn_select.runtime import MLAAttention as LatentAttention
 from attn_select.runtime.states import StateBackend
-from attn_select.testing import load_path_of, mla_layer, random_mla_problem, random_problem, selection_of
+from attn_select.testing import load_path_of, mla_layer, random_problem, selection_of
 
 HEADS = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 MLA = mla_layer(num_heads=2, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
@@ -66,11 +66,10 @@ def run_mla(spec: BackendSpec) -> None:
     """The same with latents; the prompt has cached tokens."""
     selection = selection_of(spec, MLA, "cpu")
     group = attention_group(selection)
-    problem = random_mla_problem(0, MLA, selection.kv_layout, requests=REQUESTS)
+    problem = random_problem(0, MLA, selection.kv_layout, requests=REQUESTS)
     rank, rows = MLA.kv_lora_rank, MLA.num_heads * 32
     layer = LatentAttention(group, torch.randn(rows, rank, dtype=torch.bfloat16))
-    step = problem.step
-    layer(problem.query, step.key, step.value, step.kv_cache, group.build(common_of(step)))
+    layer(problem.query, problem.key, problem.value, problem.kv_cache, group.build(common_of(problem)))
 
 
 def run_states(spec: BackendSpec) -> None:

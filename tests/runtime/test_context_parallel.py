@@ -137,7 +137,7 @@ def test_ranks_that_share_no_memory(merge: str) -> None:
     selection = select(layer(), "cpu")
 
     def run(collectives: ThreadCollectives) -> str:
-        ranks = ContextParallel(Apart(collectives._turns, collectives.rank), merge=merge)
+        ranks = ContextParallel(Apart(collectives._shared, collectives.rank), merge=merge)
         try:
             return str(attention_group(selection, capacity=CAPACITY, context_parallel=ranks).merger.memory)
         except ConfigError as error:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_select import select
+from attn_select.reference.oracle import attention_reference
 from attn_select.reference.oracle_indexer import index_scores_reference, quantized_rows, wrong_choice
-from attn_select.reference.oracle_mla import mla_reference
+from attn_select.reference.oracle_mla import absorb_query, project_output
 from attn_select.runtime import (
     BatchError,
     BlockTable,
@@ -150,16 +151,13 @@ def test_a_layer_attends_to_what_its_indexer_chose() -> None:
     slots = step.slots(0)
     for token in range(40):
         places = (chosen[token][chosen[token] >= 0][:, None] == slots).int().argmax(1)
-        wanted, _ = mla_reference(
-            query[token : token + 1, :, :nope],
-            query[token : token + 1, :, nope:],
-            latent[places],
-            k_pe[places],
-            by_head[..., :nope],
-            by_head[..., nope:],
-            scale=(nope + rope) ** -0.5,
-            causal=False,
+        row = slice(token, token + 1)
+        absorbed = absorb_query(query[row, :, :nope], query[row, :, nope:], by_head[..., :nope])
+        keys = torch.cat([latent[places], k_pe[places]], dim=-1)[:, None]
+        found, _ = attention_reference(
+            absorbed, keys, latent[places][:, None], scale=(nope + rope) ** -0.5, causal=False
         )
+        wanted = project_output(found, by_head[..., nope:])
         torch.testing.assert_close(output[token].double(), wanted[0], rtol=1e-4, atol=1e-5)
 
 

@@ -25,7 +25,6 @@ from attn_select.runtime import (
 )
 from attn_select.testing import (
     error_bound,
-    random_mla_problem,
     random_problem,
     relative_error,
     same_bits,
@@ -48,7 +47,7 @@ def run_config() -> Callable[..., Ran]:
     """Return ``run_config(config, requests, **options)``: draw a step, run it, compare it with the oracle."""
 
     def go(config: AttentionConfig, requests: Sequence[tuple[int, int]], seed: int = 0, **options: Any) -> Ran:
-        problem = random_mla_problem(seed, config, requests=requests)
+        problem = random_problem(seed, config, requests=requests)
         ran = run(problem, common_of(problem), **options)
         ran.check()
         return ran
@@ -100,7 +99,7 @@ def test_random_steps(
         num_speculative_tokens=speculative,
         per_head_quant_scales=cache.startswith("fp8") and seed % 2 == 0,
     )
-    problem = random_mla_problem(seed, config)
+    problem = random_problem(seed, config)
     run(problem, common_of(problem), workspace_tokens=workspace, wants_lse=wants_lse).check()
 
 
@@ -114,7 +113,7 @@ def test_blocks_of_the_allocator_are_split(block_size: int, kernel: int, run_con
 
 def test_rows_without_keys_are_zero() -> None:
     """As the padded requests of a CUDA graph: one query, no key, no slot."""
-    problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 30), (1, 0), (1, 0)])
+    problem = random_problem(0, AttentionConfig(**SMALL), requests=[(1, 30), (1, 0), (1, 0)])
     ran = run(problem, common_of(problem))
     ran.check()
     assert ran.lse is not None
@@ -125,12 +124,12 @@ def test_rows_without_keys_are_zero() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_weight_is_kept_once_and_followed_by_both_paths(dtype: str) -> None:
     """What is written to the model's weight later counts from the next call on, for decodes and for prefills."""
-    problem = random_mla_problem(0, AttentionConfig(**SMALL, dtype=dtype), requests=MIXED)
+    problem = random_problem(0, AttentionConfig(**SMALL, dtype=dtype), requests=MIXED)
     model = torch.nn.Parameter(problem.kv_b_proj.clone())
-    other = random_mla_problem(1, problem.step.config, requests=MIXED).kv_b_proj
-    group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
+    other = random_problem(1, problem.config, requests=MIXED).kv_b_proj
+    group = MLAAttentionGroup(select(problem.config, device="cpu", backend="TORCH_MLA"))
     layer, metadata = MLAAttention(group, model), group.build(common_of(problem))
-    given = (problem.query, problem.step.key, problem.step.value, problem.step.kv_cache, metadata)
+    given = (problem.query, problem.key, problem.value, problem.kv_cache, metadata)
     assert [buffer.data_ptr() for buffer in layer.buffers()] == [model.data_ptr()]
     assert layer.state_dict() == {}  # it is the model's, whose checkpoint has it
     before, after = (MLAAttention(group, weight)(*given) for weight in (problem.kv_b_proj, other))
@@ -144,13 +143,13 @@ def test_a_weight_is_kept_once_and_followed_by_both_paths(dtype: str) -> None:
 def test_prefill_alone() -> None:
     """A machine that only prefills: no backend reads the cache, yet it is written, and single tokens are prefills."""
     config = AttentionConfig(**SMALL, block_size=64, kv_cache_dtype="fp8_e4m3")
-    problem = random_mla_problem(3, config, requests=[(1, 70), (1, 1), (20, 31), (6, 6)])
+    problem = random_problem(3, config, requests=[(1, 70), (1, 1), (20, 31), (6, 6)])
     ran = run(problem, common_of(problem), phases=("prefill",), workspace_tokens=16)
     assert ran.group.kernel_block_size == 64
     assert ran.group.reorder_batch_threshold is None
-    assert same_bits(ran.kv_cache, problem.step.written_cache())
+    assert same_bits(ran.kv_cache, problem.written_cache())
     bound = error_bound(config, ran.group.selection.plans)
-    assert relative_error(ran.output[: ran.tokens], problem.reference(0)[0]).row <= bound.row
+    assert relative_error(ran.output[: ran.tokens], problem.reference(longest_decode=0)[0]).row <= bound.row
 
 
 PLACES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
@@ -167,10 +166,10 @@ PLACES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
 def test_a_decode_that_takes_the_query_in_two_parts(place: str) -> None:
     """Its rope part is not copied where kernels can read it as it lies."""
     config = AttentionConfig(**{**SMALL, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}, dtype="bfloat16")
-    problem = random_mla_problem(0, config, requests=[(1, 9), (1, 40), (1, 3)])
+    problem = random_problem(0, config, requests=[(1, 9), (1, 40), (1, 3)])
     group = MLAAttentionGroup(select(config, device="cpu", backend="TORCH_MLA"))
-    layer, common, step = layer_of(group, problem), common_of(problem), problem.step
-    assert step.kv_cache is not None
+    layer, common = layer_of(group, problem), common_of(problem)
+    assert problem.kv_cache is not None
     lie, apart = PLACES[place]
     query, impl, seen = lie(problem.query), layer.impls["decode"], []
     whole = impl.forward_mqa
@@ -179,9 +178,9 @@ def test_a_decode_that_takes_the_query_in_two_parts(place: str) -> None:
         seen.append(query)
         return whole(torch.cat(query, -1) if isinstance(query, tuple) else query, *rest)
 
-    wanted = layer(query, step.key, step.value, step.kv_cache.clone(), group.build(common))
+    wanted = layer(query, problem.key, problem.value, problem.kv_cache.clone(), group.build(common))
     impl.forward_mqa, impl.takes_query_parts = forward_mqa, True  # type: ignore[method-assign]
-    found = layer(query, step.key, step.value, step.kv_cache.clone(), group.build(common))
+    found = layer(query, problem.key, problem.value, problem.kv_cache.clone(), group.build(common))
     assert torch.equal(found, wanted)
     (given,) = seen
     assert isinstance(given, tuple) == apart
@@ -189,7 +188,7 @@ def test_a_decode_that_takes_the_query_in_two_parts(place: str) -> None:
         assert given[1].data_ptr() == query[..., 16:].data_ptr()
     # What computes a layer in parts, over several ranks, joins and sends the query as a whole.
     layer._in_parts = SimpleNamespace(forward=lambda absorbed, *rest: seen.append(absorbed))
-    layer(query, step.key, step.value, step.kv_cache.clone(), group.build(common))
+    layer(query, problem.key, problem.value, problem.kv_cache.clone(), group.build(common))
     assert seen[1].shape == (3, layer.heads, layer.rank + layer.rope)
 
 

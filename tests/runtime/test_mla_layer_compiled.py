@@ -17,7 +17,7 @@ from attn_select.runtime import (
     forward_context,
 )
 from attn_select.testing import (
-    random_mla_problem,
+    random_problem,
     relative_error,
     same_bits,
 )
@@ -29,7 +29,7 @@ def test_compiled_in_one_graph(backend: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     config = AttentionConfig(**SMALL, dtype="float32")
-    first = random_mla_problem(0, config, requests=MIXED)
+    first = random_problem(0, config, requests=MIXED)
     group = MLAAttentionGroup(select(config, device="cpu", backend="TORCH_MLA"), workspace_tokens=30)
     layer = layer_of(group, first)
 
@@ -40,13 +40,12 @@ def test_compiled_in_one_graph(backend: str) -> None:
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for seed in range(2):
-        problem = random_mla_problem(seed, config, requests=MIXED)
-        step = problem.step
-        assert step.kv_cache is not None
-        common = common_of(step)
-        given = (problem.query / 2, step.key, step.value)
+        problem = random_problem(seed, config, requests=MIXED)
+        assert problem.kv_cache is not None
+        common = common_of(problem)
+        given = (problem.query / 2, problem.key, problem.value)
         with forward_context({group: group.build(common)}), torch.no_grad():
-            caches = step.kv_cache.clone(), step.kv_cache.clone()
+            caches = problem.kv_cache.clone(), problem.kv_cache.clone()
             outputs = compiled(*given, caches[0]), model(*given, caches[1])
         assert same_bits(*outputs)
         assert same_bits(*caches)
@@ -58,13 +57,13 @@ def test_compiled_in_one_graph(backend: str) -> None:
 
 def test_a_copied_layer_runs_its_own_weights() -> None:
     """A compiled graph finds its layer by name: the copy's name must not lead to the original."""
-    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
+    problem = random_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
     ran = run(problem, common_of(problem))
     twin = copy.deepcopy(ran.layer)
     assert twin.layer_name != ran.layer.layer_name
     assert twin.group is ran.group
     twin.kv_b_proj.mul_(2.0)
-    given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache)
+    given = (problem.query, problem.key, problem.value, ran.kv_cache)
     outputs = []
     for layer in (ran.layer, twin):
         compiled, eager = torch.zeros(2, *ran.output[: ran.tokens].shape)

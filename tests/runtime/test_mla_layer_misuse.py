@@ -22,13 +22,13 @@ from attn_select.runtime import (
     MLAAttentionGroup,
     MLAAttentionImpl,
 )
-from attn_select.testing import random_mla_problem, same_bits
+from attn_select.testing import random_problem, same_bits
 
 
 @pytest.mark.parametrize(("phases", "missing"), [(("decode",), "prefill"), (("prefill",), None)])
 def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None) -> None:
-    problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
-    group = MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"), phases=phases)
+    problem = random_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
+    group = MLAAttentionGroup(select(problem.config, device="cpu", backend="TORCH_MLA"), phases=phases)
     if missing is None:
         assert [part.phase for part in group.build(common_of(problem)).parts] == ["prefill"]
         return
@@ -56,15 +56,15 @@ def test_a_phase_that_was_not_loaded(phases: Any, missing: str | None) -> None:
     ],
 )
 def test_bad_arguments_are_named(name: str, change: Callable[[Any], Any], says: str) -> None:
-    problem = random_mla_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
-    step, group = problem.step, MLAAttentionGroup(select(problem.step.config, device="cpu", backend="TORCH_MLA"))
-    assert step.kv_cache is not None
+    problem = random_problem(0, AttentionConfig(**SMALL), requests=[(1, 4), (8, 8)])
+    group = MLAAttentionGroup(select(problem.config, device="cpu", backend="TORCH_MLA"))
+    assert problem.kv_cache is not None
     given = {
         "query": problem.query,
-        "kv_c_normed": step.key,
-        "k_pe": step.value,
-        "kv_cache": step.kv_cache.clone(),
-        "attn_metadata": group.build(common_of(step)),
+        "kv_c_normed": problem.key,
+        "k_pe": problem.value,
+        "kv_cache": problem.kv_cache.clone(),
+        "attn_metadata": group.build(common_of(problem)),
         "output": torch.empty(9, 4, 24, dtype=torch.bfloat16),
         "topk_indices": None,
         "output_lse": torch.empty(9, 4),
@@ -98,22 +98,22 @@ def test_an_impl_without_the_path_of_a_phase(phase: Phase, path: str) -> None:
 
 
 def test_metadata_of_another_group_is_refused() -> None:
-    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
+    problem = random_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
     ran = run(problem, common_of(problem))
     foreign = MLAAttentionGroup(ran.group.selection).build(common_of(problem))
-    given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache)
+    given = (problem.query, problem.key, problem.value, ran.kv_cache)
     with pytest.raises(BatchError, match="attn_metadata was built by another group than the layer's"):
         ran.layer(*given, foreign)
 
 
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
 def test_a_phase_without_lse(silent: Phase) -> None:
-    problem = random_mla_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
+    problem = random_problem(3, AttentionConfig(**SMALL, dtype="float32"), MLA)
     ran = run(problem, common_of(problem))
     context = ran.group.distinct[0].context
     context.plans = {**context.plans, silent: dataclasses.replace(context.plans[silent], returns_lse=False)}
     layer = layer_of(ran.group, problem)
-    given = (problem.query, problem.step.key, problem.step.value, ran.kv_cache, ran.metadata)
+    given = (problem.query, problem.key, problem.value, ran.kv_cache, ran.metadata)
     layer(*given)
     with pytest.raises(BatchError, match="output_lse given, but TORCH_MLA returns no LSE"):
         layer(*given, output_lse=torch.zeros(len(problem.query), 4))
@@ -129,9 +129,9 @@ def test_a_phase_without_lse(silent: Phase) -> None:
 )
 def test_sparse_layers_need_their_indices(change: Callable[[Any], Any], says: str) -> None:
     config = AttentionConfig(**SMALL, sparse_top_k=12, block_size=64)
-    problem = random_mla_problem(0, config, requests=MIXED)
+    problem = random_problem(0, config, requests=MIXED)
     group = MLAAttentionGroup(select(config, device="cpu", backend="TORCH_MLA_SPARSE"))
-    step, layer = problem.step, layer_of(group, problem)
-    given = (problem.query, step.key, step.value, step.kv_cache, group.build(common_of(step)))
+    layer = layer_of(group, problem)
+    given = (problem.query, problem.key, problem.value, problem.kv_cache, group.build(common_of(problem)))
     with pytest.raises(BatchError, match=says):
-        layer(*given, topk_indices=change(step.topk_indices))
+        layer(*given, topk_indices=change(problem.topk_indices))

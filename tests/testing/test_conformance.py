@@ -57,20 +57,6 @@ def test_refusing_takes_a_reason(right: Variant) -> None:
     assert failures(refuse([Reason("acme-sinks", "no sinks today")]).suite()) == []
 
 
-def test_the_gate_is_compared_with_the_kernel(right: Variant) -> None:
-    class Asked(right.suite()):  # type: ignore[misc]
-        def kernel_accepts(self, config: AttentionConfig, phase: str) -> bool | None:
-            if config.sinks:
-                return False
-            return True if config.alibi or phase == "prefill" else None
-
-    found = failures(Asked)
-    assert any("the gate accepts what the kernel refuses" in text and "sinks=True" in text for text in found)
-    assert any("the gate refuses what the kernel accepts" in text and "outside in" in text for text in found)
-    by_plan = "attention-chunk-size"  # blocks that no chunk is a multiple of
-    assert not [text for text in found if not any(each in text for each in ("sinks=True", "outside", by_plan))]
-
-
 def test_what_this_machine_lacks_is_skipped_in_the_gates_words(right: Variant) -> None:
     hopper: Fact[ComputeCapabilities] = Fact(ComputeCapabilities((((9, 0), (9, 0)),)), "this test")
     suite = right.declaring(compute_capabilities=hopper).suite(device="cpu")

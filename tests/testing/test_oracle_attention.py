@@ -14,11 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.testing import (
-    attention_options,
-    attention_reference,
-    merge_reference,
-)
+from attn_select.reference.oracle import attention_options
+from attn_select.testing import attention_reference, merge_reference
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,16 @@ from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FP8_DS_MLA, MLA
-from attn_select.testing import (
+from attn_select.reference.oracle_mla import (
     absorb_query,
-    gather_reference,
-    mla_absorbed_reference,
-    mla_reference,
-    pack_fp8_ds_mla,
     project_output,
-    random_problem,
     sparse_mla_reference,
+)
+from attn_select.testing import (
+    attention_reference,
+    gather_reference,
+    pack_fp8_ds_mla,
+    random_problem,
     unpack_fp8_ds_mla,
 )
 
@@ -53,15 +55,25 @@ def test_absorbed_equals_decompressed(
         "sinks": torch.tensor([0.1, 2.0, -1.0]) if with_sinks else None,
         "logits_soft_cap": cap,
     }
-    output, lse = mla_reference(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, scale=0.2, **options)
+    output, lse = decompressed(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, scale=0.2, **options)
     query = absorb_query(q_nope, q_pe, w_uk)
-    latent, absorbed_lse = mla_absorbed_reference(query, kv_c, k_pe, scale=0.2, **options)
+    keys = torch.cat([kv_c, k_pe], dim=-1)[:, None]
+    latent, absorbed_lse = attention_reference(query, keys, kv_c[:, None], scale=0.2, **options)
     torch.testing.assert_close((project_output(latent, w_uv), absorbed_lse), (output, lse), rtol=1e-10, atol=1e-10)
+
+
+def decompressed(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, w_uk: Tensor, w_uv: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys and values that the latents stand for."""
+    k_nope, values = (torch.einsum("sr,rhp->shp", kv_c.double(), weight.double()) for weight in (w_uk, w_uv))
+    keys = torch.cat([k_nope, k_pe.double()[:, None].expand(-1, q_pe.shape[1], -1)], dim=-1)
+    return attention_reference(torch.cat([q_nope, q_pe], dim=-1), keys, values, **options)
 
 
 def test_decompressed_by_hand() -> None:
     q_nope, q_pe, kv_c, k_pe, w_uk, w_uv = inputs(1, 3, 5)
-    output, lse = mla_reference(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, scale=0.2)
+    output, lse = decompressed(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, scale=0.2)
     for head in range(3):
         scores = [
             0.2 * float(q_nope[0, head] @ (w_uk[:, head].T @ kv_c[s]) + q_pe[0, head] @ k_pe[s]) for s in range(3)
@@ -134,8 +146,8 @@ def test_sparse_over_all_tokens_is_dense(layout: str, kv_cache_dtype: str) -> No
         start += query_len
         slots = torch.tensor([int(row[p // 16]) * 16 + p % 16 for p in range(seq_len)])
         keys, _ = gather_reference(cache, layout, slots, config)
-        dense = mla_absorbed_reference(problem.query[rows], keys[:, 0, :512], keys[:, 0, 512:], scale=problem.scale)
-        torch.testing.assert_close((sparse[0][rows], sparse[1][rows]), dense)
+        dense, lse = attention_reference(problem.absorbed[rows], keys, keys[..., :512], scale=problem.scale)
+        torch.testing.assert_close((sparse[0][rows], sparse[1][rows]), (project_output(dense, problem.weights[1]), lse))
 
 
 def test_sparse_attends_to_the_choice_alone() -> None:
@@ -149,11 +161,11 @@ def test_sparse_attends_to_the_choice_alone() -> None:
     cache.flatten(0, 1)[slots] = kept
     a, b = slots.tolist()
     indices = torch.tensor([[-1, a, -1, b], [a, a, b, -1], [-1, -1, -1, -1]])
-    output, lse = sparse_mla_reference(problem.query, cache, MLA, indices, config, problem.scale)
+    output, lse = sparse_mla_reference(problem.absorbed, cache, MLA, indices, config, problem.scale)
 
     def by_hand(row: int, chosen: list[int]) -> tuple[Tensor, Tensor]:
         tokens = torch.stack([cache.flatten(0, 1)[slot] for slot in chosen]).double()
-        scores = problem.scale * problem.query[row].double() @ tokens.T
+        scores = problem.scale * problem.absorbed[row] @ tokens.T
         return scores.softmax(dim=-1) @ tokens[:, :16], scores.logsumexp(dim=-1)
 
     torch.testing.assert_close((output[0], lse[0]), by_hand(0, [a, b]))

@@ -58,13 +58,14 @@ def test_a_problem_is_sound(name: str, nan_tails: bool) -> None:
     assert not torch.equal(problem.query[0], other.query[0])
 
     tokens = sum(query_len for query_len, _ in problem.requests)
-    assert problem.query.shape == (tokens, config.num_heads, config.head_size)
+    width = (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0) if config.mla else config.head_size
+    assert problem.query.shape == (tokens, config.num_heads, width)
     assert problem.query_start_loc.dtype == problem.seq_lens.dtype == torch.int32
     assert problem.query_start_loc[-1] == tokens
     output, lse = problem.reference()
     assert output.isfinite().all()
     assert lse.isfinite().all()
-    assert output.shape == (tokens, config.num_heads, config.kv_lora_rank or config.value_head_size)
+    assert output.shape == (tokens, config.num_heads, config.v_head_dim or config.value_head_size)
 
 
 @given(seed=st.integers(0, 2**31), nan_tails=st.booleans(), block_size=st.sampled_from([1, 8, 16]))

@@ -30,7 +30,7 @@ The order, cap before bias before mask, is FlashAttention-2's and vLLM's Triton 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict, cast
 
 import torch
@@ -217,14 +217,19 @@ def varlen_reference(
     key_start_loc: Tensor,
     config: AttentionConfig,
     scale: float,
+    *,
+    rows: Tensor | None = None,
+    spread: Tensor | None = None,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend within each request over keys and values that are packed one request after another (encoders, no cache).
 
     Args:
-        query: ``(T, H, D)``.
+        query: ``(T, H, D)``, or of the tokens ``rows`` alone.
         keys: ``(S, Hkv, D)``; values ``(S, Hkv, Dv)``.
         query_start_loc: ``(B + 1,)`` prefix sums of the query lengths; key_start_loc likewise.
+        rows: integers ``(N,)`` in order, which tokens ``query`` is of; None: all.
+        spread: float64 ``(N, H)``, filled as ``attention_reference`` does.
         per_head: as in ``attention_options``.
 
     Returns:
@@ -233,12 +238,27 @@ def varlen_reference(
     options = attention_options(config, **per_head)
     output = query.new_zeros((*query.shape[:2], values.shape[2]), dtype=torch.float64)
     lse = torch.full_like(output[..., 0], -torch.inf)
-    bounds, key_bounds = query_start_loc.tolist(), key_start_loc.tolist()
-    for request in range(len(bounds) - 1):
-        rows = slice(bounds[request], bounds[request + 1])
+    key_bounds = key_start_loc.tolist()
+    lens = key_start_loc.diff().tolist()
+    for request, mine, options["query_positions"] in rows_by_request(query, query_start_loc, lens, rows):
+        options["spread"] = None if spread is None else spread[mine]
         part = slice(key_bounds[request], key_bounds[request + 1])
-        output[rows], lse[rows] = attention_reference(query[rows], keys[part], values[part], scale=scale, **options)
+        output[mine], lse[mine] = attention_reference(query[mine], keys[part], values[part], scale=scale, **options)
     return output, lse
+
+
+def rows_by_request(
+    query: Tensor, query_start_loc: Tensor, seq_lens: Sequence[int], rows: Tensor | None
+) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield requests with the rows of ``query`` that are theirs, and their positions; ``rows`` as in the references.
+
+    A request's tokens of this step are the last of its ``seq_lens``.
+    """
+    tokens = torch.arange(len(query), device=query.device) if rows is None else rows
+    edges = torch.searchsorted(tokens, query_start_loc.to(tokens)).tolist()
+    for request, mine in enumerate(map(slice, edges, edges[1:])):
+        if mine.start < mine.stop:
+            yield request, mine, tokens[mine] - query_start_loc[request + 1] + seq_lens[request]
 
 
 def merge_reference(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in float64: decompressed, absorbed, and sparse.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in float64: absorbed, and sparse.
 
 The cache keeps per token one latent ``c`` of width R (``kv_lora_rank``) and one roped key part ``r`` of width Pr
 (``qk_rope_head_dim``), shared by all heads. Per head::
@@ -16,45 +16,13 @@ scaling makes of it. Weights are vLLM's ``W_UK (R, H, P)`` and ``W_UV (R, H, V)`
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.reference.oracle import AttentionOptions, attention_options, attention_reference
+from attn_select.reference.oracle import attention_options, attention_reference
 from attn_select.reference.oracle_paged import Scale, gather_reference
 from attn_select.reference.oracle_quant import quantize_query
-
-
-def mla_reference(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    *,
-    scale: float,
-    **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]:
-    """Attend with decompressed keys and values, the compute-friendly form (``forward_mha``), for one request.
-
-    Args:
-        q_nope: ``(T, H, P)``; q_pe ``(T, H, Pr)``, rope applied.
-        kv_c: ``(S, R)``, normalised; k_pe ``(S, Pr)``, rope applied.
-        w_uk: ``(R, H, P)``; w_uv ``(R, H, V)``.
-        options: as in ``attention_reference``.
-
-    Returns:
-        Output float64 ``(T, H, V)`` and natural-log LSE float64 ``(T, H)``.
-    """
-    heads = q_nope.shape[1]
-    k_nope = torch.einsum("sr,rhp->shp", kv_c.double(), w_uk.double())
-    values = torch.einsum("sr,rhv->shv", kv_c.double(), w_uv.double())
-    keys = torch.cat([k_nope, k_pe.double()[:, None].expand(-1, heads, -1)], dim=-1)
-    query = torch.cat([q_nope.double(), q_pe.double()], dim=-1)
-    return attention_reference(query, keys, values, scale=scale, **options)
 
 
 def absorb_query(q_nope: Tensor, q_pe: Tensor, w_uk: Tensor) -> Tensor:
@@ -68,22 +36,6 @@ def project_output(latent: Tensor, w_uv: Tensor) -> Tensor:
     return torch.einsum("thr,rhv->thv", latent.double(), w_uv.double())
 
 
-def mla_absorbed_reference(
-    query: Tensor, kv_c: Tensor, k_pe: Tensor, *, scale: float, **options: Unpack[AttentionOptions]
-) -> tuple[Tensor, Tensor]:
-    """Attend over the latents, the data-movement-friendly form (``forward_mqa``), for one request.
-
-    Args:
-        query: absorbed, ``(T, H, R + Pr)``; see ``absorb_query``.
-        kv_c: ``(S, R)``; k_pe ``(S, Pr)``.
-
-    Returns:
-        Latent output float64 ``(T, H, R)``, which ``project_output`` finishes, and natural-log LSE float64 ``(T, H)``.
-    """
-    keys = torch.cat([kv_c, k_pe], dim=-1)[:, None]
-    return attention_reference(query, keys, kv_c[:, None], scale=scale, **options)
-
-
 def sparse_mla_reference(
     query: Tensor,
     kv_cache: Tensor,
@@ -95,6 +47,7 @@ def sparse_mla_reference(
     k_scale: Scale = None,
     query_dtype: str | None = None,
     q_scale: Scale = None,
+    spread: Tensor | None = None,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form.
@@ -106,6 +59,7 @@ def sparse_mla_reference(
         kv_cache: in layout ``MLA`` or ``FP8_DS_MLA``.
         indices: integers ``(T, top_k)``: physical slots ``block * block_size + offset``. Negative ones are padding, at
             any place; a slot that is listed twice counts twice.
+        spread: float64 ``(T, H)``, filled as ``attention_reference`` does.
         per_head: as in ``attention_options``.
 
     Returns:
@@ -120,5 +74,6 @@ def sparse_mla_reference(
     for token, chosen in enumerate(indices):
         keys, values = gather_reference(kv_cache, layout, chosen[chosen >= 0], config, k_scale=k_scale)
         row = slice(token, token + 1)
+        options["spread"] = None if spread is None else spread[row]
         output[row], lse[row] = attention_reference(query[row], keys, values, scale=scale, **options)
     return output, lse

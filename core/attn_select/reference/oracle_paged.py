@@ -22,15 +22,15 @@ from attn_select.layer.layouts import (
     MLA,
     PAGED_ATTENTION,
 )
-from attn_select.reference.oracle import attention_options, attention_reference, last_positions, visible_keys
+from attn_select.reference.oracle import attention_options, attention_reference, rows_by_request, visible_keys
 from attn_select.reference.oracle_quant import (
-    FP8_DTYPES,
     decode,
     encode,
     pack_fp8_ds_mla,
     quantize_query,
     unpack_fp8_ds_mla,
 )
+from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
 KVCache = Tensor | tuple[Tensor, Tensor]
 """One tensor, or for ``PAGED_ATTENTION`` also the pair of K and V."""
@@ -53,12 +53,18 @@ def paged_reference(
     query_dtype: str | None = None,
     q_scale: Scale = None,
     tree_mask: Tensor | None = None,
+    rows: Tensor | None = None,
+    block_size: int | None = None,
+    spread: Tensor | None = None,
+    latents: Tensor | None = None,
+    longest_decode: int = 0,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend per request over a paged cache that already holds this step's tokens.
 
     Args:
-        query: ``(T, H, D)``; with MLA the absorbed query ``(T, H, kv_lora_rank + qk_rope_head_dim)``.
+        query: ``(T, H, D)``, or of the tokens ``rows`` alone; with MLA the absorbed query
+            ``(T, H, kv_lora_rank + qk_rope_head_dim)``.
         kv_cache: as ``layout`` has it; FP8 as torch's FP8 dtypes or as uint8.
         layout: a name from ``attn_select.layer.layouts``.
         block_table: integers ``(B, W)``. Not read are the entries behind a request's last block, and those of blocks
@@ -74,6 +80,11 @@ def paged_reference(
             ``quantize_query``.
         tree_mask: bool ``(T, M)``, which of its request's tokens in this step a token sees; those with more than M
             tokens are causal.
+        rows: integers ``(N,)`` in order, which tokens ``query`` is of; None: all.
+        block_size: tokens per block of the table; None: as many as in a block of the cache.
+        spread: float64 ``(N, H)``, filled as ``attention_reference`` does.
+        latents: ``(T, kv_lora_rank + qk_rope_head_dim)`` of this step's tokens. Requests with more than
+            ``longest_decode`` of them see these as they are, with a query that is not quantised; None: none do.
         per_head: as in ``attention_options``.
 
     Returns:
@@ -81,21 +92,22 @@ def paged_reference(
         ``(T, H)``; rows of no request have 0 and -inf.
     """
     options = attention_options(config, **per_head)
-    if query_dtype is not None:
-        query = quantize_query(query, query_dtype, q_scale)
     value_size = config.kv_lora_rank or config.value_head_size
-    size = block_size_of(kv_cache, layout, config)
+    size = block_size or token_views(kv_cache, layout, config)[0].shape[1]
     output = query.new_zeros((*query.shape[:2], value_size), dtype=torch.float64)
     lse = torch.full_like(output[..., 0], -torch.inf)
-    bounds = query_start_loc.tolist()
-    for request, seq_len in enumerate(seq_lens.tolist()):
-        rows = slice(bounds[request], bounds[request + 1])
+    lens, counts = seq_lens.tolist(), query_start_loc.diff().tolist()
+    for request, mine, positions in rows_by_request(query, query_start_loc, lens, rows):
+        seq_len, count = lens[request], counts[request]
+        options["query_positions"] = positions
+        options["spread"] = None if spread is None else spread[mine]
         options["mm_prefix_ranges"] = ranges = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
-        count = rows.stop - rows.start
-        short = tree_mask is not None and count <= tree_mask.shape[1]
-        options["tree_mask"] = tree = tree_mask[rows, :count] if tree_mask is not None and short else None
+        tree = None
+        if tree_mask is not None and count <= tree_mask.shape[1]:
+            tree = tree_mask[positions - seq_len + int(query_start_loc[request + 1]), :count]
+        options["tree_mask"] = tree
         visible = visible_keys(
-            last_positions(count, seq_len, query.device),
+            positions,
             seq_len,
             causal=options["causal"],
             sliding_window=options["sliding_window"],
@@ -108,7 +120,13 @@ def paged_reference(
         keys = query.new_zeros((seq_len, config.num_kv_heads, query.shape[2]), dtype=torch.float64)
         values = keys.new_zeros((seq_len, config.num_kv_heads, value_size))
         keys[seen], values[seen] = gather_reference(kv_cache, layout, slots, config, k_scale=k_scale, v_scale=v_scale)
-        output[rows], lse[rows] = attention_reference(query[rows], keys, values, scale=scale, **options)
+        asked = query[mine]
+        if latents is not None and count > longest_decode:
+            own = latents[int(query_start_loc[request]) : int(query_start_loc[request + 1])]
+            keys[seq_len - count :, 0], values[seq_len - count :, 0] = own.double(), own[:, :value_size].double()
+        elif query_dtype is not None:
+            asked = quantize_query(asked, query_dtype, q_scale)
+        output[mine], lse[mine] = attention_reference(asked, keys, values, scale=scale, **options)
     return output, lse
 
 
@@ -200,11 +218,6 @@ def write_reference(
         for view, numbers, scale in zip(views, (key, value), (k_scale, v_scale), strict=True):
             stored = encode(numbers, config.cache_dtype, scale)
             view[blocks, offsets] = stored.reshape(len(stored), *view.shape[2:])
-
-
-def block_size_of(kv_cache: KVCache, layout: str, config: AttentionConfig) -> int:
-    """Return the tokens per block of a cache."""
-    return token_views(kv_cache, layout, config)[0].shape[1]
 
 
 def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:

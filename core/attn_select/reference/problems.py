@@ -1,6 +1,6 @@
-"""One step of one attention layer as data: what a backend gets, drawn from a seed on poisoned memory, and its solution.
+"""One step of one attention layer as data: what a layer gets, drawn from a seed, and its solution.
 
-A ``Problem`` is a step on a cache; an ``MLAProblem`` adds the query and the weight that a whole MLA layer starts from.
+``random_problem`` draws it on poisoned memory, to find mistakes; ``timed_problem`` draws large ones where they run.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.features import PER_HEAD
-from attn_select.layer.layouts import FP8_DS_MLA, MLA, cache_shape
-from attn_select.reference.oracle import attention_options, last_positions, varlen_reference
+from attn_select.layer.layouts import MLA
+from attn_select.reference.oracle import last_positions, varlen_reference
 from attn_select.reference.oracle_indexer import E4M3_MAX
-from attn_select.reference.oracle_mla import absorb_query, mla_reference, project_output, sparse_mla_reference
+from attn_select.reference.oracle_mla import (
+    absorb_query,
+    project_output,
+    sparse_mla_reference,
+)
 from attn_select.reference.oracle_paged import (
-    gather_reference,
     paged_reference,
     slot_mapping_reference,
     write_reference,
 )
-from attn_select.reference.oracle_quant import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select.runtime.kv_cache import cache_dtype, kv_cache_shape
+from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES
 
 FP8_SCALE = 0.02
 """Of standard normal numbers in an FP8 cache: they reach 5, and e4m3 holds 448 scales."""
@@ -41,17 +45,18 @@ TREE_BATCHES = (TREE_REQUESTS, TREE_REQUESTS[:6], TREE_REQUESTS[2:4], TREE_REQUE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """The inputs of one step, as a backend gets them: B requests, T tokens, tensors on one device.
+    """The inputs of one step, as a layer gets them: B requests, T tokens, tensors on one device.
 
     A layer without a cache (encoders) has None in ``layout``, ``kv_cache``, ``block_table`` and ``slot_mapping``;
     it attends to ``key`` and ``value`` alone. In cross-attention the cache is complete, and no token is written.
+    Of MLA layers decodes come first.
     """
 
     config: AttentionConfig
     requests: tuple[Request, ...]
     scale: float
     query: Tensor
-    """``(T, H, D)`` in the config's dtype; with MLA the absorbed query."""
+    """``(T, H, D)`` in the config's dtype; with MLA ``(T, H, P + Pr)``, before ``kv_b_proj`` is absorbed."""
     key: Tensor
     """``(T, Hkv, D)``, with MLA the latent ``(T, kv_lora_rank)``: this step's, not yet in the cache."""
     value: Tensor
@@ -60,6 +65,8 @@ class Problem:
     """int32 ``(B + 1,)``."""
     seq_lens: Tensor
     """int32 ``(B,)``."""
+    kv_b_proj: Tensor | None = None
+    """With MLA ``(H * (P + V), R)`` in the config's dtype; head by head the rows of W_UK, then of W_UV."""
     layout: str | None = None
     block_size: int | None = None
     kv_cache: Tensor | None = None
@@ -90,11 +97,38 @@ class Problem:
         """The layer's terms that are one number per query head."""
         return {name: getattr(self, name) for name in PER_HEAD}
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """W_UK ``(R, H, P)`` and W_UV ``(R, H, V)`` of an MLA layer."""
+        assert self.kv_b_proj is not None, "the layer is not MLA"
+        by_head = self.kv_b_proj.view(self.config.num_heads, -1, self.kv_b_proj.shape[1]).permute(2, 0, 1)
+        nope = self.config.qk_nope_head_dim or 0
+        return by_head[..., :nope], by_head[..., nope:]
+
+    @property
+    def absorbed(self) -> Tensor:
+        """The query of an MLA layer with its weight absorbed, float64 ``(T, H, kv_lora_rank + qk_rope_head_dim)``."""
+        w_uk, nope = self.weights[0], self.config.qk_nope_head_dim or 0
+        return absorb_query(self.query[..., :nope], self.query[..., nope:], w_uk)
+
     def to(self, device: torch.device | str) -> Problem:
         """Return the same problem with its tensors on ``device``."""
         fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         tensors = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)}
         return Problem(**{**fields, **tensors})
+
+    def tokens_of(self, first: int, last: int) -> slice:
+        """Return which tokens are of requests ``first .. last - 1``."""
+        return slice(int(self.query_start_loc[first]), int(self.query_start_loc[last]))
+
+    def part(self, first: int, last: int) -> Problem:
+        """Return the step of requests ``first .. last - 1`` alone, on the same cache."""
+        by_row = ("query", "key", "value", "slot_mapping", "topk_indices", "tree_mask")
+        by_request = ("requests", "seq_lens", "block_table", "mm_prefix_ranges")
+        cuts = {**dict.fromkeys(by_row, self.tokens_of(first, last)), **dict.fromkeys(by_request, slice(first, last))}
+        cut: dict[str, Any] = {n: getattr(self, n)[c] for n, c in cuts.items() if getattr(self, n) is not None}
+        bounds = self.query_start_loc[first : last + 1]
+        return dataclasses.replace(self, query_start_loc=bounds - bounds[0], **cut)
 
     def written_cache(self) -> Tensor:
         """Return a copy of the cache with this step's key and value written.
@@ -109,28 +143,60 @@ class Problem:
         write_reference(cache, self.key, self.value, self.slot_mapping, self.layout, self.config, **scales)
         return cache
 
-    def reference(self, *, kv_cache: Tensor | None = None, query_dtype: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return output float64 ``(T, H, Dv)``, with MLA the latent, and natural-log LSE float64 ``(T, H)``.
+    def reference(
+        self,
+        rows: Tensor | None = None,
+        *,
+        kv_cache: Tensor | None = None,
+        query_dtype: str | None = None,
+        longest_decode: int | None = None,
+        spread: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return output float64 ``(N, H, Dv)``, with MLA ``(N, H, V)``, and natural-log LSE float64 ``(N, H)``.
+
+        Of MLA layers decodes read everything from the cache, this step's latents as it stores them. Prefills read
+        their context from the cache and this step's latents as they are. Sparse ones are computed like decodes.
 
         Args:
+            rows: integers ``(N,)`` in order, the tokens that are computed; left out: all.
             kv_cache: the cache after this step's write; left out: ``written_cache()``.
-            query_dtype: an FP8 dtype where the path quantises the query with ``q_scale``.
+            query_dtype: an FP8 dtype where the path quantises the query, of MLA decodes the absorbed one, with
+                ``q_scale``.
+            longest_decode: tokens of the longest query that is a decode; left out: 1 + ``num_speculative_tokens``.
+            spread: float64 ``(N, H)``, filled as ``attention_reference`` does; with MLA about, by a random ``W_UV``.
         """
-        extras: dict[str, Any] = self.per_head
+        config = self.config
+        given: dict[str, Any] = {**self.per_head, "spread": spread}
+        if rows is None:
+            rows = torch.arange(len(self.query), device=self.query.device)
         if self.layout is None:
             bounds = self.query_start_loc
-            dense = (self.query, self.key, self.value, bounds, bounds)
-            return varlen_reference(*dense, self.config, self.scale, **extras)
-        cache = self.written_cache() if kv_cache is None else kv_cache
-        fp8: dict[str, Any] = {"k_scale": self.k_scale, "query_dtype": query_dtype, "q_scale": self.q_scale}
-        if self.topk_indices is not None:
-            sparse = (self.query, cache, self.layout, self.topk_indices)
-            return sparse_mla_reference(*sparse, self.config, self.scale, **(extras | fp8))
+            dense = (self.query[rows], self.key, self.value, bounds, bounds)
+            return varlen_reference(*dense, config, self.scale, rows=rows, **given)
         assert self.block_table is not None
-        extras |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, **fp8}
-        extras["tree_mask"] = self.tree_mask
-        paged = (self.query, cache, self.layout, self.block_table, self.query_start_loc, self.seq_lens)
-        return paged_reference(*paged, self.config, self.scale, **extras)
+        cache = self.written_cache() if kv_cache is None else kv_cache
+        query = self.query[rows]
+        if config.mla:
+            query = dataclasses.replace(self, query=query).absorbed
+            if query_dtype is not None:  # a layer's absorbed query is rounded to the config's dtype before
+                query = query.to(self.query.dtype)
+        given |= {"k_scale": self.k_scale, "query_dtype": query_dtype, "q_scale": self.q_scale}
+        if self.topk_indices is not None:
+            sparse = (query, cache, self.layout, self.topk_indices[rows])
+            output, lse = sparse_mla_reference(*sparse, config, self.scale, **given)
+        else:
+            if config.mla:
+                given["latents"] = torch.cat([self.key, self.value], dim=-1)
+                given["longest_decode"] = config.max_decode_query_len if longest_decode is None else longest_decode
+            given |= {"v_scale": self.v_scale, "mm_prefix_ranges": self.mm_prefix_ranges, "tree_mask": self.tree_mask}
+            paged = (query, cache, self.layout, self.block_table, self.query_start_loc, self.seq_lens)
+            output, lse = paged_reference(*paged, config, self.scale, rows=rows, block_size=self.block_size, **given)
+        if config.mla:
+            w_uv = self.weights[1]
+            output = project_output(output, w_uv)
+            if spread is not None:
+                spread *= (w_uv.shape[2] / w_uv.shape[0]) ** 0.5
+        return output, lse
 
 
 LARGE = 1e4
@@ -175,16 +241,16 @@ def random_problem(
     spare_blocks: int = 2,
     scale: float | None = None,
 ) -> Problem:
-    """Draw one step of one layer. A seed gives the same problem on every device.
+    """Draw one step of one layer on poisoned memory. A seed gives the same problem on every device.
 
-    Queries, keys and values are standard normal, rounded to the config's dtype. With MLA the query is drawn in its
-    absorbed form.
+    Queries, keys and values are standard normal, rounded to the config's dtype.
 
     Args:
-        layout: a name from ``attn_select.layer.layouts``; None for layers without a cache.
+        layout: a name from ``attn_select.layer.layouts``; None: no cache, of MLA layers ``MLA``.
         block_size: tokens per block where the config names no ``block_size``.
         requests: ``(query_len, seq_len)`` each; None: ``random_requests``. Where ``query_len`` exceeds ``seq_len``
-            (padding of a CUDA graph has 1 and 0) the first rows see no key and have no slot.
+            (padding of a CUDA graph has 1 and 0) the first rows see no key and have no slot. Of MLA layers decodes are
+            moved to the front.
         nan_tails: poison the slots behind a sequence's end in its last block with NaN; False: with +-``LARGE``, which
             FP8 saturates. Spare blocks, and the slots that this step writes, hold NaN in any case.
         spare_blocks: blocks that no request owns, at least 1.
@@ -193,6 +259,8 @@ def random_problem(
     Raises:
         ValueError: ``layout`` is missing or not wanted, or ``spare_blocks`` is below 1.
     """
+    if config.mla and layout is None:
+        layout = MLA
     if config.has_cache != (layout is not None):
         wanted = "the name of a KV layout" if config.has_cache else "None, since such a layer keeps no cache"
         raise ValueError(f"layout = {layout!r}: with attn_type = {config.attn_type!r} accepted is {wanted}")
@@ -201,21 +269,62 @@ def random_problem(
             f"spare_blocks = {spare_blocks}: accepted are integers from 1, since unused table entries point to one"
         )
     block_size = config.block_size or block_size
-    requests = tuple(requests or random_requests(seed, config, block_size=block_size))
+    requests = [*(requests or random_requests(seed, config, block_size=block_size))]
+    if config.mla:
+        requests.sort(key=lambda request: request[0] > config.max_decode_query_len)
     draw = torch.Generator().manual_seed(seed)
+    problem = _drawn(seed, config, requests, draw)
+    if scale is not None:
+        problem = dataclasses.replace(problem, scale=scale)
+    if layout is not None:
+        problem = _in_blocks(problem, layout, block_size, spare_blocks, draw)
+        problem = dataclasses.replace(problem, kv_cache=_poisoned_cache(problem, nan_tails, spare_blocks, draw))
+    return problem.to(device)
+
+
+def timed_problem(
+    seed: int,
+    config: AttentionConfig,
+    layout: str | None,
+    block_size: int | None,
+    requests: Sequence[Request],
+    device: torch.device,
+) -> Problem:
+    """Draw a step on the device that it runs on, without a cache: steps that are compared share one.
+
+    Every FP8 scale is ``FP8_SCALE``. Arguments as in ``random_problem``; without a layout there are no tables.
+    """
+    draw = torch.Generator(device).manual_seed(seed)
+    problem = _drawn(seed, config, requests, draw)
+    if layout is not None and block_size is not None:
+        problem = _in_blocks(problem, layout, block_size, 0, draw)
+    given = {name: getattr(problem, name) for name in ("q_scale", "k_scale", "v_scale")}
+    same = {name: None if scale is None else torch.full_like(scale, FP8_SCALE) for name, scale in given.items()}
+    return dataclasses.replace(problem, **same).to(device)  # type: ignore[arg-type]
+
+
+def _drawn(seed: int, config: AttentionConfig, requests: Sequence[Request], draw: torch.Generator) -> Problem:
+    """Draw all but the cache and what leads to it."""
     starts = torch.tensor([0, *(query_len for query_len, _ in requests)]).cumsum(0)
     tokens = int(starts[-1])
     key, value = _key_and_value(config, 0 if config.attn_type == "encoder_decoder" else tokens, draw)
     k_scale, v_scale, q_scale = _scales(config, draw)
-    problem = Problem(
+    nope, width, weight = config.qk_nope_head_dim or 0, config.head_size, None
+    if config.mla:
+        width = nope + (config.qk_rope_head_dim or 0)
+        rank, rows = config.kv_lora_rank or 0, config.num_heads * (nope + (config.v_head_dim or 0))
+        # Decompressed keys and values are then about standard normal, too.
+        weight = _normal(config, draw, rows, rank) * rank**-0.5
+    return Problem(
         config=config,
-        requests=requests,
-        scale=config.softmax_scale if scale is None else scale,
-        query=_normal(config, draw, tokens, config.num_heads, config.head_size),
+        requests=tuple(requests),
+        scale=config.softmax_scale,
+        query=_normal(config, draw, tokens, config.num_heads, width),
         key=key,
         value=value,
         query_start_loc=starts.int(),
         seq_lens=torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
+        kv_b_proj=weight,
         **random_per_head(config, lambda *shape: _normal(config, draw, *shape)),
         mm_prefix_ranges=_ranges(seed, requests) if config.mm_prefix else None,
         tree_mask=_trees(draw, config, requests) if config.draft_tree else None,
@@ -223,30 +332,38 @@ def random_problem(
         v_scale=v_scale,
         q_scale=q_scale,
     )
-    if layout is not None:
-        problem = _with_cache(problem, layout, block_size, nan_tails, spare_blocks, draw)
-    return problem.to(device)
 
 
-def _with_cache(
-    problem: Problem, layout: str, block_size: int, nan_tails: bool, spare_blocks: int, draw: torch.Generator
-) -> Problem:
-    """Add a cache that holds every request's context, and the tables that lead to it."""
+def _in_blocks(problem: Problem, layout: str, block_size: int, spare_blocks: int, draw: torch.Generator) -> Problem:
+    """Add the tables that lead to a cache, the slots of this step's tokens, and what each token attends to."""
     config, requests = problem.config, problem.requests
     needed = [-(-seq_len // block_size) for _, seq_len in requests]
-    num_blocks = sum(needed) + spare_blocks
-    blocks = torch.randperm(num_blocks, generator=draw)
-    # The table is wider than any request needs; its unused entries point to a spare block, the last one drawn.
-    block_table = blocks[-1].expand(len(requests), max(needed) + 1).int().clone()
+    blocks = torch.randperm(sum(needed) + spare_blocks, generator=draw, device=draw.device)
+    # With spare blocks the table is wider than any request needs. Unused entries point to the last block drawn.
+    block_table = blocks[-1].expand(len(requests), max(needed) + bool(spare_blocks)).int().clone()
     for row, part in zip(block_table, blocks[: sum(needed)].split_with_sizes(needed), strict=True):
         row[: len(part)] = part
-    positions = torch.cat([last_positions(query_len, seq_len) for query_len, seq_len in requests])
+    positions = torch.cat([last_positions(*request, draw.device) for request in requests])
     slot_mapping = slot_mapping_reference(block_table, positions, block_size, problem.query_start_loc)
+    return dataclasses.replace(
+        problem,
+        layout=layout,
+        block_size=block_size,
+        block_table=block_table,
+        slot_mapping=slot_mapping[: len(problem.key)],
+        topk_indices=_topk(problem, block_table, block_size, draw, bool(spare_blocks)) if config.sparse else None,
+    )
 
-    shape = [num_blocks if size == "num_blocks" else int(size) for size in cache_shape(layout, config, block_size)]
-    # A cache of dtype fp8_e4m3 may be stored in this layout, too.
-    dtype = torch.uint8 if layout == FP8_DS_MLA else storage_dtype(config.cache_dtype)
-    cache = torch.empty(shape, dtype=dtype)
+
+def _poisoned_cache(problem: Problem, nan_tails: bool, spare_blocks: int, draw: torch.Generator) -> Tensor:
+    """Return a cache that holds every request's context."""
+    config, layout, block_size = problem.config, problem.layout, problem.block_size
+    assert layout is not None
+    assert block_size is not None
+    assert problem.block_table is not None
+    needed = [-(-seq_len // block_size) for _, seq_len in problem.requests]
+    shape = kv_cache_shape(layout, config, sum(needed) + spare_blocks, block_size)
+    cache = torch.empty(shape, dtype=cache_dtype(layout, config))
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every float format, and in all parts of an fp8_ds_mla token
 
     def write(row: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
@@ -254,51 +371,52 @@ def _with_cache(
         scales: dict[str, Any] = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
         write_reference(cache, key, value, slots, layout, config, **scales)
 
-    for row, count, (query_len, seq_len) in zip(block_table, needed, requests, strict=True):
+    for row, count, (query_len, seq_len) in zip(problem.block_table, needed, problem.requests, strict=True):
         cached = seq_len if config.attn_type == "encoder_decoder" else max(0, seq_len - query_len)
         write(row, torch.arange(cached), *_key_and_value(config, cached, draw))
         if not nan_tails:
             tail = torch.arange(seq_len, count * block_size)
             key, value = _key_and_value(config, len(tail), draw)
             write(row, tail, key.sign() * LARGE, value.sign() * LARGE)
-    return dataclasses.replace(
-        problem,
-        layout=layout,
-        block_size=block_size,
-        kv_cache=cache,
-        block_table=block_table,
-        slot_mapping=slot_mapping[: len(problem.key)],
-        topk_indices=_topk(problem, block_table, block_size, draw) if config.sparse else None,
-    )
+    return cache
 
 
-def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Generator) -> Tensor:
+def _topk(problem: Problem, block_table: Tensor, block_size: int, draw: torch.Generator, between: bool) -> Tensor:
     """Choose for each token up to ``sparse_top_k`` of the positions up to its own; int32 ``(T, top_k)`` slots."""
-    # Of every other token the padding stands between them, not behind.
-    top_k = problem.config.sparse_top_k or 0
+    # ``between``: of every other token the padding stands between them, not behind.
+    top_k, device = problem.config.sparse_top_k or 0, draw.device
+    places = torch.arange(top_k, device=device)
     chosen: list[Tensor] = []
-    for row, (query_len, seq_len) in zip(block_table, problem.requests, strict=True):
-        for position in last_positions(query_len, seq_len).tolist():
-            positions = torch.randperm(max(0, position + 1), generator=draw)[:top_k]
-            slots = slot_mapping_reference(row, positions, block_size)
-            padded = torch.nn.functional.pad(slots, (0, top_k - len(slots)), value=-1)
-            chosen.append(padded if len(chosen) % 2 else padded[torch.randperm(top_k, generator=draw)])
-    return torch.stack(chosen).int() if chosen else torch.empty(0, top_k, dtype=torch.int32)
+    rows = zip(block_table.long(), problem.requests, problem.query_start_loc.tolist(), strict=False)
+    for row, (query_len, seq_len), first in rows:
+        seen = last_positions(query_len, seq_len, device)[:, None] + 1
+        within, order = torch.rand((2, query_len, top_k), generator=draw, device=device)
+        # One of each of ``top_k`` equal parts of a long context; all of a short one.
+        starts, ends = places * seen // top_k, (places + 1) * seen // top_k
+        positions = torch.where(seen > top_k, starts + (within * (ends - starts)).long(), places)
+        is_padding = positions >= seen
+        blocks = row[(positions // block_size).clamp(0, len(row) - 1)]
+        slots = (blocks * block_size + positions % block_size).masked_fill(is_padding, -1)
+        behind = is_padding.clone()
+        behind[first % 2 :: 2] &= not between
+        chosen.append(slots.gather(1, (order + behind).argsort(1)).int())
+    return torch.cat(chosen) if chosen else torch.empty(0, top_k, dtype=torch.int32)
 
 
 def _normal(config: AttentionConfig, draw: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=draw).to(PLAIN_DTYPES[config.dtype])
+    return torch.randn(shape, generator=draw, device=draw.device).to(PLAIN_DTYPES[config.dtype])
 
 
 def _key_and_value(config: AttentionConfig, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw what ``write_reference`` takes: K and V, or with MLA latent and rope part."""
+    shapes: list[tuple[int, ...]] = [
+        (config.num_kv_heads, config.head_size),
+        (config.num_kv_heads, config.value_head_size),
+    ]
     if config.kv_lora_rank is not None:
-        rope = config.head_size - config.kv_lora_rank
-        return _normal(config, draw, tokens, config.kv_lora_rank), _normal(config, draw, tokens, rope)
-    heads = config.num_kv_heads
-    return _normal(config, draw, tokens, heads, config.head_size), _normal(
-        config, draw, tokens, heads, config.value_head_size
-    )
+        shapes = [(config.kv_lora_rank,), (config.head_size - config.kv_lora_rank,)]
+    key, value = (_normal(config, draw, tokens, *shape) for shape in shapes)
+    return key, value
 
 
 def random_per_head(config: AttentionConfig, normal: Callable[..., Tensor]) -> dict[str, Any]:
@@ -317,8 +435,9 @@ def _scales(config: AttentionConfig, draw: torch.Generator) -> tuple[Tensor | No
     if config.cache_dtype not in FP8_DTYPES:
         return None, None, None
     shape = (config.num_kv_heads,) if config.per_head_quant_scales else ()
-    k_scale, v_scale = 0.01 + 0.05 * torch.rand((2, *shape), generator=draw)
-    return k_scale, None if config.mla else v_scale, 0.01 + 0.05 * torch.rand((), generator=draw)
+    k_scale, v_scale = 0.01 + 0.05 * torch.rand((2, *shape), generator=draw, device=draw.device)
+    q_scale = 0.01 + 0.05 * torch.rand((), generator=draw, device=draw.device)
+    return k_scale, None if config.mla else v_scale, q_scale
 
 
 def _ranges(seed: int, requests: Sequence[Request]) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -334,134 +453,29 @@ def _ranges(seed: int, requests: Sequence[Request]) -> tuple[tuple[tuple[int, in
 def _trees(draw: torch.Generator, config: AttentionConfig, requests: Sequence[Request]) -> Tensor:
     """Draw a tree of tokens for each request: every token but the first has one of those before it as its parent."""
     columns = config.max_decode_query_len
-    drawn = torch.randint(2, (sum(query_len for query_len, _ in requests), columns), generator=draw).bool()
+    tokens = sum(query_len for query_len, _ in requests)
+    drawn = torch.randint(2, (tokens, columns), generator=draw, device=draw.device).bool()
     start = 0
     for query_len, _ in requests:
         if query_len <= columns:
             tree = torch.eye(query_len, dtype=torch.bool)
             for token in range(1, query_len):
-                tree[token] |= tree[int(torch.randint(token, (), generator=draw))]
+                tree[token] |= tree[int(torch.randint(token, (), generator=draw, device=draw.device))]
             drawn[start : start + query_len, :query_len] = tree
         start += query_len
     return drawn
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MLAProblem:
-    """A ``Problem`` with the layer's query and weight. ``step.query`` is that query with the weight absorbed.
-
-    Decodes come first, as MLA layers require.
-    """
-
-    step: Problem
-    """Batch, cache, tables, slots, scales, sinks. ``key`` is ``kv_c``, ``value`` is ``k_pe``, the query absorbed."""
-    query: Tensor
-    """``(T, H, P + Pr)`` in the config's dtype."""
-    kv_b_proj: Tensor
-    """``(H * (P + V), R)`` in the config's dtype; head by head the rows of W_UK, then of W_UV."""
-
-    def to(self, device: torch.device | str) -> MLAProblem:
-        """Return the same problem with its tensors on ``device``."""
-        return MLAProblem(self.step.to(device), self.query.to(device), self.kv_b_proj.to(device))
-
-    @property
-    def num_decode_requests(self) -> int:
-        """Leading requests whose query is at most ``1 + num_speculative_tokens`` tokens long."""
-        threshold = self.step.config.max_decode_query_len
-        is_prefill = [query_len > threshold for query_len, _ in self.step.requests]
-        return (*is_prefill, True).index(True)
-
-    def reference(
-        self,
-        num_decode_requests: int | None = None,
-        *,
-        kv_cache: Tensor | None = None,
-        query_dtype: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return output float64 ``(T, H, V)`` and natural-log LSE float64 ``(T, H)``.
-
-        Decodes read everything from the cache, this step's latents as it stores them. Prefills read their context from
-        the cache and this step's latents as they are. With sparse MLA all requests are computed like decodes.
-
-        Args:
-            num_decode_requests: leading requests that are decodes; left out: the property of that name.
-            kv_cache: the cache after this step's write; left out: ``step.written_cache()``.
-            query_dtype: an FP8 dtype where the decode path quantises the absorbed query with ``q_scale``.
-        """
-        step, config = self.step, self.step.config
-        decodes = self.num_decode_requests if num_decode_requests is None else num_decode_requests
-        cache = step.written_cache() if kv_cache is None else kv_cache
-        if query_dtype is not None:  # a layer's absorbed query is rounded to the config's dtype before
-            step = dataclasses.replace(step, query=step.query.to(self.query.dtype))
-        output, lse = step.reference(kv_cache=cache, query_dtype=query_dtype)
-        w_uk, w_uv = _weights(self.kv_b_proj, config)
-        output = project_output(output, w_uv)
-        if config.sparse:
-            return output, lse
-        assert step.layout is not None
-        assert step.block_size is not None
-        assert step.block_table is not None
-        options = attention_options(config, **step.per_head)
-        bounds = step.query_start_loc.tolist()
-        rank, nope = len(w_uk), w_uk.shape[2]
-        for request, (query_len, seq_len) in list(enumerate(step.requests))[decodes:]:
-            rows = slice(bounds[request], bounds[request + 1])
-            positions = torch.arange(seq_len - query_len, device=cache.device)
-            slots = slot_mapping_reference(step.block_table[request], positions, step.block_size)
-            context, _ = gather_reference(cache, step.layout, slots, config, k_scale=step.k_scale)
-            kv_c = torch.cat([context[:, 0, :rank], step.key[rows].double()])
-            k_pe = torch.cat([context[:, 0, rank:], step.value[rows].double()])
-            q_nope, q_pe = self.query[rows, :, :nope], self.query[rows, :, nope:]
-            if step.mm_prefix_ranges is not None:
-                options["mm_prefix_ranges"] = step.mm_prefix_ranges[request]
-            output[rows], lse[rows] = mla_reference(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, scale=step.scale, **options)
-        return output, lse
-
-
-def random_mla_problem(
-    seed: int, config: AttentionConfig, layout: str = MLA, *, requests: Sequence[Request] | None = None, **options: Any
-) -> MLAProblem:
-    """Draw one step of one MLA layer: ``random_problem`` with decodes moved to the front, a query and a weight.
-
-    Args:
-        layout: ``MLA`` or ``FP8_DS_MLA``.
-        requests: ``(query_len, seq_len)`` each, in any order; left out: ``random_requests``.
-        options: as in ``random_problem``.
-    """
-    size = config.block_size or options.get("block_size", 16)
-    drawn = requests or random_requests(seed, config, block_size=size)
-    in_order = sorted(drawn, key=lambda request: request[0] > config.max_decode_query_len)
-    step = random_problem(seed, config, layout, requests=in_order, **options)
-    rank, nope = config.kv_lora_rank or 0, config.qk_nope_head_dim or 0
-    width, value_size = nope + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
-    draw = torch.Generator().manual_seed(seed + 1)
-    query = torch.randn(len(step.query), config.num_heads, width, generator=draw).to(PLAIN_DTYPES[config.dtype])
-    weight = torch.randn(config.num_heads * (nope + value_size), rank, generator=draw) * rank**-0.5
-    device = options.get("device", "cpu")
-    return _absorbed(MLAProblem(step, query, weight.to(query.dtype))).to(device)
-
-
-def of_layer(drawn: Problem | MLAProblem, layer: Problem | MLAProblem) -> Any:
+def of_layer(drawn: Problem, layer: Problem) -> Problem:
     """Return a step with the numbers that belong to the layer of another one: scale, slopes, sinks, scales, weight."""
-    step, like = (each.step if isinstance(each, MLAProblem) else each for each in (drawn, layer))
-    names = ("scale", *PER_HEAD, "k_scale", "v_scale", "q_scale")
-    step = dataclasses.replace(step, **{name: getattr(like, name) for name in names})
-    if not isinstance(drawn, MLAProblem):
-        return step
-    assert isinstance(layer, MLAProblem)
-    if drawn.kv_b_proj is layer.kv_b_proj:
-        return dataclasses.replace(drawn, step=step)
-    return _absorbed(dataclasses.replace(drawn, step=step, kv_b_proj=layer.kv_b_proj))
+    names = ("scale", *PER_HEAD, "k_scale", "v_scale", "q_scale", "kv_b_proj")
+    return dataclasses.replace(drawn, **{name: getattr(layer, name) for name in names})
 
 
-def of_another_layer(drawn: Problem | MLAProblem) -> Any:
+def of_another_layer(drawn: Problem) -> Problem:
     """Return the same batch for a layer of the group with sinks and queries of its own."""
     # Its scale is the same: FlashInfer's plans serve one scale.
-    step = drawn.step if isinstance(drawn, MLAProblem) else drawn
-    step = dataclasses.replace(step, sinks=None if step.sinks is None else -step.sinks, query=-step.query)
-    if not isinstance(drawn, MLAProblem):
-        return step
-    return dataclasses.replace(drawn, step=step, query=-drawn.query)
+    return dataclasses.replace(drawn, sinks=None if drawn.sinks is None else -drawn.sinks, query=-drawn.query)
 
 
 PEAK = 120.0
@@ -471,69 +485,45 @@ _NARROW = 32
 """Below this width random keys come too near to a row's own one."""
 
 
-def with_peaks(seed: int, drawn: Problem | MLAProblem) -> Any:
+def with_peaks(seed: int, drawn: Problem) -> Problem:
     """Return the step with scores of about ``PEAK`` in the first rows of two requests, with a context and without."""
     # The row's query lies along its own key, and so does a key of the context, its first, its last or any other one,
     # with a score that is a twelfth larger. So the row is known exactly however scores are rounded, unless they
     # overflow or are clamped, or the key is not read. In a causal row that sees itself alone the score is negative.
     # With an FP8 cache the query is no larger than FP8 holds. A soft cap and ALiBi bring scores near each other, so
     # that their rounding counts: there the step stays as it is.
-    step = drawn.step if isinstance(drawn, MLAProblem) else drawn
-    config, width = step.config, drawn.query.shape[-1]
-    starts = [(index, seq_len - query_len) for index, (query_len, seq_len) in enumerate(step.requests) if query_len]
-    if width < _NARROW or not len(step.key) or config.alibi or config.logits_soft_cap:
+    config = drawn.config
+    starts = [(index, seq_len - query_len) for index, (query_len, seq_len) in enumerate(drawn.requests) if query_len]
+    if drawn.query.shape[-1] < _NARROW or not len(drawn.key) or config.alibi or config.logits_soft_cap:
         return drawn
     rng, query = random.Random(f"peaks {seed}"), drawn.query.clone()
-    changed: list[int] = []
-    cache, topk = (None if each is None else each.clone() for each in (step.kv_cache, step.topk_indices))
+    cache, topk = (None if each is None else each.clone() for each in (drawn.kv_cache, drawn.topk_indices))
     for group in ([each for each in starts if each[1] > 0], [each for each in starts if each[1] == 0]):
         if not group:
             continue
         index, before = rng.choice(group)
-        row = int(step.query_start_loc[index])
-        changed.append(row)
-        key, value = step.key[row], step.value[row]
-        if isinstance(drawn, MLAProblem):
-            w_uk = _weights(drawn.kv_b_proj, config)[0]
+        row = int(drawn.query_start_loc[index])
+        key, value = drawn.key[row], drawn.value[row]
+        if config.mla:
             shared = value.float().expand(config.num_heads, -1)
-            met = torch.cat([torch.einsum("r,rhp->hp", key.float(), w_uk.float()), shared], dim=-1)
+            met = torch.cat([torch.einsum("r,rhp->hp", key.float(), drawn.weights[0].float()), shared], dim=-1)
             along = key / _OWN_TO_PEAK, value / _OWN_TO_PEAK
         else:
             met = key.float().repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
             along = key / _OWN_TO_PEAK, -value
         alone = not before and config.attn_type == "decoder" and not (config.non_causal or config.mm_prefix)
-        factor = (_OWN_TO_PEAK if before else 1.0) * PEAK / step.scale / met.square().sum(-1, keepdim=True)
-        if step.q_scale is not None:  # beyond that an FP8 query saturates, as its path has it
-            factor = factor.clamp_max(E4M3_MAX * step.q_scale / met.abs().max())
+        factor = (_OWN_TO_PEAK if before else 1.0) * PEAK / drawn.scale / met.square().sum(-1, keepdim=True)
+        if drawn.q_scale is not None:  # beyond that an FP8 query saturates, as its path has it
+            factor = factor.clamp_max(E4M3_MAX * drawn.q_scale / met.abs().max())
         query[row] = (-factor if alone else factor) * met
         if before and cache is not None:
-            assert step.layout is not None
-            assert step.block_table is not None
+            assert drawn.layout is not None
+            assert drawn.block_table is not None
             place = torch.tensor([rng.choice((0, before - 1, rng.randrange(before)))], device=cache.device)
-            slots = slot_mapping_reference(step.block_table[index], place, step.block_size or 16)
-            scales: dict[str, Any] = {"k_scale": step.k_scale, "v_scale": step.v_scale}
-            write_reference(cache, along[0][None], along[1][None], slots, step.layout, config, **scales)
-        if topk is not None and step.slot_mapping is not None:
-            own = step.slot_mapping[row]
+            slots = slot_mapping_reference(drawn.block_table[index], place, drawn.block_size or 16)
+            scales: dict[str, Any] = {"k_scale": drawn.k_scale, "v_scale": drawn.v_scale}
+            write_reference(cache, along[0][None], along[1][None], slots, drawn.layout, config, **scales)
+        if topk is not None and drawn.slot_mapping is not None:
+            own = drawn.slot_mapping[row]
             topk[row, 0] = topk[row, 0] if bool((topk[row] == own).any()) else own
-    if not isinstance(drawn, MLAProblem):
-        return dataclasses.replace(step, query=query, kv_cache=cache, topk_indices=topk)
-    absorbed = step.query.clone()
-    absorbed[changed] = _absorbed(dataclasses.replace(drawn, query=query[changed])).step.query
-    step = dataclasses.replace(step, query=absorbed, kv_cache=cache, topk_indices=topk)
-    return dataclasses.replace(drawn, step=step, query=query)
-
-
-def _absorbed(drawn: MLAProblem) -> MLAProblem:
-    """Return the problem with the absorbed query that belongs to its query and weight."""
-    nope = drawn.step.config.qk_nope_head_dim or 0
-    query, w_uk = drawn.query, _weights(drawn.kv_b_proj, drawn.step.config)[0]
-    absorbed = absorb_query(query[..., :nope], query[..., nope:], w_uk)
-    return dataclasses.replace(drawn, step=dataclasses.replace(drawn.step, query=absorbed))
-
-
-def _weights(kv_b_proj: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """Return W_UK ``(R, H, P)`` and W_UV ``(R, H, V)``."""
-    by_head = kv_b_proj.view(config.num_heads, -1, kv_b_proj.shape[1]).permute(2, 0, 1)
-    nope = config.qk_nope_head_dim or 0
-    return by_head[..., :nope], by_head[..., nope:]
+    return dataclasses.replace(drawn, query=query, kv_cache=cache, topk_indices=topk)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -21,7 +21,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.dtypes import is_quantized
 from attn_select.reference.comparison import ErrorBound, check_cache, check_lse, check_output, error_bound, same_bits
 from attn_select.reference.oracle_paged import token_views
-from attn_select.reference.problems import MLAProblem, Problem, Request, random_mla_problem, random_problem
+from attn_select.reference.problems import Problem, Request, random_problem
 from attn_select.runtime import (
     Attention,
     BlockTable,
@@ -41,7 +41,6 @@ PADDING = 3
 WIDER = 16
 """Numbers behind each row of a tensor that is a part of a wider one; kernels may want rows at multiples of 16 bytes."""
 
-Drawn = Problem | MLAProblem
 Layer = Attention | MLAAttention
 Bound = Callable[[AttentionConfig, Mapping[Phase, BackendPlan]], ErrorBound]
 
@@ -57,11 +56,6 @@ class Result:
     kv_cache: Tensor | None
     # What the output saturates to; FP8 outputs hold 448 scales.
     largest: float = math.inf
-
-
-def step_of(drawn: Drawn) -> Problem:
-    """Return what MLA problems and others have in common."""
-    return drawn.step if isinstance(drawn, MLAProblem) else drawn
 
 
 def poison(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -84,16 +78,9 @@ def reblocked(kv_cache: Tensor, layout: str, config: AttentionConfig, block_size
     return copy
 
 
-def problem_for(group: LayerGroup, requests: Sequence[Request] | None = None, seed: int = 0, **options: Any) -> Any:
-    """Draw a step of a group's layers: a ``Problem``, or an ``MLAProblem`` where the layers are MLA.
-
-    Args:
-        requests: ``(query_len, seq_len)`` each; None: drawn. MLA problems move decodes to the front.
-        options: as in ``random_problem``.
-    """
+def problem_for(group: LayerGroup, requests: Sequence[Request] | None = None, seed: int = 0, **options: Any) -> Problem:
+    """Draw a step of a group's layers; ``requests`` and ``options`` as in ``random_problem``."""
     options = {"block_size": group.block_size or 16, "device": group.device, "requests": requests, **options}
-    if group.config.mla and group.kv_layout is not None:
-        return random_mla_problem(seed, group.config, group.kv_layout, **options)
     return random_problem(seed, group.config, group.kv_layout, **options)
 
 
@@ -134,18 +121,18 @@ class StepMemory:
         self._kept: dict[tuple[Any, ...], Tensor] = {}
         self._read: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def common(self, drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:
+    def common(self, problem: Problem, **changes: Any) -> CommonAttentionMetadata:
         """Return a step's batch in this memory, as ``common_of``."""
         self._read.clear()
-        common = common_of(drawn, **changes)
+        common = common_of(problem, **changes)
         names = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "block_table_tensor")
         given = {name: getattr(common, name) for name in (*names, "slot_mapping", "tree_mask")}
         copied: dict[str, Any] = {name: self._copied(name, each) for name, each in given.items() if each is not None}
         return dataclasses.replace(common, **copied)
 
-    def inputs(self, drawn: Drawn) -> dict[str, Tensor]:
+    def inputs(self, problem: Problem) -> dict[str, Tensor]:
         """Return ``inputs_of`` in this memory."""
-        inputs = inputs_of(drawn)
+        inputs = inputs_of(problem)
         if not self.wide:
             return {name: self._copied(name, rows) for name, rows in inputs.items()}
         side = {name: rows for name, rows in inputs.items() if rows.dtype == inputs["query"].dtype}
@@ -186,41 +173,40 @@ class StepMemory:
         return self._kept[key]
 
 
-def common_of(drawn: Drawn, **changes: Any) -> CommonAttentionMetadata:
+def common_of(problem: Problem, **changes: Any) -> CommonAttentionMetadata:
     """Return a step's batch as engines hand it over, with fields changed."""
-    step = step_of(drawn)
-    bounds, lens = step.query_start_loc.cpu(), step.seq_lens.cpu()
+    bounds, lens = problem.query_start_loc.cpu(), problem.seq_lens.cpu()
     common = CommonAttentionMetadata(
-        query_start_loc=step.query_start_loc,
+        query_start_loc=problem.query_start_loc,
         query_start_loc_cpu=bounds,
-        seq_lens=step.seq_lens,
+        seq_lens=problem.seq_lens,
         seq_lens_cpu=lens,
         num_reqs=len(lens),
         num_actual_tokens=int(bounds[-1]),
         max_query_len=int(bounds.diff().max()),
         max_seq_len=int(lens.max()),
-        block_table_tensor=step.block_table,
-        slot_mapping=step.slot_mapping,
-        mm_prefix_ranges=step.mm_prefix_ranges,
-        tree_mask=step.tree_mask,
+        block_table_tensor=problem.block_table,
+        slot_mapping=problem.slot_mapping,
+        mm_prefix_ranges=problem.mm_prefix_ranges,
+        tree_mask=problem.tree_mask,
     )
     return dataclasses.replace(common, **changes)
 
 
-def layer_of(group: LayerGroup, drawn: Drawn, **changes: Any) -> Any:
+def layer_of(group: LayerGroup, problem: Problem, **changes: Any) -> Any:
     """Return the layer that a step was drawn for (an ``MLAAttention`` for MLA), with constructor arguments changed."""
-    step, config = step_of(drawn), group.config
-    given = {"q": step.q_scale, "k": step.k_scale, "v": step.v_scale}
+    config = group.config
+    given = {"q": problem.q_scale, "k": problem.k_scale, "v": problem.v_scale}
     scales = Scales.make(
         group.device,
         num_kv_heads=config.num_kv_heads if config.per_head_quant_scales else 0,
         **{name: scale for name, scale in given.items() if scale is not None},
     )
     # Copies, so that what a layer does to its own numbers does not reach the reference.
-    own = {name: None if tensor is None else tensor.clone() for name, tensor in step.per_head.items()}
-    extras = {"scale": step.scale, "scales": scales, **own, **changes}
+    own = {name: None if tensor is None else tensor.clone() for name, tensor in problem.per_head.items()}
+    extras = {"scale": problem.scale, "scales": scales, **own, **changes}
     made: Any = group
-    return MLAAttention(made, drawn.kv_b_proj, **extras) if isinstance(drawn, MLAProblem) else Attention(made, **extras)
+    return Attention(made, **extras) if problem.kv_b_proj is None else MLAAttention(made, problem.kv_b_proj, **extras)
 
 
 def impl_of(backend: LoadedBackend, **terms: Unpack[GivenTerms]) -> Any:
@@ -228,23 +214,21 @@ def impl_of(backend: LoadedBackend, **terms: Unpack[GivenTerms]) -> Any:
     return backend.impl(Terms.of(backend.context.config, backend.context.device, **terms))
 
 
-def inputs_of(drawn: Drawn, padding: int = PADDING) -> dict[str, Tensor]:
+def inputs_of(problem: Problem, padding: int = PADDING) -> dict[str, Tensor]:
     """Return what has one row per token, by the layer's argument, with ``padding`` poisoned rows behind the batch's."""
-    step = step_of(drawn)
-    named = {"query": drawn.query, "key": step.key, "value": step.value, "topk_indices": step.topk_indices}
-    if step.config.attn_type == "encoder_decoder":  # the cache holds all keys already
-        named = {"query": drawn.query}
-    given = {name: tensor for name, tensor in named.items() if tensor is not None}
+    names = ["query", "key", "value", "topk_indices"]
+    if problem.config.attn_type == "encoder_decoder":  # the cache holds all keys already
+        names = ["query"]
+    given = {name: rows for name in names if (rows := getattr(problem, name)) is not None}
     return {name: torch.cat([rows, poison((padding, *rows.shape[1:]), rows)]) for name, rows in given.items()}
 
 
-def kernel_cache(group: LayerGroup, drawn: Drawn) -> Tensor | None:
+def kernel_cache(group: LayerGroup, problem: Problem) -> Tensor | None:
     """Return a copy of the drawn cache in the kernel's blocks, None without a cache."""
-    step = step_of(drawn)
-    if step.kv_cache is None or step.layout is None:
+    if problem.kv_cache is None or problem.layout is None:
         return None
     size = group.kernel_block_size or group.block_size or 16
-    return reblocked(step.kv_cache, step.layout, group.config, size)
+    return reblocked(problem.kv_cache, problem.layout, group.config, size)
 
 
 def returns_lse(group: LayerGroup) -> bool:
@@ -287,17 +271,16 @@ def plans_of_group(group: LayerGroup) -> dict[Phase, BackendPlan]:
 
 def result_of(
     group: LayerGroup,
-    drawn: Drawn,
+    problem: Problem,
     output: Tensor,
     lse: Tensor | None,
     kv_cache: Tensor | None,
     output_scale: Tensor | None = None,
 ) -> Result:
     """Return what a step left, without its padding, the cache in the allocator's blocks."""
-    step = step_of(drawn)
-    tokens = len(drawn.query)
-    if kv_cache is not None and step.layout is not None:
-        kv_cache = reblocked(kv_cache, step.layout, group.config, step.block_size or 16)
+    tokens = len(problem.query)
+    if kv_cache is not None and problem.layout is not None:
+        kv_cache = reblocked(kv_cache, problem.layout, group.config, problem.block_size or 16)
     lse = None if lse is None else lse[:tokens]
     if output_scale is None:
         return Result(output[:tokens], lse, kv_cache)
@@ -307,7 +290,7 @@ def result_of(
 
 def run_problem(
     group: LayerGroup,
-    drawn: Drawn,
+    problem: Problem,
     *,
     layer: Any = None,
     metadata: Any = None,
@@ -320,7 +303,7 @@ def run_problem(
 
     Args:
         layer: left out: ``layer_of``.
-        metadata: left out: what ``group.build(memory.common(drawn), **build)`` returns.
+        metadata: left out: what ``group.build(memory.common(problem), **build)`` returns.
         wants_lse: left out: where every phase returns one.
         output_scale: of an FP8 output, float32 ``()``.
         memory: left out: of its own.
@@ -329,16 +312,16 @@ def run_problem(
         AssertionError: rows behind the batch's were written, or what was to be read.
     """
     memory = memory or StepMemory()
-    metadata = group.build(memory.common(drawn), **build) if metadata is None else metadata
-    layer = layer or layer_of(group, drawn)
-    inputs, kv_cache = memory.inputs(drawn), kernel_cache(group, drawn)
+    metadata = group.build(memory.common(problem), **build) if metadata is None else metadata
+    layer = layer or layer_of(group, problem)
+    inputs, kv_cache = memory.inputs(problem), kernel_cache(group, problem)
     if kv_cache is not None:
         kv_cache = memory.cache(layer, kv_cache)
-    tokens, shape = len(drawn.query), _output_shape(group.config, len(inputs["query"]))
-    output, whole = memory.poisoned("output", shape, drawn.query, _output_dtype(drawn.query, output_scale))
+    tokens, shape = len(problem.query), _output_shape(group.config, len(inputs["query"]))
+    output, whole = memory.poisoned("output", shape, problem.query, _output_dtype(problem.query, output_scale))
     written, lse = {"output": whole}, None
     if returns_lse(group) if wants_lse is None else wants_lse:
-        lse, written["LSE"] = memory.poisoned("LSE", shape[:2], drawn.query, torch.float32)
+        lse, written["LSE"] = memory.poisoned("LSE", shape[:2], problem.query, torch.float32)
     call_layer(layer, inputs, kv_cache, metadata, lse, output_scale, output)
     for name, tensor in written.items():
         left = tensor.view(torch.uint8).clone()
@@ -348,54 +331,65 @@ def run_problem(
                 f"{name} rows behind num_actual_tokens = {tokens}, or memory between rows, were written"
             )
     memory.check_unchanged()
-    return result_of(group, drawn, output, lse, kv_cache, output_scale)
+    return result_of(group, problem, output, lse, kv_cache, output_scale)
 
 
 def check_result(
     group: LayerGroup,
-    drawn: Drawn,
+    problem: Problem,
     result: Result,
     *,
     bound: Bound = error_bound,
-    exact_alibi_lse: bool = True,
-    fp8_cache_steps: int = 0,
 ) -> None:
     """Compare cache, output and LSE with the oracle's, phase by phase: each phase has a path of its own.
 
     Args:
         bound: the accepted errors of a layer by its plans.
-        exact_alibi_lse, fp8_cache_steps: as in ``BackendConformance``.
 
     Raises:
         AssertionError: names the phase, the path and the worst row of which request.
     """
-    step, plans = step_of(drawn), plans_of_group(group)
     if result.kv_cache is not None:
-        check_cache(step, result.kv_cache, fp8_cache_steps)
-    longest_decode = group.reorder_batch_threshold or 1
-    decodes = [query <= longest_decode for query, _ in step.requests]
-    bounds = step.query_start_loc.tolist()
-    by_phase: dict[Phase, list[Tensor]] = {}
-    for index, is_decode in enumerate(decodes):
-        phase: Phase = "decode" if is_decode else "prefill"
-        found = by_phase.setdefault(phase if phase in plans else next(iter(plans)), [])
-        found.append(torch.arange(bounds[index], bounds[index + 1]))
-    references: dict[str | None, tuple[Tensor, Tensor]] = {}
-    for phase, parts in by_phase.items():
-        plan, chosen = plans[phase], torch.cat(parts)
-        if not len(chosen):  # requests without query tokens alone
-            continue
-        query_dtype = plan.query_dtype if is_quantized(plan.query_dtype) else None
-        if query_dtype not in references:
-            given: dict[str, Any] = {"kv_cache": result.kv_cache, "query_dtype": query_dtype}
-            if isinstance(drawn, MLAProblem):
-                given["num_decode_requests"] = sum(decodes)
-            references[query_dtype] = drawn.reference(**given)
-        output, lse = references[query_dtype]
+        check_cache(problem, result.kv_cache)
+    for phase, plan, rows, output, lse in expected(group, problem, result.kv_cache):
         accepted = bound(group.config, {phase: plan})
         try:
-            check_output(step, chosen, result.output, output.clamp(-result.largest, result.largest), accepted)
-            if result.lse is not None and (exact_alibi_lse or not group.config.alibi):
-                check_lse(step, chosen, result.lse, lse, accepted)
+            check_output(problem, rows, result.output, output.clamp(-result.largest, result.largest), accepted)
+            if result.lse is not None:
+                check_lse(problem, rows, result.lse, lse, accepted)
         except AssertionError as wrong:
             raise AssertionError(f"{phase} by {plan.path}: {wrong}") from None
+
+
+def expected(
+    group: LayerGroup,
+    problem: Problem,
+    kv_cache: Tensor | None,
+    tokens: Collection[int] | None = None,
+    spread: Tensor | None = None,
+) -> Iterator[tuple[Phase, BackendPlan, Tensor, Tensor, Tensor]]:
+    """Yield for each phase of a step its plan, its rows, and the outputs and LSEs that the oracle has for these.
+
+    Args:
+        kv_cache: after the step.
+        tokens: those that are computed; None: all.
+        spread: float64 ``(T, H)``, the rows of a phase filled before it is yielded; as in ``Problem.reference``.
+    """
+    plans, longest_decode = plans_of_group(group), group.reorder_batch_threshold or 1
+    by_phase: dict[Phase, list[int]] = {}
+    for index, (query_len, _) in enumerate(problem.requests):
+        phase: Phase = "decode" if query_len <= longest_decode else "prefill"
+        own = problem.tokens_of(index, index + 1)
+        rows = [token for token in range(own.start, own.stop) if tokens is None or token in tokens]
+        by_phase.setdefault(phase if phase in plans else next(iter(plans)), []).extend(rows)
+    for phase, rows in by_phase.items():
+        plan = plans[phase]
+        dtype = plan.query_dtype if is_quantized(plan.query_dtype) else None
+        chosen = torch.tensor(rows, dtype=torch.int64, device=problem.query.device)
+        if rows:  # there may be requests without query tokens alone
+            part = None if spread is None else spread[chosen]
+            given: dict[str, Any] = {"kv_cache": kv_cache, "query_dtype": dtype, "longest_decode": longest_decode}
+            output, lse = problem.reference(chosen, spread=part, **given)
+            if spread is not None and part is not None:
+                spread[chosen] = part
+            yield phase, plan, chosen, output, lse

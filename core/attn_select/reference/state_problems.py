@@ -1,109 +1,28 @@
-"""Random inputs of layers that keep a state, and what float64 gives for them."""
+"""Random layers that keep a state, their random inputs, and what float64 gives for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_select.layer.state import StateConfig
 from attn_select.reference.oracle_state import conv_reference, state_reference
-from attn_select.runtime.states import Gates, RawGates
+from attn_select.runtime.states import Gates, LinearAttention, RawGates, StateGroup
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
-
-@dataclass(slots=True)
-class Tokens:
-    """What a layer gets of T tokens, as ``LinearAttention`` takes it."""
-
-    channels: Tensor
-    # float32 ``(T, num_v_heads)``; None where gates are raw.
-    log_decay: Tensor | None
-    # As in ``RawGates``; None where gates are numbers, b of Mamba-2 too.
-    a: Tensor | None
-    b: Tensor | None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
-        """Return the tokens with every tensor changed."""
-        return Tokens(*(None if each is None else change(each) for each in self._tensors()))  # type: ignore[arg-type]
-
-    def part(self, first: int, last: int) -> Tokens:
-        """Return tokens ``first .. last - 1``."""
-        return self.map(lambda each: each[first:last])
-
-    def named(self) -> dict[str, Tensor]:
-        """Return the tensors that there are, by name."""
-        return {n: each for n, each in zip(_NAMES, self._tensors(), strict=True) if each is not None}
-
-    def _tensors(self) -> list[Tensor | None]:
-        return [getattr(self, name) for name in _NAMES]
-
-
-_NAMES = ("channels", "log_decay", "a", "b")
+Tokens = dict[str, Tensor]
+"""What a layer gets of T tokens, as ``LinearAttention`` takes it: ``channels``, and ``log_decay`` or, where gates are
+raw, ``a`` and ``b``, of Mamba-2 ``a`` alone."""
 _FORGETS = 2.0
 """Standard deviations: one number of 44 lies above."""
 
 
-def joined(parts: Sequence[Tokens]) -> Tokens:
-    """Return the tokens of several requests, one behind the other."""
-    named = [part.named() for part in parts]
-    found = [torch.cat([each[name] for each in named]) if name in named[0] else None for name in _NAMES]
-    return Tokens(*found)  # type: ignore[arg-type]
-
-
-class DrawnGates:
-    """The gates of a layer with random weights, on the CPU and on ``device``."""
-
-    # Both copies are made here, since a captured step may make none.
-
-    def __init__(self, config: StateConfig, draw: torch.Generator, device: torch.device) -> None:
-        self.config = config
-        width = (config.head_size,) if config.rule.decay == "channel" else ()
-        self._shape = (config.num_v_heads, *width)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, device=draw.device)
-
-        # From a memory of thousands of tokens to none. A step of Mamba-2 is a factor of what is written, too: far below
-        # 1 it would leave what float16 holds.
-        self._spread, rates = (2.5, 1.0) if config.rule.delta_rule else (1.0, 2.5)
-        weights = normal(config.num_v_heads) * rates, normal(*self._shape)
-        self._weights = {each.type: [weight.to(each) for weight in weights] for each in (torch.device("cpu"), device)}
-
-    def tokens(self, count: int, draw: torch.Generator) -> Tokens:
-        """Return random tokens on the device of ``draw``."""
-        config = self.config
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, device=draw.device)
-
-        dtype = PLAIN_DTYPES[config.dtype]
-        channels = normal(count, config.width)
-        if not config.rule.normalized:  # a sum of many products: keep it near 1
-            channels = channels * config.head_size**-0.25
-        # A chunk's decays multiply to less than a float32 holds. Some forget everything.
-        spread = normal(count, *self._shape) * self._spread
-        forgets = normal(count, *self._shape) > _FORGETS
-        if not config.rule.writes:
-            log_decay = -torch.exp(spread * 2.5 - 1.0)
-            return Tokens(channels.to(dtype), log_decay.masked_fill(forgets, -torch.inf), None, None)
-        if config.rule.delta_rule:  # a step of Mamba-2 is what it writes, too
-            spread = spread.masked_fill(forgets, 200.0)
-        b = None if config.recurrence == "mamba2" else normal(count, config.num_v_heads).to(dtype)
-        return Tokens(channels.to(dtype), None, (spread - 1.0).to(dtype), b)
-
-    def of(self, tokens: Tokens) -> Gates:
-        """Return the gates of tokens, on their device."""
-        if tokens.a is None:
-            return Gates(tokens.log_decay)
-        a_log, dt_bias = self._weights[tokens.a.device.type]
-        return Gates(raw=RawGates(A_log=a_log, a=tokens.a, dt_bias=dt_bias, b=tokens.b))
-
-
 @dataclass(slots=True)
-class LayerReference:
+class StateReference:
     """What float64 gives for T tokens of one request."""
 
     output: Tensor
@@ -114,36 +33,97 @@ class LayerReference:
     windows: list[Tensor | None]
 
 
-def layer_reference(
-    gates: DrawnGates,
-    tokens: Tokens,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    state: Tensor | None,
-    window: Tensor | None,
-) -> LayerReference:
-    """Return what a layer gives for one request's tokens, on the CPU: its convolution, then its recurrence."""
-    # ``state`` and ``window`` are those before the first token; None: zero.
-    config, made = gates.config, gates.of(tokens)
-    inputs = mixed = tokens.channels.double()
-    windows: list[Tensor | None] = [None] * len(inputs)
-    if weight is not None:
-        mixed = conv_reference(inputs, weight, bias, window)
-        width = config.conv_kernel_size - 1
-        rows = torch.cat([torch.zeros(width, config.conv_dim).double() if window is None else window.double(), inputs])
-        windows = [rows[i + 1 : i + 1 + width] for i in range(len(inputs))]
-    keys, values = (config.num_heads, config.head_size), (config.num_v_heads, config.v_head_size)
-    shapes = [values if name == "value" else keys for name in config.rule.channels]
-    split = torch.split(mixed, [heads * size for heads, size in shapes], dim=-1)
-    named = {
-        name: each.reshape(-1, *shape) for name, each, shape in zip(config.rule.channels, split, shapes, strict=True)
-    }
-    query = named["query"]
-    output, states = state_reference(
-        config, query, named["key"], named["value"], made.log_decay, made.write_strength, state
-    )
-    length = torch.linalg.vector_norm(query, dim=-1).repeat_interleave(values[0] // keys[0], dim=1)
-    if config.rule.normalized:
-        length = torch.ones_like(length)
-    usual = config.scale * length * torch.linalg.matrix_norm(states) / config.head_size**0.5
-    return LayerReference(output, usual, states, windows)
+class StateProblem:
+    """A layer with random weights, which draws tokens for itself and says what it makes of them."""
+
+    # Weights are drawn on the device of ``draw``. Both copies are made here, since a captured step may make none.
+
+    def __init__(self, config: StateConfig, draw: torch.Generator, device: torch.device, bias: bool = False) -> None:
+        self.config, self._draw = config, draw
+        self._dtype = PLAIN_DTYPES[config.dtype]
+        weights: dict[str, Tensor] = {}
+        if config.conv_kernel_size:
+            weights["conv"] = (self._normal(config.conv_dim, config.conv_kernel_size) * 0.5).to(self._dtype)
+            if bias:
+                weights["bias"] = (self._normal(config.conv_dim) * 0.1).to(self._dtype)
+        width = (config.head_size,) if config.rule.decay == "channel" else ()
+        self._per_head = (config.num_v_heads, *width)
+        # From a memory of thousands of tokens to none. A step of Mamba-2 is a factor of what is written, too: far below
+        # 1 it would leave what float16 holds.
+        self._spread, rates = (2.5, 1.0) if config.rule.delta_rule else (1.0, 2.5)
+        weights |= {"A_log": self._normal(config.num_v_heads) * rates, "dt_bias": self._normal(*self._per_head)}
+        places = {torch.device("cpu"), device}
+        self._weights = {place.type: {name: each.to(place) for name, each in weights.items()} for place in places}
+
+    def layer(self, group: StateGroup) -> LinearAttention:
+        """Return the layer, of a group on the problem's device."""
+        weights = self._weights[group.device.type]
+        return LinearAttention(group, weights.get("conv"), weights.get("bias"))
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._draw, device=self._draw.device)
+
+    def tokens(self, count: int) -> Tokens:
+        """Return random tokens on the device of ``draw``."""
+        config = self.config
+        channels = self._normal(count, config.width)
+        if not config.rule.normalized:  # a sum of many products: keep it near 1
+            channels = channels * config.head_size**-0.25
+        found = {"channels": channels.to(self._dtype)}
+        # A chunk's decays multiply to less than a float32 holds. Some forget everything.
+        spread = self._normal(count, *self._per_head) * self._spread
+        forgets = self._normal(count, *self._per_head) > _FORGETS
+        if not config.rule.writes:
+            return found | {"log_decay": (-torch.exp(spread * 2.5 - 1.0)).masked_fill(forgets, -torch.inf)}
+        if config.rule.delta_rule:  # a step of Mamba-2 is what it writes, too
+            spread = spread.masked_fill(forgets, 200.0)
+        found["a"] = (spread - 1.0).to(self._dtype)
+        if config.recurrence != "mamba2":
+            found["b"] = self._normal(count, config.num_v_heads).to(self._dtype)
+        return found
+
+    def gates(self, tokens: Tokens) -> Gates:
+        """Return the gates of tokens, on their device."""
+        if "a" not in tokens:
+            return Gates(tokens["log_decay"])
+        weights: dict[str, Any] = self._weights[tokens["a"].device.type]
+        raw = RawGates(A_log=weights["A_log"], a=tokens["a"], dt_bias=weights["dt_bias"], b=tokens.get("b"))
+        return Gates(raw=raw)
+
+    def reference(self, tokens: Tokens, state: Tensor | None, window: Tensor | None) -> StateReference:
+        """Return what the layer gives for one request's tokens, on the CPU: its convolution, then its recurrence.
+
+        Args:
+            state: ``(num_v_heads, head_size, v_head_size)`` before the first token; None: zero.
+            window: ``(conv_kernel_size - 1, conv_dim)``, the convolution's inputs before it; None: zero.
+        """
+        config, weights, gates = self.config, self._weights["cpu"], self.gates(tokens)
+        inputs = mixed = tokens["channels"].double()
+        windows: list[Tensor | None] = [None] * len(inputs)
+        if "conv" in weights:
+            mixed = conv_reference(inputs, weights["conv"], weights.get("bias"), window)
+            width = config.conv_kernel_size - 1
+            before = torch.zeros(width, config.conv_dim) if window is None else window
+            rows = torch.cat([before.double(), inputs])
+            windows = [rows[i + 1 : i + 1 + width] for i in range(len(inputs))]
+        keys, values = (config.num_heads, config.head_size), (config.num_v_heads, config.v_head_size)
+        shapes = [values if name == "value" else keys for name in config.rule.channels]
+        split = torch.split(mixed, [heads * size for heads, size in shapes], dim=-1)
+        named = {
+            name: each.reshape(-1, *shape)
+            for name, each, shape in zip(config.rule.channels, split, shapes, strict=True)
+        }
+        query = named["query"]
+        output, states = state_reference(
+            config, query, named["key"], named["value"], gates.log_decay, gates.write_strength, state
+        )
+        length = torch.linalg.vector_norm(query, dim=-1).repeat_interleave(values[0] // keys[0], dim=1)
+        if config.rule.normalized:
+            length = torch.ones_like(length)
+        usual = config.scale * length * torch.linalg.matrix_norm(states) / config.head_size**0.5
+        return StateReference(output, usual, states, windows)
+
+
+def each_of(tokens: Tokens, change: Callable[[Tensor], Tensor]) -> Tokens:
+    """Return the tokens with every tensor changed."""
+    return {name: change(each) for name, each in tokens.items()}

@@ -14,12 +14,11 @@ from attn_select.decide.selection import Selection
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import ErrorBound, RelativeError, same_bits
-from attn_select.reference.state_problems import DrawnGates, Tokens, joined, layer_reference
+from attn_select.reference.state_problems import StateProblem, Tokens, each_of
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import Commons, CudaGraphRunner, Function, Slots
 from attn_select.runtime.metadata import decodes_first
-from attn_select.runtime.states import LinearAttention, StateGroup, StatePool, StaticStates
-from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
+from attn_select.runtime.states import StateGroup, StatePool, StaticStates
 
 GRAPH_SIZES = (2, 5, 16)
 """Requests that decodes are captured for: most batches are padded."""
@@ -101,15 +100,9 @@ class StateServing:
         self.group = StateGroup(selection, device, cuda_graphs=cuda_graphs)
         self.pool = StatePool(num_slots, self.config.num_speculative_tokens)
         self.cache = self.group.allocate(num_slots)
-        self._draw = torch.Generator().manual_seed(seed)
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._dtype = PLAIN_DTYPES[self.config.dtype]
-        if self.config.conv_kernel_size:
-            self._weight = (self._normal(self.config.conv_dim, self.config.conv_kernel_size) * 0.5).to(self._dtype)
-            self._bias = (self._normal(self.config.conv_dim) * 0.1).to(self._dtype)
-        self._gates = DrawnGates(self.config, self._draw, self.group.device)
-        self.layer = LinearAttention(self.group, self._on_device(self._weight), self._on_device(self._bias))
+        draw = torch.Generator().manual_seed(seed)
+        self._problem = StateProblem(self.config, draw, self.group.device, bias=True)
+        self.layer = self._problem.layer(self.group)
         self._known: dict[object, _Known] = {}
         self.seconds, self.replays = 0.0, 0
         self._poison([*range(num_slots), *([-1] if cuda_graphs else [])])
@@ -156,10 +149,11 @@ class StateServing:
         names = list(num_tokens)
         order = decodes_first([num_tokens[name] for name in names], self.config.max_decode_query_len)
         lens = {names[i]: num_tokens[names[i]] for i in order}
-        drawn = {name: self._gates.tokens(count, self._draw) for name, count in lens.items()}
+        drawn = {name: self._problem.tokens(count) for name, count in lens.items()}
         device, counts = self.group.device, list(lens.values())
-        brought = joined([*drawn.values()]).named()
-        inputs = {name: each.to(device, copy=True) for name, each in brought.items()}
+        parts = [*drawn.values()]
+        brought = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        inputs = each_of(brought, lambda each: each.to(device, copy=True))
         for name, count in lens.items():
             self._known[name].last = count
             self._known[name].seen += count
@@ -188,15 +182,10 @@ class StateServing:
         if not (self.group.cuda_graphs and reached and uniform):
             return None
         if each not in self._graphs:
-            inputs = self._gates.tokens(1, self._draw).named()
+            inputs = self._problem.tokens(1)
             if self.group.device.type == "cuda":
-                runner = CudaGraphRunner(
-                    self._layer_of,
-                    [self.group],
-                    {name: tensor.to(self.group.device) for name, tensor in inputs.items()},
-                    GRAPH_SIZES,
-                    query_len=each,
-                )
+                inputs = each_of(inputs, lambda tensor: tensor.to(self.group.device))
+                runner = CudaGraphRunner(self._layer_of, [self.group], inputs, GRAPH_SIZES, query_len=each)
                 runner.capture()
                 self._graphs[each] = runner
             else:
@@ -206,23 +195,17 @@ class StateServing:
         return self._graphs[each]
 
     def _layer_of(self, inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:
-        tokens = Tokens(inputs["channels"], inputs.get("log_decay"), inputs.get("a"), inputs.get("b"))
-        found: Tensor = self.layer(tokens.channels, self._gates.of(tokens), self.cache, metadata[self.group])
+        gates = self._problem.gates({**inputs})
+        found: Tensor = self.layer(inputs["channels"], gates, self.cache, metadata[self.group])
         return found
 
     def _reference(self, request: object, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the outputs, and the norms that they have for queries of any direction."""
         known = self._known[request]
-        found = layer_reference(self._gates, tokens, self._weight, self._bias, known.state, known.window)
+        found = self._problem.reference(tokens, known.state, known.window)
         known.states, known.windows = list(found.states), found.windows
         known.state, known.window = known.states[-1], known.windows[-1]
         return found.output, found.usual
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._draw)
-
-    def _on_device(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self.group.device)
 
     def _poison(self, slots: list[int]) -> None:
         self.cache.state[slots] = torch.nan

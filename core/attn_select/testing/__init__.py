@@ -10,12 +10,12 @@ What tests of a plugin use beside it:
   check of facts' sources; emulated modules; a plan with other texts, which decide nothing.
 - ``verdicts``: a file of what the gate says of a fixed list of layers on a GPU of each generation.
 - ``running``: one step through the layers that engines call, on poisoned memory. It needs ``attn_select.runtime``.
-- ``layer_step``: one step of layers on random numbers, to be timed and compared (``attn-select bench``).
+- ``timed_steps``: one step of layers on random numbers, to be timed and compared (``attn-select bench``).
 - ``strategies``: configurations, devices and environments for hypothesis, which it needs.
 
 What is right:
 
-- ``problems``: random batches on poisoned memory (``Problem``), and of a whole MLA layer (``MLAProblem``).
+- ``problems``: random steps on poisoned memory (``Problem``).
 - ``oracle``: attention, its mask, and the merge of partials; the conventions are stated there.
 - ``oracle_paged``: the same on a paged cache of any layout, writing the cache, slot mappings.
 - ``oracle_mla``: multi-head latent attention, decompressed, absorbed and sparse.
@@ -33,50 +33,21 @@ if find_spec("torch") is None:
         "attn_select.testing needs torch, which is not installed: pip install 'attn-select[testing]'", name="torch"
     )
 
-from attn_select.reference.comparison import (
-    ErrorBound,
-    RelativeError,
-    error_bound,
-    lse_error,
-    relative_error,
-    same_bits,
-)
-from attn_select.reference.oracle import (
-    AttentionOptions,
-    attention_options,
-    attention_reference,
-    merge_reference,
-    varlen_reference,
-    visible_keys,
-)
-from attn_select.reference.oracle_mla import (
-    absorb_query,
-    mla_absorbed_reference,
-    mla_reference,
-    project_output,
-    sparse_mla_reference,
-)
+from attn_select.reference.comparison import error_bound, lse_error, relative_error, same_bits
+from attn_select.reference.oracle import attention_reference, merge_reference, varlen_reference
 from attn_select.reference.oracle_paged import (
     gather_reference,
     paged_reference,
     slot_mapping_reference,
     write_reference,
 )
-from attn_select.reference.oracle_quant import pack_fp8_ds_mla, quantize_query, storage_dtype, unpack_fp8_ds_mla
-from attn_select.reference.problems import (
-    MLAProblem,
-    Problem,
-    Request,
-    random_mla_problem,
-    random_problem,
-    random_requests,
-)
+from attn_select.reference.oracle_quant import pack_fp8_ds_mla, unpack_fp8_ds_mla
+from attn_select.reference.problems import Problem, Request, random_problem
 from attn_select.testing.toolkit import (
     ask,
     check_answers,
     check_sources,
     codes_of,
-    device_of,
     emulated_modules,
     environment_of,
     gqa_layer,
@@ -92,20 +63,13 @@ if TYPE_CHECKING:
     from attn_select.testing.conformance import BackendConformance as BackendConformance
 
 __all__ = [
-    "AttentionOptions",
-    "ErrorBound",
-    "MLAProblem",
     "Problem",
-    "RelativeError",
     "Request",
-    "absorb_query",
     "ask",
-    "attention_options",
     "attention_reference",
     "check_answers",
     "check_sources",
     "codes_of",
-    "device_of",
     "emulated_modules",
     "environment_of",
     "error_bound",
@@ -114,27 +78,18 @@ __all__ = [
     "load_path_of",
     "lse_error",
     "merge_reference",
-    "mla_absorbed_reference",
     "mla_layer",
-    "mla_reference",
     "pack_fp8_ds_mla",
     "paged_reference",
     "plan_of",
-    "project_output",
-    "quantize_query",
-    "random_mla_problem",
     "random_problem",
-    "random_requests",
     "reasons_of",
     "relative_error",
     "same_bits",
     "selection_of",
     "slot_mapping_reference",
-    "sparse_mla_reference",
-    "storage_dtype",
     "unpack_fp8_ds_mla",
     "varlen_reference",
-    "visible_keys",
     "with_other_texts",
     "write_reference",
 ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,21 +12,19 @@ from torch import Tensor
 from attn_select.backends.spec import BackendPlan
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import AttentionConfig, Phase
-from attn_select.reference.comparison import ROW, UNIT_ROUNDOFF, ErrorBound, request_name, same_bits
+from attn_select.reference.comparison import ROW, UNIT_ROUNDOFF, ErrorBound, error_bound, request_name, same_bits
 from attn_select.reference.problems import (
     PEAK,
-    MLAProblem,
+    Problem,
     Request,
     of_another_layer,
     of_layer,
-    random_mla_problem,
     random_problem,
     random_requests,
     with_peaks,
 )
 from attn_select.reference.running import (
     Bound,
-    Drawn,
     Result,
     StepMemory,
     call_layer,
@@ -41,9 +37,8 @@ from attn_select.reference.running import (
     result_of,
     returns_lse,
     run_problem,
-    step_of,
 )
-from attn_select.runtime import Capacity, ContextParallel, attention_group, decodes_first
+from attn_select.runtime import Capacity, ContextParallel, LayerGroup, attention_group, decodes_first
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing.conformance_configs import Large
 from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
@@ -73,35 +68,25 @@ SCALES = (1.0, 0.7, 1.3)
 """Of a layer, in units of the usual one."""
 
 
-@dataclass(slots=True)
-class Tolerances:
-    """What a suite asks beside the configuration; ``BackendConformance`` documents the fields."""
-
-    error_bound: Bound
-    rows_without_keys: bool = True
-    exact_alibi_lse: bool = True
-    fp8_cache_steps: int = 0
-
-
-@dataclass(slots=True)
 class Batches:
-    """Draws steps of one layer, of served phases alone."""
+    """Draws steps of a group's layer, of served phases alone."""
 
-    config: AttentionConfig
-    kv_layout: str | None
-    # The allocator's, in tokens.
-    block_size: int
-    device: torch.device
-    phases: Collection[Phase]
-    # Queries up to this many tokens are decodes, which come first where ``in_order``.
-    longest_decode: int
-    in_order: bool
-    # A prefill has no cached context, since its parts could not be merged.
-    whole_prompts: bool
-    # Slots behind a sequence's end hold NaN, not large finite numbers.
-    nan_tails: bool
-    scale: float
-    large: Large | None
+    # ``config``: of the whole layer, whose cache has blocks of ``block_size``; ``scale`` as in ``random_problem``;
+    # ``large`` as in ``Rig``.
+
+    def __init__(
+        self, group: LayerGroup, config: AttentionConfig, block_size: int, scale: float, large: Large | None
+    ) -> None:
+        self.config, self.block_size, self.scale, self.large = config, block_size, scale, large
+        self.kv_layout, self.device, self.phases = group.kv_layout, group.device, group.selection.plans
+        # Queries up to this many tokens are decodes, which come first where ``in_order``.
+        self.longest_decode = group.reorder_batch_threshold or 1
+        self.in_order = group.reorder_batch_threshold is not None
+        # Slots behind a sequence's end hold NaN, not large finite numbers.
+        self.nan_tails = group.nan_tail_safe
+        # A prefill has no cached context where its parts could not be merged.
+        prefill = self.phases.get("prefill")
+        self.whole_prompts = config.mla and prefill is not None and not prefill.returns_lse
 
     def mixed(self, seed: int) -> list[Request]:
         """Draw decodes, whole and chunked prefills, short queries and requests without a query, in one batch."""
@@ -123,15 +108,15 @@ class Batches:
             return [*requests]
         return [requests[i] for i in decodes_first([query for query, _ in requests], self.longest_decode)]
 
-    def uniform(self, seed: int, *, rows_without_keys: bool) -> list[Request]:
-        """Draw decodes of equal query length, one of them without context, and if asked for one without keys."""
+    def uniform(self, seed: int) -> list[Request]:
+        """Draw decodes of equal query length, one of them without context and one without keys."""
         rng = random.Random(seed)
         query_len = min(self.config.max_decode_query_len, self.longest_decode)
         whole_blocks = min(LONGEST, -(-query_len // self.block_size) * self.block_size)
         lengths = [query_len, max(query_len, whole_blocks), *(rng.randint(query_len, LONGEST) for _ in range(2))]
         if self.large == "keys":
             lengths[2:] = [seq_len for _, seq_len in self._long(rng)][::2]
-        requests = [(query_len, length) for length in lengths] + [(query_len, 0)] * rows_without_keys
+        requests = [(query_len, length) for length in lengths] + [(query_len, 0)]
         return rng.sample(requests, len(requests))
 
     def many(self, seed: int) -> list[Request]:
@@ -177,59 +162,41 @@ class Batches:
         per_block = 4 * size * config.num_kv_heads * (config.head_size + config.value_head_size)
         return max(most, min(LARGE_BLOCKS, LARGE_CACHE // per_block))
 
-    def draw(self, seed: int, requests: Sequence[Request]) -> Drawn:
+    def draw(self, seed: int, requests: Sequence[Request]) -> Problem:
         """Draw a step of these requests; all steps have caches of the same size."""
-        options: dict[str, Any] = {
-            "block_size": self.block_size,
-            "requests": requests,
-            "nan_tails": self.nan_tails,
-            "spare_blocks": self.num_blocks - sum(-(-seq_len // self.block_size) for _, seq_len in requests),
-            "device": self.device,
-            "scale": self.scale,
-        }
-        if self.config.mla and self.kv_layout is not None:
-            return random_mla_problem(seed, self.config, self.kv_layout, **options)
-        return random_problem(seed, self.config, self.kv_layout, **options)
-
-
-def rows_of(drawn: Drawn, first: int, last: int) -> slice:
-    """Return the tokens of requests ``first .. last - 1``."""
-    bounds = step_of(drawn).query_start_loc
-    return slice(int(bounds[first]), int(bounds[last]))
-
-
-def part_of(drawn: Drawn, first: int, last: int) -> Drawn:
-    """Return the step of requests ``first .. last - 1`` alone, on the same cache."""
-    step, rows = step_of(drawn), rows_of(drawn, first, last)
-    by_row = ("query", "key", "value", "slot_mapping", "topk_indices", "tree_mask")
-    by_request = ("requests", "seq_lens", "block_table", "mm_prefix_ranges")
-    cuts = {**dict.fromkeys(by_row, rows), **dict.fromkeys(by_request, slice(first, last))}
-    cut: dict[str, Any] = {name: getattr(step, name)[c] for name, c in cuts.items() if getattr(step, name) is not None}
-    bounds = step.query_start_loc[first : last + 1]
-    part = dataclasses.replace(step, query_start_loc=bounds - bounds[0], **cut)
-    return dataclasses.replace(drawn, step=part, query=drawn.query[rows]) if isinstance(drawn, MLAProblem) else part
+        return random_problem(
+            seed,
+            self.config,
+            self.kv_layout,
+            block_size=self.block_size,
+            requests=requests,
+            nan_tails=self.nan_tails,
+            spare_blocks=self.num_blocks - sum(-(-seq_len // self.block_size) for _, seq_len in requests),
+            device=self.device,
+            scale=self.scale,
+        )
 
 
 class Rig:
     """One configuration's group of layers, fed with drawn batches."""
 
     # ``ranks``: the ranks that the cache lies on, each of which has a rig like this one; None: it lies on one.
-    # ``large``: what its steps have many of.
+    # ``large``: what its steps have many of. ``bound``: the accepted errors.
 
     def __init__(
         self,
         selection: Selection,
         device: torch.device,
         seed: int,
-        tolerances: Tolerances,
         *,
+        bound: Bound = error_bound,
         cuda_graphs: bool = False,
         ranks: ContextParallel | None = None,
         large: Large | None = None,
     ) -> None:
         self.ranks = ranks
         config = self.config = selection.config
-        self.plans, self.seed, self.tolerances = selection.plans, seed, tolerances
+        self.plans, self.seed, self._accepted = selection.plans, seed, bound
         size = selection.block_size or 16
         requests = MANY_REQUESTS if large == "requests" else MOST_REQUESTS + EMPTY_REQUESTS
         longest = 2048 if large == "keys" else 1024
@@ -238,22 +205,10 @@ class Rig:
         if self.config.mla:
             made["workspace_tokens"] = WORKSPACE_TOKENS
         self.group = attention_group(selection, device, capacity, **made)
-        threshold = self.group.reorder_batch_threshold
-        self.longest_decode = threshold or 1
-        prefill = self.plans.get("prefill")
-        self.batches = Batches(
-            config=config if ranks is None else whole_layer(config, ranks, size),
-            kv_layout=self.group.kv_layout,
-            block_size=size if ranks is None else ranks.size * size,
-            device=device,
-            phases=self.plans,
-            longest_decode=self.longest_decode,
-            in_order=threshold is not None,
-            whole_prompts=self.config.mla and prefill is not None and not prefill.returns_lse,
-            nan_tails=self.group.nan_tail_safe,
-            scale=config.softmax_scale * SCALES[seed % len(SCALES)],
-            large=large,
-        )
+        whole = config if ranks is None else whole_layer(config, ranks, size)
+        scale = config.softmax_scale * SCALES[seed % len(SCALES)]
+        self.batches = Batches(self.group, whole, size if ranks is None else ranks.size * size, scale, large)
+        self.longest_decode = self.batches.longest_decode
         quantised = self.config.output_quantization == "fp8"
         self.output_scale = torch.tensor(OUTPUT_SCALE, device=device) if quantised else None
 
@@ -274,7 +229,7 @@ class Rig:
         first, second = (draw.draw(seed + number, each) for number, each in enumerate(requests))
         memories = [StepMemory(wide=bool(seed & 4)), StepMemory(wide=not seed & 4)]
         own, other = 0, 1
-        steps: list[tuple[Drawn, StepMemory, tuple[int, ...]]]
+        steps: list[tuple[Problem, StepMemory, tuple[int, ...]]]
         steps = [(first, memories[0], (own,)), (second, memories[1], (own,))]
         if draw.large is None:
             again = 0 if seed % 4 == 0 else 1
@@ -296,7 +251,7 @@ class Rig:
                 drawn = with_peaks(seed + number, base if layer == own else of_another_layer(base))
                 given = {"layer": layers[layer], "metadata": metadata, "memory": memory} if layers else {}
                 result = self._run(drawn, **given)
-                self._check(drawn, result)
+                check_result(self.group, drawn, result, bound=self._bound)
                 runs += 1
             if self.config.batch_invariant and number < 2:
                 runs += self._check_alone(drawn, result, memory.wide)
@@ -308,7 +263,7 @@ class Rig:
         if draw.large == "requests":
             return draw.many(seed)
         if "decode" in self.plans and self.config.attn_type == "decoder":
-            return draw.uniform(seed, rows_without_keys=self.tolerances.rows_without_keys)
+            return draw.uniform(seed)
         return draw.mixed(seed + 1)
 
     def check_graphs(self) -> int:
@@ -347,38 +302,34 @@ class Rig:
         runner = CudaGraphRunner(step, [group], inputs, sizes, query_len=query_len or 1, mixed=query_len is None)
         runner.capture()
         for number, (first, last) in enumerate(parts):
-            part = part_of(own[number % 2], first, last)
+            part = own[number % 2].part(first, last)
             if cache is not None and (wanted := kernel_cache(group, part)) is not None:
                 cache.copy_(wanted)
             output = runner(inputs_of(part), {group: common_of(part)})
             result, whole = result_of(group, part, output, lse, cache, self.output_scale), part
             if ranks is not None:
-                whole = part_of(drawn[number % 2], first, last)
+                whole = drawn[number % 2].part(first, last)
                 result = joined(group, whole, ranks, result)
-            self._check(whole, result)
+            check_result(self.group, whole, result, bound=self._bound)
         return len(parts)
 
-    def _check_alone(self, drawn: Drawn, result: Result, wide: bool) -> int:
+    def _check_alone(self, drawn: Problem, result: Result, wide: bool) -> int:
         """Run the first requests by themselves, in memory of the same strides: bit by bit the same as in the batch."""
-        requests = [*enumerate(step_of(drawn).requests)][: MOST_REQUESTS + EMPTY_REQUESTS]
+        requests = [*enumerate(drawn.requests)][: MOST_REQUESTS + EMPTY_REQUESTS]
         requests = [(index, request) for index, request in requests if request[0]]
         for index, request in requests:
-            alone = self._run(part_of(drawn, index, index + 1), memory=StepMemory(wide)).output
-            if not same_bits(alone, result.output[rows_of(drawn, index, index + 1)]):
+            alone = self._run(drawn.part(index, index + 1), memory=StepMemory(wide)).output
+            if not same_bits(alone, result.output[drawn.tokens_of(index, index + 1)]):
                 name = request_name(index, request)
                 raise AssertionError(f"batch_invariant: {name} gives other bits alone than in the batch")
         return len(requests)
 
-    def _run(self, drawn: Drawn, **given: Any) -> Result:
+    def _run(self, drawn: Problem, **given: Any) -> Result:
         if self.ranks is not None:
             return run_on_ranks(self.group, drawn, self.ranks, output_scale=self.output_scale)
         return run_problem(self.group, drawn, output_scale=self.output_scale, **given)
 
-    def _check(self, drawn: Drawn, result: Result) -> None:
-        alibi, steps = self.tolerances.exact_alibi_lse, self.tolerances.fp8_cache_steps
-        check_result(self.group, drawn, result, bound=self._bound, exact_alibi_lse=alibi, fp8_cache_steps=steps)
-
     def _bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
         """Return the suite's bound; what float32 rounds of a score of ``PEAK`` is accepted in its exponential."""
-        bound, rounded = self.tolerances.error_bound(config, plans), PEAK * UNIT_ROUNDOFF["float32"]
+        bound, rounded = self._accepted(config, plans), PEAK * UNIT_ROUNDOFF["float32"]
         return bound._replace(norm=max(bound.norm, rounded), row=max(bound.row, ROW * rounded))

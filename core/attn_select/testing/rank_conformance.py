@@ -13,7 +13,7 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.runtime import ContextParallel
 from attn_select.testing.conformance import BackendConformance, rank_options
 from attn_select.testing.conformance_configs import config_text, draw_case
-from attn_select.testing.conformance_run import Rig, Tolerances
+from attn_select.testing.conformance_run import Rig
 from attn_select.testing.toolkit import plans_of, selection_for
 
 ALONE = {
@@ -56,7 +56,6 @@ def check_on_group(
     # configurations.
     here = suite.place()[0]
     size, wrong, ran = ContextParallel(group).size, [], 0
-    tolerances = Tolerances(suite.error_bound, suite.rows_without_keys, suite.exact_alibi_lse, suite.fp8_cache_steps)
     for index, selection in layers_of(suite, size, fields or {}):
         if ran == num_layers:
             break
@@ -66,10 +65,10 @@ def check_on_group(
         ranks = ContextParallel(group, **options)
         config: AttentionConfig = selection.config
         try:
-            rig = Rig(selection, here, index, tolerances, ranks=ranks)
+            rig = Rig(selection, here, index, bound=suite.error_bound, ranks=ranks)
             rig.check_batches()
             if cuda_graphs and rig.can_capture:
-                Rig(selection, here, index, tolerances, cuda_graphs=True, ranks=ranks).check_graphs()
+                Rig(selection, here, index, bound=suite.error_bound, cuda_graphs=True, ranks=ranks).check_graphs()
             ran += 1
         except RuntimeMissingError:
             raise

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.oracle_paged import token_views
-from attn_select.reference.problems import MLAProblem
-from attn_select.reference.running import Drawn, Result, poison, run_problem, step_of
+from attn_select.reference.problems import Problem
+from attn_select.reference.running import Result, poison, run_problem
 from attn_select.runtime import ContextParallel, LayerGroup
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.kv_cache import kv_cache_shape
@@ -42,72 +42,60 @@ def shares_of(rank: int, group: LayerGroup, ranks: ContextParallel) -> Shares:
     return Shares(rank, ranks.size, ranks.interleave, group.selection.block_size, "cpu")
 
 
-def part_of_rank(drawn: Drawn, group: LayerGroup, ranks: ContextParallel) -> Drawn:
+def part_of_rank(drawn: Problem, group: LayerGroup, ranks: ContextParallel) -> Problem:
     """Return this rank's step of ``whole_layer``: its heads, and a cache that holds its share of every block."""
-    step, config = step_of(drawn), group.config
-    assert step.kv_cache is not None
-    assert step.layout is not None
-    assert step.block_size is not None
+    config = group.config
+    assert drawn.kv_cache is not None
+    assert drawn.layout is not None
+    assert drawn.block_size is not None
     shares = shares_of(ranks.rank, group, ranks)
-    shape = kv_cache_shape(
-        step.layout, config, len(token_views(step.kv_cache, step.layout, config)[0]), shares.block_size
-    )
-    cache = poison(shape, step.kv_cache)
-    kept = shares.positions(step.block_size).to(cache.device)
-    for own, every in zip(
-        token_views(cache, step.layout, config), token_views(step.kv_cache, step.layout, config), strict=True
-    ):
+    views = token_views(drawn.kv_cache, drawn.layout, config)
+    cache = poison(kv_cache_shape(drawn.layout, config, len(views[0]), shares.block_size), drawn.kv_cache)
+    kept = shares.positions(drawn.block_size).to(cache.device)
+    for own, every in zip(token_views(cache, drawn.layout, config), views, strict=True):
         own.copy_(every[:, kept])
     heads = heads_of(ranks.rank, config, ranks).to(cache.device)
-    part = dataclasses.replace(
-        step,
+    weight = drawn.kv_b_proj
+    if weight is not None:
+        weight = weight.view(drawn.config.num_heads, -1, weight.shape[1])[heads].flatten(0, 1)
+    return dataclasses.replace(
+        drawn,
         config=config,
-        query=step.query[:, heads],
-        **{name: None if tensor is None else tensor[heads] for name, tensor in step.per_head.items()},  # type: ignore[arg-type]
+        query=drawn.query[:, heads],
+        **{name: None if tensor is None else tensor[heads] for name, tensor in drawn.per_head.items()},  # type: ignore[arg-type]
         kv_cache=cache,
         block_size=shares.block_size,
+        kv_b_proj=weight,
     )
-    if isinstance(drawn, MLAProblem):
-        by_head = drawn.kv_b_proj.view(step.config.num_heads, -1, drawn.kv_b_proj.shape[1])
-        weight = by_head[heads].flatten(0, 1)
-        return MLAProblem(part, drawn.query[:, heads], weight)
-    return part
 
 
-def run_on_ranks(group: LayerGroup, drawn: Drawn, ranks: ContextParallel, **given: Any) -> Result:
+def run_on_ranks(group: LayerGroup, drawn: Problem, ranks: ContextParallel, **given: Any) -> Result:
     """Run a step of ``whole_layer`` on all ranks and return the whole layer's result; every rank calls it."""
     return joined(group, drawn, ranks, run_problem(group, part_of_rank(drawn, group, ranks), **given))
 
 
-def joined(group: LayerGroup, drawn: Drawn, ranks: ContextParallel, own: Result) -> Result:
+def joined(group: LayerGroup, drawn: Problem, ranks: ContextParallel, own: Result) -> Result:
     """Return the whole layer's result, of each rank's own; every rank calls it."""
-    step, config = step_of(drawn), group.config
+    config = group.config
     assert own.kv_cache is not None
-    assert step.kv_cache is not None
-    assert step.layout is not None
-    assert step.block_size is not None
-    stored = [view.clone() for view in token_views(own.kv_cache, step.layout, config)]
-    brought = (own.output, own.lse, stored)
-    found = ranks.collectives.gather_objects(_moved(brought, "cpu"))
+    assert drawn.kv_cache is not None
+    assert drawn.layout is not None
+    assert drawn.block_size is not None
+    brought = [own.output, own.lse, *token_views(own.kv_cache, drawn.layout, config)]
+    found = ranks.collectives.gather_objects([None if each is None else each.to("cpu", copy=True) for each in brought])
     device, tokens = own.output.device, len(own.output)
-    output = own.output.new_empty(tokens, step.config.num_heads, own.output.shape[-1])
+    output = own.output.new_empty(tokens, drawn.config.num_heads, own.output.shape[-1])
     lse = None if own.lse is None else own.lse.new_empty(output.shape[:2])
-    cache = poison(tuple(step.kv_cache.shape), step.kv_cache)
-    views = token_views(cache, step.layout, config)
+    cache = poison(tuple(drawn.kv_cache.shape), drawn.kv_cache)
+    views = token_views(cache, drawn.layout, config)
     for rank, result in enumerate(found):
-        some, some_lse, parts = _moved(result, device)
+        moved: list[Any] = [None if each is None else each.to(device) for each in result]
+        some, some_lse, *parts = moved
         heads = heads_of(rank, config, ranks).to(device)
         output[:, heads] = some
         if lse is not None:
             lse[:, heads] = some_lse
-        kept = shares_of(rank, group, ranks).positions(step.block_size).to(device)
+        kept = shares_of(rank, group, ranks).positions(drawn.block_size).to(device)
         for view, part in zip(views, parts, strict=True):
             view[:, kept] = part
     return Result(output, lse, cache, own.largest)
-
-
-def _moved(values: Any, device: Any) -> Any:
-    """Return tensors, in lists and tuples too, on a device."""
-    if isinstance(values, (list, tuple)):
-        return [_moved(value, device) for value in values]
-    return values.to(device) if isinstance(values, Tensor) else values

@@ -20,48 +20,33 @@ from attn_select.runtime.rank_memory import RankLayout, RankMemory
 T = TypeVar("T")
 
 
-class _Turns:
-    """What the ranks share: whose turn it is, and what they brought to the present operation."""
+class _Shared:
+    """What the ranks share: who runs, and what they brought to the present operation."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.turn = size, 0
+        self.running, self.meeting = threading.Lock(), threading.Barrier(size)
         self.brought: list[Any] = [None] * size
-        self.failed = False
-        self.changed = threading.Condition()
-
-    def wait_for(self, rank: int) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.turn == rank or self.failed)
-            if self.failed:
-                raise RankError(f"rank {rank}: another rank failed")
-
-    def pass_on(self, rank: int) -> None:
-        with self.changed:
-            self.turn = (rank + 1) % self.size
-            self.changed.notify_all()
-
-    def stop(self) -> None:
-        with self.changed:
-            self.failed = True
-            self.changed.notify_all()
 
 
 class ThreadCollectives:
     """``Collectives`` of one of the ranks that ``run_ranks`` starts."""
 
-    def __init__(self, turns: _Turns, rank: int) -> None:
-        self._turns, self.rank, self.size = turns, rank, turns.size
+    def __init__(self, shared: _Shared, rank: int) -> None:
+        self._shared, self.rank, self.size = shared, rank, len(shared.brought)
 
     def _exchange(self, own: Any) -> list[Any]:
         """Bring something and return what every rank brought; a tensor is copied, since its owner goes on."""
-        turns = self._turns
-        turns.brought[self.rank] = own.clone() if isinstance(own, Tensor) else own
-        turns.pass_on(self.rank)
-        turns.wait_for(self.rank)  # by now every rank has brought its own
-        found = list(turns.brought)
-        # Once round again, so that nobody brings anything new before all have read.
-        turns.pass_on(self.rank)
-        turns.wait_for(self.rank)
+        shared = self._shared
+        shared.brought[self.rank] = own.clone() if isinstance(own, Tensor) else own
+        shared.running.release()
+        try:
+            shared.meeting.wait()  # by now every rank has brought its own
+            found = list(shared.brought)
+            shared.meeting.wait()  # nobody brings anything new before all have read
+        except threading.BrokenBarrierError:
+            raise RankError(f"rank {self.rank}: another rank failed") from None
+        finally:
+            shared.running.acquire()
         return found
 
     def all_gather(self, output: Tensor, own: Tensor) -> None:
@@ -88,23 +73,21 @@ class ThreadCollectives:
 def run_ranks(size: int, function: Callable[[ThreadCollectives], T]) -> list[T]:
     """Run ``function`` once for each rank of a group and return what the ranks returned."""
     # Raises the first error that is a rank's own; a rank that was only left alone raises RankError.
-    turns = _Turns(size)
+    shared = _Shared(size)
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
     grad, device = torch.is_grad_enabled(), torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run(rank: int) -> None:
-        try:
-            turns.wait_for(rank)
-            if device is not None:
-                torch.cuda.set_device(device)
-            with torch.set_grad_enabled(grad):
-                results[rank] = function(ThreadCollectives(turns, rank))
-        except BaseException as error:
-            errors[rank] = error
-            turns.stop()
-        else:
-            turns.pass_on(rank)
+        with shared.running:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                with torch.set_grad_enabled(grad):
+                    results[rank] = function(ThreadCollectives(shared, rank))
+            except BaseException as error:
+                errors[rank] = error
+                shared.meeting.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

@@ -8,7 +8,7 @@ from typing import Any
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.running import Result, check_result, common_of, problem_for, run_problem
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
-from attn_select.testing import MLAProblem, mla_layer, selection_of
+from attn_select.testing import Problem, mla_layer, selection_of
 from attn_select_cutlass_mla.facts.cutlass_mla import CUTLASS_MLA
 
 CAPACITY = Capacity(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512)
@@ -34,15 +34,13 @@ def group_of(
     return attention_group(selection, "cpu", capacity, cuda_graphs=cuda_graphs, phases=["decode"])
 
 
-def decodes(group: AttentionGroup, seq_lens: Sequence[int], seed: int = 0) -> MLAProblem:
+def decodes(group: AttentionGroup, seq_lens: Sequence[int], seed: int = 0) -> Problem:
     """Draw a step of decodes with one token each."""
-    drawn: MLAProblem = problem_for(group, [(1, length) for length in seq_lens], seed, nan_tails=False)
+    drawn: Problem = problem_for(group, [(1, length) for length in seq_lens], seed, nan_tails=False)
     return drawn
 
 
-def check(
-    group: AttentionGroup, seq_lens: Sequence[int], problem: MLAProblem | None = None, /, **changes: Any
-) -> Result:
+def check(group: AttentionGroup, seq_lens: Sequence[int], problem: Problem | None = None, /, **changes: Any) -> Result:
     """Run a step of decodes, whose batch may be changed, compare it with the oracle, and return what it left."""
     problem = problem or decodes(group, seq_lens)
     result = run_problem(group, problem, metadata=group.build(common_of(problem, **changes)))

@@ -25,7 +25,7 @@ import torch
 from attn_select.reference.comparison import ErrorBound, error_bound
 from attn_select.testing import BackendConformance, mla_layer, selection_of
 from attn_select.testing.conformance_configs import Case
-from attn_select.testing.conformance_run import Rig, Tolerances
+from attn_select.testing.conformance_run import Rig
 from attn_select.testing.toolkit import outcomes, plans_of, selection_for
 
 
@@ -107,7 +107,7 @@ def test_nan_in_a_page_that_is_loaded_whole(
     """A NaN behind a request's end reaches its result exactly where the plan says that it may."""
     emulate("vllm")
     selection = selection_of(FLASH_ATTN_MLA, mla_layer(**fields), options={"provider": "vllm"})
-    rig = Rig(selection, torch.device("cpu"), 185, Tolerances(error_bound))
+    rig = Rig(selection, torch.device("cpu"), 185)
     safe = selection.plans["decode"].nan_tail_safe
     assert rig.batches.nan_tails is safe
     rig.batches.nan_tails = nan_tails
@@ -205,8 +205,8 @@ def test_fa2_in_two_compilations(fields: dict[str, Any]) -> None:
     selection = selection_for(FLASH_ATTN, plans, config, device, environment, options)
     assert selection is not None
     try:
-        rig = Rig(selection, torch.device("cuda"), 0, Tolerances(error_bound))
+        rig = Rig(selection, torch.device("cuda"), 0)
     except ImportError as error:
         pytest.skip(str(error))
     assert rig.check_batches() == 2
-    assert Rig(selection, torch.device("cuda"), 0, Tolerances(error_bound), cuda_graphs=True).check_graphs() > 0
+    assert Rig(selection, torch.device("cuda"), 0, cuda_graphs=True).check_graphs() > 0

@@ -12,7 +12,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.reference import running
 from attn_select.reference.running import Result, check_result, common_of, layer_of, run_problem
 from attn_select.runtime import Capacity, MLAAttention, MLAAttentionGroup
-from attn_select.testing import MLAProblem, mla_layer, selection_of
+from attn_select.testing import Problem, mla_layer, selection_of
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
@@ -61,7 +61,7 @@ def problem_for(group: MLAAttentionGroup, requests: Sequence[tuple[int, int]], s
 
 def run(
     group: MLAAttentionGroup,
-    problem: MLAProblem,
+    problem: Problem,
     layer: MLAAttention | None = None,
     metadata: Any = None,
     *,

@@ -150,6 +150,19 @@ def test_prefills_name_decays_that_they_cannot_compute(
             linear(channels, Gates(raw=raw), cache, metadata)
 
 
+def test_backends_are_timed_on_the_memory_that_one_of_them_made(emulate: Callable[..., Any]) -> None:
+    """Also one that needs slots behind the requests': ``TORCH_STATE`` needs none."""
+    from attn_select.reference.timed_steps import StateStep
+    from attn_select_torch.facts.torch_state import TORCH_STATE
+
+    emulate((9, 0), release=fi.RELEASES[1])
+    made = [selection_of(spec, QWEN3_NEXT, lookup("h200")) for spec in (TORCH_STATE, FLASHINFER_GDN)]
+    torch_step, gdn_step = (StateStep(each, [(1, 9), (1, 5)], device="cpu") for each in made)
+    gdn_step.make_layers(torch_step.memory(0, 1).caches(gdn_step))
+    gdn_step.calls()[0]()
+    assert gdn_step.error() < gdn_step.bound({})
+
+
 @pytest.mark.gpu
 class TestMambaOnGpu(MambaLayers):
     device = "cuda"

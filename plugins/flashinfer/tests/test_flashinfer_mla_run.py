@@ -25,7 +25,6 @@ from attn_select.reference.running import common_of
 from attn_select.runtime import BatchError, Capacity
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing import error_bound, relative_error
-from attn_select.testing.conformance_run import part_of
 from attn_select_flashinfer.runtime import plans
 
 Emulate = Callable[..., Any]
@@ -72,7 +71,7 @@ def test_decodes_of_several_lengths(
     config = layers.mla_config(block_size=block_size, num_speculative_tokens=2)
     group = layers.group_for(gpu, config, phases=["decode"], **options)
     problem = layers.problem_for(group, [(1, 70), (3, 3), (2, 129), (1, 0)], nan_tails=True)
-    fi.on_device(problem.step.block_table, problem.step.seq_lens, problem.step.query_start_loc)
+    fi.on_device(problem.block_table, problem.seq_lens, problem.query_start_loc)
     layers.run(group, problem)
     (made,) = world.named(f"{WRAPPER}.__init__")
     (plan,) = world.named(PLAN)
@@ -81,7 +80,7 @@ def test_decodes_of_several_lengths(
     assert (plan["page_size"], plan["causal"]) == (group.kernel_block_size, True)
     ratio = block_size // plan["page_size"]
     for request, length in enumerate((70, 3, 129, 0)):
-        blocks = problem.step.block_table[request, : -(-length // block_size)].tolist()
+        blocks = problem.block_table[request, : -(-length // block_size)].tolist()
         wanted = [block * ratio + part for block in blocks for part in range(ratio)]
         first, wanted = int(plan["kv_indptr"][request]), wanted[: -(-length // plan["page_size"])]
         assert plan["kv_indices"][first : first + len(wanted)].tolist() == wanted
@@ -94,8 +93,8 @@ def test_a_block_table_is_read_where_it_lies_before_07(of_release: Emulate, rele
     wide = torch.empty(3, 10, dtype=torch.int32)
     for part in (wide[:, 5:], wide[:, :5]):
         wide.fill_(1 << 30)
-        part[:, : problem.step.block_table.shape[1]] = problem.step.block_table
-        drawn = dataclasses.replace(problem, step=dataclasses.replace(problem.step, block_table=part))
+        part[:, : problem.block_table.shape[1]] = problem.block_table
+        drawn = dataclasses.replace(problem, block_table=part)
         layers.run(group, drawn, metadata=group.build(common_of(drawn)))
         read = world.named(RUN if release == "0.6.14" else PLAN)[-1]["kv_indices"]
         assert (read.data_ptr() == part.data_ptr()) == (release == "0.6.14")
@@ -113,7 +112,7 @@ def test_query_and_cache_are_views(of_release: Emulate, release: str) -> None:
     impl = impl_of(served, scale=0.1)
     query, output = torch.randn(2, 4, RANK + ROPE).bfloat16(), torch.empty(2, 4, RANK).bfloat16()
     metadata = served.builder.build(0, layers.common_of(problem))
-    for cache in (problem.step.kv_cache, problem.step.kv_cache.clone()):
+    for cache in (problem.kv_cache, problem.kv_cache.clone()):
         impl.forward_mqa(query, cache, metadata, Outputs(output))
         (call,) = world.named(RUN)[-1:]
         assert call["q_nope"].data_ptr() == query.data_ptr()
@@ -127,7 +126,7 @@ def test_query_and_cache_are_views(of_release: Emulate, release: str) -> None:
         torch.randn(4, 3, RANK).bfloat16().transpose(0, 1),
         torch.randn(3, 4, 2 * ROPE).bfloat16()[..., ROPE:],
     )
-    wanted, cache = torch.empty_like(output), torch.randn_like(problem.step.kv_cache)
+    wanted, cache = torch.empty_like(output), torch.randn_like(problem.kv_cache)
     impl.forward_mqa(torch.cat((latent, rope), -1)[:2], cache, metadata, Outputs(wanted))
     impl.forward_mqa((latent, rope), cache, metadata, Outputs(output))  # padded, as in a graph
     assert torch.equal(output, wanted)
@@ -170,7 +169,7 @@ def test_a_layers_own_scale_is_planned_once(of_release: Emulate, release: str) -
     world = of_release()
     group = layers.group_for("h100", layers.mla_config())
     problem = layers.problem_for(group, [(1, 70), (20, 90)])
-    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, scale=0.05))
+    problem = dataclasses.replace(problem, scale=0.05)
     for _ in range(2):
         layers.run(group, problem)
     default, own = 192**-0.5, 0.05
@@ -195,7 +194,7 @@ def test_masked_keys_are_far_away_with_a_small_scale_too(
     world = emulate(capability)
     group = layers.group_for(gpu, layers.mla_config(num_speculative_tokens=2), **options)
     problem = layers.problem_for(group, [(3, 70), (1, 5), (20, 90)])
-    problem = dataclasses.replace(problem, step=dataclasses.replace(problem.step, scale=1e-4))
+    problem = dataclasses.replace(problem, scale=1e-4)
     layers.run(group, problem)
     for entry in (PLAN, "BatchPrefillWithRaggedKVCacheWrapper.plan"):
         assert world.named(entry)[-1]["sm_scale"] == 1e-4 * 32
@@ -206,8 +205,7 @@ def test_the_scale_of_an_fp8_cache_multiplies_no_scores(emulate: Emulate) -> Non
     world = emulate()
     group = layers.group_for("h100", layers.mla_config(kv_cache_dtype="fp8"), phases=["decode"])
     problem = layers.problem_for(group, [(1, 70), (1, 5)])
-    step = dataclasses.replace(problem.step, k_scale=torch.tensor(1e-4))
-    layers.run(group, dataclasses.replace(problem, step=step))
+    layers.run(group, dataclasses.replace(problem, k_scale=torch.tensor(1e-4)))
     (call,) = world.named(RUN)
     assert call["ckv_scale"] == call["kpe_scale"] == pytest.approx(1e-4)
 
@@ -264,7 +262,7 @@ def test_a_graph_replays_with_other_lengths_and_pages(
     output, lse = torch.empty(3 * query_len, heads, RANK).bfloat16(), torch.empty(3 * query_len, heads)
 
     def common(problem: Any, place: int = 0) -> Any:
-        table = problem.step.block_table
+        table = problem.block_table
         tables[place, :, : table.shape[1]] = table
         return layers.common_of(problem, block_table_tensor=tables[place])
 
@@ -275,11 +273,11 @@ def test_a_graph_replays_with_other_lengths_and_pages(
         impl.forward_mqa(query, cache, metadata, Outputs(output, lse))
     assert len(graph.nodes) == 1
     for place, problem in enumerate(problems[1:]):
-        cache[: len(problem.step.kv_cache)] = problem.step.kv_cache.nan_to_num()
+        cache[: len(problem.kv_cache)] = problem.kv_cache.nan_to_num()
         batch = common(problem, place % 2)
         served.builder.build(0, batch)
         graph.replay()
-        for request, (_, length) in enumerate(problem.step.requests):
+        for request, (_, length) in enumerate(problem.requests):
             rows = slice(request * query_len, (request + 1) * query_len)
             pages = batch.block_table_tensor[request, : -(-length // 64)].long()
             keys = cache[pages].flatten(0, 1)[:length, None]
@@ -298,7 +296,7 @@ def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest
     served = group.backends["decode"]
     impl = impl_of(served, scale=192**-0.5)
     problems = [layers.problem_for(group, [(1, 20 * step + r) for r in range(1, 4)], step) for step in range(4)]
-    query, caches = torch.randn(3, 4, 576).bfloat16(), [each.step.kv_cache.nan_to_num() for each in problems]
+    query, caches = torch.randn(3, 4, 576).bfloat16(), [each.kv_cache.nan_to_num() for each in problems]
 
     def outputs() -> list[torch.Tensor]:
         made = []
@@ -333,8 +331,8 @@ def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: in
     lengths = [[3 + (37 * r + 111 * other) % 400 for r in range(32)] for other in range(2)]
     problems = [layers.problem_for(group, [(query_len, length) for length in each]) for each in lengths]
     layer = layers.layer_of(group, problems[0])
-    held = max((problem.step.kv_cache for problem in problems), key=len).clone()
-    inputs = {"query": problems[0].query, "key": problems[0].step.key, "value": problems[0].step.value}
+    held = max((problem.kv_cache for problem in problems), key=len).clone()
+    inputs = {"query": problems[0].query, "key": problems[0].key, "value": problems[0].value}
 
     def step(given: Any, metadata: Any) -> torch.Tensor:
         output = torch.empty(len(given["query"]), 16, 128, dtype=torch.bfloat16, device="cuda")
@@ -344,11 +342,11 @@ def test_replays_for_every_size_of_a_list(kernel: str, cache: str, query_len: in
     runner.capture()
     for size in (1, 2, 3, 8, 13, 32):
         for problem in problems:
-            part = part_of(problem, 0, size)
-            held[: len(part.step.kv_cache)].copy_(part.step.kv_cache)
-            given = {"query": part.query, "key": part.step.key, "value": part.step.value}
+            part = problem.part(0, size)
+            held[: len(part.kv_cache)].copy_(part.kv_cache)
+            given = {"query": part.query, "key": part.key, "value": part.value}
             output = runner(given, {group: layers.common_of(part)})
-            wanted, _ = part.reference(size, kv_cache=held)
+            wanted, _ = part.reference(kv_cache=held, longest_decode=query_len)
             plans = {"decode": group.backends["decode"].context.plans["decode"]}
             assert relative_error(output.cpu(), wanted.cpu()).norm <= error_bound(group.config, plans).norm
 

@@ -53,9 +53,9 @@ def test_rows_that_are_wide_enough_stay_as_wide() -> None:
 def test_the_nan_of_another_request_reaches_no_row(emulate: Emulate) -> None:
     _, group = group_on("b200", emulate)
     problem = layers.problem_for(group, [(1, 70), (3, 200)], nan_tails=True)
-    chosen = problem.step.topk_indices
+    chosen = problem.topk_indices
     chosen[(chosen >= 0) & (chosen < group.block_size)] = -1
-    problem.step.kv_cache[0] = torch.nan
+    problem.kv_cache[0] = torch.nan
     layers.run(group, problem)
 
 
@@ -64,8 +64,8 @@ def test_the_nan_of_another_request_reaches_no_row(emulate: Emulate) -> None:
 def test_both_phases_by_one_kernel(gpu: str, sinks: bool, emulate: Emulate) -> None:
     world, group = group_on(gpu, emulate, sinks=sinks)
     problem = layers.problem_for(group, REQUESTS)
-    void = problem.step.topk_indices < 0
-    problem.step.topk_indices[void] = -3  # any negative number is padding
+    void = problem.topk_indices < 0
+    problem.topk_indices[void] = -3  # any negative number is padding
     layers.run(group, problem)
     (call,) = world.named(ENTRY)
     assert call["query"].shape == (34, 1, 8, 576)
@@ -100,11 +100,11 @@ def test_dtypes_and_heads(gpu: str, fields: dict[str, Any], emulate: Emulate) ->
     layers.run(group, problem, wants_lse=False)
     call = world.named(ENTRY)[0]
     if gpu == "b200" and "kv_cache_dtype" in fields:
-        q, k = float(problem.step.q_scale), float(problem.step.k_scale)
+        q, k = float(problem.q_scale), float(problem.k_scale)
         assert call["query"].dtype == torch.float8_e4m3fn
-        assert (call["bmm1_scale"], call["bmm2_scale"]) == pytest.approx((q * k * problem.step.scale, k))
+        assert (call["bmm1_scale"], call["bmm2_scale"]) == pytest.approx((q * k * problem.scale, k))
     else:
-        assert (call["bmm1_scale"], call["bmm2_scale"]) == (problem.step.scale, 1.0)
+        assert (call["bmm1_scale"], call["bmm2_scale"]) == (problem.scale, 1.0)
 
 
 @pytest.mark.parametrize("top_k", [64, 512])
@@ -194,8 +194,8 @@ def test_layers_of_one_step_choose_apart(emulate: Emulate) -> None:
     problem = layers.problem_for(group, REQUESTS)
     metadata = group.build(layers.common_of(problem))
     layers.run(group, problem, metadata=metadata)
-    chosen = problem.step.topk_indices.clone()
-    problem.step.topk_indices[:, ::3] = -1
+    chosen = problem.topk_indices.clone()
+    problem.topk_indices[:, ::3] = -1
     layers.run(group, problem, metadata=metadata)
-    problem.step.topk_indices.copy_(chosen)
+    problem.topk_indices.copy_(chosen)
     layers.run(group, problem, metadata=metadata)

@@ -61,13 +61,13 @@ def test_requests_without_keys(emulate: Emulate) -> None:
     for sinks in (False, True):
         world, group = on_b200(emulate, num_heads=8, num_speculative_tokens=1, sinks=sinks)
         problem = layers.problem_for(group, [(2, 70), (2, 0), (2, 9)])
-        problem.step.block_table[1] = -7  # stale
+        problem.block_table[1] = -7  # stale
         ran = layers.run(group, problem)
         assert (ran.output[2:4] == 0).all()
         (call,) = world.named(ENTRY)
         assert int(call["seq_lens"].min()) == 1
         if sinks:
-            torch.testing.assert_close(ran.lse[2:4], problem.step.sinks.expand(2, -1).float())
+            torch.testing.assert_close(ran.lse[2:4], problem.sinks.expand(2, -1).float())
 
 
 def test_unequal_queries_are_rows(emulate: Emulate) -> None:
@@ -97,9 +97,9 @@ def test_heads_and_dtypes(heads: int, padded: int, fields: dict[str, Any], emula
     assert call["sinks"].shape == (padded,)
     assert call["out"].dtype == torch.bfloat16
     if fields:
-        q, k = float(problem.step.q_scale), float(problem.step.k_scale)
+        q, k = float(problem.q_scale), float(problem.k_scale)
         assert call["query"].dtype == torch.float8_e4m3fn
-        assert (call["bmm1_scale"], call["bmm2_scale"]) == pytest.approx((q * k * problem.step.scale, k))
+        assert (call["bmm1_scale"], call["bmm2_scale"]) == pytest.approx((q * k * problem.scale, k))
 
 
 def test_scales_on_the_device(emulate: Emulate) -> None:
@@ -107,8 +107,8 @@ def test_scales_on_the_device(emulate: Emulate) -> None:
     problem = layers.problem_for(group, [(1, 70)])
     layers.run(group, problem)
     (call,) = world.named(ENTRY)
-    for name, wanted in (("bmm1_scale", problem.step.q_scale * problem.step.k_scale * problem.step.scale),
-                         ("bmm2_scale", problem.step.k_scale)):  # fmt: skip
+    for name, wanted in (("bmm1_scale", problem.q_scale * problem.k_scale * problem.scale),
+                         ("bmm2_scale", problem.k_scale)):  # fmt: skip
         assert call[name].shape == (1,)
         torch.testing.assert_close(call[name][0], wanted.float())
 
@@ -117,11 +117,10 @@ def test_scales_follow_the_layer(emulate: Emulate) -> None:
     world, group = on_b200(emulate, num_heads=8, kv_cache_dtype="fp8")
     problem = layers.problem_for(group, [(1, 70)])
     for factor in (1.0, 2.0):
-        step = problem.step
-        q, k = float(step.q_scale) * factor, float(step.k_scale)
-        scaled = dataclasses.replace(problem, step=dataclasses.replace(step, q_scale=torch.tensor(q)))
+        q, k = float(problem.q_scale) * factor, float(problem.k_scale)
+        scaled = dataclasses.replace(problem, q_scale=torch.tensor(q))
         layers.run(group, scaled)
-        assert world.named(ENTRY)[-1]["bmm1_scale"] == pytest.approx(q * k * step.scale)
+        assert world.named(ENTRY)[-1]["bmm1_scale"] == pytest.approx(q * k * problem.scale)
 
 
 def test_statistics_that_do_not_fit_are_taken_in_parts(emulate: Emulate) -> None:
@@ -158,7 +157,7 @@ def test_a_graph_replays_with_other_lengths_and_tables(query_len: int, causal: b
 
     def common(lengths: list[int], blocks: torch.Tensor) -> Any:
         problem = layers.problem_for(group, [(query_len, length) for length in lengths])
-        lens.copy_(problem.step.seq_lens)
+        lens.copy_(problem.seq_lens)
         table.copy_(blocks)
         return layers.common_of(problem, block_table_tensor=table, seq_lens=lens, max_seq_len=512)
 
@@ -199,6 +198,6 @@ def test_xqa(heads: int, fields: dict[str, Any], emulate: Emulate) -> None:
     (call,) = world.named(ENTRY)
     assert (call["backend"], call["query"].shape, call["out"].shape) == ("xqa", (3, 1, 128, 576), (3, 128, 512))
     assert call["seq_lens"].tolist() == [70, 1, 200]
-    q, k = (float(problem.step.q_scale), float(problem.step.k_scale)) if fields else (1.0, 1.0)
+    q, k = (float(problem.q_scale), float(problem.k_scale)) if fields else (1.0, 1.0)
     # The cache's scale is a factor of the scores by itself.
-    assert (call["bmm1_scale"], call["bmm2_scale"]) == pytest.approx((q * problem.step.scale, k))
+    assert (call["bmm1_scale"], call["bmm2_scale"]) == pytest.approx((q * problem.scale, k))

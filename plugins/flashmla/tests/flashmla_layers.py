@@ -11,7 +11,7 @@ from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.environment import Environment
 from attn_select.reference.running import Result, check_result, common_of, problem_for, run_problem
 from attn_select.runtime import AttentionGroup, Capacity, attention_group
-from attn_select.testing import MLAProblem, Request, environment_of, mla_layer, selection_of
+from attn_select.testing import Problem, Request, environment_of, mla_layer, selection_of
 from attn_select_flashmla.facts.flashmla import FLASHMLA
 from attn_select_flashmla.facts.flashmla_sparse import FLASHMLA_SPARSE
 
@@ -48,7 +48,7 @@ def group_of(
 
 
 def check(
-    group: AttentionGroup, requests: Sequence[Request], problem: MLAProblem | None = None, /, **changes: Any
+    group: AttentionGroup, requests: Sequence[Request], problem: Problem | None = None, /, **changes: Any
 ) -> Result:
     """Run a step, whose batch may be changed, compare it with the oracle, and return what it left."""
     problem = problem or problem_for(group, requests)
@@ -57,6 +57,6 @@ def check(
     return result
 
 
-def with_indices(problem: MLAProblem, indices: Any) -> MLAProblem:
+def with_indices(problem: Problem, indices: Any) -> Problem:
     """Return the problem with other ``topk_indices``."""
-    return dataclasses.replace(problem, step=dataclasses.replace(problem.step, topk_indices=indices))
+    return dataclasses.replace(problem, topk_indices=indices)

@@ -27,10 +27,10 @@ from attn_select.runtime import (
     prepare_batch,
 )
 from attn_select.testing import (
-    MLAProblem,
+    Problem,
     attention_reference,
     error_bound,
-    random_mla_problem,
+    random_problem,
     same_bits,
 )
 from attn_select_torch.facts.torch_mla import TORCH_MLA
@@ -54,21 +54,21 @@ def make_group(config: AttentionConfig, device: str = "cpu", **options: Any) -> 
 
 
 def run(
-    problem: MLAProblem, group: MLAAttentionGroup, common: CommonAttentionMetadata | None = None, *, wants_lse: bool
+    problem: Problem, group: MLAAttentionGroup, common: CommonAttentionMetadata | None = None, *, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    step = problem.step
-    assert step.kv_cache is not None
-    given: dict[str, Any] = {"alibi_slopes": step.alibi_slopes, "sinks": step.sinks}
-    if step.k_scale is not None:
-        given["scales"] = Scales.make(group.device, k=step.k_scale)
+    assert problem.kv_cache is not None
+    given: dict[str, Any] = problem.per_head
+    if problem.k_scale is not None:
+        given["scales"] = Scales.make(group.device, k=problem.k_scale)
     layer = MLAAttention(group, problem.kv_b_proj, **given)
     lse = torch.empty(problem.query.shape[:2], device=group.device) if wants_lse else None
     metadata = group.build(common or common_of(problem))
-    output = layer(problem.query, step.key, step.value, step.kv_cache.clone(), metadata, output_lse=lse)
+    cache = problem.kv_cache.clone()
+    output = layer(problem.query, problem.key, problem.value, cache, metadata, output_lse=lse)
     return output, lse
 
 
-def check(problem: MLAProblem, group: MLAAttentionGroup, common: CommonAttentionMetadata | None = None) -> None:
+def check(problem: Problem, group: MLAAttentionGroup, common: CommonAttentionMetadata | None = None) -> None:
     """Compare both ways, with and without LSE, which may be different code, with the oracle."""
     expected, expected_lse = problem.reference()
     bound = error_bound(group.config, group.selection.plans)
@@ -79,7 +79,7 @@ def check(problem: MLAProblem, group: MLAAttentionGroup, common: CommonAttention
 
 def gathers(group: MLAAttentionGroup, requests: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return the shape of each gather of a batch of decodes."""
-    problem = random_mla_problem(0, group.config, requests=requests)
+    problem = random_problem(0, group.config, requests=requests)
     built: tuple[Gather, ...] = group.build(common_of(problem)).parts[0].metadata
     return [gather.shape for gather in built]
 
@@ -115,7 +115,7 @@ def test_small_and_large_gathers_agree(
     monkeypatch.setattr(mla_metadata, "GATHERED_TOKENS", limit)
     config = AttentionConfig(**SMALL, **extras, num_speculative_tokens=2)
     requests = [(1, 30), (3, 31), (2, 2), (1, 1), (1, 0), (3, 90), (1, 64), (1, 88), (3, 3)]
-    check(random_mla_problem(1, config, requests=requests).to(device), make_group(config, device))
+    check(random_problem(1, config, requests=requests).to(device), make_group(config, device))
 
 
 @pytest.mark.parametrize("extras", [{}, {"sliding_window": 9}, {"alibi": True}, {"sinks": True}, {"mm_prefix": True}])
@@ -123,8 +123,8 @@ def test_stale_tables_are_not_followed(extras: dict[str, Any], device: str) -> N
     """Entries behind a request's last block, and of blocks that left the window, may be any number."""
     config = AttentionConfig(**SMALL, **extras, num_speculative_tokens=1)
     requests = [(1, 47), (2, 16), (1, 120), (1, 0), (7, 50), (16, 16), (3, 100)]
-    problem = random_mla_problem(2, config, requests=requests).to(device)
-    table = problem.step.block_table
+    problem = random_problem(2, config, requests=requests).to(device)
+    table = problem.block_table
     assert table is not None
     stale, window = torch.full_like(table, 2**31 - 1), config.sliding_window
     stale[:, ::2] = -7
@@ -149,7 +149,7 @@ def test_stale_tables_are_not_followed(extras: dict[str, Any], device: str) -> N
 def test_prefills_longer_than_a_part(extras: dict[str, Any], device: str) -> None:
     """600 rows are masked in three parts; without context, and with more of it than the workspace holds."""
     config = AttentionConfig(**SMALL, **extras)
-    problem = random_mla_problem(3, config, requests=[(600, 600), (300, 700)]).to(device)
+    problem = random_problem(3, config, requests=[(600, 600), (300, 700)]).to(device)
     check(problem, make_group(config, device, workspace_tokens=128))
 
 
@@ -157,7 +157,7 @@ def test_values_wider_than_keys(device: str) -> None:
     config = AttentionConfig(
         num_heads=2, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=40, sliding_window=90
     )
-    problem = random_mla_problem(4, config, requests=[(1, 30), (70, 70), (50, 120)]).to(device)
+    problem = random_problem(4, config, requests=[(1, 30), (70, 70), (50, 120)]).to(device)
     check(problem, make_group(config, device))
 
 
@@ -200,12 +200,9 @@ def test_rows_without_keys_in_prefill(causal: bool, counts_sinks: bool | None, d
 def test_images_among_draft_tokens(device: str) -> None:
     """Each request's image makes other rows see ahead, so decodes of equal length and size differ."""
     config = AttentionConfig(**SMALL, mm_prefix=True, sliding_window=5, num_speculative_tokens=3)
-    problem = random_mla_problem(7, config, requests=[(4, 40), (4, 40), (4, 40)]).to(device)
+    problem = random_problem(7, config, requests=[(4, 40), (4, 40), (4, 40)]).to(device)
     ranges = (((37, 39),), ((10, 38),), ())
-    check(
-        dataclasses.replace(problem, step=dataclasses.replace(problem.step, mm_prefix_ranges=ranges)),
-        make_group(config, device),
-    )
+    check(dataclasses.replace(problem, mm_prefix_ranges=ranges), make_group(config, device))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -214,28 +211,13 @@ def test_batch_invariance(dtype: str, workspace: int, device: str) -> None:
     """Each request alone gives the bits that it gives in a batch, projections and chunk borders included."""
     config = AttentionConfig(**SMALL, dtype=dtype, batch_invariant=True, num_speculative_tokens=1)
     requests = [(1, 30), (2, 31), (1, 90), (20, 20), (9, 60), (33, 50)]
-    whole = random_mla_problem(5, config, requests=requests).to(device)
+    whole = random_problem(5, config, requests=requests).to(device)
     group = make_group(config, device, workspace_tokens=workspace)
     together = run(whole, group, wants_lse=True)
-    bounds = whole.step.query_start_loc.tolist()
     for request in range(len(requests)):
-        rows, own = slice(bounds[request], bounds[request + 1]), slice(request, request + 1)
-        step = whole.step
-        assert step.slot_mapping is not None
-        assert step.block_table is not None
-        alone = dataclasses.replace(
-            step,
-            requests=step.requests[own],
-            key=step.key[rows],
-            value=step.value[rows],
-            slot_mapping=step.slot_mapping[rows],
-            block_table=step.block_table[own],
-            seq_lens=step.seq_lens[own],
-            query_start_loc=step.query_start_loc[request : request + 2] - bounds[request],
-        )
+        rows = whole.tokens_of(request, request + 1)
         for wants_lse in (False, True):
-            problem = dataclasses.replace(whole, step=alone, query=whole.query[rows])
-            output, lse = run(problem, group, wants_lse=wants_lse)
+            output, lse = run(whole.part(request, request + 1), group, wants_lse=wants_lse)
             assert same_bits(output, together[0][rows])
             assert lse is None or together[1] is None or same_bits(lse, together[1][rows])
 
@@ -257,7 +239,7 @@ def test_fused_where_it_serves(
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
     config = AttentionConfig(**SMALL, **extras)
-    problem = random_mla_problem(6, config, requests=[(1, 30), (1, 24), (9, 9)])
+    problem = random_problem(6, config, requests=[(1, 30), (1, 24), (9, 9)])
     run(problem, make_group(config), wants_lse=wants_lse)
     assert seen == [(2, 1, 4, 40), (1, 4, 9, 24)][:calls]
 

@@ -41,7 +41,8 @@ class Part:
         self.problem, self.picked, self.split_tokens = problem, picked, split_tokens
         self.rows = torch.cat([torch.arange(starts[one], starts[one + 1]) for one in picked]).to(problem.query.device)
         self.lens = [problem.requests[one][0] for one in picked]
-        self.query = problem.query[self.rows]
+        query = problem.absorbed.to(problem.query.dtype) if problem.config.mla else problem.query
+        self.query = query[self.rows]
         self.table = problem.block_table[picked]
         start = torch.tensor([0, *self.lens]).cumsum(0).int().to(self.query.device)
         self.batch = {"query_start_loc": start, "seq_lens": problem.seq_lens[picked]}

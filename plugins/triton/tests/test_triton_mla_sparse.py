@@ -91,7 +91,7 @@ def test_padding_may_stand_between_slots(device: torch.device) -> None:
     """Behind the cache's end, and before its beginning, there is NaN."""
     group = group_of()
     problem = problem_for(group, [(1, 300), (1, 7), (5, 40), (1, 0), (3, 42)])
-    chosen = problem.step.topk_indices
+    chosen = problem.topk_indices
     chosen[::2] = chosen[::2].flip(1)
     chosen[1, :40:3] = -1
     chosen[2, ::2] = -1

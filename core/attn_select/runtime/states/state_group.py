@@ -37,6 +37,9 @@ class LoadedStates:
     context: StateContext
 
 
+MOST_EXTRA_SLOTS = 2  # One of zeros, and one that padding writes to
+
+
 class StateGroup:
     """Loads the backends of a selection, allocates states and builds the metadata that its layers share.
 
@@ -114,7 +117,7 @@ class StateGroup:
     @property
     def extra_slots(self) -> int:
         """How many slots ``allocate`` adds behind the requests' slots."""
-        return 2 if self.reads_zeros else int(self.cuda_graphs)
+        return MOST_EXTRA_SLOTS if self.reads_zeros else int(self.cuda_graphs)
 
     def allocate(self, num_slots: int) -> StateCache:
         """Return uninitialised states of one layer, in the selection's layout. All layers have as many slots.

@@ -32,7 +32,7 @@ def test_any_softmax_scale(emulate: Emulate) -> None:
     group = group_of(layer_config(), "flashinfer-python")
     for scale in (192**-0.5, 0.1352):
         problem = decodes(group, DECODES)
-        check(group, DECODES, dataclasses.replace(problem, step=dataclasses.replace(problem.step, scale=scale)))
+        check(group, DECODES, dataclasses.replace(problem, scale=scale))
 
 
 def test_fp8_scales_are_folded_in(emulate: Emulate) -> None:
@@ -40,14 +40,13 @@ def test_fp8_scales_are_folded_in(emulate: Emulate) -> None:
     config = layer_config(kv_cache_dtype="fp8_e4m3")
     group = group_of(config)
     problem = decodes(group, DECODES)
-    drawn = problem.step.k_scale
+    drawn = problem.k_scale
     assert drawn is not None
-    assert problem.step.q_scale is not None
+    assert problem.q_scale is not None
     # Another scale of the same codes, and logits as they were.
-    scale = problem.step.scale * float(drawn) / k_scale
-    step = dataclasses.replace(problem.step, k_scale=torch.tensor(k_scale), scale=scale)
-    check(group, DECODES, dataclasses.replace(problem, step=step))
-    assert calls[0]["scale"] == pytest.approx(scale * float(problem.step.q_scale) * k_scale)
+    scale = problem.scale * float(drawn) / k_scale
+    check(group, DECODES, dataclasses.replace(problem, k_scale=torch.tensor(k_scale), scale=scale))
+    assert calls[0]["scale"] == pytest.approx(scale * float(problem.q_scale) * k_scale)
 
 
 def test_output_is_written_in_place_where_nothing_is_padded(emulate: Emulate) -> None:
@@ -58,8 +57,8 @@ def test_output_is_written_in_place_where_nothing_is_padded(emulate: Emulate) ->
             problem = decodes(group, [5, 200])
             layer, output = layer_of(group, problem), torch.empty(2, num_heads, 512, dtype=torch.bfloat16)
             metadata = group.build(common_of(problem)).parts[0].metadata
-            query = problem.step.query.to(torch.bfloat16)
-            cache = problem.step.written_cache().view(-1, 128, 576)
+            query = problem.absorbed.to(torch.bfloat16)
+            cache = problem.written_cache().view(-1, 128, 576)
             layer.impls["decode"].forward_mqa(query, cache, metadata, Outputs(output))
             assert (calls[-1]["out"].data_ptr() == output.data_ptr()) == (num_heads == 128)
 
@@ -91,10 +90,9 @@ def test_requests_without_a_query(emulate: Emulate) -> None:
     emulate("vllm")
     group = group_of(layer_config())
     problem = decodes(group, [9, 130, 200])
-    step = problem.step
-    assert step.block_table is not None
+    assert problem.block_table is not None
     # Between the three there are two requests whose turn it is not.
-    table, lens = step.block_table[[0, 0, 1, 2, 1]], step.seq_lens[[0, 0, 1, 2, 1]]
+    table, lens = problem.block_table[[0, 0, 1, 2, 1]], problem.seq_lens[[0, 0, 1, 2, 1]]
     bounds = torch.tensor([0, 1, 1, 2, 3, 3], dtype=torch.int32)
     changes = {"num_reqs": 5, "query_start_loc": bounds, "query_start_loc_cpu": bounds, "block_table_tensor": table}
     check(group, [], problem, seq_lens=lens, seq_lens_cpu=lens, **changes)
@@ -109,8 +107,8 @@ def test_a_batch_without_tokens(emulate: Emulate) -> None:
     metadata = group.backends["decode"].builder.build(0, common_of(problem, **changes))
     layer = layer_of(group, problem)
     query, output = (torch.empty(0, 4, width, dtype=torch.bfloat16) for width in (576, 512))
-    assert problem.step.kv_cache is not None
-    layer.impls["decode"].forward_mqa(query, problem.step.kv_cache, metadata, Outputs(output))
+    assert problem.kv_cache is not None
+    layer.impls["decode"].forward_mqa(query, problem.kv_cache, metadata, Outputs(output))
     assert calls == []
 
 
@@ -122,7 +120,7 @@ def test_tables_of_a_wider_buffer(emulate: Emulate) -> None:
     emulate("vllm")
     group = group_of(layer_config())
     problem = decodes(group, DECODES)
-    table = problem.step.block_table
+    table = problem.block_table
     assert table is not None
     wide = torch.full((len(table), table.shape[1] + 5), 7, dtype=torch.int32)
     wide[:, : table.shape[1]] = table
@@ -133,12 +131,11 @@ def test_a_strided_cache_is_refused(emulate: Emulate) -> None:
     emulate("vllm")
     group = group_of(layer_config())
     problem = decodes(group, DECODES)
-    step = problem.step
-    assert step.kv_cache is not None
-    wide = torch.zeros(len(step.kv_cache), 128, 600, dtype=torch.bfloat16)[..., :576]
+    assert problem.kv_cache is not None
+    wide = torch.zeros(len(problem.kv_cache), 128, 600, dtype=torch.bfloat16)[..., :576]
     layer, metadata = layer_of(group, problem), group.build(common_of(problem))
     with pytest.raises(BatchError, match=r"^kv_cache has strides \(76800, 600, 1\): accepted is a contiguous cache"):
-        layer(problem.query, step.key, step.value, wide, metadata)
+        layer(problem.query, problem.key, problem.value, wide, metadata)
 
 
 @pytest.mark.parametrize("provider", NAMES)
@@ -148,8 +145,8 @@ def test_a_full_batch_with_graphs(emulate: Emulate, provider: str) -> None:
     options = {} if provider == "flashinfer-python" else {"num_kv_splits": 16}
     group = group_of(layer_config(), provider, cuda_graphs=True, workspace_bytes=MIB, **options)
     problem = decodes(group, [512, 0, 9, 0, 128, 300, 1, 0])
-    assert len(problem.step.requests) == CAPACITY.max_num_seqs
-    table = problem.step.block_table
+    assert len(problem.requests) == CAPACITY.max_num_seqs
+    table = problem.block_table
     assert table is not None
     wide = torch.full((len(table), table.shape[1] + 5), 7, dtype=torch.int32)
     wide[:, : table.shape[1]] = table

@@ -44,7 +44,7 @@ def test_slots_are_pages_of_one_token(provider: str, emulate: Emulate) -> None:
     key, value, table, lens = (call[name] for name in names)
     assert (key.shape[1:], value.shape[1:]) == ((1, 1, 64), (1, 1, 512))
     assert key.data_ptr() == value.data_ptr() + 512 * value.element_size()
-    assert torch.equal(table, problem.step.topk_indices)
+    assert torch.equal(table, problem.topk_indices)
     assert lens.tolist() == [16, 7, 16, 16, 16, 16, 16]
     assert call["max_seqlen_q"] == 1
     assert call["num_splits"] == 0
@@ -55,7 +55,7 @@ def test_padding_may_stand_between_slots(provider: str, emulate: Emulate) -> Non
     calls = emulate(provider)
     group = made(provider)
     problem = problem_for(group, REQUESTS)
-    chosen = problem.step.topk_indices
+    chosen = problem.topk_indices
     chosen[:, ::3] = -1
     check_result(group, problem, run_problem(group, problem))
     name = "block_table" if provider == "vllm" else "page_table"

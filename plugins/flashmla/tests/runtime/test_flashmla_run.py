@@ -55,13 +55,12 @@ def test_layers_share_one_schedule(emulate: Emulate, build: str) -> None:
     calls = emulate(build)
     group = group_of(layer_config(), build)
     problem = problem_for(group, DECODES)
-    step = problem.step
-    assert step.kv_cache is not None
+    assert problem.kv_cache is not None
     metadata = group.build(common_of(problem))
     assert calls == []  # nothing is launched by build
     for _ in range(3):
         layer = layer_of(group, problem)
-        layer(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
+        layer(problem.query, problem.key, problem.value, problem.kv_cache.clone(), metadata)
     assert calls.count("schedule") == 1
     assert calls.count("flash_mla_with_kvcache") == 3
 
@@ -73,8 +72,7 @@ def test_captures_begin_with_an_empty_schedule(emulate: Emulate, build: str, kv_
     group = group_of(layer_config(kv_cache_dtype=kv_cache_dtype), build, cuda_graphs=True)
     problem = problem_for(group, DECODES)
     common = common_of(problem)
-    step = problem.step
-    assert step.kv_cache is not None
+    assert problem.kv_cache is not None
     made = []
     for _ in range(2):
         metadata = group.build_for_cudagraph_capture(common)
@@ -82,7 +80,7 @@ def test_captures_begin_with_an_empty_schedule(emulate: Emulate, build: str, kv_
         made.append(inner.schedule)
         attribute = "tiles" if isinstance(inner.schedule, TensorSchedule) else "tile_scheduler_metadata"
         assert getattr(inner.schedule, attribute) is None
-        layer_of(group, problem)(problem.query, step.key, step.value, step.kv_cache.clone(), metadata)
+        layer_of(group, problem)(problem.query, problem.key, problem.value, problem.kv_cache.clone(), metadata)
         assert getattr(inner.schedule, attribute) is not None
         # What kernels read stays where the batch has it.
         assert inner.seq_lens.data_ptr() == common.seq_lens.data_ptr()
@@ -114,7 +112,7 @@ def test_a_kernel_that_takes_no_output_returns_its_own(emulate: Emulate) -> None
         problem = problem_for(group, DECODES)
         layer, output = layer_of(group, problem), torch.full((4, 4, 512), torch.nan, dtype=dtype)
         metadata = group.build(common_of(problem)).parts[0].metadata
-        query, cache = problem.step.query.to(dtype), problem.step.written_cache()
+        query, cache = problem.absorbed.to(dtype), problem.written_cache()
         found = layer.impls["decode"].forward_mqa(query, cache, metadata, Outputs(output))
         assert (found is output) == copied
         assert (found.shape, found.dtype) == (output.shape, dtype)
@@ -127,8 +125,8 @@ def test_an_fp8_kernel_takes_the_query_in_two_parts(requests: list[tuple[int, in
     emulate("vllm")
     group = group_of(layer_config(kv_cache_dtype="fp8_e4m3", num_speculative_tokens=1))
     problem = problem_for(group, requests)
-    layer, query = layer_of(group, problem), problem.step.query.to(torch.bfloat16)
-    impl, cache = layer.impls["decode"], problem.step.written_cache()
+    layer, query = layer_of(group, problem), problem.absorbed.to(torch.bfloat16)
+    impl, cache = layer.impls["decode"], problem.written_cache()
     metadata = group.build(common_of(problem)).parts[0].metadata
     assert impl.takes_query_parts
     found = []
@@ -144,11 +142,10 @@ def test_an_output_with_strides(emulate: Emulate) -> None:
     emulate("vllm")
     group = group_of(layer_config())
     problem = problem_for(group, DECODES)
-    step = problem.step
-    cache = step.written_cache()
+    cache = problem.written_cache()
     impl = layer_of(group, problem).impls["decode"]
     metadata = group.build(common_of(problem)).parts[0].metadata
-    query = step.query.to(torch.bfloat16)
+    query = problem.absorbed.to(torch.bfloat16)
     plain, strided = torch.empty(4, 4, 512, dtype=torch.bfloat16), torch.empty(4, 512, 4, dtype=torch.bfloat16)
     assert impl.forward_mqa(query, cache, metadata, Outputs(plain)) is plain
     assert torch.equal(impl.forward_mqa(query, cache, metadata, Outputs(strided.transpose(1, 2))), plain)

@@ -53,7 +53,7 @@ def test_void_indices(emulate: Emulate, kv_cache_dtype: str, num_heads: int, sin
     emulate("vllm")
     group = group_of(sparse_config(num_heads=num_heads, kv_cache_dtype=kv_cache_dtype, sinks=sinks))
     problem = problem_for(group, [(1, 66), (1, 70), (4, 68)])
-    indices = problem.step.topk_indices
+    indices = problem.topk_indices
     assert indices is not None
     indices = indices.clone()
     indices[:, ::3] = -1
@@ -70,8 +70,8 @@ def test_checked_mode_names_an_index_that_is_no_slot(
     calls = emulate("vllm")
     group = group_of(sparse_config(kv_cache_dtype=kv_cache_dtype))
     problem = problem_for(group, [(1, 66), (4, 68)])
-    assert problem.step.topk_indices is not None
-    indices = problem.step.topk_indices.clone()
+    assert problem.topk_indices is not None
+    indices = problem.topk_indices.clone()
     indices[3, 17] = wrong
     if accepted:
         check(group, [], with_indices(problem, indices))
@@ -136,10 +136,9 @@ def test_captures_begin_with_an_empty_schedule(emulate: Emulate) -> None:
     metadata = group.build_for_cudagraph_capture(common_of(problem))
     (span,) = metadata.parts[0].metadata.spans
     assert span.schedule.tile_scheduler_metadata is None
-    step = problem.step
     for _ in range(2):
         layer = layer_of(group, problem)
-        layer(problem.query, step.key, step.value, step.kv_cache, metadata, topk_indices=step.topk_indices)
+        layer(problem.query, problem.key, problem.value, problem.kv_cache, metadata, topk_indices=problem.topk_indices)
     assert calls.count("schedule") == 1
     assert span.schedule.tile_scheduler_metadata is not None
 

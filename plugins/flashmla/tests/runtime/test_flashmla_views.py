@@ -23,14 +23,14 @@ def test_a_layer_reads_the_cache_that_it_is_given(emulate: Emulate, fields: dict
     emulate("vllm")
     group = group_of(layer_config(**fields))
     problem = problem_for(group, [(1, 9), (1, 70)])
-    layer, step = layer_of(group, problem), problem.step
+    layer = layer_of(group, problem)
     impl, query = layer.impls["decode"], torch.randn(2, 4, 576).bfloat16()
-    caches = [step.written_cache(), step.written_cache().zero_()]
+    caches = [problem.written_cache(), problem.written_cache().zero_()]
     outputs = []
     for cache in (*caches, caches[0]):
         metadata = group.build(common_of(problem)).parts[0].metadata
         output = torch.empty(2, 4, 512, dtype=torch.bfloat16)
-        impl.forward_mqa(query, cache, metadata, Outputs(output), topk_indices=step.topk_indices)
+        impl.forward_mqa(query, cache, metadata, Outputs(output), topk_indices=problem.topk_indices)
         outputs.append(output)
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], torch.zeros_like(outputs[1]))
