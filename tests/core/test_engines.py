@@ -30,13 +30,3 @@ def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ANY_VERSION, "1")
     assert adapter(version, said).takes_part()
     assert len(said) == 1
-
-
-def test_warnings_are_pythons_own_by_default() -> None:
-    def register() -> None:
-        Adapter("attn-select-acme", "Acme", "9", ("0.26",)).takes_part()
-
-    with pytest.warns(RuntimeWarning, match="takes no part in Acme 9") as warned:
-        register()
-    line = register.__code__.co_firstlineno + 4
-    assert [(each.filename, each.lineno) for each in warned] == [(__file__, line)]  # who called the adapter

@@ -100,6 +100,7 @@ def use(vllm: Any, gpu: str | None, monkeypatch: pytest.MonkeyPatch, text: dict[
 
         engine.platform.device_name = "cuda"
         monkeypatch.setattr(binding, "select", functools.partial(selected_for, gpu, binding.select))
+        monkeypatch.setattr(loaded_backend, "device_of", lambda selection, device: device)
     return config
 
 
@@ -201,15 +202,19 @@ def test_a_pair_splits_a_step_and_captures_decodes(vllm: Any, monkeypatch: pytes
     assert builder_cls.get_cudagraph_support(config, spec).name == "UNIFORM_BATCH"
     table = torch.randperm(12, dtype=torch.int32).view(3, 4)
 
-    def parts(metadata: Any) -> list[tuple[str, slice | None]]:
-        (of_kind,) = metadata.parts
-        return [(part.phase, part.rows) for part in of_kind]
+    def parts(metadata: Any) -> list[tuple[str, slice]]:
+        (built,) = metadata.built
+        return [(part.phase, part.rows) for part in built.parts]
 
     mixed = builder.build(0, step_of((1, 3, 20), (9, 50, 20), table))
     assert parts(mixed) == [("decode", slice(0, 1)), ("prefill", slice(1, 24))]
-    assert parts(builder.build(0, step_of((5, 3, 20), (9, 50, 20), table))) == [("prefill", None)]
+    assert parts(builder.build(0, step_of((5, 3, 20), (9, 50, 20), table))) == [("prefill", slice(0, 28))]
     decodes = step_of((1, 1, 1), (9, 50, 20), table)
-    assert parts(builder.build(0, decodes)) == parts(builder.build_for_cudagraph_capture(decodes)) == [("decode", None)]
+    assert (
+        parts(builder.build(0, decodes))
+        == parts(builder.build_for_cudagraph_capture(decodes))
+        == [("decode", slice(0, 3))]
+    )
     short_behind = builder.build(0, step_of((1, 5, 1), (9, 50, 1), table))
     assert parts(short_behind) == [("decode", slice(0, 1)), ("prefill", slice(1, 7))]
 
@@ -225,8 +230,7 @@ def test_pairs_read_one_cache_on_the_gpus_that_they_are_for(vllm: Any, monkeypat
         for backend, dtype in ((FlashAttnTritonAttnBackend, "auto"), (FlashInferTritonAttnBackend, "fp8")):
             impl = backend.get_impl_cls()(HEADS, 128, 128**-0.5, KV_HEADS, None, None, dtype)
             assert backend.get_name() == "ATTN_SELECT_" + "_".join(impl.attn_select.backends.values())
-            plans = selected(impl.attn_select.backends, impl.attn_select.config).plans
-            assert all(LAYOUT in plan.kv_layouts for plan in plans.values())
+            assert selected(impl.attn_select.backends, impl.attn_select.config, LAYOUT).kv_layout == LAYOUT
 
 
 @needs_interpreter
@@ -402,7 +406,6 @@ def test_ranks_share_contexts(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: 
     config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
     config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.cp_kv_cache_interleave_size = interleave
-    monkeypatch.setattr(loaded_backend, "device_of", lambda selection, device: device)
     backend = backend_of(name, monkeypatch)
     torch.manual_seed(0)
     table = torch.randperm(18, dtype=torch.int32).view(3, 6)

@@ -18,10 +18,9 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from attn_select.runtime import Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of, of_drafts
-from attn_select_vllm.kernels.binding import Builders, Layer, Part, graph_support, layers_of, on_device
+from attn_select_vllm.kernels.binding import Groups, Layer, graph_support, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of, scales_per_head
@@ -32,8 +31,8 @@ from attn_select_vllm.names import OWN_PREFIX, kernels_of
 class Metadata:
     """A step."""
 
-    # Of the layers of each ``Layer.kind``.
-    parts: list[list[Part]]
+    # What the group of each ``Layer.kind`` built.
+    built: list[Any]
     # What vLLM sets in cross-attention: the slots of the encoder's tokens.
     slot_mapping: Tensor | None = None
 
@@ -43,10 +42,10 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = layers_of(vllm_config, layer_names)
-        self.block_size: int | None = kv_cache_spec.block_size if layers[0].config.has_cache else None
-        self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
-        self.reorder_batch_threshold = self.builders.reorder_batch_threshold
+        own = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.attn_select
+        self.block_size: int | None = kv_cache_spec.block_size if own.config.has_cache else None
+        self.groups = Groups(layer_names, self.block_size, vllm_config, torch.device(device))
+        self.reorder_batch_threshold = self.groups.reorder_batch_threshold
         self._capturing = False
 
     @classmethod
@@ -56,8 +55,8 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step; what requests share is read once by no kernel here."""
-        common = common_of(common_attn_metadata, self.block_size, self.builders.reorder_batch_threshold)
-        return Metadata(self.builders.build(common, fast_build, self._capturing))
+        common = common_of(common_attn_metadata, self.block_size, self.reorder_batch_threshold)
+        return Metadata(self.groups.build(common, fast_build, self._capturing))
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Metadata:
         """Return the metadata of a step that drafts."""
@@ -162,10 +161,7 @@ class OwnImpl(AttentionImpl[Metadata]):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         cache = self._cache(kv_cache) if own.config.has_cache else None
-        for phase, rows, metadata in attn_metadata.parts[own.kind]:
-            tensors = (query, key, value, output)
-            q, k, v, written = tensors if rows is None else [tensor[rows] for tensor in tensors]
-            own.impls[phase].forward(q, k, v, cache, metadata, Outputs(written))
+        own.attend(query, key, value, cache, attn_metadata.built[own.kind], output)
         return output
 
 

@@ -25,7 +25,7 @@ from attn_select.layer.layouts import MLA
 from attn_select.runtime import CommonAttentionMetadata, Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.batch import common_of, of_drafts
-from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
+from attn_select_vllm.kernels.binding import Groups, Layer, graph_support
 from attn_select_vllm.kernels.limits import standard_caches
 from attn_select_vllm.layers import config_of
 from attn_select_vllm.names import OWN_PREFIX
@@ -49,9 +49,8 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, OwnMLAMetadata)
-        layers = layers_of(vllm_config, layer_names)
         self.block_size: int = kv_cache_spec.block_size
-        self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
+        self.groups = Groups(layer_names, self.block_size, vllm_config, torch.device(device))
         self._capturing = False
 
     @classmethod
@@ -68,7 +67,7 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
                 common = self._share_of(common, common_attn_metadata.dcp_local_seq_lens)
             if metadata.num_prefills:
                 common = common.requests(0, metadata.num_decodes)
-            metadata.attn_select = self.builders.build(common, fast_build, self._capturing)
+            metadata.attn_select = self.groups.build(common, fast_build, self._capturing)
         return metadata
 
     def _share_of(self, common: CommonAttentionMetadata, seq_lens: Tensor) -> CommonAttentionMetadata:
@@ -137,7 +136,7 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = latent.new_empty(latent.shape[:-1], dtype=torch.float32)
-        (part,) = attn_metadata.attn_select[own.kind]
+        (part,) = attn_metadata.attn_select[own.kind].parts
         return impl.forward_mqa(query, kv_c_and_k_pe_cache, part.metadata, Outputs(output, lse)), lse
 
 
