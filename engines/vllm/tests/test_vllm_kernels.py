@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,8 +112,7 @@ def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setitem(names.PAIRS, PAIR, ("TORCH_SDPA", "TRITON_ATTN"))
     made: dict[str, Any] = {"TORCH_SDPA": kernels.TorchSdpaBackend, "TRITON_ATTN": kernels.TritonAttnBackend}
-    impl = type("PairImpl", (kernels.OwnImpl,), {"backend": PAIR})
-    made[PAIR] = type("PairBackend", (kernels.TritonAttnBackend,), {"impl": impl})
+    made[PAIR] = type("PairBackend", (kernels.TritonAttnBackend,), {"backend": PAIR})
     return made[name]
 
 
@@ -154,6 +154,27 @@ def test_steps_of_drafts_at_once(vllm: Any, monkeypatch: pytest.MonkeyPatch, lon
 
 def _key_value(rows: list[Any], part: slice) -> tuple[Any, Any]:
     return torch.cat([row[part] for row in rows]).split(KV_HEADS, dim=1)
+
+
+@pytest.mark.parametrize("protocol", ["0.26", "LBHNC"])
+def test_blocks_of_any_size_are_read_whole(vllm: Any, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM lays the cache out in them, whatever smaller blocks a plan prefers."""
+    monkeypatch.setattr(sys.modules[__name__], "BLOCK", 48)
+    config = use(vllm, None, monkeypatch, LLAMA)
+    backend = backend_of("TORCH_SDPA", monkeypatch)
+    layer = layer_of(backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS))
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    builder = backend.get_builder_cls()(SimpleNamespace(block_size=48), ["layers.0"], config, torch.device("cpu"))
+    torch.manual_seed(0)
+    table, cache = torch.randperm(8, dtype=torch.int32).view(2, 4), cache_of(backend, protocol, 8)
+    query, rows = torch.randn(130, HEADS, SIZE), [torch.randn(count, 2 * KV_HEADS, SIZE) for count in (100, 30)]
+    key, value = torch.cat(rows).split(KV_HEADS, dim=1)
+    step, output = step_of((100, 30), (100, 30), table), torch.full_like(query, torch.nan)
+    layer.impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
+    layer.impl.forward(layer, query, key, value, cache, builder.build(0, step), output)
+    for asked, given, row in zip(query.split((100, 30)), output.split((100, 30)), rows, strict=True):
+        wanted = attention(asked, *row.split(KV_HEADS, dim=1), None, SIZE**-0.5).float()
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -19,12 +19,13 @@ from vllm.v1.attention.backend import (
 )
 
 from attn_select.runtime.torch_dtypes import storage_dtype
+from attn_select_vllm.kernels.backend import Own
 from attn_select_vllm.kernels.batch import common_of, of_drafts
 from attn_select_vllm.kernels.binding import Groups, Layer, graph_support, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of, scales_per_head
-from attn_select_vllm.names import OWN_PREFIX, kernels_of
+from attn_select_vllm.names import kernels_of
 
 
 @dataclass
@@ -72,10 +73,9 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 class OwnImpl(AttentionImpl[Metadata]):
-    """Runs one layer. A subclass names its kernels."""
+    """Runs one layer; ``backend`` is as of ``Own``."""
 
     backend: ClassVar[str]
-    """attn-select's name of the backend, or a pair's (``names.PAIRS``)."""
     supports_dcp = True
     can_return_lse_for_decode = True
 
@@ -165,38 +165,12 @@ class OwnImpl(AttentionImpl[Metadata]):
         return output
 
 
-class OwnBackend(AttentionBackend):
-    """What all of them tell vLLM. A subclass names its kernels, and its block sizes."""
+class OwnBackend(Own, AttentionBackend):
+    """A backend for such layers."""
 
+    of_layers, of_steps = OwnImpl, OwnBuilder
     accept_output_buffer = True
     forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # any: attn-select's gate has judged
-    block_sizes: ClassVar[list[int | MultipleOf]]
-    """Tokens per block of a cache that the kernels read."""
-    best_block_size: ClassVar[int]
-    """Which of them is the fastest, where vLLM's user names none."""
-    impl: ClassVar[type[OwnImpl]]
-
-    @classmethod
-    def get_name(cls) -> str:
-        return OWN_PREFIX + cls.impl.backend
-
-    @classmethod
-    def get_impl_cls(cls) -> type[OwnImpl]:
-        return cls.impl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[OwnBuilder]:
-        return OwnBuilder
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return cls.block_sizes
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return cls.best_block_size
 
     @classmethod
     def get_kv_cache_shape(
@@ -225,70 +199,36 @@ class OwnBackend(AttentionBackend):
     def supports_per_head_quant_scales(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return standard_caches()
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-
-class TorchSdpaImpl(OwnImpl):
-    backend = "TORCH_SDPA"
-
 
 class TorchSdpaBackend(OwnBackend):
     """``TORCH_SDPA``."""
 
-    impl = TorchSdpaImpl
+    backend = "TORCH_SDPA"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
     best_block_size = 16
 
 
-class TritonAttnImpl(OwnImpl):
-    backend = "TRITON_ATTN"
-
-
 class TritonAttnBackend(OwnBackend):
-    """``TRITON_ATTN``. Pages of 64 tokens hold whole tiles of its kernels."""
+    """``TRITON_ATTN``."""
 
-    impl = TritonAttnImpl
+    backend = "TRITON_ATTN"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
-    best_block_size = 64
-
-
-class FlashInferImpl(OwnImpl):
-    backend = "FLASHINFER"
 
 
 class FlashInferBackend(OwnBackend):
     """``FLASHINFER``, on Hopper with an FP8 cache: XQA decodes."""
 
-    impl = FlashInferImpl
+    backend = "FLASHINFER"
     block_sizes: ClassVar[list[int | MultipleOf]] = [16, 32, 64, 128]
-    best_block_size = 64
-
-
-class FlashAttnTritonAttnImpl(OwnImpl):
-    backend = "FLASH_ATTN_TRITON_ATTN"
 
 
 class FlashAttnTritonAttnBackend(TritonAttnBackend):
     """Prefills by ``FLASH_ATTN``, decodes by ``TRITON_ATTN``."""
 
-    impl = FlashAttnTritonAttnImpl
-
-
-class FlashInferTritonAttnImpl(OwnImpl):
-    backend = "FLASHINFER_TRITON_ATTN"
+    backend = "FLASH_ATTN_TRITON_ATTN"
 
 
 class FlashInferTritonAttnBackend(FlashInferBackend):
     """Prefills by ``FLASHINFER``, decodes by ``TRITON_ATTN``."""
 
-    impl = FlashInferTritonAttnImpl
+    backend = "FLASHINFER_TRITON_ATTN"

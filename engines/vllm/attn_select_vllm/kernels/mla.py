@@ -24,11 +24,10 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from attn_select.layer.layouts import MLA
 from attn_select.runtime import CommonAttentionMetadata, Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
+from attn_select_vllm.kernels.backend import Own
 from attn_select_vllm.kernels.batch import common_of, of_drafts
 from attn_select_vllm.kernels.binding import Groups, Layer, graph_support
-from attn_select_vllm.kernels.limits import standard_caches
 from attn_select_vllm.layers import config_of
-from attn_select_vllm.names import OWN_PREFIX
 
 FUSED_SIZES = (512, 64)
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
@@ -96,10 +95,9 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
 
 
 class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
-    """Runs one layer. A subclass names its kernels."""
+    """Runs one layer; ``backend`` is as of ``Own``."""
 
     backend: ClassVar[str]
-    """attn-select's name of the backend."""
     can_return_lse_for_decode = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -152,69 +150,21 @@ def joined(latent: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((latent, rope), dim=-1)
 
 
-class OwnMLABackend(MLACommonBackend):
-    """What all of them tell vLLM. A subclass names its kernels, and its block sizes."""
+class OwnMLABackend(Own, MLACommonBackend):
+    """A backend for such layers."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # any: attn-select's gate has judged
-    block_sizes: ClassVar[list[int | MultipleOf]]
-    """Tokens per block of a cache that the kernels read."""
-    best_block_size: ClassVar[int]
-    """Which of them is the fastest, where vLLM's user names none."""
-    impl: ClassVar[type[OwnMLAImpl]]
-
-    @classmethod
-    def get_name(cls) -> str:
-        return OWN_PREFIX + cls.impl.backend
-
-    @classmethod
-    def get_impl_cls(cls) -> type[OwnMLAImpl]:
-        return cls.impl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[OwnMLABuilder]:
-        return OwnMLABuilder
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return cls.block_sizes
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return cls.best_block_size
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return standard_caches()
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-
-class TritonMLAImpl(OwnMLAImpl):
-    backend = "TRITON_MLA"
+    of_layers, of_steps = OwnMLAImpl, OwnMLABuilder
 
 
 class TritonMlaBackend(OwnMLABackend):
     """``TRITON_MLA``."""
 
-    impl = TritonMLAImpl
+    backend = "TRITON_MLA"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
-    best_block_size = 64
-
-
-class FlashInferMLAImpl(OwnMLAImpl):
-    backend = "FLASHINFER_MLA"
 
 
 class FlashInferMlaBackend(OwnMLABackend):
     """``FLASHINFER_MLA``, on Hopper: its native wrapper takes pages of any size."""
 
-    impl = FlashInferMLAImpl
+    backend = "FLASHINFER_MLA"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    best_block_size = 64
