@@ -102,7 +102,7 @@ ENVIRONMENTS = (
             smoke=(*compiled, f"{TRITON_TESTS}relaunch.py"),
             alone=True,
         )
-        for release, compiled in (("3.9.0", (f"{TRITON_TESTS}aot.py::test_every_launch_compiles",)), ("3.6.0", ()))
+        for release, compiled in (("3.9.0", (f"{TRITON_TESTS}aot.py::test_every_launch_compiles[90]",)), ("3.6.0", ()))
     ),
     # Apart, since transformers runs its kernels wherever it finds them, and they need a GPU.
     Environment(
