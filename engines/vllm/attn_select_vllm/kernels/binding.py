@@ -160,7 +160,7 @@ class Groups:
                 own.bind(by_config[own.config], layer)
         self._groups = [*by_config.values()]
         # The groups across ranks write nothing: vLLM did, with the slots of this rank.
-        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        tokens = self._groups[0].capacity.max_num_batched_tokens
         self._no_slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         if device.type == "cuda":
             compile_in_an_engine(
@@ -194,7 +194,9 @@ class Groups:
 def _group(layer: Layer, block_size: int | None, vllm_config: VllmConfig, device: torch.device) -> LayerGroup:
     """Return the group of the layers of one config; every rank makes the same groups in the same order."""
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-    longest = vllm_config.model_config.max_model_len
+    # Drafts with slots of their own lengthen every request of a step.
+    drafts = getattr(vllm_config.speculative_config, "max_num_new_slots_for_drafting", 0)
+    tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * drafts
     mode = vllm_config.compilation_config.cudagraph_mode
     ranks = None
     if layer.config.decode_context_parallel_size > 1:
@@ -203,7 +205,7 @@ def _group(layer: Layer, block_size: int | None, vllm_config: VllmConfig, device
     return attention_group(
         selected(layer.backends, layer.config.model_copy(update={"block_size": block_size}), layer.layout),
         device,
-        Capacity(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, longest),
+        Capacity(scheduler.max_num_seqs, tokens, vllm_config.model_config.max_model_len),
         context_parallel=ranks,
         cuda_graphs=device.type == "cuda" and mode is not None and bool(mode.has_full_cudagraphs()),
     )
