@@ -117,7 +117,6 @@ ENVIRONMENTS = (
         ("transformers==5.17.0",),
         ("engines/transformers/tests",),
         smoke=(
-            "engines/transformers/tests/test_registration.py",
             "engines/transformers/tests/test_generate.py::test_greedy_tokens_are_eagers",
             "engines/transformers/tests/test_continuous_batching.py::"
             "test_requests_of_uneven_length_get_the_tokens_that_each_gets_alone",
