@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -16,9 +17,10 @@ from attn_select_transformers.own_attention import leave_to_transformers
 from attn_select_transformers.releases import RELEASES
 
 logger = logging.getLogger("attn_select_transformers")
-_REGISTERED: list[bool] = []
+_PAGED_CACHES: list[type] = []
 
 
+@functools.cache
 def register() -> bool:
     """Make ``attn_implementation="attn_select"`` known to transformers; a second call changes nothing.
 
@@ -29,13 +31,7 @@ def register() -> bool:
     Raises:
         ImportError: transformers is not installed.
     """
-    if not _REGISTERED:
-        avoid_trapping_amx()
-        _REGISTERED.append(_register())
-    return _REGISTERED[0]
-
-
-def _register() -> bool:
+    avoid_trapping_amx()
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -57,9 +53,6 @@ def _installed(adapter: Adapter) -> bool:
     _PAGED_CACHES.append(continuous.install())
     refusal.install()
     return True
-
-
-_PAGED_CACHES: list[type] = []
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

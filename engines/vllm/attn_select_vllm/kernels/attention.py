@@ -11,7 +11,6 @@ from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -19,9 +18,9 @@ from vllm.v1.attention.backend import (
 )
 
 from attn_select.runtime.torch_dtypes import storage_dtype
-from attn_select_vllm.kernels.backend import Own
-from attn_select_vllm.kernels.batch import common_of, of_drafts
-from attn_select_vllm.kernels.binding import Groups, Layer, graph_support, on_device
+from attn_select_vllm.kernels.backend import Own, OwnSteps
+from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.binding import Groups, Layer, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of, scales_per_head
@@ -38,7 +37,7 @@ class Metadata:
     slot_mapping: Tensor | None = None
 
 
-class OwnBuilder(AttentionMetadataBuilder[Metadata]):
+class OwnBuilder(OwnSteps, AttentionMetadataBuilder[Metadata]):
     """Builds a step's metadata for the layers of one group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
@@ -47,21 +46,11 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
         self.block_size: int | None = kv_cache_spec.block_size if own.config.has_cache else None
         self.groups = Groups(layer_names, self.block_size, vllm_config, torch.device(device))
         self.reorder_batch_threshold = self.groups.reorder_batch_threshold
-        self._capturing = False
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return what the layers' plans can capture."""
-        return graph_support(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step; what requests share is read once by no kernel here."""
         common = common_of(common_attn_metadata, self.block_size, self.reorder_batch_threshold)
         return Metadata(self.groups.build(common, fast_build, self._capturing))
-
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Metadata:
-        """Return the metadata of a step that drafts."""
-        return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return what a graph is captured with, by ``build``: vLLM's cross-attention gives it the encoder's lengths."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import MultipleOf
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
+from attn_select_vllm.kernels.batch import of_drafts
+from attn_select_vllm.kernels.binding import graph_support
 from attn_select_vllm.kernels.limits import standard_caches
 from attn_select_vllm.names import OWN_PREFIX
 
@@ -64,3 +67,20 @@ class Own:
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False
+
+
+class OwnSteps:
+    """What all builders have in common; a base in front of vLLM's."""
+
+    vllm_config: VllmConfig
+    _capturing = False
+    """Whether what is built is captured."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return what the layers' plans can capture; of MLA those of decodes, since prefills are never captured."""
+        return graph_support(vllm_config)
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        """Return the metadata of a step that drafts."""
+        return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)  # type: ignore[attr-defined]

@@ -18,15 +18,15 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attn_select.layer.layouts import MLA
 from attn_select.runtime import CommonAttentionMetadata, Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
-from attn_select_vllm.kernels.backend import Own
-from attn_select_vllm.kernels.batch import common_of, of_drafts
-from attn_select_vllm.kernels.binding import Groups, Layer, graph_support
+from attn_select_vllm.kernels.backend import Own, OwnSteps
+from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.binding import Groups, Layer
 from attn_select_vllm.layers import config_of
 
 FUSED_SIZES = (512, 64)
@@ -41,7 +41,7 @@ class OwnMLAMetadata(MLACommonMetadata[Any]):
     attn_select: Any = None
 
 
-class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
+class OwnMLABuilder(OwnSteps, MLACommonMetadataBuilder[OwnMLAMetadata]):
     """Builds vLLM's metadata, and attn-select's for the decodes in it."""
 
     query_len_support = QueryLenSupport.SINGLE_ONLY
@@ -50,12 +50,6 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, OwnMLAMetadata)
         self.block_size: int = kv_cache_spec.block_size
         self.groups = Groups(layer_names, self.block_size, vllm_config, torch.device(device))
-        self._capturing = False
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return what the layers' decode plans can capture; prefills are never captured."""
-        return graph_support(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> OwnMLAMetadata:
         """Return the metadata of a step."""
@@ -79,10 +73,6 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
             seq_lens_cpu=get_dcp_local_seq_lens(common.seq_lens_cpu, self.dcp_world_size, rank, step),
             max_seq_len=-(-common.max_seq_len // self.dcp_virtual_block_size) * step,
         )
-
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> OwnMLAMetadata:
-        """Return the metadata of a step that drafts."""
-        return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OwnMLAMetadata:
         """Return what a graph is captured with: decodes alone."""
