@@ -23,9 +23,9 @@ RUN = ("title", "date", "commit", "machine", "driver", "versions", "command")
 """What the first line of each file has."""
 BEGIN = """The newest figures of each subject, times in microseconds where nothing else is said. Each section is a
 file of `docs/results`, which `docs/results_page.py` writes here. A command is of the tree of its commit; scripts in
-`research/` went on 2026-11-28, and `git log -- research` has them. CI has no GPU. Nothing was run on Blackwell:
-emulated kernels and tests of signatures hold what only it can run, and upstream's own builds of FlashAttention and
-FlashMLA, and SGLang's."""
+`research/` and `engines/vllm/bench/compare.py` went on 2026-11-28, and `git log -- PATH` has them. CI has no GPU.
+Nothing was run on Blackwell: emulated kernels and tests of signatures hold what only it can run, and upstream's own
+builds of FlashAttention and FlashMLA, and SGLang's."""
 
 Line = dict[str, Any]
 

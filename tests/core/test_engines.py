@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from attn_select import clear_cache
 from attn_select.engines.adapter import Adapter
-from attn_select.machine.variables import ANY_VERSION
+from attn_select.engines.observed import counter
+from attn_select.errors import RulesError
+from attn_select.machine.variables import ANY_VERSION, RULES, STRICT
 
 
 def adapter(version: str, said: list[str]) -> Adapter:
@@ -32,11 +37,52 @@ def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(said) == 1
 
 
-def test_warnings_are_pythons_own_by_default() -> None:
-    def register() -> None:
-        Adapter("attn-select-acme", "Acme", "9", ("0.26",)).takes_part()
+def test_a_backend_that_nobody_knows_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r.toml").write_text('version = 1\n[[rules]]\nname = "mine"\navoid = ["FLASH_ATN"]\n')
+    monkeypatch.setenv(RULES, str(tmp_path / "r.toml"))
+    clear_cache()
+    said: list[str] = []
+    own = adapter("0.26.0", said)
+    assert any(rule.name == "mine" for rule in own.rules().rules)
+    assert len(said) == 1
+    assert "r.toml:2: rule 'mine'" in said[0]
+    monkeypatch.setenv(STRICT, "1")
+    with pytest.raises(RulesError):
+        own.rules()
+    clear_cache()
 
-    with pytest.warns(RuntimeWarning, match="takes no part in Acme 9") as warned:
-        register()
-    line = register.__code__.co_firstlineno + 4
-    assert [(each.filename, each.lineno) for each in warned] == [(__file__, line)]  # who called the adapter
+
+@pytest.mark.parametrize("error", [KeyError("it has moved"), RulesError("broken")])
+def test_what_fails_leaves_the_engine_to_itself(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    own = adapter("0.26.0", said)
+
+    def fails() -> str:
+        raise error
+
+    assert own.unless_it_fails(lambda: "chosen") == "chosen"
+    assert own.unless_it_fails(fails) is None
+    assert len(said) == 1
+    monkeypatch.setenv(STRICT, "1")
+    if isinstance(error, RulesError):
+        with pytest.raises(RulesError):
+            own.unless_it_fails(fails)
+    else:
+        assert own.unless_it_fails(fails) is None
+
+
+def test_steps_are_counted_until_the_engine_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said: list[str] = []
+    read: list[dict[str, int]] = []
+
+    def lengths_of(step: dict[str, int]) -> tuple[list[int], list[int]]:
+        read.append(step)
+        return [step["new"]], [step["all"]]
+
+    count = counter(adapter("0.26.0", said), lengths_of, lambda _: None)
+    for step in ({"new": 1, "all": 9}, {}, {"new": 1, "all": 9}):
+        count(step)
+    assert len(read) == 2
+    assert len(said) == 1
+    assert "an interface has moved" in said[0]

@@ -8,21 +8,22 @@ engine does, one warning says so and the engine's own choice runs.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from attn_select.errors import AttnSelectError
+from attn_select.backends.registry import load_plugins
+from attn_select.decide.selector import rules_in_an_engine
+from attn_select.errors import AttnSelectError, RulesError
 from attn_select.machine.detection import Detection
 from attn_select.machine.variables import ANY_VERSION, STRICT
+from attn_select.rules.document import problem_text
+from attn_select.rules.layers import RuleSet
+from attn_select.rules.lint import known_names, unknown_names
 
-Warn = Callable[[str], None]
+Found = TypeVar("Found")
 MOVED = (ImportError, AttributeError, TypeError, LookupError)
 """What calls of an engine raise where an interface has moved."""
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Adapter:
     version: str  # of the installed engine
     # the ones that the adapter was run with. ``0.32`` stands for every 0.32.x, ``0.32.1`` for that alone
     releases: Sequence[str]
-    warn: Warn = _warn  # where warnings go; ``warnings.warn`` unless the engine has a log of its own
+    warn: Callable[[str], None]  # where warnings go
 
     def takes_part(self) -> bool:
         """Whether attn-select takes part in this release; says why not."""
@@ -49,11 +50,31 @@ class Adapter:
         )
         return False
 
-    def settings_failed(self, error: AttnSelectError) -> None:
-        """Say that attn-select takes no part because rules, a workload or measurements cannot be read."""
-        if os.environ.get(STRICT) == "1":
-            raise error
-        self.warn(f"{self._out()}: {error.message}. {STRICT}=1 in the environment makes this an error")
+    def rules(self) -> RuleSet:
+        """Return the rules of the engine's process; a warning says where they name a backend that nobody knows.
+
+        Raises:
+            RulesError: a file is missing or broken; with ``ATTN_SELECT_STRICT=1`` such a name is an error too.
+        """
+        rules = rules_in_an_engine()
+        unknown = [problem_text(problem) for problem in unknown_names(rules, known_names(load_plugins()))]
+        if unknown and os.environ.get(STRICT) == "1":
+            raise RulesError("; ".join(unknown))
+        for text in unknown:
+            self.warn(f"attn-select: {text}. {STRICT}=1 in the environment makes this an error")
+        return rules
+
+    def unless_it_fails(self, choose: Callable[[], Found]) -> Found | None:
+        """Return what is chosen; None, and a warning, where settings cannot be read or an interface has moved."""
+        try:
+            return choose()
+        except AttnSelectError as error:
+            if os.environ.get(STRICT) == "1":
+                raise
+            self.warn(f"{self._out()}: {error.message}. {STRICT}=1 in the environment makes this an error")
+        except MOVED as error:
+            self.interface_moved(error)
+        return None
 
     def sees(self, found: Detection, compute_capability: tuple[int, int] | None, platform: str) -> bool:
         """Whether attn-select sees the device that the engine runs on; says what differs."""

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.machine.files import replace_file
 from attn_select.machine.variables import WORKLOAD
 from attn_select.times.batch_shape import BatchShape, RequestGroup
@@ -119,6 +121,22 @@ class ObservedSteps:
                 f"the observed workload is written to {self.file} once a minute. "
                 f"{WORKLOAD}={self.file} chooses for it, `attn-select tune --workload {self.file}` measures it"
             )
+
+
+def counter(adapter: Adapter, lengths_of: Callable[..., Lengths], say: Callable[[str], None]) -> Callable[..., None]:
+    """Return what counts an engine's step, given what ``lengths_of`` reads its lengths from, until that has moved."""
+    steps: ObservedSteps | None = ObservedSteps(f"{adapter.engine} {adapter.version}", say)
+
+    def count(*step: Any) -> None:
+        nonlocal steps
+        if steps is not None:
+            try:
+                steps.count(*lengths_of(*step))
+            except MOVED as error:
+                steps = None
+                adapter.interface_moved(error)
+
+    return count
 
 
 def shape_of(query_lens: Sequence[int], seq_lens: Sequence[int]) -> BatchShape:

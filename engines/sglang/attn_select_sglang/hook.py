@@ -14,13 +14,13 @@ from sglang.srt.runtime_context import get_platform
 from attn_select import __version__, select_model
 from attn_select.decide.lines import plain
 from attn_select.decide.selection import Selection
-from attn_select.decide.selector import environment_for, rules_in_an_engine
+from attn_select.decide.selector import environment_for
 from attn_select.decide.text import layer_lines, warning_lines
-from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.adapter import Adapter
 from attn_select.engines.observed import workload_in_an_engine
-from attn_select.errors import AttnSelectError, ConfigError, ModelError
+from attn_select.errors import ConfigError, ModelError
 from attn_select.layer.models import LayerKind
-from attn_select.machine.detection import Detection, detect_device
+from attn_select.machine.detection import detect_device
 from attn_select_sglang.choice import Choice, choose
 from attn_select_sglang.layers import layer_kinds
 from attn_select_sglang.names import OWN_KERNELS
@@ -33,42 +33,32 @@ OWN_DEFAULT = "WhisperForConditionalGeneration"
 """The architecture whose backend SGLang's default fixes (``arg_groups/model_override_base.py``)."""
 
 
-def detected() -> Detection:
-    """Return what attn-select knows of the GPU that SGLang runs on."""
-    return detect_device()
-
-
 def around(adapter: Adapter) -> Callable[[Callable[[Any], dict[str, str]], Any], dict[str, str]]:
     """Return the hook: called with SGLang's own function and its arguments as far as they are resolved."""
 
     def attention_backend_default(original: Callable[[Any], dict[str, str]], view: Any) -> dict[str, str]:
-        try:
-            explicit = {name: value for name in _FIELDS if (value := getattr(view, name)) is not None}
-            chosen = _explicit(explicit) if explicit else _chosen(view, adapter)
-        except AttnSelectError as error:
-            adapter.settings_failed(error)
-            chosen = {}
-        except MOVED as error:
-            adapter.interface_moved(error)
-            chosen = {}
-        return chosen or original(view)
+        return adapter.unless_it_fails(lambda: _chosen(view, adapter)) or original(view)
 
     return attention_backend_default
 
 
-def _explicit(fields: dict[str, str]) -> dict[str, str]:
-    named = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
-    logger.info("attn-select %s leaves attention to SGLang: %s is given, or chosen by the model", __version__, named)
+def _leave(what: str, why: str) -> dict[str, str]:
+    """Say why SGLang is to choose."""
+    logger.info("attn-select %s leaves %s to SGLang: %s", __version__, what, why)
     return {}
 
 
 def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
     """Return the fields of ``ServerArgs`` that attn-select chooses; nothing where SGLang is to choose."""
+    given = {name: value for name in _FIELDS if (value := getattr(view, name)) is not None}
+    if given:
+        named = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        return _leave("attention", f"{named} is given, or chosen by the model")
     model_config = model_config_of(view)
     architecture = (model_config.hf_config.architectures or ("",))[0]
     if current_platform.is_out_of_tree() or architecture == OWN_DEFAULT:
         return {}
-    found = detected()
+    found = detect_device()
     device = found.device
     # SGLang names no compute capability: its platform says whether it is CUDA.
     capability = device.compute_capability if get_platform().is_cuda else None
@@ -77,19 +67,17 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
     try:
         read = layer_kinds(view, model_config, device)
     except (ConfigError, ModelError) as error:
-        logger.info("attn-select %s leaves attention to SGLang: %s", __version__, error.message)
-        return {}
+        return _leave("attention", error.message)
     # SGLang brings kernels of its own: what is installed beside it does not count.
     environment = replace(environment_for(device), assume_installed=True)
     # SGLang has one choice of kernels for attention, and others for layers that keep a state.
     kinds = [kind for kind in read.kinds if kind.config.sort != "state"]
     configs = read.attention_configs
     if not configs:
-        why = "none of its layers has attention that attn-select has a kernel for"
-        logger.info("attn-select %s leaves the model to SGLang: %s", __version__, why)
-        return {}
-    rules = rules_in_an_engine()
-    selections = select_model(configs, device, rules, environment=environment, workload=workload_in_an_engine())
+        return _leave("the model", "none of its layers has attention that attn-select has a kernel for")
+    selections = select_model(
+        configs, device, adapter.rules(), environment=environment, workload=workload_in_an_engine()
+    )
     choice = choose(selections, bool(get_platform().has_flashinfer), architecture)
     logger.info("%s", log_block(choice, kinds, selections))
     return choice.declared()

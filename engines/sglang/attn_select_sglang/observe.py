@@ -5,32 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attn_select.engines.adapter import MOVED, Adapter
-from attn_select.engines.observed import ObservedSteps
-
 TARGET = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 """What runs one step; called in the scheduler's process alone."""
 
 
-def before(adapter: Adapter, steps: ObservedSteps) -> Callable[..., None]:
+def before(count: Callable[[Any, Any], None]) -> Callable[..., None]:
     """Return the hook that SGLang calls before ``Scheduler.run_batch``, with the same arguments."""
-    watching = True
 
     def run_batch(scheduler: Any, batch: Any, *arguments: Any, **options: Any) -> None:
-        nonlocal watching
-        if watching:
-            try:
-                steps.count(*lengths_of(batch, scheduler.server_args.speculative_num_draft_tokens))
-            except MOVED as error:
-                watching = False
-                adapter.interface_moved(error)
+        count(scheduler, batch)
 
     return run_batch
 
 
-def lengths_of(batch: Any, drafts: int | None) -> tuple[Sequence[int], Sequence[int]]:
+def lengths_of(scheduler: Any, batch: Any) -> tuple[Sequence[int], Sequence[int]]:
     """Return new tokens, and all tokens, of each request of a ``ScheduleBatch``; nothing where none is computed."""
-    # ``drafts``: tokens that a speculative decode verifies for each request (``speculative_num_draft_tokens``).
+    # Tokens that a speculative decode verifies for each request.
+    drafts: int | None = scheduler.server_args.speculative_num_draft_tokens
     mode = batch.forward_mode
     if mode.is_idle() or mode.is_prebuilt():
         return [], []

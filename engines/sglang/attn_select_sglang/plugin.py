@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 
 from attn_select.engines.adapter import MOVED, Adapter
-from attn_select.engines.observed import ObservedSteps, observes
+from attn_select.engines.observed import counter, observes
 
 RELEASES = ("0.5.23",)
 """The releases of SGLang that this adapter was run with; docs/engines.md says what ran where."""
@@ -41,7 +41,7 @@ def register() -> None:
         if observes():
             from attn_select_sglang import observe
 
-            steps = ObservedSteps(f"SGLang {__version__}", lambda text: logger.info("attn-select: %s", text))
-            HookRegistry.register(observe.TARGET, observe.before(adapter, steps), HookType.BEFORE)
+            count = counter(adapter, observe.lengths_of, lambda text: logger.info("attn-select: %s", text))
+            HookRegistry.register(observe.TARGET, observe.before(count), HookType.BEFORE)
     except MOVED as error:
         adapter.interface_moved(error)

@@ -74,7 +74,7 @@ for gpu, given in cases:
     platform = {"is_cuda": True, **given.pop("platform", {})}
     if "attn_select_sglang.hook" in sys.modules:
         hook = sys.modules["attn_select_sglang.hook"]
-        hook.detected = lambda seen=given.pop("detected", gpu): Detection(lookup(seen))
+        hook.detect_device = lambda seen=given.pop("detected", gpu): Detection(lookup(seen))
         hook.current_platform.is_out_of_tree = lambda found=given.pop("out_of_tree", False): found
     major = device.compute_capability[0]
     facts = {"is_sm90": major == 9, "is_sm100": major == 10, "is_sm120": major == 12, "is_blackwell": major in (10, 12)}

@@ -8,14 +8,14 @@ kernel reads the pages.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attn_select.errors import AttnSelectError
-from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata, key_value_views
+from attn_select.runtime import AttentionMetadata, BlockTable, key_value_views, prepare_batch
 from attn_select_transformers.kinds import Kernels, Kind, choices_of, kind_of
 from attn_select_transformers.runs import Runs, holders, read_mask, without_mask
 
@@ -200,8 +200,6 @@ def _made(kernels: Kernels, runs: Runs) -> Step:
     size, device = kernels.group.block_size, kernels.device
     query_lens = [run.rows for run in runs.runs]
     seq_lens = [run.last_key - run.first_key for run in runs.runs]
-    bounds = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    lens = torch.tensor(seq_lens, dtype=torch.int32)
     slots = table = None
     if size is None:
         keys = _rows_or_all(
@@ -216,25 +214,15 @@ def _made(kernels: Kernels, runs: Runs) -> Step:
             key_slots.append(torch.arange(positions) + used * size)
             used += -(-positions // size)
         keys, slots = torch.cat(key_rows).to(device), torch.cat(key_slots).to(device)
-        width = -(-max(seq_lens) // size)
-        begins = torch.tensor([first_blocks[run.sequence, run.first_key] for run in runs.runs], dtype=torch.int32)
-        # Behind a run's last block any block does, as long as it exists: runs of one table have different lengths.
-        table = (begins[:, None] + torch.arange(width, dtype=torch.int32)).clamp_(max=used - 1).to(device)
+        table = BlockTable(len(seq_lens), -(-max(seq_lens) // size), size, device)
+        for row, (run, length) in enumerate(zip(runs.runs, seq_lens, strict=True)):
+            begin = first_blocks[run.sequence, run.first_key]
+            table.set_row(row, [*range(begin, begin - (-length // size))])
         kernels.state["blocks"] = max(used, kernels.state.get("blocks", 0))
-    tokens = int(bounds[-1])
-    common = CommonAttentionMetadata(
-        query_start_loc=bounds.to(device),
-        query_start_loc_cpu=bounds,
-        seq_lens=lens.to(device),
-        seq_lens_cpu=lens,
-        num_reqs=len(query_lens),
-        num_actual_tokens=tokens,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        block_table_tensor=table,
-        slot_mapping=None if size is None else torch.full((tokens,), -1, dtype=torch.int64, device=device),
-        block_size=size,
-    )
+    common = prepare_batch(query_lens, seq_lens, table, new_lens=[0] * len(seq_lens), device=device)
+    if table is not None:  # the layer writes nothing: the keys of all runs are copied into the pages before
+        nowhere = torch.full((common.num_actual_tokens,), -1, dtype=torch.int64, device=device)
+        common = replace(common, slot_mapping=nowhere)
     queries = _rows_or_all(
         [(r.sequence, r.first_row, r.last_row) for r in runs.runs], runs.sequences, runs.rows, device
     )

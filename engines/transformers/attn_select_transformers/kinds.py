@@ -126,7 +126,7 @@ def kind_of(
     kind = _KINDS.get(features)
     if kind is None:
         with _MAKING:  # one thread decides; the others get its kind
-            kind = _KINDS.get(features) or _made(*features)
+            kind = _KINDS.get(features) or Kind(_config(*features), query.device)
             _KINDS[features] = kind
     return kind
 
@@ -135,30 +135,20 @@ _KINDS: weakref.WeakValueDictionary[tuple[Any, ...], Kind] = weakref.WeakValueDi
 _MAKING = threading.Lock()
 
 
-def _made(
-    heads: int,
-    kv_heads: int,
-    size: int,
-    value_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    attn_type: str,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: bool,
-) -> Kind:
-    values: dict[str, Any] = {"attn_type": attn_type, "dtype": dtype}
-    config = AttentionConfig(
+def _config(*features: Any) -> AttentionConfig:
+    """Return what layers with these features, in the order of ``kind_of``, want."""
+    heads, kv_heads, size, value_size, dtype, _, attn_type, window, soft_cap, sinks = features
+    return AttentionConfig(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=size,
         v_head_size=None if value_size == size else value_size,
+        dtype=dtype,
+        attn_type=attn_type,
         sliding_window=window,
         logits_soft_cap=None if soft_cap is None else float(soft_cap),
         sinks=sinks,
-        **values,
     )
-    return Kind(config, device)
 
 
 def forget() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attn_select.decide.selector import rules_in_an_engine
-from attn_select.engines.adapter import MOVED, Adapter
-from attn_select.errors import AttnSelectError
+from attn_select.engines.adapter import Adapter
 from attn_select.machine.amx import avoid_trapping_amx
 from attn_select_transformers import captured, continuous, dense, paged, refusal
 from attn_select_transformers.names import DENSE, PAGED
@@ -18,9 +17,10 @@ from attn_select_transformers.own_attention import leave_to_transformers
 from attn_select_transformers.releases import RELEASES
 
 logger = logging.getLogger("attn_select_transformers")
-_REGISTERED: list[bool] = []
+_PAGED_CACHES: list[type] = []
 
 
+@functools.cache
 def register() -> bool:
     """Make ``attn_implementation="attn_select"`` known to transformers; a second call changes nothing.
 
@@ -31,26 +31,14 @@ def register() -> bool:
     Raises:
         ImportError: transformers is not installed.
     """
-    if not _REGISTERED:
-        avoid_trapping_amx()
-        _REGISTERED.append(_register())
-    return _REGISTERED[0]
-
-
-def _register() -> bool:
+    avoid_trapping_amx()
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     adapter = Adapter("attn-select-transformers", "transformers", transformers.__version__, RELEASES, logger.warning)
     AttentionMaskInterface.register(DENSE, sdpa_mask)
-    if adapter.takes_part() and _settings_can_be_read(adapter):
-        try:
-            _PAGED_CACHES.append(continuous.install())
-            refusal.install()
-        except MOVED as error:
-            adapter.interface_moved(error)
-    if not _PAGED_CACHES:
+    if not adapter.takes_part() or not adapter.unless_it_fails(lambda: _installed(adapter)):
         leave_to_transformers()
         return False
     for name in (DENSE, PAGED):
@@ -59,16 +47,12 @@ def _register() -> bool:
     return True
 
 
-def _settings_can_be_read(adapter: Adapter) -> bool:
-    try:
-        rules_in_an_engine()
-    except AttnSelectError as error:
-        adapter.settings_failed(error)
-        return False
+def _installed(adapter: Adapter) -> bool:
+    """Change transformers where it has the interfaces, and attn-select's settings can be read."""
+    adapter.rules()
+    _PAGED_CACHES.append(continuous.install())
+    refusal.install()
     return True
-
-
-_PAGED_CACHES: list[type] = []
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

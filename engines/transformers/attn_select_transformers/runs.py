@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def read_mask(mask: Tensor, sequences: int) -> Runs | None:
     if not bidirectional:  # pad queries behind a prompt see what its last query sees: one request each
         found = [part for run in found for part in _one_by_one(run)]
     if len(counts) < sequences:
-        found = [_of_sequence(run, sequence) for sequence in range(sequences) for run in found]
+        found = [replace(run, sequence=sequence) for sequence in range(sequences) for run in found]
     if sum(run.last_key - run.first_key for run in _holders(found)) > MOST_COPIES * sequences * keys:
         return None
     return Runs(tuple(found), min(windows, default=None), widest, sequences, rows, keys, bidirectional)
@@ -152,10 +152,6 @@ def _one_by_one(run: Run) -> Iterator[Run]:
         return
     for row in range(run.first_row, run.last_row):
         yield Run(run.sequence, row, row + 1, run.first_key, run.last_key, full=False)
-
-
-def _of_sequence(run: Run, sequence: int) -> Run:
-    return Run(sequence, run.first_row, run.last_row, run.first_key, run.last_key, run.full)
 
 
 def _holders(runs: list[Run]) -> list[Run]:

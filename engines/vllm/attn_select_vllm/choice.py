@@ -16,6 +16,7 @@ from attn_select_vllm.names import TABLE, EngineBackend, engine_backends
 Refusals = list[str]
 """Why vLLM does not take a backend, or is not to take it; empty where it does."""
 UNKNOWN = "this release of vLLM does not have it"
+_NO_ROW = "vLLM has no backend that stands for it on this device"
 _BY_OUR_TIMES = "it comes first by times of attn-select's kernel alone, and is vLLM's own"
 
 
@@ -27,7 +28,7 @@ class Choice:
     # attn-select's name of the backend that runs, and the same as vLLM knows it; None where vLLM accepts none.
     backend: str | None
     engine: EngineBackend | None
-    # What was passed over before it, by vLLM's name, with the reasons.
+    # What was passed over before it, with the reasons: by vLLM's name, or attn-select's where vLLM has none for it.
     refused: Mapping[str, Refusals]
 
 
@@ -45,7 +46,10 @@ def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusa
     order = selection.ranked(phases)
     for place, candidate in enumerate(order):
         backend = candidate.backend
-        for engine in engine_backends(backend, config, device):
+        engines = engine_backends(backend, config, device)
+        if not engines:
+            refused[backend] = [_NO_ROW]
+        for engine in engines:
             reasons = refusals(backend, engine)
             if not reasons and TABLE.has_own_kernel(backend) and not engine.own:
                 later = [other.backend for other in order[place + 1 :]]

@@ -15,10 +15,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from attn_select import select
 from attn_select.backends.registry import load_plugins
 from attn_select.decide.selection import Selection
-from attn_select.decide.selector import rules_in_an_engine
-from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.adapter import Adapter
 from attn_select.engines.observed import workload_in_an_engine
-from attn_select.errors import AttnSelectError, ConfigError, ModelError, RuntimeMissingError
+from attn_select.errors import ConfigError, ModelError, RuntimeMissingError
 from attn_select.machine.detection import detect_device
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
@@ -51,37 +50,31 @@ def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., st
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        def by_vllm() -> str:
-            return original(cls, selected_backend, attn_selector_config, num_heads)
-
         if selected_backend is not None:
-            return _explicit(selected_backend, attn_selector_config, by_vllm)
-        try:
-            path = _chosen(cls, attn_selector_config, num_heads, adapter)
-        except AttnSelectError as error:
-            adapter.settings_failed(error)
-            return by_vllm()
-        except MOVED as error:
-            adapter.interface_moved(error)
-            return by_vllm()
-        return path or by_vllm()
+            path = _explicit(selected_backend, attn_selector_config)
+        else:
+            path = adapter.unless_it_fails(lambda: _chosen(cls, attn_selector_config, num_heads, adapter))
+        return path or original(cls, selected_backend, attn_selector_config, num_heads)
 
     setattr(get_attn_backend_cls, _MARK, True)
     return get_attn_backend_cls
 
 
-def _explicit(selected: Any, attn_config: Any, by_vllm: Callable[[], str]) -> str:
-    """Return the backend that was asked for by name; ConfigError where it is ours and does not serve such layers."""
+def _explicit(selected: Any, attn_config: Any) -> str | None:
+    """Return the backend that was named, if it is ours; ConfigError where it does not serve such layers."""
     # Platforms that have one backend alone would not look at ours.
-    name = selected.name
-    _say(log_block.explicit_text(name, kind_of(attn_config)))
+    name, kind = selected.name, kind_of(attn_config)
+    _say(log_block.explicit_text(name, kind))
     if not name.startswith(OWN_PREFIX):
-        return by_vllm()
+        return None
     config, backend = get_current_vllm_config(), name.removeprefix(OWN_PREFIX)
-    if refused := limits(attn_config, config) or speculation_limits(config, backend):
+    mla = bool(selected.get_class().is_mla())
+    refused = [*limits(attn_config, config), *speculation_limits(config, backend)]
+    if mla != attn_config.use_mla or attn_config.use_sparse:
+        refused = [f"it serves {'dense MLA' if mla else 'layers with keys and values per head'} alone"]
+    if refused:
         raise ConfigError(
-            f"--attention-backend {name}: attn-select's kernels do not run these {kind_of(attn_config)} layers in "
-            "vLLM: "
+            f"--attention-backend {name}: attn-select's kernels do not run these {kind} layers in vLLM: "
             f"{'; '.join(refused)}",
             fields=["attention_backend"],
             hint="leave --attention-backend out, and attn-select chooses among vLLM's own backends",
@@ -104,7 +97,7 @@ def _chosen(platform: Any, attn_config: Any, num_heads: int | None, adapter: Ada
         _say(log_block.abstained_text(error.message, kind))
         return None
     device = "cpu" if current_platform.is_cpu() else None
-    selection = select(config, device, rules_in_an_engine(), workload=workload_in_an_engine())
+    selection = select(config, device, adapter.rules(), workload=workload_in_an_engine())
     choice = judge(selection, platform, attn_config, vllm_config)
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:

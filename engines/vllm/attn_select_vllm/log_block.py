@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from attn_select import __version__
 from attn_select.decide.lines import plain
+from attn_select.decide.selection import Selection
 from attn_select.decide.text import layer_lines, warning_lines
 from attn_select_vllm.choice import Choice, Refusals, served_phases
-from attn_select_vllm.names import OWN_PREFIX, PAIRS
+from attn_select_vllm.names import OWN_PREFIX, PAIRS, engine_backends
 
 _NOTHING = "nothing that vLLM accepts; vLLM chooses by itself"
 
@@ -28,6 +29,8 @@ def choice_text(choice: Choice, kind: str) -> str:
             for name, pair in PAIRS.items()
             if pair == wanted
         ]
+    if not lines[1:] and choice.engine is None:
+        lines += _to_install(selection)
     runs = choice.engine is not None and choice.engine.own and choice.backend in selection.selected.values()
     shown = replace(selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
     lines.append(plain([*layer_lines(shown, kind, runs=runs, remedies=False), *warning_lines(selection.warnings)]))
@@ -35,10 +38,11 @@ def choice_text(choice: Choice, kind: str) -> str:
 
 
 def explicit_text(name: str, kind: str) -> str:
-    """Return the line for layers whose backend was asked for by name."""
+    """Return the line for layers whose backend was named: by an argument, ``attention_config``, or vLLM for a model."""
     pair = PAIRS.get(name.removeprefix(OWN_PREFIX))
     what = f" (prefills by {pair[0]}, decodes by {pair[1]})" if pair else ""
-    return f"attn-select {__version__} leaves {kind} to {name}{what}: --attention-backend asks for it"
+    asks = "--attention-backend, attention_config or the model asks for it"
+    return f"attn-select {__version__} leaves {kind} to {name}{what}: {asks}"
 
 
 def abstained_text(reason: str, kind: str) -> str:
@@ -50,6 +54,16 @@ def prefill_text(chosen: str | None, refused: Mapping[str, Refusals]) -> str:
     """Return the lines about MLA prefill."""
     what = f"{chosen} (vLLM's kernel)" if chosen else _NOTHING
     return "\n".join([f"attn-select {__version__} chose for mla prefill: {what}", *_refused(refused)])
+
+
+def _to_install(selection: Selection) -> Iterator[str]:
+    """Yield the line about the first backend whose plugin is missing, and that vLLM would run."""
+    for candidate in selection.candidates:
+        reasons = [reason for verdict in candidate.phases.values() for reason in verdict.reasons]
+        missing = {reason.remedy for reason in reasons if reason.code == "plugin-not-installed"}
+        if missing and engine_backends(candidate.backend, selection.config, selection.device):
+            yield f"  {candidate.backend} would run: {' && '.join(filter(None, missing))}"
+            return
 
 
 def _winner(choice: Choice) -> str:

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from attn_select.engines.adapter import MOVED, Adapter
-from attn_select.engines.observed import ObservedSteps
-
 _MARK = "_attn_select_observed"
 
 
-def watch(adapter: Adapter, steps: ObservedSteps) -> None:
+def watch(count: Callable[[Any], None]) -> None:
     """Count every step that vLLM schedules in this process; nothing happens the second time."""
     original = Scheduler.schedule
     if hasattr(original, _MARK):
         return
-    watching = True
 
     @functools.wraps(original)
     def schedule(self: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal watching
         output = original(self, *arguments, **options)
-        if watching:
-            try:
-                steps.count(*lengths_of(output))
-            except MOVED as error:
-                watching = False
-                adapter.interface_moved(error)
+        count(output)
         return output
 
     setattr(schedule, _MARK, True)

@@ -6,7 +6,7 @@ import multiprocessing
 from dataclasses import replace
 
 from attn_select.engines.adapter import MOVED, Adapter
-from attn_select.engines.observed import ObservedSteps, observes
+from attn_select.engines.observed import counter, observes
 from attn_select.machine.amx import avoid_trapping_amx
 from attn_select_vllm.releases import RELEASES
 
@@ -29,14 +29,14 @@ def register() -> None:
     avoid_trapping_amx(warn_in_the_first_process)  # vLLM's own CPU kernels multiply bfloat16 too
     if not adapter.takes_part():
         return
+    own = replace(adapter, warn=warn)  # layers are chosen for in the engine's workers
     try:
         from attn_select_vllm import hook
 
-        hook.install(replace(adapter, warn=warn))  # layers are chosen for in the engine's workers
+        hook.install(own)
         if observes():
-            from attn_select_vllm.observe import watch
+            from attn_select_vllm.observe import lengths_of, watch
 
-            steps = ObservedSteps(f"vLLM {vllm.__version__}", lambda text: logger.info("attn-select: %s", text))
-            watch(replace(adapter, warn=warn), steps)
+            watch(counter(own, lengths_of, lambda text: logger.info("attn-select: %s", text)))
     except MOVED as error:
         adapter.interface_moved(error)

@@ -26,15 +26,54 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from compare import Asked, attn_select_arms, other_of
-from compare_arms import Arm, ArmError
-from compare_engine import MODELS
+from serve_arms import Arm, ArmError
+from serve_engine import MODELS
 from serve_requests import KINDS, agreement, drawn
 
+from attn_select_vllm.names import OWN_PREFIX, PAIRS
+
 BASE = "vLLM"
+ROOM = 128
+"""Tokens of an engine's longest request beyond the drawn ones: drafts need some."""
 CACHE_GIB = 24
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Requests of captured decodes; as many run at a time."""
+
+
+Asked = tuple[str | None, dict[str, str]]
+"""The backend that an arm asks vLLM for, None for none, and its environment."""
+
+
+def is_mla(model: str) -> bool:
+    """Say whether a model's attention is multi-head latent attention."""
+    return "kv_lora_rank" in MODELS[model]
+
+
+def attn_select_arms(model: str, options: argparse.Namespace, folder: Path) -> dict[str, Asked]:
+    """Return attn-select's arms by name; those of pairs ask for their backend."""
+    found = {"VLLM_PLUGINS": "attn_select"}
+    if options.workload:
+        return {"attn-select": (None, found | {"ATTN_SELECT_WORKLOAD": options.workload})}
+    if options.rules:
+        return {"attn-select": (None, found | {"ATTN_SELECT_RULES": str(options.rules)})}
+    arms: dict[str, Asked] = {}
+    for backend in options.prefer.split(","):
+        variables, asked = dict(found), OWN_PREFIX + backend if backend in PAIRS else None
+        if backend and asked is None:
+            rules = folder / f"{backend}.toml"
+            phase = 'phase = "decode"\n' if is_mla(model) else ""
+            rules.write_text(f'version = 1\n[[rules]]\nname = "bench"\n{phase}prefer = ["{backend}"]\n')
+            variables["ATTN_SELECT_RULES"] = str(rules)
+        arms[f"attn-select {backend}".rstrip()] = asked, variables
+    return arms
+
+
+def other_of(model: str, options: argparse.Namespace) -> str | None:
+    """Return vLLM's name of the backend of one more arm, if a model is to have it."""
+    if options.other is None:
+        return None
+    named = [name for name in options.other or ("TRITON_MLA", "TRITON_ATTN") if ("MLA" in name) == is_mla(model)]
+    return named[0] if named else None
 
 
 def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
@@ -46,14 +85,11 @@ def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
     longest = options.longest or max(traffic.longest + traffic.new[1] for traffic in KINDS.values())
     job = {
         "model": model,
-        "batches": [(max(SIZES), longest)],
+        "longest": longest + ROOM,
         "sizes": SIZES,
-        "serves": True,
         "drafts": options.drafts,
         "kv_cache_dtype": options.kv_cache_dtype,
-        "block_size": None,
         "cache_gib": options.cache_gib,
-        "most_steps": 0,
     }
     return [
         Arm(name, job | {"backend": backend}, variables, options.logs / f"serve-{model}-{name.replace(' ', '-')}.log")
@@ -93,8 +129,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, floa
     arms = arms_of(model, options)
     try:
         for arm in arms:
-            arm.say("start")
-            start = arm.started()
+            start = arm.ask("start")
             print(f"{model}, {arm.name}: {start['took']:.1f} s to start, layers {start['layers']}", flush=True)
         return {kind: serve(model, kind, arms, options) for kind in options.kinds.split(",")}
     except ArmError as error:  # the next model is measured all the same

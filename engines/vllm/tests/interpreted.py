@@ -33,11 +33,12 @@ def start(gpu: str) -> None:
 
     from attn_select.runtime import loaded_backend
     from attn_select_vllm import names
-    from attn_select_vllm.kernels import batch, binding
+    from attn_select_vllm.kernels import batch, binding, limits
 
     loaded_backend.device_of = lambda selection, device: torch.device(device)
     binding.select = functools.partial(selected_for, gpu, binding.select)
     batch._lengths_on_the_host = _bounds
+    limits.packs_caches = lambda: False  # on a GPU all backends write alike
     _custom_ops.concat_and_cache_mla = _concat_and_cache_mla
     names.PAIRS["FLASH_ATTN_TRITON_ATTN"] = ("TORCH_SDPA", "TRITON_ATTN")  # FlashAttention has no interpreter
 

@@ -14,7 +14,8 @@ import pytest
 from vllm_emulated import LLAMA, AttentionSelectorConfig, engine_config
 
 from attn_select import AttentionConfig, clear_cache, select
-from attn_select.errors import AttnSelectError, ConfigError
+from attn_select.backends import registry
+from attn_select.errors import AttnSelectError, ConfigError, RulesError
 from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_vllm.choice import choose, prefill_order
@@ -60,7 +61,7 @@ def test_the_first_of_our_order_that_vllm_0_33_accepts(gpu: str, layer: str) -> 
         assert not set(asked) & set(accepted)
     else:
         assert choice.engine.name in accepted
-        assert list(choice.refused) == asked[: asked.index(choice.engine.name)]
+        assert [name for name in choice.refused if name in asked] == asked[: asked.index(choice.engine.name)]
         assert TABLE.names_of(choice.backend or "")[0] == choice.backend
 
 
@@ -204,7 +205,22 @@ def test_own_kernels_can_be_asked_for_by_name(vllm: Any, version: str) -> None:
         found = engine.registry[OWN_PREFIX + name]  # what a string on the command line goes through
         assert isinstance(found, engine.registry)
         assert (found.name, found.get_path()) == (OWN_PREFIX + name, path)
-        assert engine.platform.get_attn_backend_cls(found, ASKED) == path
+        asked = ASKED._replace(use_mla="MLA" in name)
+        assert engine.platform.get_attn_backend_cls(found, asked) == path
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", [*OWN_KERNELS])
+def test_a_name_for_the_wrong_kind_of_layers_is_an_error(vllm: Any, name: str, sparse: bool) -> None:
+    """Before, its class was made with the other kind's arguments: a TypeError."""
+    engine = started(vllm)
+    asked = ASKED._replace(use_mla=sparse or "MLA" not in name, use_sparse=sparse)
+
+    with pytest.raises(ConfigError) as failed:
+        engine.platform.get_attn_backend_cls(engine.registry[OWN_PREFIX + name], asked)
+    assert failed.value.fields == ("attention_backend",)
+    served = "dense MLA" if "MLA" in name else "layers with keys and values per head"
+    assert f"it serves {served} alone" in failed.value.message
 
 
 @pytest.mark.parametrize("version", RELEASES_OF_EACH_REGISTRY)
@@ -231,7 +247,8 @@ def test_an_explicit_backend_wins(vllm: Any) -> None:
     engine = started(vllm)
     chosen = engine.registry["CPU_ATTN"]
     assert engine.platform.get_attn_backend_cls(chosen, ASKED) == "vllm.CPU_ATTN"
-    assert "leaves full_attention to CPU_ATTN: --attention-backend asks for it" in engine.log.lines[0]
+    # Gemma 4 and ``attention_config`` name one too: nothing says who did.
+    assert "to CPU_ATTN: --attention-backend, attention_config or the model asks for it" in engine.log.lines[0]
     own = engine.registry["ATTN_SELECT_TRITON_ATTN"]
     assert engine.platform.get_attn_backend_cls(own, ASKED) == OWN_KERNELS["TRITON_ATTN"]
 
@@ -256,9 +273,9 @@ def test_encoders_run_our_kernels(vllm: Any, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("asked", "reason"), LIMITS)
 def test_an_explicit_own_backend_is_held_to_the_limits(vllm: Any, asked: dict[str, Any], reason: str) -> None:
     engine = started(vllm)
-    own = engine.registry["ATTN_SELECT_TORCH_SDPA"]
-    with pytest.raises(ConfigError, match=f"--attention-backend ATTN_SELECT_TORCH_SDPA: .*{reason}"):
-        engine.platform.get_attn_backend_cls(own, ASKED._replace(**asked))
+    name = "ATTN_SELECT_TRITON_MLA" if asked.get("use_mla") else "ATTN_SELECT_TORCH_SDPA"
+    with pytest.raises(ConfigError, match=f"--attention-backend {name}: .*{reason}"):
+        engine.platform.get_attn_backend_cls(engine.registry[name], ASKED._replace(**asked))
 
 
 def test_an_engine_that_speculates_after_one_that_does_not(vllm: Any) -> None:
@@ -305,11 +322,10 @@ def test_settings_that_cannot_be_read_do_not_end_the_engine(
     vllm: Any, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if broken == "rules":
-        (tmp_path / "r.toml").write_text('version = 1\n[[rules]]\nname = "mine"\nprefers = ["FLASH_ATTN"]\n')
-        monkeypatch.setenv("ATTN_SELECT_RULES", str(tmp_path / "r.toml"))
+        rules_file('prefers = ["FLASH_ATTN"]', tmp_path, monkeypatch)
     else:
         monkeypatch.setenv("ATTN_SELECT_WORKLOAD", "chatt")
-    clear_cache()
+        clear_cache()
     engine = started(vllm)
     assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     (line,) = engine.log.lines
@@ -367,8 +383,8 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
     from attn_select_vllm.kernels.limits import limits
 
     asked = ASKED._replace(use_kv_connector=True)
-    assert engine.platform.get_attn_backend_cls(None, asked) == OWN_KERNELS["TORCH_SDPA"]
-    assert limits(asked._replace(use_mla=True), engine.config) == []
+    engine.platform.device_name = "cuda"
+    assert limits(asked, engine.config) == limits(asked._replace(use_mla=True), engine.config) == []
     shared = SimpleNamespace(
         **vars(engine.config) | {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}
     )
@@ -383,6 +399,59 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
     shared.parallel_config.use_ubatching, shared.speculative_config = False, SimpleNamespace()
     assert limits(without, shared) == [reason]
     assert limits(without._replace(use_mla=True), shared) == []
+
+
+def test_no_store_is_shared_with_vllms_own_backends_for_cpus(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These pack what they write: before, an engine with attn-select read other numbers there, without a word."""
+    engine = started(vllm)
+    of_release_0_32(monkeypatch)
+    asked = ASKED._replace(use_kv_connector=True)
+    assert engine.platform.get_attn_backend_cls(None, asked) == "vllm.CPU_ATTN"
+    with pytest.raises(ConfigError, match="pack what they write"):
+        engine.platform.get_attn_backend_cls(engine.registry["ATTN_SELECT_TORCH_SDPA"], asked)
+
+
+def rules_file(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine read a rule."""
+    (folder / "r.toml").write_text(f'version = 1\n[[rules]]\nname = "mine"\n{text}\n')
+    monkeypatch.setenv("ATTN_SELECT_RULES", str(folder / "r.toml"))
+    clear_cache()
+
+
+def test_a_backend_that_vllm_does_not_have_is_named(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules_file('prefer = ["FLEX_ATTENTION"]', tmp_path, monkeypatch)
+    engine = started(vllm)
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+    assert "  FLEX_ATTENTION is not taken: vLLM has no backend that stands for it" in engine.log.lines[0]
+
+
+def test_a_rule_of_a_backend_that_nobody_knows_is_warned_of(
+    vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules_file('prefer = ["TORCH_SPDA"]', tmp_path, monkeypatch)
+    engine = started(vllm)
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+    (warning,) = [line for line in engine.log.lines if line.startswith("WARNING")]
+    assert "TORCH_SPDA" in warning
+    assert "TORCH_SDPA" in warning
+    monkeypatch.setenv("ATTN_SELECT_STRICT", "1")
+    with pytest.raises(RulesError):
+        engine.platform.get_attn_backend_cls(None, ASKED)
+
+
+def test_what_to_install_where_no_plugin_serves_the_device(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the plugin of Triton on a CPU."""
+    found = registry.entry_points
+
+    def of_triton(group: str) -> Any:
+        names, *rest = found(group)
+        return [entry for entry in names if entry.name == "triton"], *rest
+
+    monkeypatch.setattr(registry, "entry_points", of_triton)
+    clear_cache()
+    engine = started(vllm)
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    assert "  TORCH_SDPA would run: pip install " in engine.log.lines[0]
 
 
 @pytest.mark.parametrize(

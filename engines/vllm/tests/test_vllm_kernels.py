@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,6 +101,7 @@ def use(vllm: Any, gpu: str | None, monkeypatch: pytest.MonkeyPatch, text: dict[
 
         engine.platform.device_name = "cuda"
         monkeypatch.setattr(binding, "select", functools.partial(selected_for, gpu, binding.select))
+        monkeypatch.setattr(loaded_backend, "device_of", lambda selection, device: device)
     return config
 
 
@@ -110,8 +112,7 @@ def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setitem(names.PAIRS, PAIR, ("TORCH_SDPA", "TRITON_ATTN"))
     made: dict[str, Any] = {"TORCH_SDPA": kernels.TorchSdpaBackend, "TRITON_ATTN": kernels.TritonAttnBackend}
-    impl = type("PairImpl", (kernels.OwnImpl,), {"backend": PAIR})
-    made[PAIR] = type("PairBackend", (kernels.TritonAttnBackend,), {"impl": impl})
+    made[PAIR] = type("PairBackend", (kernels.TritonAttnBackend,), {"backend": PAIR})
     return made[name]
 
 
@@ -153,6 +154,27 @@ def test_steps_of_drafts_at_once(vllm: Any, monkeypatch: pytest.MonkeyPatch, lon
 
 def _key_value(rows: list[Any], part: slice) -> tuple[Any, Any]:
     return torch.cat([row[part] for row in rows]).split(KV_HEADS, dim=1)
+
+
+@pytest.mark.parametrize("protocol", ["0.26", "LBHNC"])
+def test_blocks_of_any_size_are_read_whole(vllm: Any, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM lays the cache out in them, whatever smaller blocks a plan prefers."""
+    monkeypatch.setattr(sys.modules[__name__], "BLOCK", 48)
+    config = use(vllm, None, monkeypatch, LLAMA)
+    backend = backend_of("TORCH_SDPA", monkeypatch)
+    layer = layer_of(backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS))
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    builder = backend.get_builder_cls()(SimpleNamespace(block_size=48), ["layers.0"], config, torch.device("cpu"))
+    torch.manual_seed(0)
+    table, cache = torch.randperm(8, dtype=torch.int32).view(2, 4), cache_of(backend, protocol, 8)
+    query, rows = torch.randn(130, HEADS, SIZE), [torch.randn(count, 2 * KV_HEADS, SIZE) for count in (100, 30)]
+    key, value = torch.cat(rows).split(KV_HEADS, dim=1)
+    step, output = step_of((100, 30), (100, 30), table), torch.full_like(query, torch.nan)
+    layer.impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
+    layer.impl.forward(layer, query, key, value, cache, builder.build(0, step), output)
+    for asked, given, row in zip(query.split((100, 30)), output.split((100, 30)), rows, strict=True):
+        wanted = attention(asked, *row.split(KV_HEADS, dim=1), None, SIZE**-0.5).float()
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -201,15 +223,19 @@ def test_a_pair_splits_a_step_and_captures_decodes(vllm: Any, monkeypatch: pytes
     assert builder_cls.get_cudagraph_support(config, spec).name == "UNIFORM_BATCH"
     table = torch.randperm(12, dtype=torch.int32).view(3, 4)
 
-    def parts(metadata: Any) -> list[tuple[str, slice | None]]:
-        (of_kind,) = metadata.parts
-        return [(part.phase, part.rows) for part in of_kind]
+    def parts(metadata: Any) -> list[tuple[str, slice]]:
+        (built,) = metadata.built
+        return [(part.phase, part.rows) for part in built.parts]
 
     mixed = builder.build(0, step_of((1, 3, 20), (9, 50, 20), table))
     assert parts(mixed) == [("decode", slice(0, 1)), ("prefill", slice(1, 24))]
-    assert parts(builder.build(0, step_of((5, 3, 20), (9, 50, 20), table))) == [("prefill", None)]
+    assert parts(builder.build(0, step_of((5, 3, 20), (9, 50, 20), table))) == [("prefill", slice(0, 28))]
     decodes = step_of((1, 1, 1), (9, 50, 20), table)
-    assert parts(builder.build(0, decodes)) == parts(builder.build_for_cudagraph_capture(decodes)) == [("decode", None)]
+    assert (
+        parts(builder.build(0, decodes))
+        == parts(builder.build_for_cudagraph_capture(decodes))
+        == [("decode", slice(0, 3))]
+    )
     short_behind = builder.build(0, step_of((1, 5, 1), (9, 50, 1), table))
     assert parts(short_behind) == [("decode", slice(0, 1)), ("prefill", slice(1, 7))]
 
@@ -225,8 +251,7 @@ def test_pairs_read_one_cache_on_the_gpus_that_they_are_for(vllm: Any, monkeypat
         for backend, dtype in ((FlashAttnTritonAttnBackend, "auto"), (FlashInferTritonAttnBackend, "fp8")):
             impl = backend.get_impl_cls()(HEADS, 128, 128**-0.5, KV_HEADS, None, None, dtype)
             assert backend.get_name() == "ATTN_SELECT_" + "_".join(impl.attn_select.backends.values())
-            plans = selected(impl.attn_select.backends, impl.attn_select.config).plans
-            assert all(LAYOUT in plan.kv_layouts for plan in plans.values())
+            assert selected(impl.attn_select.backends, impl.attn_select.config, LAYOUT).kv_layout == LAYOUT
 
 
 @needs_interpreter
@@ -402,7 +427,6 @@ def test_ranks_share_contexts(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: 
     config = use(vllm, None if name == "TORCH_SDPA" else "a100", monkeypatch, LLAMA)
     config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.cp_kv_cache_interleave_size = interleave
-    monkeypatch.setattr(loaded_backend, "device_of", lambda selection, device: device)
     backend = backend_of(name, monkeypatch)
     torch.manual_seed(0)
     table = torch.randperm(18, dtype=torch.int32).view(3, 6)

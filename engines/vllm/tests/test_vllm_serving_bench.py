@@ -32,6 +32,7 @@ def test_tokens_agree_up_to_the_first_difference() -> None:
     assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == 0.75
 
 
+@pytest.mark.slow(guard="test_vllm_engine, of real engines; the tests above, of what is drawn and counted")
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     options = ["--requests", "4", "--longest", "60", "--rounds", "1", "--kinds", "mixed", "--cache-gib", "1"]

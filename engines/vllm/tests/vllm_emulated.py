@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ class MultipleOf:
 
 
 class AttentionBackend:
+    @classmethod
+    def is_mla(cls) -> bool:
+        return False
+
     @classmethod
     def validate_configuration(cls, **asked: Any) -> list[str]:
         return []
@@ -204,7 +209,9 @@ class _Member(Enum, metaclass=_BackendEnumMeta):
         return str(self.value)
 
     def get_class(self) -> type[AttentionBackend]:
-        return AttentionBackend
+        own = self.get_path().startswith("attn_select_vllm.")
+        found: type[AttentionBackend] = pkgutil.resolve_name(self.get_path()) if own else AttentionBackend
+        return found
 
 
 def _register(cls: Any, name: str, value: str) -> Any:

@@ -11,57 +11,46 @@ from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
     MultipleOf,
 )
 
-from attn_select.runtime import Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
-from attn_select_vllm.kernels.batch import common_of, of_drafts
-from attn_select_vllm.kernels.binding import Builders, Layer, Part, graph_support, layers_of, on_device
+from attn_select_vllm.kernels.backend import Own, OwnSteps
+from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.binding import Groups, Layer, on_device
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of, scales_per_head
-from attn_select_vllm.names import OWN_PREFIX, kernels_of
+from attn_select_vllm.names import kernels_of
 
 
 @dataclass
 class Metadata:
     """A step."""
 
-    # Of the layers of each ``Layer.kind``.
-    parts: list[list[Part]]
+    # What the group of each ``Layer.kind`` built.
+    built: list[Any]
     # What vLLM sets in cross-attention: the slots of the encoder's tokens.
     slot_mapping: Tensor | None = None
 
 
-class OwnBuilder(AttentionMetadataBuilder[Metadata]):
+class OwnBuilder(OwnSteps, AttentionMetadataBuilder[Metadata]):
     """Builds a step's metadata for the layers of one group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = layers_of(vllm_config, layer_names)
-        self.block_size: int | None = kv_cache_spec.block_size if layers[0].config.has_cache else None
-        self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
-        self.reorder_batch_threshold = self.builders.reorder_batch_threshold
-        self._capturing = False
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return what the layers' plans can capture."""
-        return graph_support(vllm_config)
+        own = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.attn_select
+        self.block_size: int | None = kv_cache_spec.block_size if own.config.has_cache else None
+        self.groups = Groups(layer_names, self.block_size, vllm_config, torch.device(device))
+        self.reorder_batch_threshold = self.groups.reorder_batch_threshold
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step; what requests share is read once by no kernel here."""
-        common = common_of(common_attn_metadata, self.block_size, self.builders.reorder_batch_threshold)
-        return Metadata(self.builders.build(common, fast_build, self._capturing))
-
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Metadata:
-        """Return the metadata of a step that drafts."""
-        return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)
+        common = common_of(common_attn_metadata, self.block_size, self.reorder_batch_threshold)
+        return Metadata(self.groups.build(common, fast_build, self._capturing))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Return what a graph is captured with, by ``build``: vLLM's cross-attention gives it the encoder's lengths."""
@@ -73,10 +62,9 @@ class OwnBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 class OwnImpl(AttentionImpl[Metadata]):
-    """Runs one layer. A subclass names its kernels."""
+    """Runs one layer; ``backend`` is as of ``Own``."""
 
     backend: ClassVar[str]
-    """attn-select's name of the backend, or a pair's (``names.PAIRS``)."""
     supports_dcp = True
     can_return_lse_for_decode = True
 
@@ -162,45 +150,16 @@ class OwnImpl(AttentionImpl[Metadata]):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         cache = self._cache(kv_cache) if own.config.has_cache else None
-        for phase, rows, metadata in attn_metadata.parts[own.kind]:
-            tensors = (query, key, value, output)
-            q, k, v, written = tensors if rows is None else [tensor[rows] for tensor in tensors]
-            own.impls[phase].forward(q, k, v, cache, metadata, Outputs(written))
+        own.attend(query, key, value, cache, attn_metadata.built[own.kind], output)
         return output
 
 
-class OwnBackend(AttentionBackend):
-    """What all of them tell vLLM. A subclass names its kernels, and its block sizes."""
+class OwnBackend(Own, AttentionBackend):
+    """A backend for such layers."""
 
+    of_layers, of_steps = OwnImpl, OwnBuilder
     accept_output_buffer = True
     forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # any: attn-select's gate has judged
-    block_sizes: ClassVar[list[int | MultipleOf]]
-    """Tokens per block of a cache that the kernels read."""
-    best_block_size: ClassVar[int]
-    """Which of them is the fastest, where vLLM's user names none."""
-    impl: ClassVar[type[OwnImpl]]
-
-    @classmethod
-    def get_name(cls) -> str:
-        return OWN_PREFIX + cls.impl.backend
-
-    @classmethod
-    def get_impl_cls(cls) -> type[OwnImpl]:
-        return cls.impl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[OwnBuilder]:
-        return OwnBuilder
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return cls.block_sizes
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return cls.best_block_size
 
     @classmethod
     def get_kv_cache_shape(
@@ -229,70 +188,36 @@ class OwnBackend(AttentionBackend):
     def supports_per_head_quant_scales(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return standard_caches()
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-
-class TorchSdpaImpl(OwnImpl):
-    backend = "TORCH_SDPA"
-
 
 class TorchSdpaBackend(OwnBackend):
     """``TORCH_SDPA``."""
 
-    impl = TorchSdpaImpl
+    backend = "TORCH_SDPA"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
     best_block_size = 16
 
 
-class TritonAttnImpl(OwnImpl):
-    backend = "TRITON_ATTN"
-
-
 class TritonAttnBackend(OwnBackend):
-    """``TRITON_ATTN``. Pages of 64 tokens hold whole tiles of its kernels."""
+    """``TRITON_ATTN``."""
 
-    impl = TritonAttnImpl
+    backend = "TRITON_ATTN"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
-    best_block_size = 64
-
-
-class FlashInferImpl(OwnImpl):
-    backend = "FLASHINFER"
 
 
 class FlashInferBackend(OwnBackend):
     """``FLASHINFER``, on Hopper with an FP8 cache: XQA decodes."""
 
-    impl = FlashInferImpl
+    backend = "FLASHINFER"
     block_sizes: ClassVar[list[int | MultipleOf]] = [16, 32, 64, 128]
-    best_block_size = 64
-
-
-class FlashAttnTritonAttnImpl(OwnImpl):
-    backend = "FLASH_ATTN_TRITON_ATTN"
 
 
 class FlashAttnTritonAttnBackend(TritonAttnBackend):
     """Prefills by ``FLASH_ATTN``, decodes by ``TRITON_ATTN``."""
 
-    impl = FlashAttnTritonAttnImpl
-
-
-class FlashInferTritonAttnImpl(OwnImpl):
-    backend = "FLASHINFER_TRITON_ATTN"
+    backend = "FLASH_ATTN_TRITON_ATTN"
 
 
 class FlashInferTritonAttnBackend(FlashInferBackend):
     """Prefills by ``FLASHINFER``, decodes by ``TRITON_ATTN``."""
 
-    impl = FlashInferTritonAttnImpl
+    backend = "FLASHINFER_TRITON_ATTN"

@@ -1,44 +1,52 @@
-"""The layers of one vLLM builder with attn-select's builders and impls behind them.
+"""The layers of one vLLM builder, on groups of attn-select.
 
 vLLM makes a layer before the block size is known, and groups layers by backend and cache alone: layers of one group may
 differ in windows or soft caps. So a layer keeps what it was asked for (``Layer``). The builder, which vLLM makes when
-the cache is laid out, makes builders of attn-select for every distinct config and gives each layer its impls.
+the cache is laid out, makes a group of attn-select for every distinct config and gives each layer its impls.
 
-One backend serves a whole step, or a pair does: prefills by one and decodes by the other, on the same cache.
+One backend serves a whole step, or a pair does: prefills by one and decodes by the other, on the same cache. Ranks may
+share the contexts of requests (vLLM's decode context parallelism). The group's ranks are then vLLM's process group, and
+its share of positions is vLLM's (``cp_kv_cache_interleave_size``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from attn_select import select
+from attn_select.decide.outcome import Candidate
 from attn_select.decide.selection import NoBackendError, Selection
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, CudaGraphLevel, Phase
 from attn_select.runtime import (
-    BackendContext,
+    Attention,
     Capacity,
+    CommonAttentionMetadata,
+    ContextParallel,
+    LayerGroup,
+    Outputs,
     Scales,
     Terms,
-    split_decodes_and_prefills,
+    attention_group,
 )
-from attn_select.runtime import CommonAttentionMetadata as Common
 from attn_select.runtime.compile_ahead import compile_in_an_engine
-from attn_select_vllm.kernels.ranks import RankBuilder, RankImpl
 
 logger = init_logger("vllm.attn_select")
 
 
-def selected(backends: Mapping[Phase, str], config: AttentionConfig) -> Selection:
-    """Return the selection of backends that were decided on before; NoBackendError where one cannot run the layers."""
+def selected(backends: Mapping[Phase, str], config: AttentionConfig, layout: str) -> Selection:
+    """Return the selection of backends that were decided on before, in vLLM's layout of the cache."""
+    # Raises NoBackendError where one cannot run the layers, or does not read the layout.
     wanted = [f"{phase}={backend}" for phase, backend in backends.items()]
     device = "cpu" if current_platform.is_cpu() else None
     selection = select(config, device, rules_in_an_engine(), backend=wanted)
@@ -46,17 +54,26 @@ def selected(backends: Mapping[Phase, str], config: AttentionConfig) -> Selectio
     if missing:
         names = " and ".join(dict.fromkeys(backends[phase] for phase in missing))
         raise NoBackendError(f"{names} cannot run {' and '.join(missing)}\n{selection.explain()}", selection)
-    return selection
+    # Of MLA the prefills are vLLM's own, whatever attn-select has for them.
+    served = {phase: selection.backends[phase] for phase in backends}
+    selection = replace(selection, backends=served, kv_layout=layout if config.has_cache else None)
+    for phase, plan in selection.plans.items():
+        if config.has_cache and layout not in plan.kv_layouts:
+            raise NoBackendError(f"{backends[phase]} does not read {layout}, the layout of vLLM's cache", selection)
+    if config.block_size is None:
+        return selection
+    return replace(selection, candidates=tuple(_in_blocks(each, config.block_size) for each in selection.candidates))
 
 
-class Part(NamedTuple):
-    """The tokens of a step that one backend computes."""
-
-    # The backend is the one of this phase; of a step that is not split, of any.
-    phase: Phase
-    # The tokens; None: all.
-    rows: slice | None
-    metadata: Any
+def _in_blocks(candidate: Candidate, size: int) -> Candidate:
+    """Return a candidate whose kernels read blocks of this size whole: vLLM lays its cache out in them."""
+    phases = {
+        phase: replace(verdict, plan=replace(verdict.plan, kernel_block_sizes=(size,)))
+        if verdict.plan is not None and verdict.plan.kv_layouts
+        else verdict
+        for phase, verdict in candidate.phases.items()
+    }
+    return replace(candidate, phases=phases)
 
 
 class Layer:
@@ -67,48 +84,51 @@ class Layer:
 
     def __init__(self, backends: Mapping[Phase, str], layout: str, config: AttentionConfig, **terms: Any) -> None:
         self.backends, self.layout, self.config, self.terms = dict(backends), layout, config, terms
-        plans = selected(backends, config).plans
-        captured: Sequence[Phase] = ["decode"] if self.is_pair else [*backends]
+        plans = selected(backends, config, layout).plans
         # What captured steps need: of a pair the decodes' level alone.
+        captured: Sequence[Phase] = ["decode"] if len(set(backends.values())) > 1 else [*backends]
         self.level: CudaGraphLevel = min((plans[p].cuda_graph for p in captured), key=CUDA_GRAPH_LEVELS.index)
         # Empty until a builder was made, which also says which of a step's metadata is the layer's.
         self.impls: dict[Phase, Any] = {}
         self.kind = 0
-        self._scales: Scales | None = None
+        self._across_ranks: Attention | None = None
 
-    @property
-    def is_pair(self) -> bool:
-        """Whether prefills and decodes have a backend each."""
-        return len(set(self.backends.values())) > 1
+    def bind(self, group: LayerGroup, layer: Any) -> None:
+        """Make what runs the layer; ``layer`` is vLLM's, whose weights are loaded."""
+        scales = self._scales_of(layer)
+        terms = Terms.of(group.config, group.device, scales=scales, **self.terms)
+        if group.config.decode_context_parallel_size > 1:
+            self._across_ranks = Attention(group, scales=scales, caller_writes=True, **self.terms)
+            terms = self._across_ranks.terms.under(group.distinct[0].context.config)
+        for served in group.distinct:
+            self.impls |= dict.fromkeys(served.context.plans, served.impl(terms))
 
-    def scales_of(self, layer: Any) -> Scales:
+    def _scales_of(self, layer: Any) -> Scales:
         """Return the scales of vLLM's layer: device tensors and, read when its weights were loaded, host floats."""
-        if self._scales is None:
-            per_head = self.config.per_head_quant_scales
-            shape = (self.config.num_kv_heads,) if per_head else ()
-            self._scales = Scales(
-                q=layer._q_scale.max() if per_head else layer._q_scale.reshape(()),  # kernels take one for all queries
-                k=layer._k_scale.reshape(shape),
-                v=layer._v_scale.reshape(shape),
-                q_float=layer._q_scale_float,
-                k_float=layer._k_scale_float,
-                v_float=layer._v_scale_float,
-            )
-        return self._scales
+        per_head = self.config.per_head_quant_scales
+        shape = (self.config.num_kv_heads,) if per_head else ()
+        return Scales(
+            q=layer._q_scale.max() if per_head else layer._q_scale.reshape(()),  # kernels take one for all queries
+            k=layer._k_scale.reshape(shape),
+            v=layer._v_scale.reshape(shape),
+            q_float=layer._q_scale_float,
+            k_float=layer._k_scale_float,
+            v_float=layer._v_scale_float,
+        )
 
-    @property
-    def scales(self) -> Scales:
-        """The scales, once ``scales_of`` has seen vLLM's layer."""
-        assert self._scales is not None
-        return self._scales
-
-
-def layers_of(vllm_config: VllmConfig, names: Sequence[str]) -> list[Layer]:
-    """Return the layers of these names, in order. Their weights are loaded, and so their scales are read."""
-    layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
-    for layer in layers:
-        layer.impl.attn_select.scales_of(layer)
-    return [layer.impl.attn_select for layer in layers]
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None, metadata: Any, output: Tensor
+    ) -> None:
+        """Attend, as ``AttentionImpl.forward`` documents it; keys and values are in the cache."""
+        if self._across_ranks is not None:
+            tokens = slice(0, metadata.num_actual_tokens)
+            self._across_ranks(query[tokens], key[tokens], value[tokens], cache, metadata, output[tokens])
+            return
+        parts = metadata.parts
+        for part in parts:
+            tensors = (query, key, value, output)
+            q, k, v, written = tensors if len(parts) == 1 else [tensor[part.rows] for tensor in tensors]
+            self.impls[part.phase].forward(q, k, v, cache, part.metadata, Outputs(written))
 
 
 def graph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
@@ -121,35 +141,34 @@ def graph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
     return min([*levels, most], key=lambda support: support.value)
 
 
-class Builders:
-    """attn-select's builders of the layers, all of the same backends, that one vLLM builder serves."""
+class Groups:
+    """attn-select's groups of the layers, all of the same backends, that one vLLM builder serves."""
 
     # ``block_size`` is that of the cache as the layers see it; None without a cache.
 
     def __init__(
-        self, layers: Sequence[Layer], block_size: int | None, vllm_config: VllmConfig, device: torch.device
+        self, layer_names: Sequence[str], block_size: int | None, vllm_config: VllmConfig, device: torch.device
     ) -> None:
-        self._by_config: list[Mapping[Phase, Any]] = []
-        self._splits = layers[0].is_pair
-        self._longest_decode = layers[0].config.max_decode_query_len
-        configs: list[AttentionConfig] = []
-        selections: list[Selection] = []
-        for layer in layers:
-            selection = selected(layer.backends, layer.config.model_copy(update={"block_size": block_size}))
-            if layer.config not in configs:
-                configs.append(layer.config)
-                selections.append(selection)
-                self._by_config.append(_builders(layer, selection, vllm_config, device))
-            layer.kind = configs.index(layer.config)
-            if not layer.impls:  # vLLM may make several builders, one for each batch of a step that it halves
-                layer.impls = _impls(layer, selection, self._by_config[layer.kind])
+        by_config: dict[AttentionConfig, LayerGroup] = {}
+        for name in layer_names:
+            layer = vllm_config.compilation_config.static_forward_context[name]
+            own: Layer = layer.impl.attn_select
+            if own.config not in by_config:
+                by_config[own.config] = _group(own, block_size, vllm_config, device)
+            own.kind = [*by_config].index(own.config)
+            if not own.impls:  # vLLM may make several builders, one for each batch of a step that it halves
+                own.bind(by_config[own.config], layer)
+        self._groups = [*by_config.values()]
+        # The groups across ranks write nothing: vLLM did, with the slots of this rank.
+        tokens = self._groups[0].capacity.max_num_batched_tokens
+        self._no_slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         if device.type == "cuda":
             compile_in_an_engine(
-                selections,
+                [group.selection for group in self._groups],
                 device,
-                capacity_of(vllm_config),
-                cuda_graphs=captures(vllm_config, device),
-                phases=tuple(layers[0].backends),
+                self._groups[0].capacity,
+                cuda_graphs=self._groups[0].cuda_graphs,
+                phases=tuple(self._groups[0].backends),
                 say=lambda text: logger.info("attn-select: %s", text),
                 warn=lambda text: logger.warning("attn-select: %s", text),
             )
@@ -157,97 +176,39 @@ class Builders:
     @property
     def reorder_batch_threshold(self) -> int | None:
         """Queries up to this many tokens must come first; None: any order."""
-        builders = [builder for by_phase in self._by_config for builder in by_phase.values()]
-        wanted = [b.reorder_batch_threshold for b in builders if b.reorder_batch_threshold is not None]
-        return min([*wanted, self._longest_decode] if self._splits else wanted, default=None)
+        wanted = (group.reorder_batch_threshold for group in self._groups)
+        return min((threshold for threshold in wanted if threshold is not None), default=None)
 
-    def build(self, common: Common, fast_build: bool = False, capture: bool = False) -> list[list[Part]]:
-        """Return the metadata of a step by ``Layer.kind``: a part, or decodes and prefills apart."""
-        parts = self._parts(common)
-        return [
-            [Part(phase, rows, _built(by_phase[phase], batch, fast_build, capture)) for phase, rows, batch in parts]
-            for by_phase in self._by_config
-        ]
-
-    def _parts(self, common: Common) -> list[tuple[Phase, slice | None, Common]]:
-        if not self._splits:
-            return [(next(iter(self._by_config[0])), None, common)]
-        split = split_decodes_and_prefills(common, self.reorder_batch_threshold or self._longest_decode)
-        if not split.num_prefills:
-            return [("decode", None, common)]
-        if not split.num_decodes:
-            return [("prefill", None, common)]
-        first, last = split.num_decode_tokens, common.num_actual_tokens
-        return [
-            ("decode", slice(0, first), common.requests(0, split.num_decodes)),
-            ("prefill", slice(first, last), common.requests(split.num_decodes, common.num_reqs)),
-        ]
+    def build(self, common: CommonAttentionMetadata, fast_build: bool = False, capture: bool = False) -> list[Any]:
+        """Return the metadata of a step by ``Layer.kind``."""
+        built = []
+        for group in self._groups:
+            batch = common
+            if group.config.decode_context_parallel_size > 1:
+                slots = self._no_slots[: common.num_actual_tokens]
+                batch = replace(common, slot_mapping=slots, block_size=group.block_size)
+            built.append(group.build_for_cudagraph_capture(batch) if capture else group.build(batch, 0, fast_build))
+        return built
 
 
-def capacity_of(vllm_config: VllmConfig) -> Capacity:
-    """Return the most that a step of vLLM's may hold."""
-    scheduler = vllm_config.scheduler_config
-    return Capacity(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len)
-
-
-def captures(vllm_config: VllmConfig, device: torch.device) -> bool:
-    """Whether vLLM is to capture whole steps as CUDA graphs."""
+def _group(layer: Layer, block_size: int | None, vllm_config: VllmConfig, device: torch.device) -> LayerGroup:
+    """Return the group of the layers of one config; every rank makes the same groups in the same order."""
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    # Drafts with slots of their own lengthen every request of a step.
+    drafts = getattr(vllm_config.speculative_config, "max_num_new_slots_for_drafting", 0)
+    tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * drafts
     mode = vllm_config.compilation_config.cudagraph_mode
-    return device.type == "cuda" and mode is not None and bool(mode.has_full_cudagraphs())
-
-
-def _built(builder: Any, common: Common, fast_build: bool, capture: bool) -> Any:
-    if capture:
-        return builder.build_for_cudagraph_capture(common)
-    return builder.build(0, common, fast_build)
-
-
-def _builders(layer: Layer, selection: Selection, vllm_config: VllmConfig, device: torch.device) -> dict[Phase, Any]:
-    """Return the builder of each phase, one for both where one backend serves both, or ranks share the contexts."""
-    capacity = capacity_of(vllm_config)
-    found: dict[Phase, Any] = {}
-    for name, plans in selection.plans_by_backend(tuple(layer.backends)).items():
-        if layer.config.has_cache and not all(layer.layout in plan.kv_layouts for plan in plans.values()):
-            raise NoBackendError(f"{name} does not read {layer.layout}, the layout of vLLM's cache", selection)
-    if selection.config.decode_context_parallel_size > 1:
-        graphs = captures(vllm_config, device)
-        across = RankBuilder(selection, layer.layout, device, capacity, vllm_config, cuda_graphs=graphs)
-        return dict.fromkeys(layer.backends, across)
-    for name, plans in selection.plans_by_backend(tuple(layer.backends)).items():
-        context = BackendContext(
-            config=selection.config,
-            plans=plans,
-            device=device,
-            options=selection.options[name],
-            kv_layout=layer.layout if layer.config.has_cache else None,
-            block_size=selection.config.block_size,
-            max_num_seqs=capacity.max_num_seqs,
-            max_num_batched_tokens=capacity.max_num_batched_tokens,
-            max_model_len=capacity.max_model_len,
-            cuda_graphs=captures(vllm_config, device),
-        )
-        made = _class_of(selection, plans).builder_cls(context)
-        found.update(dict.fromkeys(plans, made))
-    return found
-
-
-def _impls(layer: Layer, selection: Selection, builders: Mapping[Phase, Any]) -> dict[Phase, Any]:
-    """Return the impl of each phase, one for both where one builder serves both."""
-    found: dict[Phase, Any] = {}
-    builder = next(iter(builders.values()))
-    if isinstance(builder, RankBuilder):
-        return dict.fromkeys(builders, RankImpl(builder, scales=layer.scales, **layer.terms))
-    for plans in selection.plans_by_backend(tuple(layer.backends)).values():
-        context = builders[next(iter(plans))].context
-        terms = Terms.of(context.config, context.device, scales=layer.scales, **layer.terms)
-        found.update(dict.fromkeys(plans, _class_of(selection, plans).impl_cls(context, terms)))
-    return found
-
-
-def _class_of(selection: Selection, phases: Iterable[Phase]) -> Any:
-    spec = selection.backends[next(iter(phases))]
-    assert spec is not None
-    return spec.get_class()
+    ranks = None
+    if layer.config.decode_context_parallel_size > 1:
+        across, interleave = get_dcp_group().device_group, parallel.cp_kv_cache_interleave_size
+        ranks = ContextParallel(across, interleave=interleave, merge="a2a")
+    return attention_group(
+        selected(layer.backends, layer.config.model_copy(update={"block_size": block_size}), layer.layout),
+        device,
+        Capacity(scheduler.max_num_seqs, tokens, vllm_config.model_config.max_model_len),
+        context_parallel=ranks,
+        cuda_graphs=device.type == "cuda" and mode is not None and bool(mode.has_full_cudagraphs()),
+    )
 
 
 def on_device(values: Sequence[float] | Tensor | None, device: torch.device) -> Tensor | None:

@@ -28,6 +28,12 @@ def standard_caches() -> bool:
     return hasattr(AttentionBackend, "supported_kv_cache_layouts")
 
 
+def packs_caches() -> bool:
+    """Whether vLLM's own backends pack keys and latents by the processor's instructions, as no other one reads them."""
+    # CPU_ATTN and CPU_MLA of vllm/v1/attention/backends/cpu_attn.py and mla/cpu_mla.py 0.32.
+    return bool(current_platform.is_cpu())
+
+
 def attention_types() -> tuple[str, ...]:
     """Return the types of layers that were run."""
     return ("decoder", "encoder_only", "encoder_decoder") if standard_caches() else ("decoder",)
@@ -49,6 +55,10 @@ def limits(attn_config: Any, vllm_config: Any) -> list[str]:
         "the adapter passes no non-causal batches": attn_config.use_non_causal or getattr(model, "is_diffusion", False),
         "the adapter passes no scales per head with MLA": attn_config.use_per_head_quant_scales and attn_config.use_mla,
         "the adapter serves no KV connector in this release": attn_config.use_kv_connector and not standard_caches(),
+        # An engine without attn-select may write what one with it reads, and the other way round.
+        "a connector's store does not say who wrote it, and vLLM's own backends for CPUs pack what they write": (
+            attn_config.use_kv_connector and packs_caches()
+        ),
         "the adapter serves no prefill context parallelism": attn_config.use_pcp,
         "the adapter serves no decode context parallelism in this release": sharing and not standard_caches(),
         "the adapter serves decode context parallelism with MLA, or of decoders without drafts and halved batches": (

@@ -18,17 +18,16 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attn_select.layer.layouts import MLA
 from attn_select.runtime import CommonAttentionMetadata, Outputs
 from attn_select.runtime.torch_dtypes import storage_dtype
-from attn_select_vllm.kernels.batch import common_of, of_drafts
-from attn_select_vllm.kernels.binding import Builders, Layer, graph_support, layers_of
-from attn_select_vllm.kernels.limits import standard_caches
+from attn_select_vllm.kernels.backend import Own, OwnSteps
+from attn_select_vllm.kernels.batch import common_of
+from attn_select_vllm.kernels.binding import Groups, Layer
 from attn_select_vllm.layers import config_of
-from attn_select_vllm.names import OWN_PREFIX
 
 FUSED_SIZES = (512, 64)
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
@@ -42,22 +41,15 @@ class OwnMLAMetadata(MLACommonMetadata[Any]):
     attn_select: Any = None
 
 
-class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
+class OwnMLABuilder(OwnSteps, MLACommonMetadataBuilder[OwnMLAMetadata]):
     """Builds vLLM's metadata, and attn-select's for the decodes in it."""
 
     query_len_support = QueryLenSupport.SINGLE_ONLY
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, OwnMLAMetadata)
-        layers = layers_of(vllm_config, layer_names)
         self.block_size: int = kv_cache_spec.block_size
-        self.builders = Builders(layers, self.block_size, vllm_config, torch.device(device))
-        self._capturing = False
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return what the layers' decode plans can capture; prefills are never captured."""
-        return graph_support(vllm_config)
+        self.groups = Groups(layer_names, self.block_size, vllm_config, torch.device(device))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> OwnMLAMetadata:
         """Return the metadata of a step."""
@@ -68,7 +60,7 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
                 common = self._share_of(common, common_attn_metadata.dcp_local_seq_lens)
             if metadata.num_prefills:
                 common = common.requests(0, metadata.num_decodes)
-            metadata.attn_select = self.builders.build(common, fast_build, self._capturing)
+            metadata.attn_select = self.groups.build(common, fast_build, self._capturing)
         return metadata
 
     def _share_of(self, common: CommonAttentionMetadata, seq_lens: Tensor) -> CommonAttentionMetadata:
@@ -82,10 +74,6 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
             max_seq_len=-(-common.max_seq_len // self.dcp_virtual_block_size) * step,
         )
 
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> OwnMLAMetadata:
-        """Return the metadata of a step that drafts."""
-        return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)
-
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OwnMLAMetadata:
         """Return what a graph is captured with: decodes alone."""
         self._capturing = True
@@ -97,10 +85,9 @@ class OwnMLABuilder(MLACommonMetadataBuilder[OwnMLAMetadata]):
 
 
 class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
-    """Runs one layer. A subclass names its kernels."""
+    """Runs one layer; ``backend`` is as of ``Own``."""
 
     backend: ClassVar[str]
-    """attn-select's name of the backend."""
     can_return_lse_for_decode = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -137,7 +124,7 @@ class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = latent.new_empty(latent.shape[:-1], dtype=torch.float32)
-        (part,) = attn_metadata.attn_select[own.kind]
+        (part,) = attn_metadata.attn_select[own.kind].parts
         return impl.forward_mqa(query, kv_c_and_k_pe_cache, part.metadata, Outputs(output, lse)), lse
 
 
@@ -153,69 +140,21 @@ def joined(latent: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((latent, rope), dim=-1)
 
 
-class OwnMLABackend(MLACommonBackend):
-    """What all of them tell vLLM. A subclass names its kernels, and its block sizes."""
+class OwnMLABackend(Own, MLACommonBackend):
+    """A backend for such layers."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # any: attn-select's gate has judged
-    block_sizes: ClassVar[list[int | MultipleOf]]
-    """Tokens per block of a cache that the kernels read."""
-    best_block_size: ClassVar[int]
-    """Which of them is the fastest, where vLLM's user names none."""
-    impl: ClassVar[type[OwnMLAImpl]]
-
-    @classmethod
-    def get_name(cls) -> str:
-        return OWN_PREFIX + cls.impl.backend
-
-    @classmethod
-    def get_impl_cls(cls) -> type[OwnMLAImpl]:
-        return cls.impl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[OwnMLABuilder]:
-        return OwnMLABuilder
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return cls.block_sizes
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return cls.best_block_size
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return standard_caches()
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-
-class TritonMLAImpl(OwnMLAImpl):
-    backend = "TRITON_MLA"
+    of_layers, of_steps = OwnMLAImpl, OwnMLABuilder
 
 
 class TritonMlaBackend(OwnMLABackend):
     """``TRITON_MLA``."""
 
-    impl = TritonMLAImpl
+    backend = "TRITON_MLA"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
-    best_block_size = 64
-
-
-class FlashInferMLAImpl(OwnMLAImpl):
-    backend = "FLASHINFER_MLA"
 
 
 class FlashInferMlaBackend(OwnMLABackend):
     """``FLASHINFER_MLA``, on Hopper: its native wrapper takes pages of any size."""
 
-    impl = FlashInferMLAImpl
+    backend = "FLASHINFER_MLA"
     block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    best_block_size = 64
