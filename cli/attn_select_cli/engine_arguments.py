@@ -176,9 +176,9 @@ def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: 
             taken.refused, taken.starts = table.refuses(config, device, model)
         if table.mla_prefill == "by decode" and taken.phases == ("decode",):
             taken.follows = ("prefill",)
-        taken.stands = not otherwise and _stands(taken, table, model)
-        if taken.stands:
-            taken.offers = []
+    if not otherwise and all(_stands(taken, table, model) for taken in found):
+        for taken in found:
+            taken.stands, taken.offers = True, []
     for argument in dict.fromkeys(taken.argument for taken in found):
         same = [taken for taken in found if taken.argument == argument]
         if not table.kinds:

@@ -213,9 +213,7 @@ def _why_none(taken: Taken, result: EngineArguments) -> str:
     if result.otherwise:
         return f"{engine} runs them in another way, by its default: {result.otherwise.why}"
     if taken.stands:
-        return (
-            f"{engine} chooses by itself: attn-select measured nothing on AMD's GPUs, and its order says nothing there"
-        )
+        return f"{engine} chooses by itself: attn-select measured nothing on AMD's GPUs, so its order says nothing"
     has = f"{engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
     return f"{has}, and the default of {engine} runs there"
 

@@ -121,7 +121,9 @@ def test_what_no_argument_says_is_listed(run: Any) -> None:
 def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     preset = run("flags", "-e", "vllm", "-m", "gpt-oss-120b", "-g", "rtx5090")
     assert "  vllm serve MODEL \\\n    --attention-backend TRITON_ATTN \\\n    --dtype bfloat16 \\\n" in preset.out
-    assert "Ranked higher by attn-select, but not taken:\n  FLASHINFER: FLASHINFER of vLLM: needs NVIDIA's" in preset.out
+    assert (
+        "Ranked higher by attn-select, but not taken:\n  FLASHINFER: FLASHINFER of vLLM: needs NVIDIA's" in preset.out
+    )
     assert "attn-select-vllm" not in preset.out  # it does not bring FLASHINFER there
     triton = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h200").out
     assert "  attn-select-vllm, installed beside vLLM, runs attn-select's TRITON_ATTN in it\n" in triton

@@ -83,6 +83,8 @@ def _against(
     if not row.is_about(architecture):
         models = ", ".join(row.architectures)
         yield Reason("model", f"serves the models {models} only", architecture, list(row.architectures))
+    if why := table.not_accepted(row, architecture):
+        yield Reason("model", why, architecture, None)
     size = config.block_size
     if size is not None and config.has_cache and not table.takes(row, size):
         yield block_size_reason(size, row.block_sizes)

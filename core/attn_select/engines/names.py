@@ -293,7 +293,8 @@ class EngineTable:
         moved = any(why for order in named for _, _, why in order)
         return not moved or len({min(order)[1] for order in named if order}) > 1
 
-    def _not_accepted(self, name: EngineName, architecture: str) -> str:
+    def not_accepted(self, name: EngineName, architecture: str) -> str:
+        """Return why a model does not take a name, which stands for a backend of other models; empty where it does."""
         for patterns, names in self.accepts.items():
             if name.argument == "attention" and name.name not in names and _is_one(architecture, patterns):
                 return f"for other models: {architecture} takes {', '.join(names)}"
@@ -321,7 +322,7 @@ class EngineTable:
         for name in self.names:
             if (name.backend, name.argument) == (candidate.backend, argument):
                 missing = name.missing(selection.config, selection.device, kernels, architecture)
-                if why := lacks(name) or self._not_accepted(name, architecture):
+                if why := lacks(name) or self.not_accepted(name, architecture):
                     missing.append(why)
                 if not missing and (name.fault or name.needs):
                     against = name.fault or f"needs {name.needs}"
