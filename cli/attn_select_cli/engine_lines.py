@@ -31,7 +31,8 @@ def engine_lines(answers: EngineAnswers, full: bool) -> list[Line]:
 def _chosen(answers: EngineAnswers) -> list[tuple[str, str]]:
     """Return what the engine takes by itself, and what is wrong with it, as texts with styles."""
     if answers.refused:
-        return [(answers.refused, "rejected")]
+        table = answers.table
+        return [(answers.refused.removeprefix(f"{table.engine} {table.release}").lstrip(": "), "rejected")]
     if not answers.chosen:
         return [("what it takes by itself is not known for this layer", "dim")]
     found = []

@@ -6,10 +6,8 @@ from typing import Any
 
 import click
 
-from attn_select.engines import ENGINES
-from attn_select_cli import complete
 from attn_select_cli.help import Command
-from attn_select_cli.layer_options import explain_options
+from attn_select_cli.layer_options import engine_option, explain_options
 
 EPILOG = """\b
 Examples:
@@ -35,13 +33,7 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none or the mod
 @click.option(
     "--full", is_flag=True, help="Every candidate with its reasons, the rules that count, and the nearest misses."
 )
-@click.option(
-    "--engine",
-    "-e",
-    type=complete.choices(*ENGINES),
-    metavar="NAME",
-    help=f"What an engine's own backends accept, and which it takes by itself: {', '.join(ENGINES)}.",
-)
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: bool, **options: Any) -> int:
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""

@@ -46,14 +46,27 @@ class EngineAnswers:
     chosen: dict[tuple[str, str], EngineDefault]
     refused: str  # why the engine has nothing that serves the layer as it should; empty where it has, or nobody knows
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data; ``docs/json.md`` documents the fields."""
+    @property
+    def by_itself(self) -> str:
+        """The name that it takes by itself, MLA's prefill before its decode; ``none``, or ``-`` where nobody knows."""
+        if self.refused:
+            return "none"
+        found = [self.chosen.get((argument, "")) for argument in ("mla_prefill", "attention")]
+        return " / ".join(dict.fromkeys(each.name for each in found if each)) or "-"
+
+    def choice_to_dict(self) -> dict[str, Any]:
+        """Return what it takes by itself as plain data; ``docs/json.md`` documents the fields."""
         chosen = [
             {"argument": argument, "setting": setting, "name": each.name, "source": each.source}
             for (argument, setting), each in self.chosen.items()
         ]
-        names = [each.to_dict() for each in self.backends]
-        return {"name": self.table.key, "refused": self.refused, "chosen": chosen, "backends": names}
+        name, release = self.table.key, self.table.release
+        told = {"name": name, "release": release, "refused": self.refused, "by_itself": self.by_itself}
+        return told | {"chosen": chosen}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all as plain data."""
+        return self.choice_to_dict() | {"backends": [each.to_dict() for each in self.backends]}
 
 
 def answers(table: EngineTable, config: AttentionConfig, device: Device, architecture: str) -> EngineAnswers:

@@ -77,12 +77,13 @@ def audit(engine: str, count: int, seed: int, options: argparse.Namespace) -> in
         ours = {drawn: said(engine, drawn, folder) for drawn in draw(engine, count, seed, gpus)}
         asked = {drawn: json.dumps(question(drawn, say, folder, gpus)) for drawn, say in ours.items()}
         # A process for some of the models, each of which it imports once, and one architecture of AMD's; GPU by GPU.
-        parts: dict[tuple[int, str | None], list[str]] = {}
+        parts: dict[tuple[int | None, str | None], list[str]] = {}
         for line, drawn in {
             asked[drawn]: drawn for drawn in sorted(ours, key=lambda one: (one.gpu, one.model))
         }.items():
-            part = [*MODELS].index(drawn.model) % options.jobs, lookup(drawn.gpu).arch
-            parts.setdefault(part, []).append(line)
+            arch = lookup(drawn.gpu).arch
+            part = None if arch else [*MODELS].index(drawn.model) % options.jobs
+            parts.setdefault((part, arch), []).append(line)
         print(f"{engine}: {count} commands, seed {seed}: {sum(map(len, parts.values()))} questions", flush=True)
         with ThreadPoolExecutor(options.jobs) as pool:
             found = pool.map(
