@@ -185,7 +185,7 @@ def test_one_h100() -> None:
     assert (found.note, found.warnings) == (None, ())
 
 
-@pytest.mark.parametrize("row", known_gpus().values(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in known_gpus().values() if not row.arch], ids=lambda row: row.name)
 def test_every_gpu_of_the_table_is_found_again(row: Any) -> None:
     cores = row.sm_count * (64 if row.compute_capability in ((7, 0), (7, 5), (8, 0)) else 128)
     gpu = Gpu(name=row.full_name, capability=row.compute_capability, cores=cores, memory_mib=row.memory_gib * 1024)
@@ -377,6 +377,22 @@ def fake_torch(cuda: str | None, hip: str | None = None, initialised: bool = Fal
             get_device_properties=lambda index: properties,
         ),
     )
+
+
+def test_torch_of_rocm_says_the_arch_once_it_has_started_a_gpu(without_nvml: Callable[[Any], Detection]) -> None:
+    properties = SimpleNamespace(
+        name="AMD Instinct MI300X", major=9, minor=4, gcnArchName="gfx942:sramecc+:xnack-",
+        multi_processor_count=304, total_memory=206_141_652_992,
+    )  # fmt: skip
+    torch = fake_torch(None, hip="7.0")
+    torch.cuda.get_device_properties = lambda index: properties
+    found = without_nvml(torch)
+    assert found.device.is_cpu
+    assert "ROCm" in str(found.note)
+    torch.cuda.is_initialized = lambda: True
+    device = without_nvml(torch).device
+    assert (device.name, device.arch, device.compute_capability) == ("mi300x", "gfx942", None)
+    assert (device.is_cpu, device.local, device.bandwidth_gbps) == (False, True, 5300)
 
 
 def test_without_nvml_torch_is_asked_once_it_has_started_cuda(without_nvml: Callable[[Any], Detection]) -> None:

@@ -24,17 +24,22 @@ REAL_CAPABILITIES = {
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_row(row: dict[str, Any]) -> None:
+    amd = row["full_name"].startswith("AMD ")
     assert list(row) == [
-        *("name", "aliases", "full_name", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps"),
-        *("bf16_tflops", "fp8_tflops", "source"),
+        *("name", "aliases", "full_name", "compute_capability", *(["arch"] if amd else [])),
+        *("sm_count", "memory_gib", "bandwidth_gbps", "bf16_tflops", "fp8_tflops", "source"),
     ]
     assert row["name"] == row["name"].lower().strip()
     assert " " not in row["name"]
-    assert row["full_name"].startswith("NVIDIA ")
-    assert tuple(row["compute_capability"]) in REAL_CAPABILITIES
+    if amd:
+        assert row["compute_capability"] is None
+        assert lookup(row["arch"]).arch == row["arch"]
+    else:
+        assert row["full_name"].startswith("NVIDIA ")
+        assert tuple(row["compute_capability"]) in REAL_CAPABILITIES
     assert row["source"]
     # Wide enough for every GPU there is, narrow enough to catch MB for GiB or TB/s for GB/s.
-    assert row["sm_count"] is None or 8 <= row["sm_count"] <= 200
+    assert row["sm_count"] is None or 8 <= row["sm_count"] <= (400 if amd else 200)
     assert row["memory_gib"] is None or 8 <= row["memory_gib"] <= 300
     assert row["bandwidth_gbps"] is None or 100 <= row["bandwidth_gbps"] <= 10_000
     assert row["bf16_tflops"] is None or 50 <= row["bf16_tflops"] <= 5_000
@@ -84,6 +89,9 @@ def test_driver_names(spelling: str, name: str, capability: str, sm_count: int, 
         ("GeForce RTX 5090", "rtx5090"),
         ("RTX 6000 Ada", "rtx-6000-ada"),
         ("DGX Spark", "gb10"),
+        ("AMD_Instinct_MI300X", "mi300x"),
+        ("Radeon RX 7900 XTX", "rx7900xtx"),
+        ("GFX1201", "gfx1201"),
         ("cpu", "cpu"),
     ],
 )

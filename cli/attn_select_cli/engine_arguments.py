@@ -28,6 +28,8 @@ class Taken:
     offers: Sequence[Offer]  # attn-select's order for these
     offer: Offer | None = None  # the one that is taken; None where the engine has none of the order
     default: EngineDefault | None = None  # what the engine runs without the argument, where that is known
+    # whether the engine's own choice stands: nothing was measured on this device, and attn-select ranks what it has
+    stands: bool = False
     refused: str = ""  # why the engine has nothing that serves the layers; empty where it has, or nobody knows
     starts: bool = False  # whether the engine starts where it is refused, with wrong outputs
     follows: Sequence[Phase] = ()  # phases that go with it
@@ -60,6 +62,7 @@ class Taken:
             "selected": self.layer.selection.selected[self.phases[-1]],
             "backend": self.offer.backend if self.offer else None,
             "engine_backend": name.name if name else None,
+            "engine_default": self.default.name if self.default else None,
             "source": name.source if name else None,
             "default": self.default.source if self.default and self.is_default else None,
             "passed_over": [{"backend": backend, "why": why} for backend, why in self.passed_over()],
@@ -97,7 +100,7 @@ class EngineArguments:
     @property
     def ok(self) -> bool:
         """Whether every kind of layers has a backend of the engine in every phase."""
-        return not self.refused and all(taken.offer is not None for taken in self.taken)
+        return not self.refused and all(taken.offer is not None or taken.stands for taken in self.taken)
 
     def argument_list(self) -> list[str]:
         """Return the command-line arguments, the configuration file's among them."""
@@ -162,7 +165,7 @@ def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: 
             argument,
             phases,
             [] if otherwise else table.offers(layer.selection, phases, _named_by(argument), architecture=model),
-            default=table.default(layer.selection, _named_by(argument), model),
+            default=table.default(layer.selection.config, layer.selection.device, _named_by(argument), model),
         )
         for layer in explanation.attention
         for argument, phases in _places(table, layer.selection, split)
@@ -173,6 +176,9 @@ def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: 
             taken.refused, taken.starts = table.refuses(config, device, model)
         if table.mla_prefill == "by decode" and taken.phases == ("decode",):
             taken.follows = ("prefill",)
+    if not otherwise and all(_stands(taken, table, model) for taken in found):
+        for taken in found:
+            taken.stands, taken.offers = True, []
     for argument in dict.fromkeys(taken.argument for taken in found):
         same = [taken for taken in found if taken.argument == argument]
         if not table.kinds:
@@ -181,6 +187,16 @@ def _taken(explanation: Explanation, table: EngineTable, model: str, otherwise: 
             for taken in same:
                 taken.offer = min(_with_a_name(taken), key=_place, default=None)
     return found
+
+
+def _stands(taken: Taken, table: EngineTable, model: str) -> bool:
+    """Whether an engine's own choice stands on a device where attn-select measured nothing, and has nothing by name."""
+    selection = taken.layer.selection
+    config, device = selection.config, selection.device
+    if device.arch is None or taken.default is None or selection.explicit:
+        return False
+    row = table.accepting(taken.default.name, _named_by(taken.argument), config, device, model)
+    return row is None or not row.fault
 
 
 def _places(table: EngineTable, selection: Selection, split: bool) -> list[tuple[str, Sequence[Phase]]]:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from attn_select_cli.help import Command
-from attn_select_cli.layer_options import explain_options
+from attn_select_cli.layer_options import engine_option, explain_options
 
 EPILOG = """\b
 Examples:
@@ -19,6 +19,7 @@ Examples:
   attn-select explain --model deepseek-v3 --gpu h100 --backend decode=FLASHMLA
   attn-select explain --model llama-3-8b --gpu h100 --workload '64q1s4k*0.8,q2k*0.2'
   attn-select explain --model gpt-oss-120b --gpu rtx5090 --rules my_rules.toml --json
+  attn-select explain --model deepseek-v3 --gpu mi300x --engine vllm
 
 Exit code: 0 every layer has a backend in every phase, 1 one has none or the model type is not known, 2 wrong input,
 3 a bug.
@@ -32,6 +33,7 @@ Exit code: 0 every layer has a backend in every phase, 1 one has none or the mod
 @click.option(
     "--full", is_flag=True, help="Every candidate with its reasons, the rules that count, and the nearest misses."
 )
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(model: tuple[str, ...], gpu: tuple[str, ...], full: bool, as_json: bool, **options: Any) -> int:
     """Show which backend serves each layer of a model on a GPU, and why each other one does not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +16,9 @@ from attn_select.decide.selector import environment_for, select_model, situation
 from attn_select.decide.situation import Situation
 from attn_select.decide.state_page import state_page
 from attn_select.decide.text import brief_lines, device_lines, layer_lines, note_lines, plugin_lines, situation_lines
+from attn_select.engines import ENGINES
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
+from attn_select.layer.config import AttentionConfig
 from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_kinds, load
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.detection import detect_device
@@ -24,6 +26,10 @@ from attn_select.machine.device import Device, lookup
 from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
 from attn_select_cli.layer_options import flag_of, overrides_from
+
+if TYPE_CHECKING:
+    from attn_select.engines.answers import EngineAnswers
+    from attn_select.engines.names import EngineTable
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +85,16 @@ class Explanation:
     situation: Situation  # what the decisions rest on
     unserved: Sequence[UnservedLayers] = ()  # layers of kinds that no backend here has a kernel for
     unused: Sequence[str] = ()  # the fields that options set and no layer has
+    engine: EngineTable | None = None  # the engine whose own backends are asked too
+
+    def answers(self, layer: LayerExplanation) -> EngineAnswers | None:
+        """Return what the engine says of a kind of layers; None without one, and of layers that keep a state."""
+        config = layer.selection.config
+        if self.engine is None or not isinstance(config, AttentionConfig):
+            return None
+        from attn_select.engines.answers import answers
+
+        return answers(self.engine, config, self.device, self.model["architecture"] if self.model else "")
 
     @property
     def attention(self) -> list[LayerExplanation]:
@@ -136,6 +152,10 @@ class Explanation:
         shown: set[str] = set()
         for layer in self.layers:
             own = [[], *render(layer.selection, layer.kind, layer.count, owners=layer.layers.owners)]
+            if (answers := self.answers(layer)) is not None:
+                from attn_select_cli.engine_lines import engine_lines
+
+                own += engine_lines(answers, full)
             folded = {text for line in own if OTHERS in (text := plain([line]))}
             lines += [line for line in own if plain([line]) not in shown]
             shown |= folded
@@ -157,6 +177,10 @@ class Explanation:
 
         return [unserved_data(each, self.device) for each in self.unserved]
 
+    def _layer_data(self, layer: LayerExplanation) -> dict[str, Any]:
+        answers = self.answers(layer)
+        return layer.to_dict() | ({} if answers is None else {"engine": answers.to_dict()})
+
     def _page_lines(self) -> list[Line]:
         """Say how long blocks are where attention and states share one pool, and what that wastes."""
         page = state_page([layer.selection for layer in self.layers])
@@ -176,7 +200,7 @@ class Explanation:
             "environment": environment_dict(self.situation),
             "warnings": self.all_warnings,
             "state_page": None if page is None else page.to_dict(),
-            "layers": [layer.to_dict() for layer in self.layers],
+            "layers": [self._layer_data(layer) for layer in self.layers],
             "unserved": self._unserved_data(),
         }
 
@@ -303,7 +327,19 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
     warnings += kinds.warnings
-    return Explanation(described, layers, warnings, situation, kinds.unserved, kinds.unused)
+    return Explanation(described, layers, warnings, situation, kinds.unserved, kinds.unused, _engine(options))
+
+
+def _engine(options: Mapping[str, Any]) -> EngineTable | None:
+    """Return the table of the engine that is asked about; None without one."""
+    name = options.get("engine")
+    if name is None:
+        return None
+    from attn_select.engines.names import engine_table  # few commands ask for one
+
+    if name not in ENGINES:
+        raise UnknownNameError("engine", name, ENGINES)
+    return engine_table(name)
 
 
 def known_layers(

@@ -204,7 +204,7 @@ def _named(taken: Taken) -> str:
     if taken.refused:
         return "-"
     if taken.offer is None or taken.offer.name is None:
-        return "its default"
+        return f"{taken.default.name}, its default" if taken.default and taken.stands else "its default"
     return f"{taken.offer.name.name}, its default" if taken.is_default else taken.offer.name.name
 
 
@@ -212,6 +212,8 @@ def _why_none(taken: Taken, result: EngineArguments) -> str:
     engine = result.table.engine
     if result.otherwise:
         return f"{engine} runs them in another way, by its default: {result.otherwise.why}"
+    if taken.stands:
+        return f"{engine} chooses by itself: attn-select measured nothing on AMD's GPUs, so its order says nothing"
     has = f"{engine} has none of its backends" if taken.offers else "no backend of attn-select is valid"
     return f"{has}, and the default of {engine} runs there"
 

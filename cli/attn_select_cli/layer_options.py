@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from attn_select.engines import ENGINES
 from attn_select.errors import AttnSelectError
 from attn_select.layer.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig
 from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES, canonical
@@ -208,6 +209,17 @@ def workload_options(function: F) -> F:
         metavar="SHAPES|PROFILE|FILE",
         help="The batches to be fast at: 64q1s4k*0.8,q2k*0.2 (requests, q new tokens, s all tokens; shares), "
         "a profile (chat, long-context, offline, speculative, agent) or a .toml file.",
+    )(function)
+
+
+def engine_option(function: F) -> F:
+    """Add the option that asks about an engine's own backends too."""
+    return click.option(
+        "--engine",
+        "-e",
+        type=complete.choices(*ENGINES),
+        metavar="NAME",
+        help=f"What an engine's own backends accept, and which it takes by itself: {', '.join(ENGINES)}.",
     )(function)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from attn_select_cli.help import Command
-from attn_select_cli.layer_options import decision_options, workload_options
+from attn_select_cli.layer_options import decision_options, engine_option, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
 EPILOG = """\b
@@ -18,9 +18,12 @@ Examples:
   attn-select matrix --model llama-3-8b --model deepseek-v3 --gpu a100 --gpu h100 --gpu b200
   attn-select matrix --kv-cache-dtype fp8 --format markdown
   attn-select matrix --gpu h100 --gpu b200 --workload long-context
+  attn-select matrix --gpu mi300x --gpu rtx-pro-6000 --engine vllm
   attn-select matrix --json
 
-A cell names the backend, or prefill / decode where they differ; `none` where no backend is valid.
+A cell names the backend, or prefill / decode where they differ; `none` where no backend is valid. With --engine it
+names what the engine takes by itself, `none` where it has nothing that serves the layer as it should, `-` where that
+is not known.
 
 Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 """
@@ -35,6 +38,7 @@ _FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
 @pair_options
 @decision_options
 @workload_options
+@engine_option
 @click.option("--format", "form", type=_FORMS, default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def command(form: str, as_json: bool, **options: Any) -> int:
@@ -54,35 +58,36 @@ def command(form: str, as_json: bool, **options: Any) -> int:
             "count": layer.count,
             "selected": layer.selection.selected,
         }
+        | ({} if answers is None else {"engine": answers.choice_to_dict()})
         for (name, device), explanation in zip(product(names, gpus), explanations, strict=True)
         for layer in explanation.layers
+        for answers in [explanation.answers(layer)]
     ]
-    ok = all(None not in cell["selected"].values() for cell in cells)
+    texts = [cell["engine"]["by_itself"] if "engine" in cell else cell_text(cell["selected"]) for cell in cells]
+    lacking = [cell for cell, text in zip(cells, texts, strict=True) if "none" in text.split(" / ")]
     if as_json and form == "markdown":
         raise click.UsageError("--json and --format markdown contradict each other")
     warnings = warnings_of(explanations)
     if as_json or form == "json":
         print_json({"schema_version": 1, "models": list(names), "gpus": list(gpus), "cells": cells})
         print_warnings(warnings)
-        return 0 if ok else 1
+        return 1 if lacking else 0
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell in cells:
-        rows.setdefault((cell["model"] or "-", f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = cell_text(
-            cell["selected"]
-        )
+    for cell, text in zip(cells, texts, strict=True):
+        rows.setdefault((cell["model"] or "-", f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = text
     header = ["model", "layers", *gpus]
     table = [[*key, *(by_gpu.get(g, "-") for g in gpus)] for key, by_gpu in rows.items()]
     if form == "markdown":
         click.echo(markdown_table(header, table))
     else:
         print_lines([Table(header, table)])
-    if not ok and form == "text":
-        missing = next(cell for cell in cells if None in cell["selected"].values())
+    if lacking and form == "text":
+        missing = lacking[0]
         model = f"--model {missing['model']} " if missing["model"] else ""
         command = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
         print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {command}", "")]])
     print_warnings(warnings)
-    return 0 if ok else 1
+    return 1 if lacking else 0
 
 
 def cell_text(selected: Mapping[Any, str | None]) -> str:

@@ -326,17 +326,17 @@ def _device_conditions(gpus: Sequence[str]) -> dict[str, Any]:
     from attn_select.machine.device import lookup
 
     named: list[str] = []
-    capabilities: list[str] = []
+    kinds: dict[str, list[str]] = {"compute_capability": [], "arch": []}
     for gpu in gpus:
         device = detect_device().device if gpu.strip().lower() == "auto" else lookup(gpu)
-        any_of_kind = not device.is_cpu and device.name == f"sm{device.capability_text.replace('.', '')}"
-        (capabilities if any_of_kind else named).append(device.capability_text if any_of_kind else device.name)
-    if named and capabilities:
-        raise click.UsageError(
-            f"--gpu: {', '.join(named)} and compute capability {', '.join(capabilities)} need a rule each",
-            click.get_current_context(),
-        )
-    conditions = {"gpu": named, "compute_capability": capabilities}
+        any_of_kind = device.name in (device.arch, f"sm{device.capability_text.replace('.', '')}")
+        kind = kinds["arch" if device.arch else "compute_capability"] if any_of_kind else named
+        kind.append(device.capability_text if any_of_kind else device.name)
+    conditions = {"gpu": named, **kinds}
+    written = {field: ", ".join(values) for field, values in conditions.items() if values}
+    if len(written) > 1:
+        each = " and ".join(f"{field.replace('_', ' ')} {text}" for field, text in written.items())
+        raise click.UsageError(f"--gpu: {each} need a rule each", click.get_current_context())
     return {field: _one_or_all(values) for field, values in conditions.items() if values}
 
 
@@ -355,7 +355,7 @@ def _conditions(written: Sequence[str], with_gpu: bool) -> dict[str, Any]:
             accepted = "expected FIELD=VALUE, FIELD<=NUMBER or FIELD, such as 'head_size=128', 'num_heads<=16', sinks"
             raise click.UsageError(f"--when {text!r}: {accepted}", click.get_current_context())
         field = match[3] or match[1]
-        if with_gpu and field in ("gpu", "compute_capability"):
+        if with_gpu and field in ("gpu", "compute_capability", "arch"):
             raise click.UsageError(f"--when {text!r}: --gpu names the devices already", click.get_current_context())
         if match[3] and field in FIELDS and not is_boolean(field):
             accepted = f"expected a value, {field}=VALUE: a field alone must be one that is true or false"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attn_select_cli.help import Command
-from attn_select_cli.layer_options import decision_options, workload_options
+from attn_select_cli.layer_options import decision_options, engine_option, workload_options
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ Exit code: 0 written, 2 wrong input.
 @pair_options
 @decision_options
 @workload_options
+@engine_option
 @click.option(
     "--output",
     "-o",

@@ -180,3 +180,11 @@ def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> Non
     assert "<script>x" not in page
     assert "&lt;script&gt;x" in page
     assert all("<script>" not in text for text in opened(page).values())
+
+
+def test_an_engines_answers_stand_in_the_cell(run: Any) -> None:
+    page = written(run, "--model", "deepseek-v3", "--gpu", "mi300x", "--engine", "vllm", "--no-times")
+    text = opened(page)["deepseek-v3 mi300x"]
+    assert "AMD Instinct MI300X, gfx942, 192 GiB" in text
+    assert "vllm 0.33.0 by itself: FLASH_ATTN / TRITON_MLA" in text
+    assert "ROCM_AITER_MLA" in text

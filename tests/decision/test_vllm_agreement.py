@@ -59,11 +59,13 @@ def test_what_flags_takes_for_vllms_default_is_what_it_takes() -> None:
                 selection = selection_on(device, config_of(question))
             except ConfigError:  # what vLLM can be asked, and no layer has
                 continue
-            default = table.default(selection, "attention", "")
+            default = table.default(selection.config, selection.device, "attention", "")
             if default is not None and default.name in answer["accepted"]:
                 assert answer["accepted"][0] == default.name, (capability, question, answer["accepted"])
                 told[default.name] += 1
-    assert set(told) == {row.name for row in table.defaults}
+    by_itself = [row for row in table.defaults if row.argument == "attention" and not row.setting]
+    of_nvidia = [row for row in by_itself if "arch" not in [condition.field for condition in row.when]]
+    assert set(told) >= {row.name or row.order[0] for row in of_nvidia}
     assert min(told.values()) >= 5
 
 

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from attn_select.backends.spec import BackendSpec, ComputeCapabilities, Library, Reason
+from attn_select.layer.features import Feature
 from attn_select.machine.device import Device
 from attn_select.machine.environment import BROKEN, WRONG_VERSION, Environment
+
+MLA_ONLY = Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA")
+MLA_UNSUPPORTED = Reason("mla-unsupported", "serves no MLA layers", "MLA", "MHA, GQA, MQA")
+SPARSE_ONLY = Reason("sparse-only", "serves sparse MLA only", "dense MLA", "sparse MLA (sparse_top_k)")
 
 
 def unsupported(code: str, what: str, observed: Any, supported: Any, remedy: str | None = None) -> Reason:
@@ -21,6 +26,19 @@ def block_size_reason(size: int, kernel_sizes: Sequence[int]) -> Reason:
     least = min(-(-size // kernel) * kernel for kernel in kernel_sizes)
     supported = "multiples of " + " or ".join(str(k) for k in kernel_sizes)
     return unsupported("block-size", "block size", size, supported, f"--block-size {least}")
+
+
+def refusal(feature: Feature, value: Any, declared: Any) -> Reason:
+    """Return the reason against a backend whose fact ``declared`` does not accept this value of a feature."""
+    if declared is False and feature.off in (None, False):
+        text = f"no {feature.what}" if value is True else f"no {feature.what} (asked for {value})"
+        return Reason(feature.code, text, value, False)
+    supported, nearest = feature.off, feature.off
+    if isinstance(declared, tuple):
+        supported = [feature.off, *declared]
+    elif declared is not False:
+        supported, nearest = f"at most {declared}", declared
+    return unsupported(feature.code, feature.what, value, supported, f"{feature.flag} {nearest}")
 
 
 def device_reasons(accepted: ComputeCapabilities, device: Device) -> list[Reason]:

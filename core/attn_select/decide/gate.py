@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from attn_select.backends.reasons import block_size_reason, device_reasons, library_reasons, unsupported
+from attn_select.backends.reasons import (
+    MLA_ONLY,
+    MLA_UNSUPPORTED,
+    SPARSE_ONLY,
+    block_size_reason,
+    device_reasons,
+    library_reasons,
+    refusal,
+    unsupported,
+)
 from attn_select.backends.spec import (
     UNVERIFIED,
     BackendOptions,
@@ -20,6 +29,7 @@ from attn_select.backends.spec import (
     Reason,
     StateCapabilities,
 )
+from attn_select.decide.amd import on_amd
 from attn_select.decide.state_gate import state_reasons
 from attn_select.errors import shorten, show
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, AttentionConfig, Phase
@@ -36,9 +46,6 @@ _LEVEL_RANK = {level: rank for rank, level in enumerate(CUDA_GRAPH_LEVELS)}
 _CHUNKS_APART = "each chunk is a request of its own to the kernel, so CUDA graphs hold single-token decodes alone"
 _PLACE = ("compute-capability", "library-missing", "library-version")
 """Codes of the reasons that speak of the device and its libraries, and not of the layer."""
-_MLA_ONLY = Reason("mla-only", "serves MLA layers only", "no MLA dims", "MLA")
-_MLA_UNSUPPORTED = Reason("mla-unsupported", "serves no MLA layers", "MLA", "MHA, GQA, MQA")
-_SPARSE_ONLY = Reason("sparse-only", "serves sparse MLA only", "dense MLA", "sparse MLA (sparse_top_k)")
 _STATE_ONLY = Reason("state-only", "serves layers that keep a state only", "attention", "a recurrence")
 _STATE_UNSUPPORTED = Reason("state-unsupported", "serves no layers that keep a state", "a recurrence", "attention")
 
@@ -57,17 +64,23 @@ def check(
     """
     capabilities = spec.capabilities.get(phase)
     if capabilities is None:
-        phases = list(spec.capabilities)
-        return [Reason("phase-not-served", f"serves {', '.join(phases)} only", phase, phases)]
-    missing = library_reasons(spec, environment)
+        served = list(spec.capabilities)
+        return [Reason("phase-not-served", f"serves {', '.join(served)} only", phase, served)]
+    marks: list[str] = []
+    if device.arch is None:
+        elsewhere = device_reasons(capabilities.compute_capabilities.value, device)
+    else:
+        elsewhere, unproved = on_amd(spec.name, config, device)
+        marks.append(unproved)
+    elsewhere += library_reasons(spec, environment)
     if isinstance(config, StateConfig):
         if not isinstance(capabilities, StateCapabilities):
             return [_STATE_UNSUPPORTED]
-        against = state_reasons(capabilities, config, device, missing)
+        against = state_reasons(capabilities, config, elsewhere)
     else:
         if isinstance(capabilities, StateCapabilities):
             return [_STATE_ONLY]
-        against = capability_reasons(capabilities, config, device, missing)
+        against = capability_reasons(capabilities, config, device, elsewhere)
     if capabilities.sort != config.sort:
         return against
     plan = _planned(spec, config, device, environment, options, phase)
@@ -81,7 +94,7 @@ def check(
         return against
     if problem := _plan_problem(plan) or _block_size_problem(plan, capabilities, config):
         return [_plugin_error(spec, problem)]
-    marks = _unverified(capabilities, config)
+    marks += _unverified(capabilities, config)
     return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
 
 
@@ -100,14 +113,13 @@ def _together(against: list[Reason], of_plan: list[Reason]) -> list[Reason]:
 
 
 def capability_reasons(
-    capabilities: Capabilities, config: AttentionConfig, device: Device, missing: Sequence[Reason]
+    capabilities: Capabilities, config: AttentionConfig, device: Device, elsewhere: Sequence[Reason]
 ) -> list[Reason]:
-    """Return what capabilities and missing libraries say against a layer; what its kind of attention says is first."""
+    """Return what speaks against a layer, ``elsewhere`` of device and libraries; its kind of attention comes first."""
     return [
         *(_against_head_size(capabilities, config) if capabilities.sort == config.sort else ()),
         *_against_kind(capabilities, config),
-        *device_reasons(capabilities.compute_capabilities.value, device),
-        *missing,
+        *elsewhere,
         *_against_types(capabilities, config, device),
         *_against_sizes(capabilities, config),
         *_beyond_ranks(config),
@@ -124,11 +136,11 @@ def _against_head_size(capabilities: Capabilities, config: AttentionConfig) -> l
 
 def _against_kind(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:
     if capabilities.mla is not config.mla:
-        return [_MLA_ONLY if capabilities.mla else _MLA_UNSUPPORTED]
+        return [MLA_ONLY if capabilities.mla else MLA_UNSUPPORTED]
     if capabilities.sparse is config.sparse:
         return []
     if capabilities.sparse:
-        return [_SPARSE_ONLY]
+        return [SPARSE_ONLY]
     return [Reason("sparse-unsupported", "serves no sparse MLA", f"sparse_top_k {config.sparse_top_k}", "dense MLA")]
 
 
@@ -192,28 +204,15 @@ def _against_features(capabilities: Capabilities, config: AttentionConfig) -> li
     for feature, value in _features_of(config):
         declared = getattr(capabilities, feature.fact).value
         if declared is False:
-            lacked.append(_refusal(feature, value, False))
+            lacked.append(refusal(feature, value, False))
         elif declared != feature.most and not feature.accepts(declared, value):
-            limited.append(_refusal(feature, value, declared))
+            limited.append(refusal(feature, value, declared))
     return [*lacked, *limited]
 
 
 def _features_of(config: AttentionConfig) -> list[tuple[Feature, Any]]:
     """Return the features that a layer asks for, with their values."""
     return [(each, value) for each in FEATURES if (value := getattr(config, each.field)) != each.off]
-
-
-def _refusal(feature: Feature, value: Any, declared: Any) -> Reason:
-    """Return the reason against a backend whose fact ``declared`` does not accept this value of a feature."""
-    if declared is False and feature.off in (None, False):
-        text = f"no {feature.what}" if value is True else f"no {feature.what} (asked for {value})"
-        return Reason(feature.code, text, value, False)
-    supported, nearest = feature.off, feature.off
-    if isinstance(declared, tuple):
-        supported = [feature.off, *declared]
-    elif declared is not False:
-        supported, nearest = f"at most {declared}", declared
-    return unsupported(feature.code, feature.what, value, supported, f"{feature.flag} {nearest}")
 
 
 _DISTANCES = {"sliding_window": "a sliding window of {}", "attention_chunk_size": "chunks of {}", "alibi": "ALiBi"}

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attn_select.backends.reasons import device_reasons, unsupported
+from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import Reason, StateCapabilities
 from attn_select.layer.state import StateConfig
-from attn_select.machine.device import Device
 
 
-def state_reasons(
-    capabilities: StateCapabilities, config: StateConfig, device: Device, missing: Sequence[Reason]
-) -> list[Reason]:
-    """Return every reason against a layer: of the capabilities, and of missing libraries."""
+def state_reasons(capabilities: StateCapabilities, config: StateConfig, elsewhere: Sequence[Reason]) -> list[Reason]:
+    """Return every reason against a layer, those of device and libraries among them."""
     found: list[Reason] = []
     recurrences, dtypes, stored = capabilities.recurrences, capabilities.dtypes, capabilities.state_dtypes
     if config.recurrence not in recurrences.value:
         found.append(unsupported("recurrence", "recurrence", config.recurrence, list(recurrences.value)))
-    found += [*device_reasons(capabilities.compute_capabilities.value, device), *missing]
+    found += elsewhere
     if config.dtype not in dtypes.value:
         names = list(dtypes.value)
         found.append(unsupported("dtype", "dtype", config.dtype, names, f"--dtype {names[0]}"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attn_select.backends import distributions
 from attn_select.backends.spec import BackendPlan, Reason
+from attn_select.decide.amd import NVIDIA
 from attn_select.decide.cache_text import cache_lines
 from attn_select.decide.config_text import config_text
 from attn_select.decide.lines import HANG, MARGIN, Line, byte_text, plain
@@ -31,6 +32,7 @@ _WRONG_KIND = ("mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported
 _OTHER_KIND = _WRONG_KIND[:-1]
 """Those of them that hold in every phase."""
 _NEED_GPU = "need a GPU"
+_NEED_NVIDIA = "need a GPU of NVIDIA's"
 _NOT_JUDGED = ("plugin-not-installed", "duplicate-backend", "denied-by-rule")
 
 NAN_TAIL_WARNING = "a NaN in the unused tail of a block reaches the result; clear blocks before they are handed out"
@@ -50,9 +52,10 @@ def device_lines(selection: Outcome[Any]) -> list[Line]:
 
 def situation_lines(device: Device, environment: Environment, workload: Workload | None) -> list[Line]:
     """Say the same where there is no selection."""
-    facts = [] if device.is_cpu else [f"compute capability {device.capability_text}"]
+    kind = "" if device.arch else "compute capability "
+    facts = [] if device.is_cpu else [f"{kind}{device.capability_text}"]
     if device.sm_count:
-        facts.append(f"{device.sm_count} SMs")
+        facts.append(f"{device.sm_count} {'CUs' if device.arch else 'SMs'}")
     if device.memory_gib:
         facts.append(f"{device.memory_gib:g} GiB")
     if device.bandwidth_gbps:
@@ -120,7 +123,8 @@ def brief_lines(
         standing = {_standing(verdict, selection.device) for verdict in told.values()}
         why = standing.pop() if everywhere and len(standing) == 1 and not named else None
         if why is not None:
-            folded.setdefault("need a GPU" if why == _NEED_GPU else "serve other layers", []).append(candidate.backend)
+            standing_why = why if why in (_NEED_GPU, _NEED_NVIDIA) else "serve other layers"
+            folded.setdefault(standing_why, []).append(candidate.backend)
         lines[candidate.backend] = _brief_line(candidate.backend, told, everywhere, selection.device)
     several = {why: names for why, names in folded.items() if len(names) > 1}
     for names in several.values():
@@ -265,8 +269,11 @@ def _standing(verdict: Verdict, device: Device) -> str | None:
     for reason in verdict.reasons:
         if reason.code in _WRONG_KIND:
             return reason.message.replace("serves", "serve", 1)
-    if device.is_cpu and any(reason.code == "compute-capability" for reason in verdict.reasons):
+    places = [reason.supported for reason in verdict.reasons if reason.code == "compute-capability"]
+    if places and device.is_cpu:
         return _NEED_GPU
+    if NVIDIA in places:
+        return _NEED_NVIDIA
     return None
 
 

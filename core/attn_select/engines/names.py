@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +24,10 @@ from attn_select.rules.ranking import holds_for, holds_on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineName:
-    """An engine's name for one of attn-select's backends, and where it has it."""
+    """One of an engine's backends by its name, what it accepts, and the backend of attn-select that it stands for."""
 
-    backend: str
     name: str  # the engine's
+    backend: str = ""  # attn-select's; empty: attn-select has no kernel for it
     argument: str = "attention"  # the key of ``EngineTable.arguments`` that takes it
     when: tuple[Condition, ...] = ()  # conditions on the layer and the device, as in rules: there the engine runs it
     kernels: tuple[str, ...] = ()  # patterns of the names of attn-select's kernels that it stands for; empty: all
@@ -38,7 +38,12 @@ class EngineName:
     own_kernel: bool = False
     architectures: tuple[str, ...] = ()  # patterns of the only models that it is for; empty: all
     fault: str = ""  # why its numbers are wrong in this release, with the issue; empty: nothing is known against it
+    needs: str = ""  # what must be installed or set for it, beside the engine
     source: str  # file of the engine, and what to look for in it
+
+    def is_about(self, architecture: str) -> bool:
+        """Whether it is for a model."""
+        return _is_about(architecture, self.architectures)
 
     def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether the engine takes the name for a layer, by whatever kernel."""
@@ -49,7 +54,7 @@ class EngineName:
     ) -> list[str]:
         """Return why this is not it: the conditions that fail, and kernels and models that it does not stand for."""
         reasons = [f"where {condition}" for condition in self.when if not holds_for(condition, config, device)]
-        if not _is_about(architecture, self.architectures):
+        if not self.is_about(architecture):
             reasons.append(f"for the models {', '.join(self.architectures)}")
         if self.kernels and not all(any(fnmatch.fnmatchcase(k or "", p) for p in self.kernels) for k in kernels):
             reasons.append(f"for the kernels {', '.join(self.kernels)}")
@@ -84,7 +89,9 @@ class OtherLayers:
 class EngineDefault:
     """What an engine runs where no argument names a backend."""
 
-    name: str
+    name: str = ""
+    order: tuple[str, ...] = ()  # in place of ``name``: the first of these that accepts the layer, by its row of names
+    setting: str = ""  # what must be set for it: an environment variable, as ``NAME=1``
     argument: str = "attention"  # as in ``EngineName``
     when: tuple[Condition, ...] = ()
     # patterns of the only models that it is for; empty: all without a default of their own
@@ -155,9 +162,8 @@ class EngineTable:
     # by patterns of models' classes the only names that such a model takes
     accepts: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     refusals: tuple[EngineRefusal, ...] = ()  # what it does not serve as it should, whatever the backend
-    # conditions under which ``names`` hold all that the engine has under ``attention``: it refuses where none holds;
-    # None: nowhere
-    lists_all: tuple[Condition, ...] | None = None
+    # devices on which ``names`` hold all that the engine has under ``attention``: it refuses where none holds
+    lists_all: tuple[tuple[Condition, ...], ...] = ()
     other_layers: tuple[OtherLayers, ...] = ()  # models whose layers it runs in another way
 
     def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
@@ -169,9 +175,11 @@ class EngineTable:
         if self.cache_is_dtype and stored in ("float16", "bfloat16") and stored != config.dtype:
             text = f"{self.engine} {self.release} refuses a KV cache of {stored} for layers computed in {config.dtype}"
             return text, False
-        if self.lists_all is None or not _all_hold(self.lists_all, config, device):
+        if not any(_all_hold(each, config, device) for each in self.lists_all):
             return "", False
-        rows = [row for row in self.names if row.argument == "attention" and row.runs(config, device, architecture)]
+        by_itself = [name for each in self._defaults(config, device, "attention", architecture) for name in each.order]
+        named = [row for row in self.names if row.backend or row.name in by_itself]
+        rows = [row for row in named if row.argument == "attention" and row.runs(config, device, architecture)]
         if any(not row.fault for row in rows):
             return "", False
         if rows:
@@ -182,16 +190,36 @@ class EngineTable:
         """Return how the engine runs a model's layers, where that is not as attn-select reads them."""
         return next((each for each in self.other_layers if _is_one(architecture, each.architectures)), None)
 
-    def default(self, selection: Selection, argument: str, architecture: str) -> EngineDefault | None:
+    def default(
+        self, config: AttentionConfig, device: Device, argument: str, architecture: str, setting: str = ""
+    ) -> EngineDefault | None:
         """Return what the engine runs for a layer where no argument names a backend; None where that is not known."""
+        for each in self._defaults(config, device, argument, architecture, setting):
+            if each.name:
+                return each
+            rows = (self.accepting(name, argument, config, device, architecture) for name in each.order)
+            found = next((row for row in rows if row is not None), None)
+            return None if found is None else replace(each, name=found.name)
+        return None
+
+    def _defaults(
+        self, config: AttentionConfig, device: Device, argument: str, architecture: str, setting: str = ""
+    ) -> Iterator[EngineDefault]:
         for each in self.defaults:
             if each.argument != argument or (not each.architectures and architecture in self.own_defaults):
                 continue
-            if each.architectures and architecture not in each.architectures:
-                continue
-            if _all_hold(each.when, selection.config, selection.device):
-                return each
-        return None
+            holds = each.setting in ("", setting) and _is_about(architecture, each.architectures)
+            if holds and _all_hold(each.when, config, device):
+                yield each
+
+    def accepting(
+        self, name: str, argument: str, config: AttentionConfig, device: Device, architecture: str
+    ) -> EngineName | None:
+        """Return the row by which a backend of the engine accepts a layer and its block size; None where none does."""
+        size = config.block_size if config.has_cache else None
+        rows = (row for row in self.names if (row.name, row.argument) == (name, argument))
+        fits = (row for row in rows if size is None or self.takes(row, size))
+        return next((row for row in fits if row.runs(config, device, architecture)), None)
 
     def kernels_of(self, layers: UnservedLayers, device: Device) -> list[EngineKernel]:
         """Return what the engine runs layers with that attn-select has no kernel for, its default first."""
@@ -265,7 +293,8 @@ class EngineTable:
         moved = any(why for order in named for _, _, why in order)
         return not moved or len({min(order)[1] for order in named if order}) > 1
 
-    def _not_accepted(self, name: EngineName, architecture: str) -> str:
+    def not_accepted(self, name: EngineName, architecture: str) -> str:
+        """Return why a model does not take a name, which stands for a backend of other models; empty where it does."""
         for patterns, names in self.accepts.items():
             if name.argument == "attention" and name.name not in names and _is_one(architecture, patterns):
                 return f"for other models: {architecture} takes {', '.join(names)}"
@@ -293,10 +322,11 @@ class EngineTable:
         for name in self.names:
             if (name.backend, name.argument) == (candidate.backend, argument):
                 missing = name.missing(selection.config, selection.device, kernels, architecture)
-                if why := lacks(name) or self._not_accepted(name, architecture):
+                if why := lacks(name) or self.not_accepted(name, architecture):
                     missing.append(why)
-                if not missing and name.fault:
-                    return Offer(candidate.backend, None, f"{name.name} of {self.engine}: {name.fault}", block_size)
+                if not missing and (name.fault or name.needs):
+                    against = name.fault or f"needs {name.needs}"
+                    return Offer(candidate.backend, None, f"{name.name} of {self.engine}: {against}", block_size)
                 if not missing:
                     return Offer(candidate.backend, name, "", block_size)
                 failed.append(missing)
@@ -333,9 +363,9 @@ def engine_table(key: str) -> EngineTable:
         data[name] = tuple(kind(**_values(row)) for row in data.get(name, ()))
     kernels = data.get("adapter_kernels", {})
     data["adapter_kernels"] = {backend: compile_when(when)[0] for backend, when in kernels.items()}
-    for name in ("explicit_kv_cache", "lists_all"):
-        if name in data:
-            data[name] = compile_when(data[name])[0]
+    if "explicit_kv_cache" in data:
+        data["explicit_kv_cache"] = compile_when(data["explicit_kv_cache"])[0]
+    data["lists_all"] = tuple(compile_when(each)[0] for each in data.get("lists_all", ()))
     data["accepts"] = {tuple(row["architectures"]): tuple(row["names"]) for row in data.get("accepts", ())}
     return EngineTable(key=key, **_values(data))
 

@@ -71,13 +71,14 @@ def by_nvml() -> Detection:
 def _by_torch(found: Detection, torch: Any) -> Detection:
     """Return what an imported torch says where NVML says nothing, ``torch`` being None where it is not imported."""
     version: Any = getattr(torch, "version", None)  # a torch that is still being imported has none
-    if getattr(version, "hip", None):
-        note = "torch is built for ROCm, of whose GPUs attn-select knows nothing: the device is the CPU"
-        return replace(found, note=note)
-    if not getattr(version, "cuda", None) or not torch.cuda.is_initialized():
-        return found
+    hip = getattr(version, "hip", None)
+    if not (hip or getattr(version, "cuda", None)) or not torch.cuda.is_initialized():
+        note = "torch is built for ROCm and has not started a GPU: the device is the CPU; --gpu names another"
+        return replace(found, note=note) if hip else found
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    capability = (properties.major, properties.minor)
+    # ROCm's numbers are of the arch: 9.4 is gfx942, and no compute capability.
+    capability = None if hip else (properties.major, properties.minor)
+    arch = properties.gcnArchName.partition(":")[0] if hip else None  # "gfx942:sramecc+:xnack-"
     row = find_gpu(properties.name)
     device = Device(
         row.name if row else re.sub(r"[^a-z0-9]+", "-", properties.name.casefold()).strip("-"),
@@ -89,6 +90,7 @@ def _by_torch(found: Detection, torch: Any) -> Detection:
         row.bf16_tflops if row else None,
         row.fp8_tflops if row else None,
         source="torch.cuda, as NVML does not answer",
+        arch=arch,
     )
     return Detection(local_device(device), cuda_driver_version=version.cuda)
 

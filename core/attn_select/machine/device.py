@@ -21,15 +21,16 @@ class Device:
 
     Attributes:
         name: canonical lower-case name (``h100``, ``sm90``, ``cpu``), what ``when = { gpu = … }`` matches.
-        compute_capability: ``(major, minor)``; None for a CPU.
+        compute_capability: ``(major, minor)`` of an NVIDIA GPU; None for AMD's and for a CPU.
         full_name: as the driver or the vendor's data sheet spells it.
-        sm_count: streaming multiprocessors, None where unknown (``sm90``, CPU).
+        sm_count: streaming multiprocessors, AMD's compute units; None where unknown (``sm90``, CPU).
         memory_gib: device memory in GiB, None where unknown.
         bandwidth_gbps: peak memory bandwidth in GB/s (10^9 bytes), None where unknown.
         bf16_tflops: dense 16-bit matmul rate in 10^12 FLOP/s, None where unknown.
         fp8_tflops: dense FP8 matmul rate in 10^12 FLOP/s, None where unknown or absent.
         local: this machine's own device; False for one that is only asked about.
         source: where the figures come from.
+        arch: LLVM's name of an AMD GPU's architecture (``gfx942``); None for NVIDIA's and for a CPU.
     """
 
     name: str
@@ -42,23 +43,25 @@ class Device:
     fp8_tflops: float | None = None
     local: bool = False
     source: str = ""
+    arch: str | None = None
 
     @property
     def is_cpu(self) -> bool:
         """Whether this is the CPU."""
-        return self.compute_capability is None
+        return self.compute_capability is None and self.arch is None
 
     @property
     def capability_text(self) -> str:
-        """``9.0``, or ``cpu``."""
-        return "cpu" if self.compute_capability is None else "{}.{}".format(*self.compute_capability)
+        """``9.0``, ``gfx942``, or ``cpu``."""
+        return self.arch or ("cpu" if self.compute_capability is None else "{}.{}".format(*self.compute_capability))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ``device`` object of the JSON output."""
         return {
             "name": self.name,
             "full_name": self.full_name,
-            "compute_capability": self.capability_text,
+            "compute_capability": None if self.arch else self.capability_text,
+            "arch": self.arch,
             "sm_count": self.sm_count,
             "memory_gib": self.memory_gib,
             "bandwidth_gbps": self.bandwidth_gbps,
@@ -93,8 +96,19 @@ _NOT_LISTED = tuple(
 )
 """GPUs that the data file has no figures of: older ones, as NVIDIA's list of legacy GPUs has them
 (https://developer.nvidia.com/cuda-legacy-gpus), and Rubin's names."""
+_AMD = {
+    "CDNA 1": ("gfx908",),
+    "CDNA 2": ("gfx90a",),
+    "CDNA 3": ("gfx942",),
+    "CDNA 4": ("gfx950",),
+    "RDNA 3": ("gfx1100", "gfx1101", "gfx1102"),
+    "RDNA 3.5": ("gfx1150", "gfx1151", "gfx1152"),
+    "RDNA 4": ("gfx1200", "gfx1201"),
+}
+"""AMD's architectures for which engines have kernels: LLVM's processors of the AMDGPU back end (AMDGPUUsage)."""
+_OF_AMD = re.compile(r"(amd|gfx|mi\d|instinct|radeon|rx[5-9]\d)")
 _OF_OTHERS = re.compile(
-    r"(amd|gfx|mi\d|instinct|radeon|rx[5-9]\d|intel|gaudi|arc[ab]\d|xpu|tpu|trainium|inferentia|ascend|"
+    r"(intel|gaudi|arc[ab]\d|xpu|tpu|trainium|inferentia|ascend|"
     r"apple|mps|metal|m[1-9](pro|max|ultra)|m[1-5]$)"
 )
 _THIS_MACHINES = re.compile(r"(cuda|gpu)(:?\d+)?")
@@ -118,7 +132,7 @@ def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
         (
             Device(
                 name=row["name"],
-                compute_capability=(row["compute_capability"][0], row["compute_capability"][1]),
+                compute_capability=tuple(row["compute_capability"]) if row["compute_capability"] else None,
                 full_name=row["full_name"],
                 sm_count=row["sm_count"],
                 memory_gib=row["memory_gib"],
@@ -126,6 +140,7 @@ def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
                 bf16_tflops=row["bf16_tflops"],
                 fp8_tflops=row["fp8_tflops"],
                 source=row["source"],
+                arch=row.get("arch"),
             ),
             tuple(row["aliases"]),
         )
@@ -134,8 +149,8 @@ def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
 
 
 def _fold(name: str) -> str:
-    folded = name.casefold().translate(_SEPARATORS).removeprefix("nvidia")
-    for brand in ("geforce", "tesla", "grid"):
+    folded = name.casefold().translate(_SEPARATORS).removeprefix("nvidia").removeprefix("amd")
+    for brand in ("geforce", "tesla", "grid", "instinct", "radeon"):
         if folded.startswith(brand):
             return folded[len(brand) :]
     return folded
@@ -156,7 +171,7 @@ def find_gpu(name: str) -> Device | None:
 
 
 def lookup(name: str) -> Device:
-    """Return the device that a user means by ``h100``, ``RTX 4090``, ``sm90``, ``sm_100f``, ``9.0`` or ``cpu``.
+    """Return the device that a user means by ``h100``, ``RTX 4090``, ``sm90``, ``9.0``, ``gfx942`` or ``cpu``.
 
     Raises:
         UnknownNameError: no such GPU; lists the nearest names.
@@ -170,10 +185,16 @@ def lookup(name: str) -> Device:
     if match := _CAPABILITY.fullmatch(text.casefold()):
         major, minor = (int(group) for group in match.groups() if group is not None)
         return _any_gpu(name, major, minor)
+    for family, members in _AMD.items():
+        if (arch := text.casefold()) in members:
+            return Device(arch, None, full_name=f"any AMD GPU of {arch} ({family})", source="as asked for", arch=arch)
     listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
     near: list[str] = []
-    if _OF_OTHERS.match(_fold(text)):
-        hint = f"only NVIDIA GPUs and the CPU (--gpu cpu) are covered; {listing}"
+    if _OF_AMD.match(text.casefold().translate(_SEPARATORS)):
+        archs = ", ".join(arch for each in _AMD.values() for arch in each)
+        hint = f"write its architecture, which rocminfo shows ({archs}); {listing}"
+    elif _OF_OTHERS.match(_fold(text)):
+        hint = f"only the GPUs of NVIDIA and AMD, and the CPU (--gpu cpu), are covered; {listing}"
     elif _THIS_MACHINES.fullmatch(_fold(text)):
         hint = f"auto is this machine's; {listing}"
     elif capabilities := _capabilities_of(text):

@@ -50,9 +50,11 @@ ONLY_OF_ATTENTION = ("mla", "sparse", *(name for name in _CONFIG if name not in 
 _FIELDS_OF_LAYERS = (*_CONFIG, *ONLY_OF_STATES)
 _OF_CONFIG = tuple(name for name in _FIELDS_OF_LAYERS if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
 _INTEGERS = (*_OF_CONFIG, *(name for name in OF_BATCH if name not in _FLOATS), "sm_count")
-_OF_DEVICE = ("gpu", "compute_capability", "sm_count", "memory_gib", "bandwidth_gbps")
+_OF_DEVICE = ("gpu", "compute_capability", "arch", "sm_count", "memory_gib", "bandwidth_gbps")
 
-FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, "gpu", "compute_capability", "cuda", "library")
+_BY_TEXT = ("gpu", "compute_capability", "arch", "cuda", "library")
+
+FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, *_BY_TEXT)
 """Every name that may stand in ``when``."""
 
 _LIMITS = {
@@ -173,6 +175,8 @@ def _compile(field: str, value: object, warnings: list[str]) -> Condition:
         compiled = predicates.names(field, values, _NAMES[field], accepted_names(field))
     elif field == "compute_capability":
         compiled = predicates.capabilities(field, values)
+    elif field == "arch":
+        compiled = predicates.archs(field, values)
     elif field == "gpu":
         compiled = predicates.gpus(field, values, warnings)
     else:

@@ -140,6 +140,10 @@ def _contradiction(when: Sequence[Condition]) -> str | None:
     return None
 
 
+_OF_VENDORS = ("compute_capability", "arch")
+"""Fields of which a GPU has one, by its vendor; what else it has not is only unknown."""
+
+
 def _no_such_gpu(when: Sequence[Condition]) -> str | None:
     """Return that none of the GPUs that a rule names is like the rest of its conditions, None where one is."""
     by_field = {condition.field: condition for condition in when if condition.scope == "device"}
@@ -152,7 +156,9 @@ def _no_such_gpu(when: Sequence[Condition]) -> str | None:
             return None  # a GPU that is not in the table may be anything
         values = {field: getattr(gpu, field) for field in by_field}
         if all(
-            condition.matches(values[field]) if values[field] is not None else not gpu.is_cpu
+            condition.matches(values[field])
+            if values[field] is not None
+            else not gpu.is_cpu and field not in _OF_VENDORS
             for field, condition in by_field.items()
         ):
             return None

@@ -119,6 +119,16 @@ def gpus(field: str, values: Sequence[object], warnings: list[str]) -> Compiled:
     return frozenset(patterns).__contains__, frozenset(patterns)
 
 
+def archs(field: str, values: Sequence[object]) -> Compiled:
+    """Compile names of AMD's architectures and patterns of them: ``gfx942``, ``gfx11*``."""
+    for value in values:
+        if not isinstance(value, str) or not re.fullmatch(r"gfx[0-9a-f*?]+", value):
+            raise ConditionError(
+                f'{field} = {show(value)}: expected a name such as "gfx942" or a pattern such as "gfx11*"'
+            )
+    return _any(_glob(str(value)) for value in values), frozenset()
+
+
 def _gpu(text: str, warnings: list[str]) -> str:
     """Return the canonical name where ``text`` is any name of a known GPU, else ``text``."""
     from attn_select.machine import device

@@ -159,11 +159,14 @@ def device_of(selection: Selection[Any], device: torch.device | str | None) -> t
             hint="select(config) chooses for the device of this machine",
         )
     index = torch.cuda.current_device() if found.index is None else found.index
-    here = torch.cuda.get_device_capability(index)
-    if chosen.compute_capability not in (None, here):
+    if torch.version.hip:
+        here = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
+    else:
+        here = "{}.{}".format(*torch.cuda.get_device_capability(index))
+    if not chosen.is_cpu and chosen.capability_text != here:
         raise ConfigError(
-            f"the selection was made for {chosen.name} (compute capability {chosen.capability_text}), but cuda:{index} "
-            f"is a {torch.cuda.get_device_name(index)} ({here[0]}.{here[1]})",
+            f"the selection was made for {chosen.name} ({chosen.capability_text}), but cuda:{index} "
+            f"is a {torch.cuda.get_device_name(index)} ({here})",
             fields=["device"],
             hint="select(config) chooses for the device of this machine",
         )

@@ -2,9 +2,9 @@
 
     python ask_sglang.py < asked > said
 
-A line of ``asked`` is JSON: ``gpu`` (``capability``, ``name``, ``sm_count``, ``memory_gib``), ``model`` (a folder that
-holds config.json), ``arguments``, ``environment``. A line of ``said`` answers it: ``names`` (the backends by phase, and
-those of DSA), ``refused`` (SGLang's words), or ``unasked`` (an error that SGLang does not mean).
+A line of ``asked`` is JSON: ``gpu`` (``capability``, ``name``, ``sm_count``, ``memory_gib``, ``arch``), ``model`` (a
+folder that holds config.json), ``arguments``, ``environment``. A line of ``said`` answers it: ``names`` (the backends
+by phase, and those of DSA), ``refused`` (SGLang's words), or ``unasked`` (an error that SGLang does not mean).
 
 SGLang's own code runs: its parser, and ``ServerArgs.resolve_once()``. Nothing is computed.
 """
@@ -25,6 +25,8 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 # SGLang refuses by these; any other error is of a machine without a GPU, or of a config that lacks what SGLang reads.
 REFUSES = (ValueError, AssertionError, NotImplementedError)
+OF_ARCH = {"gfx90a": (9, 0), "gfx942": (9, 4), "gfx950": (9, 5), "gfx1100": (11, 0), "gfx1201": (12, 0)}
+"""What torch's build for ROCm says for the compute capability of an architecture."""
 
 
 def import_torchvision() -> None:
@@ -40,6 +42,17 @@ def import_torchvision() -> None:
 
 def platform_of(gpu: dict[str, Any]) -> dict[str, bool]:
     """Return what SGLang knows of a platform, for a GPU."""
+    if gpu.get("arch"):
+        names = (
+            "is_cuda",
+            "has_flashinfer",
+            "is_sm90",
+            "is_sm100",
+            "is_sm120",
+            "is_blackwell",
+            "is_hopper_with_cuda_12_3",
+        )
+        return dict.fromkeys(names, False) | {"is_hip": True}
     major = gpu["capability"][0]
     facts = {"is_sm90": major == 9, "is_sm100": major == 10, "is_sm120": major == 12, "is_blackwell": major in (10, 12)}
     return facts | {"is_cuda": True, "has_flashinfer": True, "is_hopper_with_cuda_12_3": major == 9}
@@ -50,13 +63,16 @@ def tell_torch(gpu: dict[str, Any]) -> None:
     import torch
 
     memory = int(gpu["memory_gib"] * (1 << 30))
-    torch.cuda.get_device_capability = lambda device=None: tuple(gpu["capability"])
+    capability = tuple(gpu["capability"] or OF_ARCH[gpu["arch"]])
+    torch.version.hip = "7.0" if gpu.get("arch") else None
+    torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_name = lambda device=None: gpu["name"]
     torch.cuda.mem_get_info = lambda device=None: (memory, memory)
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
         name=gpu["name"],
-        major=gpu["capability"][0],
-        minor=gpu["capability"][1],
+        gcnArchName=gpu.get("arch"),
+        major=capability[0],
+        minor=capability[1],
         multi_processor_count=gpu["sm_count"],
         total_memory=memory,
     )

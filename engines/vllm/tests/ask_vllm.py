@@ -2,10 +2,10 @@
 
     python ask_vllm.py < asked > said
 
-A line of ``asked`` is JSON: ``gpu`` (``capability``, ``name``, ``sm_count``, ``memory_gib``), ``model`` (a folder that
-holds config.json), ``arguments``, ``environment``. Lines about one GPU stand together. A line of
-``said`` answers it: ``names`` (the backends by vLLM's kind of layers), ``refused`` (vLLM's words), or ``unasked`` (an
-error that vLLM does not mean).
+A line of ``asked`` is JSON: ``gpu`` (``capability``, ``name``, ``sm_count``, ``memory_gib``, ``arch``), ``model`` (a
+folder that holds config.json), ``arguments``, ``environment``. Lines about one GPU stand together, and all are of one
+``arch``. A line of ``said`` answers it: ``names`` (the backends by vLLM's kind of layers), ``refused`` (vLLM's words),
+or ``unasked`` (an error that vLLM does not mean).
 
 vLLM's own code runs from its argument parser to the plan of its KV cache: the whole model is made, without memory for
 its weights, and each of its layers chooses. Nothing is computed.
@@ -27,7 +27,8 @@ from typing import Any
 from gpu_not_here import Gpu, driver_that_is_not_here, gpu_that_is_not_here
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM does not look for Triton's driver then
+# vLLM does not look for Triton's driver then.
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 LARGE = 1 << 16
 """Elements from which a tensor gets no memory."""
@@ -62,7 +63,12 @@ def prepare(gpu: Gpu) -> None:
     import torch
 
     driver_that_is_not_here(gpu)
-    gpu_that_is_not_here(gpu)
+    if gpu.arch is None:
+        gpu_that_is_not_here(gpu)
+    else:
+        from rocm_not_here import rocm_that_is_not_here
+
+        rocm_that_is_not_here(gpu)
     from vllm.model_executor.models import registry
     from vllm.utils import flashinfer
     from vllm.v1.worker.workspace import init_workspace_manager
@@ -217,16 +223,16 @@ def ask(parser: Any, one: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
-    gpu = Gpu()
+    lines = [json.loads(line) for line in sys.stdin]
+    gpu = Gpu(**lines[0]["gpu"])
     prepare(gpu)
     from vllm.engine.arg_utils import EngineArgs, FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     before = None
-    for line in sys.stdin:
-        one = json.loads(line)
+    for one in lines:
         if before != (one["gpu"], one["environment"]):  # vLLM remembers what it answered under others
-            gpu.become(**one["gpu"] | {"capability": tuple(one["gpu"]["capability"])})
+            gpu.become(Gpu(**one["gpu"]))
         before = one["gpu"], one["environment"]
         print(json.dumps(ask(parser, one)), file=out, flush=True)
 

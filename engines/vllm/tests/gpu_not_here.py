@@ -50,7 +50,7 @@ class Operator:
         return overload
 
 
-def _stand_in_for_operators() -> None:
+def stand_in_for_operators() -> None:
     from torch._ops import _OpNamespace
 
     found = _OpNamespace.__getattr__
@@ -59,7 +59,9 @@ def _stand_in_for_operators() -> None:
         try:
             return found(namespace, name)
         except AttributeError:
-            if name.startswith("__") or not namespace.name.startswith(("_C", "_moe_C", "_vllm_fa", "_flashmla")):
+            if name.startswith("__") or not namespace.name.startswith(
+                ("_C", "_moe_C", "_rocm_C", "_vllm_fa", "_flashmla")
+            ):
                 raise
             made = Operator()
             setattr(namespace, name, made)
@@ -72,14 +74,18 @@ def _stand_in_for_operators() -> None:
 class Gpu:
     """What vLLM is told about the GPU that is not here; ``become`` changes it."""
 
-    capability: tuple[int, int] = (9, 0)
+    capability: tuple[int, int] | None = (9, 0)
     name: str = "a GPU that is not here"
     sm_count: int = 132
     memory_gib: float = 80
+    arch: str | None = None  # of AMD's GPUs, which have no capability
 
-    def become(self, capability: tuple[int, int], name: str, sm_count: int, memory_gib: float) -> None:
+    def __post_init__(self) -> None:
+        self.capability = None if self.capability is None else tuple(self.capability)  # JSON has lists
+
+    def become(self, other: Gpu) -> None:
         """Be another GPU from now on: what vLLM remembers of the one before is forgotten."""
-        self.capability, self.name, self.sm_count, self.memory_gib = capability, name, sm_count, memory_gib
+        self.__dict__.update(other.__dict__)
         for each in gc.get_objects():
             if isinstance(each, functools._lru_cache_wrapper) and each.__module__.startswith(("vllm", "flashinfer")):
                 each.cache_clear()
@@ -152,7 +158,7 @@ def gpu_that_is_not_here(gpu: Gpu) -> Any:
     from vllm.utils import import_utils
 
     import_utils.has_deep_gemm = lambda: True  # it comes with vLLM, compiled
-    _stand_in_for_operators()
+    stand_in_for_operators()
     from vllm.v1.attention.backends.mla import flashattn_mla_sparse
 
     flashattn_mla_sparse._fa4_cute_mla_available = lambda: None  # its kernel is a part that is compiled

@@ -88,7 +88,7 @@ on_every_chip = pytest.mark.parametrize(
 )
 
 
-def run(script: str, target: int, cache: Path, *options: str) -> str:
+def run(script: str, target: int | str, cache: Path, *options: str) -> str:
     """Return what a script of ``aot`` prints, run with a Triton cache of its own and without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = Path(__file__).parent / "aot" / f"{script}.py"

@@ -1,11 +1,12 @@
 """Hold the commands that ``attn-select flags`` prints against the engines' own code, on GPUs that are not here.
 
     make audit ARGS="--engine vllm --count 1000 --seed 1 --record"
+    make audit ARGS="--engine vllm --count 500 --gpus amd-and-12x"
 
 Commands are drawn by the seed, made by ``flags``, and put through the engine's own argument parser and backend
 selection in an environment of its own (``tests/engines/run.py``). A table says of every command that is refused, or
 answered by another backend than said, what we say and what the engine does. ``--record`` keeps the engine's answers in
-``answers_ENGINE.json``, against which ``test_recorded_answers.py`` holds later states of ``flags``.
+``answers_ENGINE_GPUS.json``, against which ``test_recorded_answers.py`` holds later states of ``flags``.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from drawn_commands import GPUS, MODELS, Drawn, draw  # noqa: E402
+from drawn_commands import GPU_SETS, MODELS, Drawn, draw  # noqa: E402
 from run import AUDITED, ROOT, made  # noqa: E402
 from said_and_done import WRONG, Said, said, verdict  # noqa: E402
 
 from attn_select.engines.names import engine_table  # noqa: E402
 from attn_select.machine.device import lookup  # noqa: E402
 
-GPUS_ASKED = {lookup(gpu).compute_capability: gpu for gpu in GPUS}
 COUNTS = {"vllm": 1000, "sglang": 300}
 
 
-def question(drawn: Drawn, ours: Said, folder: Path) -> dict[str, Any]:
-    """Return what an engine is asked about a command. GPUs of one compute capability are asked about as one."""
-    device = lookup(GPUS_ASKED[lookup(drawn.gpu).compute_capability])
+def question(drawn: Drawn, ours: Said, folder: Path, gpus: Sequence[str]) -> dict[str, Any]:
+    """Return what an engine is asked about a command. GPUs of one compute capability or arch are asked about as one."""
+    device = {lookup(gpu).capability_text: lookup(gpu) for gpu in gpus}[lookup(drawn.gpu).capability_text]
     gpu = {"capability": device.compute_capability, "name": device.full_name, "sm_count": device.sm_count}
-    asked = {"gpu": gpu | {"memory_gib": device.memory_gib}, "model": str(folder / drawn.model)}
+    gpu |= {"memory_gib": device.memory_gib, "arch": device.arch}
+    asked = {"gpu": gpu, "model": str(folder / drawn.model)}
     return asked | {"arguments": ours.arguments, "environment": ours.environment}
 
 
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=[*COUNTS], help="one of them alone")
     parser.add_argument("--count", type=int, help=f"commands drawn (default: {COUNTS})")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gpus", choices=[*GPU_SETS], default="nvidia", help="the GPUs that they are drawn for")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of the engine at a time")
     parser.add_argument("--record", action="store_true", help="keep the answers for the tests")
     options = parser.parse_args()
@@ -69,21 +71,24 @@ def main() -> int:
 
 def audit(engine: str, count: int, seed: int, options: argparse.Namespace) -> int:
     """Audit one engine and print the table; return 1 where anything is wrong."""
-    python = made(AUDITED[engine])
+    python, gpus = made(AUDITED[engine]), GPU_SETS[options.gpus]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        ours = {drawn: said(engine, drawn, folder) for drawn in draw(engine, count, seed)}
-        asked = {drawn: json.dumps(question(drawn, say, folder)) for drawn, say in ours.items()}
-        # A process for some of the models, each of which it imports once; GPU by GPU.
-        parts: list[list[str]] = [[] for _ in range(options.jobs)]
+        ours = {drawn: said(engine, drawn, folder) for drawn in draw(engine, count, seed, gpus)}
+        asked = {drawn: json.dumps(question(drawn, say, folder, gpus)) for drawn, say in ours.items()}
+        # A process for some of the models, each of which it imports once, and one architecture of AMD's; GPU by GPU.
+        parts: dict[tuple[int | None, str | None], list[str]] = {}
         for line, drawn in {
             asked[drawn]: drawn for drawn in sorted(ours, key=lambda one: (one.gpu, one.model))
         }.items():
-            parts[[*MODELS].index(drawn.model) % options.jobs].append(line)
-        parts = [sorted(part) for part in parts if part]
-        print(f"{engine}: {count} commands, seed {seed}: {sum(map(len, parts))} questions", flush=True)
+            arch = lookup(drawn.gpu).arch
+            part = None if arch else [*MODELS].index(drawn.model) % options.jobs
+            parts.setdefault((part, arch), []).append(line)
+        print(f"{engine}: {count} commands, seed {seed}: {sum(map(len, parts.values()))} questions", flush=True)
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda part: zip(part, answers(engine, python, part), strict=True), parts)
+            found = pool.map(
+                lambda part: zip(part, answers(engine, python, part), strict=True), map(sorted, parts.values())
+            )
             known = {line: answer for part in found for line, answer in part}
     judged = {drawn: verdict(say, known[asked[drawn]]) for drawn, say in ours.items()}
     counted = Counter(word for word, _ in judged.values())
@@ -95,11 +100,11 @@ def audit(engine: str, count: int, seed: int, options: argparse.Namespace) -> in
             print(f"    it does {does}")
     print(f"{engine}, {count} commands, seed {seed}: " + ", ".join(f"{n} {word}" for word, n in counted.most_common()))
     if options.record:
-        record(engine, seed, {drawn: (say, known[asked[drawn]]) for drawn, say in ours.items()})
+        record(engine, options.gpus, seed, {drawn: (say, known[asked[drawn]]) for drawn, say in ours.items()})
     return int(any(counted[word] for word in WRONG))
 
 
-def record(engine: str, seed: int, known: dict[Drawn, tuple[Said, dict[str, Any]]]) -> None:
+def record(engine: str, gpus: str, seed: int, known: dict[Drawn, tuple[Said, dict[str, Any]]]) -> None:
     """Write the answers, one command a line, with a digest of its arguments and the beginning of a refusal."""
     head = json.dumps({"engine": engine, "release": engine_table(engine).release, "seed": seed})
     lines = [
@@ -107,7 +112,7 @@ def record(engine: str, seed: int, known: dict[Drawn, tuple[Said, dict[str, Any]
         for drawn, (say, answer) in known.items()
     ]
     text = ",\n".join([head, *lines])
-    (HERE / f"answers_{engine}.json").write_text(f"[\n{text}\n]\n", "utf-8")
+    (HERE / f"answers_{engine}_{gpus}.json").write_text(f"[\n{text}\n]\n", "utf-8")
 
 
 if __name__ == "__main__":

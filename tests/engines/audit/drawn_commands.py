@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ MODELS: dict[str, dict[str, Any]] = json.loads((FOLDER / "models.json").read_tex
 """Presets, published configs and those of issues, cut to a few layers, with the fields that vLLM asks for."""
 
 GPUS = ("t4", "a100", "rtx3090", "l40s", "h100", "h20", "h200", "b200", "b300", "jetson-agx-thor", "rtx5090", "gb10")
+AMD_AND_12X = ("mi210", "mi300x", "mi355x", "rx7900xtx", "rx9070xt", "rtx-pro-6000", "gb10")
+GPU_SETS = {"nvidia": GPUS, "amd-and-12x": AMD_AND_12X}
+"""What ``--gpus`` takes: the GPUs that commands are drawn for."""
 CACHES = (None, None, None, "bfloat16", "fp8", "fp8", "fp8_e5m2", "fp8_ds_mla")
 TENSOR_PARALLEL = (1, 1, 2, 4, 8, 16)
 RANKS = (1,) * 12 + (2, 2, 3, 4)
@@ -68,7 +71,7 @@ def divides(ranks: int, model: str) -> bool:
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def draw(engine: str, count: int, seed: int) -> Iterator[Drawn]:
+def draw(engine: str, count: int, seed: int, gpus: Sequence[str] = GPUS) -> Iterator[Drawn]:
     """Yield as many different commands."""
     chance = random.Random(f"{engine} {seed}")
     seen: set[Drawn] = set()
@@ -79,7 +82,7 @@ def draw(engine: str, count: int, seed: int) -> Iterator[Drawn]:
         odd = engine == "vllm" and chance.random() < 0.1
         one = Drawn(
             model=model,
-            gpu=chance.choice(GPUS),
+            gpu=chance.choice(gpus),
             tensor_parallel=chance.choice([size for size in TENSOR_PARALLEL if odd or divides(size, model)]),
             ranks=chance.choice(RANKS) if engine == "vllm" else 1,
             cache=chance.choice(CACHES if sparse else CACHES[:-1]),

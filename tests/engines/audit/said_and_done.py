@@ -52,7 +52,7 @@ class Said:
         refused: why there is no command; empty where there is one.
         starts: whether the engine is said to start all the same, with wrong outputs.
         arguments, environment: as the engine takes them; of a refused command what was asked for.
-        names: the engine's backend by its kind of layers (vLLM) or phase (SGLang); None: its default, unnamed.
+        names: the engine's backend by its kind of layers (vLLM) or phase (SGLang); None: its default, not known.
     """
 
     refused: str
@@ -91,8 +91,9 @@ def said(engine: str, drawn: Drawn, folder: Path) -> Said:
         for phase in layer["phases"]:
             apart = layer["kind"] == "mla" and layer["phases"] == ["prefill"]
             key = phase if not kinds else "mla_prefill" if apart else kinds[layer["kind"]]
-            if layer["engine_backend"] not in names.setdefault(key, []):
-                names[key].append(layer["engine_backend"])
+            name = layer["engine_backend"] or layer["engine_default"]
+            if name not in names.setdefault(key, []):
+                names[key].append(name)
     for flag, value in itertools.pairwise(found["arguments"]):
         if flag in DSA:
             names[DSA[flag]] = [value]

@@ -13,19 +13,20 @@ from said_and_done import WRONG, Said, said, verdict
 from attn_select.engines.names import engine_table
 
 HERE = Path(__file__).parent
-ENGINES = ("vllm", "sglang")
+RECORDED = sorted(path.stem.removeprefix("answers_") for path in HERE.glob("answers_*.json"))
 MOST_UNASKED = 0.05
 """The share of recorded commands that may have changed since; with more, `make audit ARGS=--record` asks anew."""
 
 
-def recorded(engine: str) -> tuple[dict[str, Any], dict[Drawn, tuple[str, dict[str, Any]]]]:
-    head, *rows = json.loads((HERE / f"answers_{engine}.json").read_text("utf-8"))
+def recorded(name: str) -> tuple[dict[str, Any], dict[Drawn, tuple[str, dict[str, Any]]]]:
+    head, *rows = json.loads((HERE / f"answers_{name}.json").read_text("utf-8"))
     return head, {Drawn(*row[:-2]): (row[-2], row[-1]) for row in rows}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_engine_does_what_flags_says(engine: str, tmp_path: Path) -> None:
-    head, rows = recorded(engine)
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_engine_does_what_flags_says(name: str, tmp_path: Path) -> None:
+    head, rows = recorded(name)
+    engine = head["engine"]
     assert head["release"] == engine_table(engine).release
     wrong, changed = [], 0
     for drawn, (digest, answer) in rows.items():

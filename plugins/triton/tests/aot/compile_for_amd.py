@@ -1,0 +1,68 @@
+"""Compile every kernel of the launchers for one of AMD's architectures without a GPU, for the layers accepted there.
+
+    python plugins/triton/tests/aot/compile_for_amd.py gfx942 [--first 1]
+
+Prints one line of JSON per kernel: its name, its launcher, and the bytes of LDS that it takes. Launchers see what
+torch's build for ROCm says for the compute capability. Each kernel of a launcher is compiled for its first layer alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import islice
+from typing import Any
+
+import torch
+from fake_gpu import SMS, pretend
+from shape_classes import Tensors, shape_classes
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from attn_select.decide.amd import on_amd
+from attn_select.machine.device import lookup
+from attn_select_triton.kernels import relaunch
+
+TARGETS = {"gfx942": 94, "gfx950": 95}
+"""What torch's build for ROCm says for the compute capability, times 10."""
+
+
+def main() -> None:
+    """Compile, and print what came out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", choices=[*TARGETS])
+    parser.add_argument("--first", type=int)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    target = TARGETS[asked.arch]
+    SMS[target] = 304
+    pretend(target)
+    driver.active.target = GPUTarget("hip", asked.arch, 64)
+    knobs.compilation.always_compile = True
+    run, compiled, launching = JITFunction.run, set[tuple[str, str]](), ""
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        name = self.fn.__name__
+        if (launching, name) in compiled:
+            return None
+        compiled.add((launching, name))
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        print(json.dumps({"kernel": name, "launcher": launching, "shared": kernel.metadata.shared}), flush=True)
+        return kernel
+
+    JITFunction.run = compile_only
+    relaunch.relaunch = lambda *arguments: None
+    relaunch.launcher_of = lambda compiled, arguments: relaunch.Launcher(compiled, None)
+    accepted = (
+        shape for shape in shape_classes(80) if not on_amd(shape.backend.name, shape.config, lookup(asked.arch))[0]
+    )
+    for shape in islice(accepted, asked.first):
+        for launch in shape.launches:
+            launching = launch.__name__
+            launch(Tensors(shape, target))
+
+
+if __name__ == "__main__":
+    main()
