@@ -139,22 +139,18 @@ def test_trtllm_gen_takes_an_fp8_query_and_scales_as_numbers(emulate: Emulate) -
 def test_fp4_output_brings_its_block_scales(emulate: Emulate) -> None:
     calls: list[dict[str, Any]] = []
 
-    class FP4Tensor:
-        def __init__(self, data: Any, scale: Any, scale_start_index: int, original_shape: Any) -> None:
-            self.data, self.scale, self.start, self.shape = data, scale, scale_start_index, original_shape
-
     def record(query: Any, kv_cache: Any, **call: Any) -> None:
         calls.append(call)
 
     names = ("trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache")
-    emulate((10, 0), FP4Tensor=FP4Tensor, **dict.fromkeys(names, record))
+    emulate((10, 0), **dict.fromkeys(names, record))
     group = groups.made("b200", kv_cache_dtype="fp8_e4m3", output_quantization="fp4")
     common, cache = random_batch(group, [1, 9], [30, 40])
     output, blocks = torch.empty(10, 4, 32, dtype=torch.uint8), torch.empty(128, 16, dtype=E4M3)
     Attention(group, caller_writes=True).forward(
         groups.drawn_query(group, 10), None, None, cache, group.build(common), output, None, torch.tensor(3.0), blocks
     )
-    assert [(c["out"].start, c["out"].shape, c["out_dtype"], c["o_sf_scale"]) for c in calls] == [
+    assert [(c["out"].scale_start_index, c["out"].original_shape, c["out_dtype"], c["o_sf_scale"]) for c in calls] == [
         (0, (1, 4, 64), "nvfp4", 3.0),
         (1, (9, 4, 64), "nvfp4", 3.0),
     ]

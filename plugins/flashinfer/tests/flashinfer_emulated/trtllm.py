@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import flashinfer_emulated as fi
-from flashinfer_emulated import functions as fp4
 from flashinfer_emulated import need
 
 XQA_PAGES = (16, 32, 64, 128)
@@ -39,8 +38,7 @@ def trtllm_batch_decode_with_kv_cache(a: Any) -> Any:
     need(a.uses_shared_paged_kv_idx and a.skip_softmax_threshold_scale_factor is None, "not emulated")
     k, v = _halves(a.kv_cache)
     if backend == "xqa":
-        packed = out_dtype == "nvfp4" or isinstance(out, fp4.FP4Tensor)
-        need(not packed, "xqa backend does not support nvfp4 output", ValueError)
+        need(out_dtype != "nvfp4", "xqa backend does not support nvfp4 output", ValueError)
         need(a.o_sf_scale is None and a.o_sf_vec_size is None, "xqa backend does not support o_sf_scale", ValueError)
         need(
             a.max_q_len is None and a.cum_seq_lens_q is None, "xqa backend does not support cum_seq_lens_q", ValueError
@@ -90,7 +88,6 @@ def trtllm_batch_decode_with_kv_cache(a: Any) -> Any:
         "causal": True,
         "window": a.window_left,
     }
-    call["o_sf_scale"] = a.o_sf_scale
     lists = (bounds, a.block_tables, a.seq_lens)
     fi.launch(
         partial(_gen, a.query, k, v, a.workspace_buffer, lists, out, lse, (a.bmm1_scale, a.bmm2_scale), a.sinks, call)
@@ -112,7 +109,7 @@ def trtllm_batch_context_with_kv_cache(a: Any) -> Any:
         fi.check_list(bounds, a.batch_size + 1, name)
     _check_gen(a.query, k, v, a.block_tables, a.seq_lens, a.sinks, (a.bmm1_scale, a.bmm2_scale), a.batch_size)
     call = {"limits": (a.max_q_len, a.max_kv_len), "decode": False, "causal": a.causal, "window": a.window_left}
-    call |= {"keys": a.cum_seq_lens_kv, "o_sf_scale": a.o_sf_scale}
+    call["keys"] = a.cum_seq_lens_kv
     lists = (a.cum_seq_lens_q, a.block_tables, a.seq_lens)
     fi.launch(
         partial(_gen, a.query, k, v, a.workspace_buffer, lists, out, lse, (a.bmm1_scale, a.bmm2_scale), a.sinks, call)
@@ -312,10 +309,7 @@ def _gen(
             q[mine], keys, values, scale, causal=call["causal"], window_left=call["window"], sinks=sinks
         )
         found = found + fi.nan_behind(v, pages, length, "HND")
-        if isinstance(out, fp4.FP4Tensor):
-            fp4.write(out, mine, found * factor, call["o_sf_scale"])
-        else:
-            out[mine] = _stored(found * factor, out.dtype)
+        out[mine] = _stored(found * factor, out.dtype)
         if lse is not None:
             lse[mine] = found_lse.float()
 
@@ -331,9 +325,7 @@ def _halves(cache: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gen_output(query: Tensor, out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> Any:
-    if out_dtype == "nvfp4" or (out_dtype is None and isinstance(out, fp4.FP4Tensor)):
-        return fp4.check_output(query, out, o_sf_scale, o_sf_vec_size)
-    need(isinstance(out_dtype, torch.dtype) or out_dtype is None, f"Invalid out_dtype: {out_dtype}", ValueError)
+    need(isinstance(out_dtype, torch.dtype) or out_dtype is None, f"{out_dtype} is not emulated", ValueError)
     need(o_sf_scale is None and o_sf_vec_size is None, "o_sf_scale is for nvfp4 output", AssertionError)
     out_dtype = out_dtype or (out.dtype if out is not None else query.dtype)
     out = torch.empty_like(query, dtype=out_dtype) if out is None else out
