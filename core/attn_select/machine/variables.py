@@ -14,7 +14,8 @@ EFFECTS = {
     TRACEBACK: "1: the command line ends an internal error, or a backend's, with its traceback",
     WORKLOAD: "what adapters for engines choose for, as `--workload` takes it: a profile, batches or a file; "
     "observe: watch the engine and write such a file",
-    STRICT: "1: adapters for engines end the start where rules or the workload cannot be read, and do not stand aside",
+    STRICT: "1: adapters for engines end the start where rules or the workload cannot be read, or rules name a backend "
+    "that nobody knows",
     ANY_VERSION: "1: adapters for engines take part in releases that they were not run with",
 }
 """What each variable does."""
