@@ -84,6 +84,9 @@ class MLAAttention(nn.Module):
             # What is merged across ranks counts its sinks there.
             impl: MLAAttentionImpl = own.impl(self.terms.under(own.context.config))
             self.impls |= dict.fromkeys(own.context.plans, impl)
+        # Both phases' backends read one cache, so the first that has it writes for both.
+        readers = [phase for phase in self.impls if group.backends[phase].context.kv_layout is not None]
+        self._writer: Phase | None = readers[0] if readers else None
         self.layer_name = register_layer(self, layer_name)
 
     def _absorb(self, kv_b_proj: Tensor) -> None:
@@ -199,15 +202,14 @@ class MLAAttention(nn.Module):
 
     def _write(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write the step's latents, by the backend that reads them or, if there is none, by the shared operation."""
-        group, tokens = self.group, len(slot_mapping)
-        # Both phases' backends read one cache, so the first that has it writes for both.
-        for phase, impl in self.impls.items():
-            if group.backends[phase].context.kv_layout is not None:
-                given = kv_c_normed, k_pe, self._view(impl, kv_cache), slot_mapping
-                call(group.backends[phase].spec, "do_kv_cache_update()", "", impl.do_kv_cache_update, *given)
-                return
-        new = (kv_c_normed[:tokens], k_pe[:tokens])
-        ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.terms.scales)
+        group = self.group
+        if self._writer is None:
+            new = (kv_c_normed[: len(slot_mapping)], k_pe[: len(slot_mapping)])
+            ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.terms.scales)
+            return
+        impl = self.impls[self._writer]
+        spec, update, view = group.backends[self._writer].spec, impl.do_kv_cache_update, self._view(impl, kv_cache)
+        call(spec, "do_kv_cache_update()", "", update, kv_c_normed, k_pe, view, slot_mapping)
 
     def _view(self, impl: MLAAttentionImpl, kv_cache: Tensor) -> Tensor:
         """Return the cache in the backend's blocks."""
