@@ -9,12 +9,16 @@ from typing import Any
 
 from attn_select.decide.selection import Selection
 from attn_select.engines.names import EngineDefault, EngineTable, Offer, OtherLayers
+from attn_select.engines.states import TakenState, taken_states
 from attn_select.layer.config import Phase
+from attn_select.layer.state import StateConfig
 from attn_select_cli.explanation import Explanation, LayerExplanation
 
 FILE_NAME = "attn-select.yaml"
 """What the configuration file is called in commands."""
-_WITH_ARGUMENTS = ("dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_context_parallel_size")
+_WITH_ARGUMENTS = (
+    "dtype", "kv_cache_dtype", "block_size", "batch_invariant", "decode_context_parallel_size", "state_dtype",
+)  # fmt: skip
 """Fields of ``AttentionConfig`` for which engines have arguments."""
 
 
@@ -82,6 +86,8 @@ class EngineArguments:
     file: dict[str, str | int] = field(default_factory=dict)  # dotted keys of the configuration file
     # what the choice says and no argument does, one sentence each
     not_expressed: list[str] = field(default_factory=list)
+    # what it is told for layers that keep a state, layer kind by layer kind
+    states: list[tuple[LayerExplanation, TakenState]] = field(default_factory=list)
     # how the engine runs the model's layers, where that is not as attn-select reads them
     otherwise: OtherLayers | None = None
 
@@ -146,6 +152,7 @@ def engine_arguments(
     result = EngineArguments(table, otherwise=table.runs_otherwise(architecture))
     result.taken = _taken(explanation, table, architecture, result.otherwise)
     _say_backends(result)
+    _say_states(result, explanation, overrides)
     _say_dtypes(result, explanation)
     _say_block_size(result, "block_size" in overrides)
     if tensor_parallel > 1 and not result.say("tensor_parallel", tensor_parallel):
@@ -275,6 +282,17 @@ def _say_backends(result: EngineArguments) -> None:
             one = f"{result.table.engine} takes one for all layers"
             result.not_expressed.append(f"{name.name} for {kind} layers: {one}")
         result.arguments |= name.arguments
+
+
+def _say_states(result: EngineArguments, explanation: Explanation, overrides: Mapping[str, Any]) -> None:
+    for layer in explanation.layers:
+        if isinstance(layer.selection.config, StateConfig):
+            result.states += [(layer, taken) for taken in taken_states(result.table.states, layer.selection)]
+    for _, taken in result.states:
+        if taken.row is not None and taken.value is not None:
+            result.arguments[taken.row.argument] = taken.value
+    if result.states and "state_dtype" in overrides:
+        result.say("state_dtype", overrides["state_dtype"])
 
 
 def _say_dtypes(result: EngineArguments, explanation: Explanation) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -100,17 +100,6 @@ class Explanation:
     def attention(self) -> list[LayerExplanation]:
         """The kinds of layers with attention: engines choose their kernels apart from the kernels of states."""
         return [layer for layer in self.layers if layer.selection.config.sort != "state"]
-
-    @property
-    def without_states(self) -> Explanation:
-        """The explanation of the layers with attention, with a warning that names the layers that keep a state."""
-        states = [f"{layer.count} {layer.kind}" for layer in self.layers if layer.selection.config.sort == "state"]
-        if not states:
-            return self
-        left_out = f"{', '.join(states)} layers are left out: this command is for attention"
-        if not self.attention and not self.unserved:
-            raise ConfigError(left_out, fields=["recurrence"], hint="name a model that has attention")
-        return replace(self, layers=self.attention, warnings=[*self.warnings, left_out])
 
     @property
     def ok(self) -> bool:

@@ -65,7 +65,6 @@ def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
     table = engine_table(engine)
     explanation = build_explanation(options, unserved_alone=True)
     _refuse_states(table, explanation)
-    explanation = explanation.without_states
     if options["backend"]:  # an explicit choice is taken or refused, never replaced
         for layer in explanation.layers:
             layer.selection.require()
@@ -249,6 +248,10 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         for taken in result.taken
     ]
     rows += [
+        [f"{layer.kind} × {layer.count}", state.phase, state.value or "its own, without a choice", state.backend or "-"]
+        for layer, state in result.states
+    ]
+    rows += [
         [f"{each.kind} × {each.count}", "prefill, decode", engine_names(each, table, explanation.device) or "-", "-"]
         for each in explanation.unserved
     ]
@@ -265,6 +268,9 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
             text = _why_none(taken, result)
             lines += [[(f"{taken.layer.kind}, {', '.join(taken.served)}: ", "rejected"), HANG, (text, "")]]
     passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
+    for layer, state in result.states:
+        why = f"{table.engine} has no such kernel for {layer.kind} in {state.phase}"
+        passed |= dict.fromkeys((backend, why) for backend in state.passed_over)
     if passed:
         lines += [[], [("Ranked higher", "title"), (" by attn-select, but not taken:", "")]]
         lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
@@ -298,6 +304,20 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
         "environment": result.environment,
         "file": {"argument": table.arguments["file"], "content": result.nested_file()} if result.file else None,
         "layers": [taken.to_dict() for taken in result.taken],
+        "states": [
+            {
+                "kind": layer.kind,
+                "count": layer.count,
+                "phase": state.phase,
+                "selected": state.selected,
+                "backend": state.backend,
+                "argument": state.row.argument if state.row else None,
+                "value": state.value,
+                "passed_over": [*state.passed_over],
+                "source": state.row.source if state.row else None,
+            }
+            for layer, state in result.states
+        ],
         "unserved": [
             {
                 "kind": each.kind,

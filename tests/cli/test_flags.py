@@ -229,15 +229,30 @@ def test_an_engines_own_kernel_takes_no_place_that_ours_was_measured_for(
     assert run(*words, "--rules", str(rules), "--json").json["layers"][-1]["backend"] == "TRITON_ATTN"
 
 
-def test_engines_choose_kernels_of_states_by_themselves(run: Any, tmp_path: Path) -> None:
-    hybrid = run("flags", "--model", "qwen3-next-80b-a3b", "--engine", "vllm", "--gpu", "h200")
-    assert "36 gated_delta_net layers are left out: this command is for attention" in hybrid.err
+def test_engines_are_told_of_kernels_of_states_where_they_have_arguments(run: Any, tmp_path: Path) -> None:
+    words = ("flags", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--engine")
+    vllm = run(*words, "vllm", "--state-dtype", "bfloat16", "--json").json
+    assert vllm["arguments"][:4] == ["--gdn-prefill-backend", "flashinfer", "--mamba-ssm-cache-dtype", "bfloat16"]
+    prefill, decode = vllm["states"]
+    assert (prefill["phase"], prefill["backend"], prefill["value"]) == ("prefill", "FLASHINFER_GDN", "flashinfer")
+    assert (decode["phase"], decode["backend"], decode["argument"]) == ("decode", None, None)
+    sglang = run(*words, "sglang", "--json").json
+    assert {"--linear-attn-prefill-backend", "--linear-attn-decode-backend"} <= {*sglang["arguments"]}
+    assert sglang["states"][1]["passed_over"] == ["TRITON_STATE"]
+    assert "TRITON_STATE: SGLang has no such kernel for gated_delta_net in decode" in run(*words, "sglang").out
+
+
+def test_a_model_of_states_alone(run: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "mamba2", "num_heads": 8, "head_dim": 64, "hidden_size": 256}))
-    alone = run("flags", "--model", str(config), "--engine", "vllm", "--gpu", "h200")
-    assert alone.code == 2
-    assert "mamba2 layers are left out: this command is for attention" in alone.err
-    assert "name a model that has attention" in alone.err
+    found = run("flags", "--model", str(config), "--engine", "vllm", "--gpu", "h200", "--json")
+    assert found.code == 0
+    assert found.json["layers"] == []
+    assert [(each["phase"], each["value"]) for each in found.json["states"]] == [
+        ("prefill", None),
+        ("decode", "flashinfer"),
+    ]
+    assert "--mamba-backend" in found.json["arguments"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_sparse_layers_without_a_kernel_are_named_with_who_serves_them(run: Any,
     flags = ask(run, "flags --engine vllm", name)
     assert flags.code == 0
     assert [row["name"] for row in flags.json["unserved"][0]["engine_backends"]] == ["QWEN4_EXP_QSA_TRITON"]
-    assert flags.json["arguments"] == ["--dtype", "bfloat16"]
+    assert flags.json["arguments"] == ["--gdn-prefill-backend", "flashinfer", "--dtype", "bfloat16"]
     assert ask(run, "flags --engine trtllm", name).code == 1
     text = run("explain", "--model", str(TRIAL / f"{name}.json"), "--gpu", "h100").out
     assert "qsa × 2" in text

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from attn_select.decide.outcome import Candidate
 from attn_select.decide.selection import Selection
 from attn_select.engines.own_kernels import rests_on_our_times
+from attn_select.engines.states import StateArgument
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.device import Device
@@ -165,6 +166,7 @@ class EngineTable:
     # devices on which ``names`` hold all that the engine has under ``attention``: it refuses where none holds
     lists_all: tuple[tuple[Condition, ...], ...] = ()
     other_layers: tuple[OtherLayers, ...] = ()  # models whose layers it runs in another way
+    states: tuple[StateArgument, ...] = ()  # arguments that name kernels of layers that keep a state
 
     def refuses(self, config: AttentionConfig, device: Device, architecture: str) -> tuple[str, bool]:
         """Return why the engine has nothing that serves a layer as it should, and whether it starts all the same."""
@@ -352,6 +354,7 @@ _ROWS = {
     "unserved": EngineKernel,
     "refusals": EngineRefusal,
     "other_layers": OtherLayers,
+    "states": StateArgument,
 }
 """Tables of an engine's file that are lists, each with what a row is."""
 
