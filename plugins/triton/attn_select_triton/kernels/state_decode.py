@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_select.layer.state import NORM_EPSILON
+from attn_select.runtime.states import Gates
 from attn_select_triton.limits import power_of_two
 
 EPSILON = tl.constexpr(NORM_EPSILON)
@@ -30,13 +31,22 @@ def load_vector(ptr, inside, NORMALIZED: tl.constexpr):
 
 
 @triton.jit
+def softplus(numbers):
+    """Return ``log(1 + exp(numbers))``, exact to float32's digits where the exponential is small beside 1, too."""
+    # Memory traffic: none.
+    power = tl.exp(tl.minimum(numbers, 20.0))
+    small = power * (1 - power * (0.5 - power / 3))
+    return tl.where(numbers > 20, numbers, tl.where(power < 1e-2, small, tl.log(1 + power)))
+
+
+@triton.jit
 def state_decode_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, states_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, rate_ptr, bias_ptr, out_ptr, states_ptr,
     query_start_loc_ptr, read_slots_ptr, write_slots_ptr, token_slots_ptr,
     scale, stride_q, stride_k, stride_v, stride_out, stride_slot, columns,
     HEADS: tl.constexpr, V_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZED: tl.constexpr,
+    DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZED: tl.constexpr, RAW: tl.constexpr,
     HAS_BETA: tl.constexpr, KEEPS_EACH: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of values, request and value head."""
@@ -59,14 +69,24 @@ def state_decode_kernel(
         k = load_vector(k_ptr + row * stride_k + head * K + keys, in_k, NORMALIZED)
         v = tl.load(v_ptr + row * stride_v + v_head * V + values, mask=in_v, other=0.0).to(tl.float32)
         if BY_CHANNEL:
-            decay = tl.exp(tl.load(g_ptr + (row * V_HEADS + v_head) * K + keys, mask=in_k, other=0.0))
-            state *= decay[:, None]
+            gate = tl.load(g_ptr + (row * V_HEADS + v_head) * K + keys, mask=in_k, other=0.0).to(tl.float32)
+            if RAW:
+                step = softplus(gate + tl.load(bias_ptr + v_head * K + keys, mask=in_k, other=0.0))
+                gate = -tl.exp(tl.load(rate_ptr + v_head)) * step
+            state *= tl.exp(gate)[:, None]
         else:
-            state *= tl.exp(tl.load(g_ptr + row * V_HEADS + v_head))
+            gate = tl.load(g_ptr + row * V_HEADS + v_head).to(tl.float32)
+            if RAW:
+                step = softplus(gate + tl.load(bias_ptr + v_head))
+                gate = -tl.exp(tl.load(rate_ptr + v_head)) * step
+            state *= tl.exp(gate)
         if DELTA_RULE:
             v -= tl.sum(state * k[:, None], 0)
         if HAS_BETA:
-            v *= tl.load(beta_ptr + row * V_HEADS + v_head)
+            beta = tl.load(beta_ptr + row * V_HEADS + v_head).to(tl.float32)
+            v *= tl.sigmoid(beta) if RAW else beta
+        elif RAW:  # Mamba-2's step is its strength
+            v *= step
         state += k[:, None] * v[None, :]
         out = tl.sum(state * q[:, None], 0)
         tl.store(out_ptr + row * stride_out + v_head * V + values, out.to(out_ptr.dtype.element_ty), mask=in_v)
@@ -82,8 +102,7 @@ def decode_states(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    log_decay: Tensor,
-    write_strength: Tensor | None,
+    gates: Gates,
     states: Tensor,
     query_start_loc: Tensor,
     read_slots: Tensor,
@@ -101,8 +120,7 @@ def decode_states(
     Args:
         query, key: ``(T, num_heads, head_size)``, the heads of a token one behind the other.
         value, output: ``(T, num_v_heads, v_head_size)``, likewise.
-        log_decay: float32 ``(T, num_v_heads)`` or ``(T, num_v_heads, head_size)``.
-        write_strength: float32 ``(T, num_v_heads)``, or None.
+        gates: of the T tokens. Raw ones are activated here.
         states: ``(num_slots, num_v_heads, head_size, v_head_size)``, contiguous.
         query_start_loc: int32 ``(B + 1,)``.
         read_slots, write_slots: int64 ``(B,)``; -1: a state of zero, and a state that is not kept.
@@ -114,14 +132,17 @@ def decode_states(
     (heads, size), (v_heads, v_size) = query.shape[1:], value.shape[1:]
     block_k = power_of_two(size)
     block_v = min(power_of_two(v_size), max(8, TILE // block_k))
+    raw = gates.raw
+    decay, strength = (gates.log_decay, gates.write_strength) if raw is None else (raw.a, raw.b)
+    rate, bias = (None, None) if raw is None else (raw.A_log, raw.dt_bias.contiguous())
     state_decode_kernel[(triton.cdiv(v_size, block_v), read_slots.shape[0] * v_heads)](
-        query, key, value, log_decay.contiguous(), None if write_strength is None else write_strength.contiguous(),
+        query, key, value, decay.contiguous(), None if strength is None else strength.contiguous(), rate, bias,
         output, states, query_start_loc, read_slots, write_slots, token_slots,
         scale, query.stride(0), key.stride(0), value.stride(0), output.stride(0), states.stride(0),
         0 if token_slots is None else token_slots.shape[1],
         HEADS=heads, V_HEADS=v_heads, K=size, V=v_size, BLOCK_K=block_k, BLOCK_V=block_v,
-        DELTA_RULE=delta_rule, BY_CHANNEL=log_decay.ndim == 3, NORMALIZED=normalized,
-        HAS_BETA=write_strength is not None, KEEPS_EACH=token_slots is not None, V_FIRST=v_first,
+        DELTA_RULE=delta_rule, BY_CHANNEL=decay.ndim == 3, NORMALIZED=normalized, RAW=raw is not None,
+        HAS_BETA=strength is not None, KEEPS_EACH=token_slots is not None, V_FIRST=v_first,
         num_warps=4,
     )  # fmt: skip
 
