@@ -180,7 +180,7 @@ def _obstacles(case: Case) -> list[str]:
         "decode context parallelism: XQA returns no log-sum-exp, and TRT-LLM prefill is not combined across ranks": (
             ranks > 1 and (xqa or not decode)
         ),
-        # vLLM build: causal and use_trtllm_attention(...); csrc/trtllm_fmha_kernel_launcher.cu: decode has a causal mask
+        # vLLM build: causal and use_trtllm_attention(...); csrc/trtllm_fmha_kernel_launcher.cu: a causal mask in decode
         "trtllm-gen is used for causal attention only": gen and config.non_causal,
         # flashinfer csrc/xqa/mha_sm90.cu v0.6.14: a mask that is not causal goes with no sliding window
         "XQA's window cannot hide keys behind a draft token": xqa and drafts > 0 and config.non_causal and window,
