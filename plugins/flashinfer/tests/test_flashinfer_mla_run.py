@@ -148,6 +148,13 @@ def test_a_query_that_a_tile_cuts_in_two_is_a_request(heads: int, emulate: Emula
     assert not plan["causal"]
 
 
+def test_as_many_tokens_as_requests_are_requests_of_their_own_pages(of_release: Emulate) -> None:
+    """A request without a query makes room for another's second one."""
+    of_release()
+    group = layers.group_for("h100", layers.mla_config(num_heads=40, num_speculative_tokens=3), phases=["decode"])
+    layers.run(group, layers.problem_for(group, [(4, 70), (0, 9), (0, 40), (1, 64), (0, 3)]))
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_query_that_fits_its_tiles_is_not_split(heads: int, emulate: Emulate) -> None:
     world = emulate()

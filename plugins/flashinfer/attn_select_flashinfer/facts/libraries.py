@@ -13,12 +13,9 @@ RAN = "ran on H100, flashinfer 0.6.14, 2026-11-21"
 DECODE = "flashinfer-ai/flashinfer flashinfer/decode.py 0.6.14"
 PREFILL = "flashinfer-ai/flashinfer flashinfer/prefill.py 0.6.14"
 LAUNCHER = "flashinfer-ai/flashinfer csrc/trtllm_fmha_kernel_launcher.cu v0.6.14"
-GEN_KERNELS = "flashinfer-ai/flashinfer include/flashinfer/trtllm/fmha v0.6.14"
 JIT_ATTENTION = "flashinfer-ai/flashinfer flashinfer/jit/attention/modules.py 0.6.14"
-JIT_XQA = "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14"
 MLA_CORE = "flashinfer-ai/flashinfer flashinfer/mla/_core.py 0.6.14"
 VLLM = "vllm-project/vllm v1/attention/backends/flashinfer.py 0.33.0"
-VLLM_UTILS = "vllm-project/vllm utils/flashinfer.py 0.33.0"
 
 TORCH = Library("torch", "torch", "pip install torch numpy")
 # 0.6.14 is the release that these facts were read in and run with; its MLA entry is the first with kv_scale_format,

@@ -163,33 +163,34 @@ def decide(case: Case) -> tuple[bool, str] | list[Reason]:
 
 def _obstacles(case: Case) -> list[str]:
     """Return what TRT-LLM kernels cannot run of a layer, most general first."""
+    # Sources: files of flashinfer-ai/flashinfer 0.6.14, and of vLLM 0.33.0 utils/flashinfer.py.
     config, before, hopper = case.config, release(case.environment), case.capability[0] == 9
     xqa, gen, decode = case.kernel == "xqa", case.kernel == "trtllm-gen", case.phase == "decode"
     drafts, window, size = config.num_speculative_tokens, config.sliding_window is not None, config.block_size
     e4m3, ranks = config.kv_cache_dtype == "fp8_e4m3", config.decode_context_parallel_size
     output = config.output_quantization
     against = {
-        # VLLM_UTILS supports_trtllm_attention; GEN_KERNELS; flashinfer/xqa.py 0.6.14
+        # vLLM supports_trtllm_attention; include/flashinfer/trtllm/fmha v0.6.14; flashinfer/xqa.py 0.6.14
         "TRT-LLM kernels are for compute capability 10.0 and 10.3, and for decode on 9.x and 12.x": case.kernel is None,
-        # VLLM_UTILS supports_trtllm_attention
+        # vLLM supports_trtllm_attention
         "the TRT-LLM kernels split the KV by the load, so results depend on the batch": config.batch_invariant,
-        # DECODE and PREFILL: no such argument
+        # decode.py and prefill.py: no such argument
         "TRT-LLM kernels take no logits soft cap": config.logits_soft_cap is not None,
-        # VLLM_UTILS use_trtllm_attention; DECODE: xqa raises for return_lse
+        # vLLM use_trtllm_attention; decode.py: xqa raises for return_lse
         "decode context parallelism: XQA returns no log-sum-exp, and TRT-LLM prefill is not combined across ranks": (
             ranks > 1 and (xqa or not decode)
         ),
-        # VLLM build: causal and use_trtllm_attention(...); decode has a causal mask (LAUNCHER)
+        # vLLM build: causal and use_trtllm_attention(...); csrc/trtllm_fmha_kernel_launcher.cu: a causal mask in decode
         "trtllm-gen is used for causal attention only": gen and config.non_causal,
         # flashinfer csrc/xqa/mha_sm90.cu v0.6.14: a mask that is not causal goes with no sliding window
         "XQA's window cannot hide keys behind a draft token": xqa and drafts > 0 and config.non_causal and window,
-        # GEN_KERNELS/fmhaRunner.cuh; JIT_XQA takes e5m2 for bfloat16 (RAN: wrong)
+        # include/flashinfer/trtllm/fmha/fmhaRunner.cuh v0.6.14; jit/xqa.py takes e5m2 for bfloat16 (ran on H100: wrong)
         "TRT-LLM kernels read no fp8_e5m2 cache": config.kv_cache_dtype == "fp8_e5m2",
-        # JIT_XQA; RAN (XQA: 64, 128, 256); flashinfer tests/attention v0.6.14 (trtllm-gen: 512)
+        # jit/xqa.py; ran on H100 (XQA: 64, 128, 256); flashinfer tests/attention v0.6.14 (trtllm-gen: 512)
         "XQA takes head sizes up to 256": xqa and config.head_size > 256,
-        # JIT_XQA; RAN (XQA: 16, 32, 64, 128; 8 raises); flashinfer tests/attention v0.6.14 (trtllm-gen)
+        # jit/xqa.py; ran on H100 (XQA: 16, 32, 64, 128; 8 raises); flashinfer tests/attention v0.6.14 (trtllm-gen)
         "TRT-LLM kernels take pages of 16, 32 and 64 tokens": size is not None and size % 16 != 0,
-        # RAN: 16 and 32 run, 48 and 71 do not compile; 64 with 16 bits
+        # Ran on H100: 16 and 32 run, 48 and 71 do not compile; 64 with 16 bits
         "XQA takes at most 32 query heads per KV head": xqa and config.num_heads > 32 * config.num_kv_heads,
         "XQA before flashinfer-python 0.6.16 gives all draft tokens the last one's window": (
             xqa and drafts > 0 and window and before < XQA_DRAFT_WINDOW.value
@@ -200,18 +201,18 @@ def _obstacles(case: Case) -> list[str]:
         "trtllm-gen before flashinfer-python 0.6.18 mixes up the requests of a batch in decodes of 5 and more tokens": (
             gen and decode and drafts + 1 > GEN_DRAFTS_RIGHT and before < GEN_DRAFTS.value
         ),
-        # DECODE and PREFILL (query must be FP8); RAN (XQA to FP8: relative error 4.3e-2)
+        # decode.py and prefill.py (query must be FP8); ran on H100 (XQA to FP8: relative error 4.3e-2)
         "TRT-LLM kernels quantise the output only with an fp8_e4m3 cache, and XQA only to FP8": (
             output != "none" and (not e4m3 or (xqa and output != "fp8"))
         ),
-        # DECODE and PREFILL: bmm1_scale and bmm2_scale are scalars
+        # decode.py and prefill.py: bmm1_scale and bmm2_scale are scalars
         "TRT-LLM kernels take one scale per tensor": config.per_head_quant_scales,
     }
     return [why for why, holds in against.items() if holds]
 
 
 def _why_trtllm(case: Case) -> str:
-    """Return why TRT-LLM kernels run what native ones could run too: ``use_trtllm_attention`` of VLLM_UTILS."""
+    """Return why TRT-LLM kernels run what native ones could run too: ``use_trtllm_attention`` in vLLM."""
     config = case.config
     if config.num_speculative_tokens and case.phase == "decode":
         return "draft tokens are decoded by TRT-LLM kernels, in CUDA graphs too"
@@ -225,7 +226,7 @@ def _why_trtllm(case: Case) -> str:
         return "auto: prefill takes trtllm-gen with an unquantised cache"
     if config.kv_cache_dtype == "fp8_e4m3":
         return "auto: XQA decodes an FP8 cache"
-    # VLLM FlashInferMetadataBuilder.__init__
+    # vLLM FlashInferMetadataBuilder.__init__
     return "auto: decode takes TRT-LLM kernels where they run, because one path serves all batches of a builder"
 
 

@@ -146,25 +146,28 @@ class NativeDecode:
         """Return the decodes of a batch, planned."""
         causal = self._causal and common.causal and common.max_query_len > 1
         lists, single = self._lists(common), common.max_query_len == 1
-        if causal and self._by_token(common):
+        apart = causal and self._by_token(common)
+        if apart:
             lists, causal, single = self._as_requests(lists), False, True
         requests = len(lists.keys)
         wrapper = self._captured.get(requests, self._eager)
         if self._metadata is None:
             indices = _rows(common)
         else:
-            lists, indices = self._flattened(common, lists, wrapper)
+            lists, indices = self._flattened(common, lists, wrapper, apart)
         arguments = {**given_lists(*lists, indices), "causal": causal, **self._fixed}
         balanced = None
         if self._balanced is not None and single and self._heads <= self._tile(common.num_actual_tokens, requests):
             balanced = BalancedPlan(self._balanced, *lists, _rows(common))
         return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale, balanced)
 
-    def _flattened(self, common: CommonAttentionMetadata, lists: Lists, wrapper: Wrapper) -> tuple[Lists, Tensor]:
+    def _flattened(
+        self, common: CommonAttentionMetadata, lists: Lists, wrapper: Wrapper, apart: bool
+    ) -> tuple[Lists, Tensor]:
         """Return the lists with the pages that each request has, no more, one request behind the other."""
         table, requests = common.block_table_tensor, len(lists.keys)
         assert table is not None
-        if requests != common.num_reqs:  # each token is a request of its request's pages
+        if apart:  # each token is a request of its request's pages
             row = torch.repeat_interleave(common.query_lens_cpu, output_size=requests)
             table = table.index_select(0, to_device(row.int(), self._context.device))
         pages = self._pinned(requests + 1)
