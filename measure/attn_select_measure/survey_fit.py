@@ -285,32 +285,21 @@ def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates
         family = families.get(name)
         if family is None:
             continue
-        for left in left_out(timed, list(family["backends"]), done=done):
-            if len(left.predicted) > 1:
-                first, second = sorted(left.predicted, key=left.predicted.__getitem__)[:2]
-                measured = left.timed.measured
-                actual = measured[second]["times_us"] / measured[first]["times_us"]
-                errors.append(abs(math.log(actual * left.predicted[first] / left.predicted[second])))
+        for each, predicted in _left_out(timed, list(family["backends"]), done):
+            if len(predicted) > 1:
+                first, second = sorted(predicted, key=predicted.__getitem__)[:2]
+                actual = each.measured[second]["times_us"] / each.measured[first]["times_us"]
+                errors.append(abs(math.log(actual * predicted[first] / predicted[second])))
     if not errors:
         text = "the survey has two backends on too few kinds of heads and sizes: nothing says how far to trust it"
         raise MeasurementError(text, hint="time more workloads")
     return math.exp(float(np.quantile(errors, 0.95)))
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A workload with the times that others predict, none of which has its heads and sizes."""
-
-    timed: Timed
-    predicted: Mapping[str, float]
-
-
-def left_out(
-    timed: Sequence[Timed], backends: Sequence[str], seed: int = 0, done: Done = lambda: None
-) -> list[LeftOut]:
-    """Predict every workload from those of other heads and sizes, in ten parts; ``done`` as in ``fit_survey``."""
+def _left_out(timed: Sequence[Timed], backends: Sequence[str], done: Done) -> list[tuple[Timed, dict[str, float]]]:
+    """Return each workload with the times that those of other heads and sizes predict, left out in ten parts."""
     groups = _groups(timed)
-    random.Random(seed).shuffle(groups)
+    random.Random(0).shuffle(groups)
     found = []
     for fold in range(min(_FOLDS, len(groups))):
         out = set(groups[fold::_FOLDS])
@@ -332,7 +321,7 @@ def left_out(
             for each, value, into in zip(test, here, predicted, strict=True):
                 if backend in each.measured:
                     into[backend] = each.features.floor_us * math.exp(value)
-        found += [LeftOut(*pair) for pair in zip(test, predicted, strict=True)]
+        found += [*zip(test, predicted, strict=True)]
     return found
 
 

@@ -24,13 +24,13 @@ from attn_select.layer.layouts import (
 )
 from attn_select.reference.oracle import attention_options, attention_reference, rows_by_request, visible_keys
 from attn_select.reference.oracle_quant import (
+    FP8_DTYPES,
     decode,
     encode,
     pack_fp8_ds_mla,
     quantize_query,
     unpack_fp8_ds_mla,
 )
-from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
 KVCache = Tensor | tuple[Tensor, Tensor]
 """One tensor, or for ``PAGED_ATTENTION`` also the pair of K and V."""
@@ -194,7 +194,6 @@ def write_reference(
     *,
     k_scale: Scale = None,
     v_scale: Scale = None,
-    power_of_two_scales: bool = True,
 ) -> None:
     """Write tokens into the cache, in place. Nothing but their slots changes.
 
@@ -202,15 +201,13 @@ def write_reference(
         key: ``(N, Hkv, D)``; with MLA the normalised latent ``kv_c`` ``(N, kv_lora_rank)``.
         value: ``(N, Hkv, Dv)``; with MLA ``k_pe`` ``(N, qk_rope_head_dim)``, with or without a head axis of 1.
         slot_mapping: integers ``(N,)``; a token with slot -1 is skipped.
-        power_of_two_scales: see ``pack_fp8_ds_mla``.
     """
     keep = slot_mapping >= 0
     key, value = key[keep], value[keep]
     views = token_views(kv_cache, layout, config)
     blocks, offsets = _blocks_and_offsets(slot_mapping[keep], views[0])
     if layout == FP8_DS_MLA:
-        packed = pack_fp8_ds_mla(key, value.flatten(1), power_of_two_scales=power_of_two_scales)
-        views[0][blocks, offsets] = packed
+        views[0][blocks, offsets] = pack_fp8_ds_mla(key, value.flatten(1))
     elif layout == MLA:
         latent = torch.cat([key, value.flatten(1)], dim=-1)
         views[0][blocks, offsets] = encode(latent, config.cache_dtype, k_scale)

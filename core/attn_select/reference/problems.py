@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.features import PER_HEAD
-from attn_select.layer.layouts import MLA
+from attn_select.layer.layouts import FP8_DS_MLA, MLA, cache_shape
 from attn_select.reference.oracle import last_positions, varlen_reference
 from attn_select.reference.oracle_indexer import E4M3_MAX
 from attn_select.reference.oracle_mla import (
@@ -28,8 +28,7 @@ from attn_select.reference.oracle_paged import (
     slot_mapping_reference,
     write_reference,
 )
-from attn_select.runtime.kv_cache import cache_dtype, kv_cache_shape
-from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES
+from attn_select.reference.oracle_quant import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 
 FP8_SCALE = 0.02
 """Of standard normal numbers in an FP8 cache: they reach 5, and e4m3 holds 448 scales."""
@@ -362,8 +361,11 @@ def _poisoned_cache(problem: Problem, nan_tails: bool, spare_blocks: int, draw: 
     assert block_size is not None
     assert problem.block_table is not None
     needed = [-(-seq_len // block_size) for _, seq_len in problem.requests]
-    shape = kv_cache_shape(layout, config, sum(needed) + spare_blocks, block_size)
-    cache = torch.empty(shape, dtype=cache_dtype(layout, config))
+    num_blocks = sum(needed) + spare_blocks
+    shape = [num_blocks if size == "num_blocks" else int(size) for size in cache_shape(layout, config, block_size)]
+    # A cache of dtype fp8_e4m3 may be stored in this layout, too.
+    dtype = torch.uint8 if layout == FP8_DS_MLA else storage_dtype(config.cache_dtype)
+    cache = torch.empty(shape, dtype=dtype)
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every float format, and in all parts of an fp8_ds_mla token
 
     def write(row: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:

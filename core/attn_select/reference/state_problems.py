@@ -26,7 +26,8 @@ class StateReference:
     """What float64 gives for T tokens of one request."""
 
     output: Tensor
-    # ``(T, num_v_heads)``, the norm that a row of the output has where the query's direction is any.
+    # ``(T, num_v_heads)``, the norm that a row of the output has where the query's direction is any: where a query and
+    # what the state holds are nearly orthogonal, the output is near 0, and its error is not.
     usual: Tensor
     # ``(T, num_v_heads, head_size, v_head_size)``, behind each token, and the last inputs of the convolution there.
     states: Tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.layer.state import StateConfig
-from attn_select.reference.comparison import ErrorBound, RelativeError, same_bits
+from attn_select.reference.comparison import ErrorBound, RelativeError, relative_error, same_bits
 from attn_select.reference.state_problems import StateProblem, Tokens, each_of
 from attn_select.runtime.batch import prepare_batch
 from attn_select.runtime.cuda_graph import Commons, CudaGraphRunner, Function, Slots
@@ -28,21 +28,10 @@ recurrence are rounded once behind the convolution, its state after each step.""
 
 
 def state_bound(config: StateConfig) -> ErrorBound:
-    """Return the errors of a layer's outputs that are accepted, as ``state_error`` has them."""
+    """Return the errors of a layer's outputs that are accepted, rows with ``StateReference.usual`` as their spread."""
     coarser = max(config.dtype, config.state_dtype, key=lambda name: STATE_BOUNDS[name])
     norm = STATE_BOUNDS[coarser]
     return ErrorBound(norm, 5 * norm, 0.0, f"{coarser}, rounded behind the convolution and in the state")
-
-
-def state_error(actual: Tensor, reference: Tensor, usual: Tensor) -> RelativeError:
-    """Return the errors of outputs ``(T, num_v_heads, v_head_size)``, of all and of the worst row."""
-    # ``usual`` is the norm that a row has where the query's direction is any. A row counts as no smaller: where a
-    # query and what the state holds are nearly orthogonal, the output is near 0, and its error is not.
-    if not actual.isfinite().all():
-        return RelativeError(torch.inf, torch.inf)
-    rows = torch.linalg.vector_norm(reference, dim=-1).maximum(usual)
-    difference = torch.linalg.vector_norm(actual.double() - reference, dim=-1)
-    return RelativeError(float(difference.norm() / rows.norm()), float((difference / rows).max()))
 
 
 @dataclass(slots=True)
@@ -142,7 +131,7 @@ class StateServing:
         """Run a step of random inputs; return the error of all its outputs against the reference."""
         found, drawn = self.run(num_tokens)
         expected, usual = zip(*[self._reference(name, tokens) for name, tokens in drawn.items()], strict=True)
-        return state_error(found.cpu(), torch.cat(expected), torch.cat(usual))
+        return relative_error(found, torch.cat(expected), torch.cat(usual))
 
     def run(self, num_tokens: Mapping[Any, int]) -> tuple[Tensor, dict[Any, Tokens]]:
         """Run a step of random inputs; return its output, decodes first, and the inputs. The reference lags behind."""

@@ -25,7 +25,7 @@ from attn_select.reference.comparison import error_bound, relative_error
 from attn_select.reference.problems import FP8_SCALE, Request, timed_problem
 from attn_select.reference.running import common_of, expected, layer_of
 from attn_select.reference.state_problems import StateProblem
-from attn_select.reference.state_serving import state_bound, state_error
+from attn_select.reference.state_serving import state_bound
 from attn_select.runtime import Capacity, ContextParallel, attention_group, prepare_batch
 from attn_select.runtime.kv_cache import cache_dtype, kv_cache_shape
 from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StateSlots
@@ -294,7 +294,7 @@ class StateStep:
                 made = self._problem.reference(piece, state, window)
                 state, window = made.states[-1], made.windows[-1]
                 found.append((self.output[start:end].cpu(), made.output, made.usual))
-        return state_error(*(torch.cat(each) for each in zip(*found, strict=True))).norm
+        return relative_error(*(torch.cat(each) for each in zip(*found, strict=True))).norm
 
     def _before(self, request: int) -> tuple[Tensor | None, Tensor | None]:
         """Return a request's state and window before the step, on the CPU; None where it has none."""

@@ -25,6 +25,8 @@ from attn_select.testing.toolkit import MLA_FIELDS, environment_of
 HEADS = (1, 2, 5, 7, 8, 16, 32, 64, 71, 96, 128, 160, 256, 1024)
 SIZES = (1, 2, 3, 5, 8, 15, 16, 20, 24, 32, 40, 48, 64, 96, 100, 120, 128, 192, 256, 264, 448, 512, 576, 1024, 2048)
 """Head sizes, block sizes, windows and widths: what kernels take, and what lies beside it."""
+MOST = 6
+"""Optional fields of a configuration, and requests of a step."""
 
 
 def values_of(feature: Feature) -> st.SearchStrategy[Any]:
@@ -37,14 +39,13 @@ def values_of(feature: Feature) -> st.SearchStrategy[Any]:
 
 @st.composite
 def configs(
-    draw: st.DrawFn, /, *, mla: bool | None = None, sparse: bool | None = None, most: int = 6, **fields: Any
+    draw: st.DrawFn, /, *, mla: bool | None = None, sparse: bool | None = None, **fields: Any
 ) -> AttentionConfig:
     """Draw any valid configuration, most fields at their default.
 
     Args:
         mla: with or without multi-head latent attention; None: either.
         sparse: with or without sparse attention; None: either.
-        most: how many of the optional fields are drawn at most.
         fields: strategies, or fixed values, for fields by name; None leaves a field at its default.
     """
     heads = draw(st.sampled_from(HEADS))
@@ -68,7 +69,7 @@ def configs(
         some.pop(name, None)
         if given is not None:
             chosen[name] = draw(given) if isinstance(given, st.SearchStrategy) else given
-    for name in draw(st.lists(st.sampled_from(sorted(some)), unique=True, max_size=most)):
+    for name in draw(st.lists(st.sampled_from(sorted(some)), unique=True, max_size=MOST)):
         chosen[name] = draw(some[name])
     try:
         return AttentionConfig(**chosen)
@@ -77,21 +78,17 @@ def configs(
 
 
 @st.composite
-def step_lens(
-    draw: st.DrawFn, /, *, longest_decode: int = 1, most: int = 6, most_keys: int = 1000
-) -> tuple[list[int], list[int]]:
+def step_lens(draw: st.DrawFn, /, *, longest_decode: int = 1) -> tuple[list[int], list[int]]:
     """Draw query and sequence lengths of a step's requests, decodes first; any request may have no query token.
 
     Args:
         longest_decode: queries up to this many tokens are decodes.
-        most: requests.
-        most_keys: tokens of a sequence.
     """
     decode = st.integers(0, longest_decode)
-    decodes = draw(st.lists(st.just(0) | decode, max_size=most))
-    prefills = draw(st.lists(st.integers(longest_decode + 1, 40), min_size=not decodes, max_size=most - len(decodes)))
+    decodes = draw(st.lists(st.just(0) | decode, max_size=MOST))
+    prefills = draw(st.lists(st.integers(longest_decode + 1, 40), min_size=not decodes, max_size=MOST - len(decodes)))
     queries = [*decodes, *prefills]
-    return queries, [draw(st.integers(query, most_keys)) for query in queries]
+    return queries, [draw(st.integers(query, 1000)) for query in queries]
 
 
 def capabilities() -> st.SearchStrategy[tuple[int, int] | None]:
@@ -101,15 +98,14 @@ def capabilities() -> st.SearchStrategy[tuple[int, int] | None]:
 
 
 def environments(
-    libraries: Sequence[Library] = (), versions: Mapping[str, Sequence[str]] | None = None, **stated: Any
+    libraries: Sequence[Library] = (), versions: Mapping[str, Sequence[str]] | None = None
 ) -> st.SearchStrategy[Environment]:
     """Draw an environment in which some of ``libraries`` are missing and versions are pinned or unknown.
 
     Args:
         libraries: the ones that may be missing.
         versions: versions to pin, by distribution.
-        stated: further arguments of ``environment_of``.
     """
     pins = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in (versions or {}).items()})
     missing = st.sets(st.sampled_from(list(libraries))) if libraries else st.just(set[Library]())
-    return st.builds(lambda pins, missing: environment_of(pins=pins, missing=missing, **stated), pins, missing)
+    return st.builds(lambda pins, missing: environment_of(pins=pins, missing=missing), pins, missing)
