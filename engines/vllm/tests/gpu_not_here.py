@@ -171,8 +171,14 @@ def driver_that_is_not_here(gpu: Gpu) -> None:
     from triton.backends.compiler import GPUTarget
 
     properties = {"max_shared_mem": 232448, "multiprocessor_count": gpu.sm_count, "warpSize": 32}
+
+    def target() -> GPUTarget:
+        if gpu.arch is not None:
+            return GPUTarget("hip", gpu.arch, 64 if gpu.arch.startswith("gfx9") else 32)
+        return GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+
     driver = types.SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32),
+        get_current_target=target,
         get_current_device=lambda: 0,
         utils=types.SimpleNamespace(get_device_properties=lambda device: properties),
     )
