@@ -16,7 +16,6 @@ from attn_select.decide.selector import environment_for, select_model, situation
 from attn_select.decide.situation import Situation
 from attn_select.decide.state_page import state_page
 from attn_select.decide.text import brief_lines, device_lines, layer_lines, note_lines, plugin_lines, situation_lines
-from attn_select.engines import ENGINES
 from attn_select.errors import ConfigError, ModelError, UnknownModelTypeError, UnknownNameError, shorten
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_kinds, load
@@ -316,19 +315,12 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
     layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
     warnings += kinds.warnings
-    return Explanation(described, layers, warnings, situation, kinds.unserved, kinds.unused, _engine(options))
+    engine = None
+    if options.get("engine") is not None:
+        from attn_select.engines.names import engine_table  # few commands ask for one
 
-
-def _engine(options: Mapping[str, Any]) -> EngineTable | None:
-    """Return the table of the engine that is asked about; None without one."""
-    name = options.get("engine")
-    if name is None:
-        return None
-    from attn_select.engines.names import engine_table  # few commands ask for one
-
-    if name not in ENGINES:
-        raise UnknownNameError("engine", name, ENGINES)
-    return engine_table(name)
+        engine = engine_table(options["engine"])
+    return Explanation(described, layers, warnings, situation, kinds.unserved, kinds.unused, engine)
 
 
 def known_layers(

@@ -51,18 +51,15 @@ Exit code: 0 the engine has a backend of the order for every layer, 1 it has non
 def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
     """Show the command-line arguments and environment by which an engine takes the choice for a model on a GPU."""
     from attn_select.engines.names import engine_table
-    from attn_select.errors import UnknownNameError
     from attn_select_cli.engine_arguments import engine_arguments
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines, print_warnings
 
-    if engine not in ENGINES:
-        raise UnknownNameError("engine", engine, ENGINES)
+    table = engine_table(engine)
     if options["model"] is None:
         raise click.UsageError("which model? Give --model: an engine serves models", click.get_current_context())
     if alone and as_json:
         raise click.UsageError("--arguments and --json contradict each other", click.get_current_context())
-    table = engine_table(engine)
     explanation = build_explanation(options, unserved_alone=True)
     _refuse_states(table, explanation)
     if options["backend"]:  # an explicit choice is taken or refused, never replaced

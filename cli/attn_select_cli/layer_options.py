@@ -212,15 +212,13 @@ def workload_options(function: F) -> F:
     )(function)
 
 
-def engine_option(function: F) -> F:
-    """Add the option that asks about an engine's own backends too."""
-    return click.option(
-        "--engine",
-        "-e",
-        type=complete.choices(*ENGINES),
-        metavar="NAME",
-        help=f"What an engine's own backends accept, and which it takes by itself: {', '.join(ENGINES)}.",
-    )(function)
+engine_option = click.option(
+    "--engine",
+    "-e",
+    type=complete.choices(*ENGINES),
+    metavar="NAME",
+    help=f"What an engine's own backends accept, and which it takes by itself: {', '.join(ENGINES)}.",
+)
 
 
 def explain_options(function: F) -> F:

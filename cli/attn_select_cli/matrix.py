@@ -58,7 +58,7 @@ def command(form: str, as_json: bool, **options: Any) -> int:
             "count": layer.count,
             "selected": layer.selection.selected,
         }
-        | ({} if answers is None else {"engine": answers.choice_to_dict()})
+        | ({} if answers is None else {"engine": answers.to_dict()})
         for (name, device), explanation in zip(product(names, gpus), explanations, strict=True)
         for layer in explanation.layers
         for answers in [explanation.answers(layer)]

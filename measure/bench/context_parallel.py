@@ -30,7 +30,7 @@ from attn_select.machine.environment import parse_pins
 from attn_select.reference.timed_steps import AttentionStep
 from attn_select.runtime import ContextParallel
 from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.timer import Call, gpu_times, medians, timed_rounds
+from attn_select.runtime.timer import Call, captured, medians, timed_rounds
 from attn_select.testing.rank_conformance import check_on_group
 from attn_select.times.ranks import collectives_us
 
@@ -93,8 +93,10 @@ def timed(step: Call, repeat: int = 20) -> float:
     """Return the time of a step in us, the slowest rank's; a graph holds ``repeat`` of them."""
     if not torch.cuda.is_available():
         return medians(timed_rounds({"step": step}, "cpu"), 1)["step"]
+    step()  # compiles, so that a capture finds all there
+    graph = captured([step] * repeat)
     dist.barrier()
-    found = torch.tensor(gpu_times({"step": step}, repeat)["step"], device="cuda")
+    found = torch.tensor(medians(timed_rounds({"step": graph.replay}), 15)["step"] / repeat, device="cuda")
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 

@@ -31,7 +31,7 @@ def test_only_backends_of_states_are_candidates() -> None:
         "TRITON_STATE",
     }
     assert not {"FLA", "TORCH_STATE"} & {candidate.backend for candidate in attention.candidates}
-    assert [rule.name for rule in states.rules] == ["states-decode", "states"]
+    assert [rule.name for rule in states.rules] == ["states", "states-decode"]
 
 
 def test_the_plan_says_layout_and_bytes() -> None:

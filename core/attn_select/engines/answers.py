@@ -54,19 +54,20 @@ class EngineAnswers:
         found = [self.chosen.get((argument, "")) for argument in ("mla_prefill", "attention")]
         return " / ".join(dict.fromkeys(each.name for each in found if each)) or "-"
 
-    def choice_to_dict(self) -> dict[str, Any]:
-        """Return what it takes by itself as plain data; ``docs/json.md`` documents the fields."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data; ``docs/json.md`` documents the fields."""
         chosen = [
             {"argument": argument, "setting": setting, "name": each.name, "source": each.source}
             for (argument, setting), each in self.chosen.items()
         ]
-        name, release = self.table.key, self.table.release
-        told = {"name": name, "release": release, "refused": self.refused, "by_itself": self.by_itself}
-        return told | {"chosen": chosen}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all as plain data."""
-        return self.choice_to_dict() | {"backends": [each.to_dict() for each in self.backends]}
+        return {
+            "name": self.table.key,
+            "release": self.table.release,
+            "refused": self.refused,
+            "by_itself": self.by_itself,
+            "chosen": chosen,
+            "backends": [each.to_dict() for each in self.backends],
+        }
 
 
 def answers(table: EngineTable, config: AttentionConfig, device: Device, architecture: str) -> EngineAnswers:
@@ -76,7 +77,8 @@ def answers(table: EngineTable, config: AttentionConfig, device: Device, archite
     for argument in arguments:
         for setting in dict.fromkeys(["", *(each.setting for each in table.defaults)]):
             found = table.default(config, device, argument, architecture, setting)
-            if found is not None and (not setting or found.name != chosen[argument, ""].name):
+            by_default = chosen.get((argument, ""))
+            if found is not None and (by_default is None or found.name != by_default.name):
                 chosen[argument, setting] = found
     nearest: dict[tuple[str, str], EngineAnswer] = {}
     for row in table.names:

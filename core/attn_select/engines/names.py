@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 from attn_select.decide.outcome import Candidate
 from attn_select.decide.selection import Selection
+from attn_select.engines import ENGINES
 from attn_select.engines.own_kernels import rests_on_our_times
 from attn_select.engines.states import StateArgument
+from attn_select.errors import UnknownNameError
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.device import Device
@@ -360,7 +362,9 @@ _ROWS = {
 
 
 def engine_table(key: str) -> EngineTable:
-    """Return what is known of the engine that ``--engine`` calls so."""
+    """Return what is known of the engine that ``--engine`` calls so; UnknownNameError where there is none."""
+    if key not in ENGINES:
+        raise UnknownNameError("engine", key, ENGINES)
     data = tomllib.loads((Path(__file__).with_name(f"{key}.toml")).read_text("utf-8"))
     for name, kind in _ROWS.items():
         data[name] = tuple(kind(**_values(row)) for row in data.get(name, ()))

@@ -140,10 +140,6 @@ def _contradiction(when: Sequence[Condition]) -> str | None:
     return None
 
 
-_OF_VENDORS = ("compute_capability", "arch")
-"""Fields of which a GPU has one, by its vendor; what else it has not is only unknown."""
-
-
 def _no_such_gpu(when: Sequence[Condition]) -> str | None:
     """Return that none of the GPUs that a rule names is like the rest of its conditions, None where one is."""
     by_field = {condition.field: condition for condition in when if condition.scope == "device"}
@@ -158,7 +154,8 @@ def _no_such_gpu(when: Sequence[Condition]) -> str | None:
         if all(
             condition.matches(values[field])
             if values[field] is not None
-            else not gpu.is_cpu and field not in _OF_VENDORS
+            # A GPU has one of these, by its vendor; what else it has not is only unknown.
+            else not gpu.is_cpu and field not in ("compute_capability", "arch")
             for field, condition in by_field.items()
         ):
             return None

@@ -25,8 +25,6 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 # SGLang refuses by these; any other error is of a machine without a GPU, or of a config that lacks what SGLang reads.
 REFUSES = (ValueError, AssertionError, NotImplementedError)
-OF_ARCH = {"gfx90a": (9, 0), "gfx942": (9, 4), "gfx950": (9, 5), "gfx1100": (11, 0), "gfx1201": (12, 0)}
-"""What torch's build for ROCm says for the compute capability of an architecture."""
 
 
 def import_torchvision() -> None:
@@ -63,14 +61,15 @@ def tell_torch(gpu: dict[str, Any]) -> None:
     import torch
 
     memory = int(gpu["memory_gib"] * (1 << 30))
-    capability = tuple(gpu["capability"] or OF_ARCH[gpu["arch"]])
-    torch.version.hip = "7.0" if gpu.get("arch") else None
+    arch = gpu.get("arch")
+    # As torch's build for ROCm says: gfx942 is 9.4, gfx1201 12.0.
+    capability = (int(arch[3:-2]), int(arch[-2])) if arch else tuple(gpu["capability"])
+    torch.version.hip = "7.0" if arch else None
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_name = lambda device=None: gpu["name"]
     torch.cuda.mem_get_info = lambda device=None: (memory, memory)
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
         name=gpu["name"],
-        gcnArchName=gpu.get("arch"),
         major=capability[0],
         minor=capability[1],
         multi_processor_count=gpu["sm_count"],

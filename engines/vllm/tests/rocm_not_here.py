@@ -42,17 +42,12 @@ class Finder:
         """Nothing is in it."""
 
 
-def driver_library(gpu: Gpu) -> types.ModuleType:
+def driver_library(gpu: Gpu) -> Package:
     """Return what stands in for ``amdsmi``."""
-    found = types.ModuleType("amdsmi")
+    found = Package("amdsmi")
     found.AmdSmiException = RuntimeError
-    found.AmdSmiMemoryType = types.SimpleNamespace(VRAM=0)
-    found.amdsmi_init = found.amdsmi_shut_down = lambda: None
     found.amdsmi_get_processor_handles = lambda: [0] * 1024
     found.amdsmi_get_gpu_memory_total = lambda handle, kind: int(gpu.memory_gib * (1 << 30))
-    found.amdsmi_get_gpu_device_uuid = lambda handle: "0"
-    found.amdsmi_topo_get_numa_node_number = lambda handle: 0
-    found.amdsmi_topo_get_link_type = lambda one, other: {"hops": 1, "type": 2}
     said = {"target_graphics_version": gpu.arch, "device_id": "", "market_name": gpu.name}
     found.amdsmi_get_gpu_asic_info = lambda handle: said
     return found

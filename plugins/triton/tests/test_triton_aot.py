@@ -141,6 +141,16 @@ def test_every_launch_compiles(target: int, tmp_path: Path) -> None:
         assert line["shared"] <= SHARED_MEMORY[target] << 10, line
 
 
+@slow
+@pytest.mark.parametrize(("arch", "lds"), [("gfx942", 64), ("gfx950", 160)])
+def test_what_the_gate_accepts_on_amd_compiles_into_the_lds(arch: str, lds: int, tmp_path: Path) -> None:
+    """KiB of a workgroup's LDS: AMD's CDNA 3 and CDNA 4 instruction set guides. No kernel ever ran there."""
+    lines = [json.loads(line) for line in run("compile_for_amd", arch, tmp_path).splitlines()]
+    assert {*ATTENTION} <= {line["kernel"] for line in lines}
+    for line in lines:
+        assert line["shared"] <= lds << 10, line
+
+
 @pytest.mark.parametrize("target", [pytest.param(each, marks=[] if each == 90 else [slow]) for each in SHARED_MEMORY])
 def test_the_kernels_of_states_compile(target: int, tmp_path: Path) -> None:
     """A state's tile and what is computed from it stay in registers."""

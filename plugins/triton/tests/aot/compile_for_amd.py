@@ -1,6 +1,6 @@
 """Compile every kernel of the launchers for one of AMD's architectures without a GPU, for the layers accepted there.
 
-    python plugins/triton/tests/aot/compile_for_amd.py gfx942 [--first 1]
+    python plugins/triton/tests/aot/compile_for_amd.py gfx942
 
 Prints one line of JSON per kernel: its name, its launcher, and the bytes of LDS that it takes. Launchers see what
 torch's build for ROCm says for the compute capability. Each kernel of a launcher is compiled for its first layer alone.
@@ -8,9 +8,8 @@ torch's build for ROCm says for the compute capability. Each kernel of a launche
 
 from __future__ import annotations
 
-import argparse
 import json
-from itertools import islice
+import sys
 from typing import Any
 
 import torch
@@ -31,15 +30,12 @@ TARGETS = {"gfx942": 94, "gfx950": 95}
 
 def main() -> None:
     """Compile, and print what came out."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("arch", choices=[*TARGETS])
-    parser.add_argument("--first", type=int)
-    asked = parser.parse_args()
+    arch = sys.argv[1]
     torch.set_num_threads(1)
-    target = TARGETS[asked.arch]
+    target = TARGETS[arch]
     SMS[target] = 304
     pretend(target)
-    driver.active.target = GPUTarget("hip", asked.arch, 64)
+    driver.active.target = GPUTarget("hip", arch, 64)
     knobs.compilation.always_compile = True
     run, compiled, launching = JITFunction.run, set[tuple[str, str]](), ""
 
@@ -55,10 +51,10 @@ def main() -> None:
     JITFunction.run = compile_only
     relaunch.relaunch = lambda *arguments: None
     relaunch.launcher_of = lambda compiled, arguments: relaunch.Launcher(compiled, None)
-    accepted = (
-        shape for shape in shape_classes(80) if not on_amd(shape.backend.name, shape.config, lookup(asked.arch))[0]
-    )
-    for shape in islice(accepted, asked.first):
+    device = lookup(arch)
+    for shape in shape_classes(80):
+        if on_amd(shape.backend.name, shape.config, device)[0]:
+            continue
         for launch in shape.launches:
             launching = launch.__name__
             launch(Tensors(shape, target))
