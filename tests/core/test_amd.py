@@ -29,7 +29,6 @@ def test_what_runs_is_unverified_and_the_rest_says_that_it_needs_another_gpu(lay
             codes = {reason.code for reason in verdict.reasons}
             assert "plugin-error" not in codes
             assert verdict.plan is None or verdict.plan.unverified
-    assert found.verdict("FLASH_ATTN", "decode").verdict == "rejected"
 
 
 def test_fp8_is_refused_where_its_kernels_do_not_compile() -> None:
@@ -72,7 +71,6 @@ def test_an_arch_that_is_none(written: object) -> None:
 def test_conditions_become_reasons(when: dict[str, object], layer: dict[str, int], gpu: str, codes: list[str]) -> None:
     found = reasons_against(compile_when(when)[0], AttentionConfig(**layer), lookup(gpu))
     assert [reason.code for reason in found] == codes
-    assert not codes or "(supported: " in found[0].message or found[0].message.startswith(("no ", "serves "))
 
 
 def test_a_selection_for_one_arch_does_not_run_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
