@@ -380,12 +380,9 @@ def fake_torch(cuda: str | None, hip: str | None = None, initialised: bool = Fal
 
 
 def test_torch_of_rocm_says_the_arch_once_it_has_started_a_gpu(without_nvml: Callable[[Any], Detection]) -> None:
-    properties = SimpleNamespace(
-        name="AMD Instinct MI300X", major=9, minor=4, gcnArchName="gfx942:sramecc+:xnack-",
-        multi_processor_count=304, total_memory=206_141_652_992,
-    )  # fmt: skip
     torch = fake_torch(None, hip="7.0")
-    torch.cuda.get_device_properties = lambda index: properties
+    properties = torch.cuda.get_device_properties(0)
+    properties.name, properties.gcnArchName = "AMD Instinct MI300X", "gfx942:sramecc+:xnack-"
     found = without_nvml(torch)
     assert found.device.is_cpu
     assert "ROCm" in str(found.note)

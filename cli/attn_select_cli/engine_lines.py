@@ -29,7 +29,7 @@ def engine_lines(answers: EngineAnswers, full: bool) -> list[Line]:
 
 
 def _chosen(answers: EngineAnswers) -> list[tuple[str, str]]:
-    """Return what the engine takes by itself, and what is wrong with it, as texts with styles."""
+    """Return what the engine takes by itself, as texts with styles."""
     if answers.refused:
         table = answers.table
         return [(answers.refused.removeprefix(f"{table.engine} {table.release}").lstrip(": "), "rejected")]
@@ -40,9 +40,6 @@ def _chosen(answers: EngineAnswers) -> list[tuple[str, str]]:
         what = "prefill by " if argument == "mla_prefill" else ""
         when = f"with {setting}" if setting else "by itself"
         found.append((f"{what}{default.name}, {when} ({default.source})", "selected" if not setting else ""))
-        row = next((each.row for each in answers.backends if each.row.name == default.name and not each.reasons), None)
-        if row is not None and row.fault:
-            found.append((f"known wrong: {row.fault}", "warning"))
     return found
 
 

@@ -151,6 +151,9 @@ class Explanation:
         lines += self._page_lines()
         return lines + note_lines([layer.selection for layer in self.layers], full)
 
+    def _engine_data(self, layer: LayerExplanation) -> dict[str, Any]:
+        return {} if (answers := self.answers(layer)) is None else {"engine": answers.to_dict()}
+
     def _unserved_lines(self) -> list[Line]:
         if not self.unserved:
             return []
@@ -164,10 +167,6 @@ class Explanation:
         from attn_select_cli.unserved_lines import unserved_data
 
         return [unserved_data(each, self.device) for each in self.unserved]
-
-    def _layer_data(self, layer: LayerExplanation) -> dict[str, Any]:
-        answers = self.answers(layer)
-        return layer.to_dict() | ({} if answers is None else {"engine": answers.to_dict()})
 
     def _page_lines(self) -> list[Line]:
         """Say how long blocks are where attention and states share one pool, and what that wastes."""
@@ -188,7 +187,7 @@ class Explanation:
             "environment": environment_dict(self.situation),
             "warnings": self.all_warnings,
             "state_page": None if page is None else page.to_dict(),
-            "layers": [self._layer_data(layer) for layer in self.layers],
+            "layers": [layer.to_dict() | self._engine_data(layer) for layer in self.layers],
             "unserved": self._unserved_data(),
         }
 

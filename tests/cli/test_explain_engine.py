@@ -48,7 +48,6 @@ def test_explain_says_what_the_engine_takes_and_why_each_other_one_is_not(run: A
     assert "ROCM_AITER_FA, with VLLM_ROCM_USE_AITER=1" in text
     assert "ROCM_AITER_UNIFIED_ATTN: no kernel here; needs aiter" in text
     assert "ROCM_ATTN: no attention sinks" in text
-    assert "B12X: arch gfx942 (supported: 12.0, 12.1)" in run(*words, "--full").out
     for layer in run(*words, "--json").json["layers"]:
         engine = layer["engine"]
         assert engine["by_itself"] == "ROCM_AITER_UNIFIED_ATTN"
@@ -71,11 +70,7 @@ def test_flags_leaves_the_engines_own_choice_on_amds_gpus(run: Any) -> None:
     found = run(*words, "--json")
     assert found.code == 0
     assert "--attention-backend" not in found.json["arguments"]
-    assert "ROCM_ATTN, its default" in run(*words).out
     assert "--attention-backend TRITON_ATTN" in run(*words, "--backend", "TRITON_ATTN").out
-    parallel = run("flags", "--engine", "vllm", "--model", "llama-3-70b", "--gpu", "mi300x", "-tp", "16", "--dcp", "2")
-    assert parallel.code == 1
-    assert "vLLM 0.33.0 has no backend for them on this GPU" in parallel.out
 
 
 def test_the_matrix_of_an_engine(run: Any) -> None:

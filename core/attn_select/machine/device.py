@@ -96,15 +96,10 @@ _NOT_LISTED = tuple(
 )
 """GPUs that the data file has no figures of: older ones, as NVIDIA's list of legacy GPUs has them
 (https://developer.nvidia.com/cuda-legacy-gpus), and Rubin's names."""
-_AMD = {
-    "CDNA 1": ("gfx908",),
-    "CDNA 2": ("gfx90a",),
-    "CDNA 3": ("gfx942",),
-    "CDNA 4": ("gfx950",),
-    "RDNA 3": ("gfx1100", "gfx1101", "gfx1102"),
-    "RDNA 3.5": ("gfx1150", "gfx1151", "gfx1152"),
-    "RDNA 4": ("gfx1200", "gfx1201"),
-}
+_AMD = (
+    *("gfx908", "gfx90a", "gfx942", "gfx950"),  # CDNA 1 to 4
+    *("gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151", "gfx1152", "gfx1200", "gfx1201"),  # RDNA 3 to 4
+)
 """AMD's architectures for which engines have kernels: LLVM's processors of the AMDGPU back end (AMDGPUUsage)."""
 _OF_AMD = re.compile(r"(amd|gfx|mi\d|instinct|radeon|rx[5-9]\d)")
 _OF_OTHERS = re.compile(
@@ -185,14 +180,12 @@ def lookup(name: str) -> Device:
     if match := _CAPABILITY.fullmatch(text.casefold()):
         major, minor = (int(group) for group in match.groups() if group is not None)
         return _any_gpu(name, major, minor)
-    for family, members in _AMD.items():
-        if (arch := text.casefold()) in members:
-            return Device(arch, None, full_name=f"any AMD GPU of {arch} ({family})", source="as asked for", arch=arch)
+    if (arch := text.casefold()) in _AMD:
+        return Device(arch, None, full_name=f"any AMD GPU of {arch}", source="as asked for", arch=arch)
     listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
     near: list[str] = []
     if _OF_AMD.match(text.casefold().translate(_SEPARATORS)):
-        archs = ", ".join(arch for each in _AMD.values() for arch in each)
-        hint = f"write its architecture, which rocminfo shows ({archs}); {listing}"
+        hint = f"write its architecture, which rocminfo shows ({', '.join(_AMD)}); {listing}"
     elif _OF_OTHERS.match(_fold(text)):
         hint = f"only the GPUs of NVIDIA and AMD, and the CPU (--gpu cpu), are covered; {listing}"
     elif _THIS_MACHINES.fullmatch(_fold(text)):

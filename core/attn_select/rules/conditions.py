@@ -52,9 +52,8 @@ _OF_CONFIG = tuple(name for name in _FIELDS_OF_LAYERS if name not in {*_BOOLEANS
 _INTEGERS = (*_OF_CONFIG, *(name for name in OF_BATCH if name not in _FLOATS), "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "arch", "sm_count", "memory_gib", "bandwidth_gbps")
 
-_BY_TEXT = ("gpu", "compute_capability", "arch", "cuda", "library")
-
-FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, *_BY_TEXT)
+_TEXTS = ("gpu", "compute_capability", "arch", "cuda", "library")
+FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, *_TEXTS)
 """Every name that may stand in ``when``."""
 
 _LIMITS = {

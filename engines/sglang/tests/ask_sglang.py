@@ -70,6 +70,7 @@ def tell_torch(gpu: dict[str, Any]) -> None:
     torch.cuda.mem_get_info = lambda device=None: (memory, memory)
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
         name=gpu["name"],
+        gcnArchName=arch,
         major=capability[0],
         minor=capability[1],
         multi_processor_count=gpu["sm_count"],

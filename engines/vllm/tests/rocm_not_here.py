@@ -5,8 +5,10 @@ vLLM's module for ROCm reads the architecture while it is imported, so a process
 
 from __future__ import annotations
 
+import re
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from typing import Any, ClassVar
 
 import torch
@@ -26,14 +28,10 @@ class Package(Stub):
 
 
 class Finder:
-    """Finds every module of packages that are not here."""
-
-    packages = ("aiter", "flash_attn")
+    """Finds every module of aiter and flash-attn, which are not here."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        from importlib.machinery import ModuleSpec
-
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.packages else None
+        return ModuleSpec(name, self, is_package=True) if re.match(r"(aiter|flash_attn)\b", name) else None
 
     def create_module(self, spec: Any) -> Any:
         return Package(spec.name)
@@ -72,19 +70,12 @@ def rocm_that_is_not_here(gpu: Gpu) -> None:
     from vllm import platforms
     from vllm.platforms.rocm import RocmPlatform
 
-    class Platform(RocmPlatform):
-        @classmethod
-        def num_compute_units(cls, device_id: int = 0) -> int:
-            return gpu.sm_count
-
-        @classmethod
-        def device_count(cls) -> int:
-            return 1024
-
-    platforms._current_platform = Platform()
+    RocmPlatform.num_compute_units = classmethod(lambda cls, device_id=0: gpu.sm_count)
+    RocmPlatform.device_count = classmethod(lambda cls: 1024)
+    platforms._current_platform = RocmPlatform()
     empty = torch.empty
     torch.empty = lambda *args, **kw: empty(*args, **kw | ({"device": "meta"} if kw.get("device") == "cuda" else {}))
-    capability = Platform.get_device_capability()
+    capability = RocmPlatform.get_device_capability()
     torch.cuda.get_device_capability = lambda device=None: (capability.major, capability.minor)
     import vllm._custom_ops  # noqa: F401 - it asks which operators there are
 
