@@ -105,9 +105,11 @@ class BackendConformance:
 
     def test_other_devices_are_refused(self) -> None:
         """On a device that is not declared every phase is refused, with the device as a reason."""
+        # What runs on AMD's GPUs is no fact of a spec: they have no compute capability.
+        devices = [CPU, *(gpu for gpu in known_gpus().values() if gpu.arch is None)]
         for phase, capabilities in self.spec.capabilities.items():
             config = next(case.config for case in self._cases() if phase in case.config.phases)
-            for device in (CPU, *known_gpus().values()):
+            for device in devices:
                 if not capabilities.compute_capabilities.value.accepts(device.compute_capability):
                     found = outcomes(self.spec, config, device, environment_of(), self.made_options())[phase]
                     assert "compute-capability" in codes(found), f"{phase} on {device.name}: {found}"
