@@ -75,6 +75,7 @@ class _OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = dict(options or {})
+        options.pop("pin_memory", None)
         if getattr(function, "__name__", "") in WAITS and isinstance(arguments[0], OnGPU):
             raise RuntimeError(f"{function.__name__}: the host waits for the GPU")
         if function is torch.device:
