@@ -64,7 +64,11 @@ def test_options_that_are_none(name: str, values: dict[str, Any]) -> None:
         (mla_layer(kv_cache_dtype="fp8"), "b300", "FLASHINFER_MLA"),
         (mla_layer(sparse_top_k=2048, kv_cache_dtype="fp8"), "b200", "FLASHINFER_MLA_SPARSE"),
         (gqa_layer(num_heads=16, num_kv_heads=2, head_size=256, block_size=16), "b200", "FLASHINFER"),
-        (StateConfig(recurrence="gated_delta_net", num_heads=16, num_v_heads=32, head_size=128), "h100", "TRITON_STATE"),
+        (
+            StateConfig(recurrence="gated_delta_net", num_heads=16, num_v_heads=32, head_size=128),
+            "h100",
+            "TRITON_STATE",
+        ),
     ],
     ids=str,
 )
