@@ -77,3 +77,10 @@ def test_the_matrix_of_an_engine(run: Any) -> None:
     words = ("matrix", "--model", "deepseek-v3", "--gpu", "mi300x", "--gpu", "rtx-pro-6000", "--engine", "vllm")
     assert run(*words).out.splitlines()[1].split()[4:] == 2 * ["FLASH_ATTN", "/", "TRITON_MLA"]
     assert [cell["engine"]["name"] for cell in run(*words, "--json").json["cells"]] == ["vllm", "vllm"]
+
+
+def test_a_gpu_of_amds_by_half_its_name(run: Any) -> None:
+    found = run("explain", "--model", "llama-3-8b", "--gpu", "mi300")
+    assert found.code == 2
+    assert "did you mean mi300x" in found.err
+    assert "gfx942" in found.err

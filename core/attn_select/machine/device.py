@@ -185,7 +185,9 @@ def lookup(name: str) -> Device:
     listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
     near: list[str] = []
     if _OF_AMD.match(text.casefold().translate(_SEPARATORS)):
-        hint = f"write its architecture, which rocminfo shows ({', '.join(_AMD)}); {listing}"
+        near = [each for each in _nearest_names(text) if lookup(each).arch is not None]
+        meant = f"did you mean {' or '.join(near)}? Else " if near else ""
+        hint = f"{meant}write its architecture, which rocminfo shows ({', '.join(_AMD)}); {listing}"
     elif _OF_OTHERS.match(_fold(text)):
         hint = f"only the GPUs of NVIDIA and AMD, and the CPU (--gpu cpu), are covered; {listing}"
     elif _THIS_MACHINES.fullmatch(_fold(text)):

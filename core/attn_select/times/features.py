@@ -33,6 +33,11 @@ class Rates:
     sm_count: int
 
 
+def fill_of(pieces: int, rates: Rates) -> float:
+    """Return the logarithm of thread blocks without a split, or of states, for each multiprocessor, within bounds."""
+    return max(-_MOST_FILL, min(_MOST_FILL, log2(pieces / rates.sm_count)))
+
+
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
     """One layer's step in numbers."""
@@ -82,7 +87,7 @@ def step_features(config: AttentionConfig, batch: BatchShape, rates: Rates) -> S
         "uneven": log2(longest * batch.num_requests / keys),
         "seen": log2(keys / batch.num_kv_tokens),
         "tiles": log2(tiles),
-        "fill": max(-_MOST_FILL, min(_MOST_FILL, log2(tiles / rates.sm_count))),
+        "fill": fill_of(tiles, rates),
         "stretch": log2((1 + prefill.busiest_us + decode.busiest_us) / (LAUNCH_US + floor_us)),
         "prefill_share": prefill.floor_us / floor_us,
         "has_prefills": float(bool(prefills)),

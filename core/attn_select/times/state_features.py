@@ -7,11 +7,8 @@ from math import log2
 from attn_select.layer import dtypes
 from attn_select.layer.state import StateConfig
 from attn_select.times.batch_shape import BatchShape
-from attn_select.times.features import LAUNCH_US, Rates, StepFeatures
+from attn_select.times.features import LAUNCH_US, Rates, StepFeatures, fill_of
 from attn_select.times.roofline import is_decode, request_work
-
-_MOST_FILL = 3.0
-"""Beyond 8 states for each multiprocessor, or an eighth of one, more or fewer change nothing."""
 
 
 def state_features(config: StateConfig, batch: BatchShape, rates: Rates) -> StepFeatures:
@@ -27,7 +24,6 @@ def state_features(config: StateConfig, batch: BatchShape, rates: Rates) -> Step
             prefill_us += max(moved, multiplied)
             new += group.count * group.query_len
             chunks += group.count * -(-group.query_len // config.chunk_size)
-    states = batch.num_requests * config.num_v_heads
     rule = config.rule
     values = {
         "floor": log2(floor_us + 1),
@@ -36,7 +32,7 @@ def state_features(config: StateConfig, batch: BatchShape, rates: Rates) -> Step
         "new_tokens": log2(batch.num_tokens),
         "longest_query": log2(batch.max_query_len),
         "chunks": log2(1 + chunks),
-        "fill": max(-_MOST_FILL, min(_MOST_FILL, log2(states / rates.sm_count))),
+        "fill": fill_of(batch.num_requests * config.num_v_heads, rates),
         "prefill_share": prefill_us / floor_us,
         "has_prefills": float(new > 0),
         "has_decodes": float(new < batch.num_tokens),
