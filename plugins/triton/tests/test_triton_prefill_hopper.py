@@ -236,6 +236,7 @@ def test_a_layer_runs_by_it(fields: dict[str, Any], monkeypatch: pytest.MonkeyPa
     needs_hopper()
     way = "gathered_warps" if "kv_cache_dtype" in fields else "warps"
     monkeypatch.setattr(schedule, "prefill_way", lambda *_, **__: way)
+    monkeypatch.setattr(schedule, "few_programs", lambda *_: False)  # no launch of the decode kernel serves all
     group = layers.made(torch.device("cuda"), config_of(8, 2, **fields), capacity=Capacity(16, 2048, 8192))
     calls: list[None] = []
 

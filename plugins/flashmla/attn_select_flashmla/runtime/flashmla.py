@@ -52,13 +52,16 @@ def _kernel(context: BackendContext) -> FlashMLAKernel:
 
 
 class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
-    """Launches nothing: the schedule is made by the first layer's call, in a CUDA graph at each replay."""
+    """Launches nothing but a copy of FP8's table: the schedule is made by the first layer's call, in a CUDA graph at
+    each replay."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         kernel = _kernel(context)
         adapter = adapter_for(kernel)
-        self._new_schedule = adapter.new_fp8_schedule if kernel.function == "dense_fp8" else adapter.new_schedule
+        self._fp8 = kernel.function == "dense_fp8"
+        self._new_schedule = adapter.new_fp8_schedule if self._fp8 else adapter.new_schedule
+        self._tables: dict[int, Tensor] = {}  # by their width, since graphs hold the address
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -72,12 +75,21 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
         return FlashMLAMetadata(
             num_reqs=common.num_reqs,
             query_len=query_len,
-            block_table=common.block_table_tensor,
+            block_table=self._behind_a_page(common.block_table_tensor) if self._fp8 else common.block_table_tensor,
             seq_lens=common.seq_lens,
             causal=common.causal and not self.context.config.non_causal,
             schedule=self._new_schedule(),
             padding=padding,
         )
+
+    def _behind_a_page(self, table: Tensor) -> Tensor:
+        """Return a copy of a block table with page 0 before each row."""
+        # Dense FP8 loads the page before the first one of a request without keys, as padding has none (vllm-project/
+        # FlashMLA 46d64a8, flash_fwd_mla_kernel.h, line 415). Whatever stood there would be an address.
+        requests, width = table.shape
+        if width not in self._tables:
+            self._tables[width] = table.new_zeros(self.context.max_num_seqs, width + 1)
+        return self._tables[width][:requests, 1:].copy_(table)
 
 
 class FlashMLAImpl(MLAAttentionImpl):
