@@ -19,6 +19,7 @@ from attn_select.runtime import Capacity, attention_group  # noqa: E402
 from attn_select.testing import BackendConformance, codes_of, plan_of, selection_of  # noqa: E402
 from attn_select_triton.facts.planned_kernels import MLASparseKernel  # noqa: E402
 from attn_select_triton.facts.triton_mla_sparse import TRITON_MLA_SPARSE  # noqa: E402
+from attn_select_triton.kernels.chosen_slots import rows_of_pages, slots_in_front  # noqa: E402
 from attn_select_triton.runtime import triton_mla_sparse  # noqa: E402
 
 
@@ -80,7 +81,7 @@ def test_keys_are_split_where_tokens_leave_multiprocessors_over(monkeypatch: pyt
 
     def splits(group: Any, tokens: int) -> int:
         common = common_of(problem_for(group, [(1, 300)] * tokens))
-        return int(group.backends["decode"].builder.build(0, common).num_splits)
+        return int(group.backends["decode"].builder.build(0, common).parts[0].num_splits)
 
     wide = {"sparse_top_k": 1024}
     assert [splits(group_of(**wide), tokens) for tokens in (1, 8)] == [16, 3]
@@ -102,9 +103,9 @@ def test_padding_may_stand_between_slots(device: torch.device) -> None:
     ("fields", "where", "gluon"),
     [
         ({}, "h100", True),
+        ({"dtype": "float16"}, "h100", True),
         ({"num_heads": 32}, "h100", True),
         ({"num_heads": 128}, "h100", True),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "h100", False),
         ({"qk_rope_head_dim": 0}, "h100", False),
         ({"kv_lora_rank": 256}, "h100", True),
         ({"kv_lora_rank": 384}, "h100", False),
@@ -117,6 +118,86 @@ def test_which_kernel_runs(fields: dict[str, Any], where: str, gluon: bool) -> N
     config = AttentionConfig(**{"num_heads": 16, "sparse_top_k": 2048, **DEEPSEEK, **fields})
     plan = plan_of(TRITON_MLA_SPARSE, config, where)
     assert plan.kernel == MLASparseKernel(gluon)
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "mib"),
+    [
+        ({}, "h100", 256),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "h100", 256),
+        ({"batch_invariant": True}, "h100", 0),
+        ({"decode_context_parallel_size": 2}, "h100", 0),
+        ({"kv_lora_rank": 384}, "h100", 0),
+        ({}, "b200", 0),
+    ],
+    ids=str,
+)
+def test_where_prefills_copy_latents(fields: dict[str, Any], where: str, mib: int) -> None:
+    given = {"num_heads": 16, "sparse_top_k": 2048, "kv_cache_dtype": "fp8_e4m3", **DEEPSEEK, **fields}
+    plan = plan_of(TRITON_MLA_SPARSE, AttentionConfig(**given), where)
+    assert plan.kernel == MLASparseKernel(False, mib << 20)
+    assert plan.workspace_bytes >= mib << 20
+
+
+MIXED = [(1, 900), (1, 30), (0, 40), (600, 700), (500, 900), (3, 2000)]
+
+
+def parts_of(group: Any, requests: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return the tokens of each launch, and the rows that are copied before it."""
+    call = group.backends["prefill"].builder.build(0, common_of(problem_for(group, requests)))
+    return [(part.first, part.last, 0 if part.gather is None else len(part.gather.latents)) for part in call.parts]
+
+
+def copying_group(monkeypatch: pytest.MonkeyPatch, mib: int = 256, **fields: Any) -> Any:
+    monkeypatch.setattr(triton_mla_sparse, "COPIES_NS", 0.0)
+    given = {"num_heads": 16, "sparse_top_k": 512, "kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16", **DEEPSEEK}
+    config = AttentionConfig(**{**given, **fields})
+    if not ON_GPU:
+        monkeypatch.setattr(triton_mla_sparse, "capability_of", lambda device: (9, 0))
+        monkeypatch.setattr(triton_mla_sparse, "sm_count", lambda device: 132)
+    options = {"options": {"gather_workspace_mib": mib}}
+    return attention_group(selection_of(TRITON_MLA_SPARSE, config, "h200", **options), DEVICE, Capacity(8, 2048, 4096))
+
+
+def test_prefills_copy_latents_where_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = copying_group(monkeypatch)
+    assert parts_of(group, MIXED) == [(0, 2, 0), (2, 1105, 3600)]
+    assert parts_of(group, [(600, 700)]) == [(0, 600, 700)]
+    assert parts_of(group, [(1, 900)] * 4) == [(0, 4, 0)]
+    assert parts_of(group, [(2, 4000)]) == [(0, 2, 0)]  # the copy of 4000 latents would take longer
+    room = copying_group(monkeypatch, mib=1)  # of 910 latents
+    assert parts_of(room, MIXED) == [(0, 2, 0), (2, 602, 700), (602, 1102, 900), (1102, 1105, 0)]
+    assert parts_of(copying_group(monkeypatch, mib=0), MIXED) == [(0, 1105, 0)]
+
+
+def test_slots_follow_the_pages_that_were_copied(device: torch.device) -> None:
+    """Of pages that two requests share, either copy serves."""
+    table = torch.tensor([[7, 2, -1], [3, 2, 9]], dtype=torch.int32, device=device)
+    start_loc = torch.tensor([0, 100, 290], dtype=torch.int32, device=device)
+    pages = rows_of_pages(table, start_loc, 12, 64).tolist()
+    assert [pages[page] for page in (7, 3, 9)] == [0, 100, 228]
+    assert pages[2] in (64, 164)
+    slots = torch.tensor([[-1, 7 * 64 + 5, 9 * 64 + 61, -1], [3 * 64, -1, -1, -1]], dtype=torch.int32, device=device)
+    pages_tensor = torch.tensor(pages, dtype=torch.int32, device=device)
+    front, counts = slots_in_front(slots, pages_tensor, 64)
+    assert counts.tolist() == [2, 1]
+    assert front[0, :2].tolist() == [5, 228 + 61]
+    assert front[1, 0].item() == 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mib", [256, 1])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"num_heads": 128, "dtype": "float16"}, {"num_heads": 40, "kv_cache_dtype": "fp8_e5m2", "block_size": 64}],
+    ids=str,
+)
+def test_latents_that_were_copied(fields: dict[str, Any], mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = copying_group(monkeypatch, mib, **fields)
+    for requests in (MIXED, [(600, 700)], [(5, 1500), (700, 700)]):
+        assert any(rows for _, _, rows in parts_of(group, requests))
+        problem = problem_for(group, requests)
+        check_result(group, problem, run_problem(group, problem))
 
 
 @pytest.mark.parametrize("dims", [{"kv_lora_rank": 520}, {"kv_lora_rank": 40}, {"qk_rope_head_dim": 8}], ids=str)

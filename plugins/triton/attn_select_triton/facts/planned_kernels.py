@@ -81,9 +81,12 @@ class MLASparseKernel:
 
     Attributes:
         gluon: ``kernels.mla_decode_gathered``, written in Gluon for Hopper; else ``kernels.mla_decode``.
+        gather_bytes: of the workspace, for latents of prefills, which are copied for the Gluon kernel in the query's
+            dtype; 0: none are.
     """
 
     gluon: bool = False
+    gather_bytes: int = 0
 
     @property
     def name(self) -> str:

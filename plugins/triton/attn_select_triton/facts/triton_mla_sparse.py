@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
@@ -24,6 +26,17 @@ from attn_select_triton.facts.triton_support import (
     split_workspace,
 )
 from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_RANKS, GLUON_ROPE
+
+
+class TritonMLASparseOptions(BackendOptions):
+    """The ``[backends.TRITON_MLA_SPARSE]`` table."""
+
+    gather_workspace_mib: int = Field(
+        256,
+        ge=0,
+        description="MiB reserved for latents that prefills on Hopper copy out of an FP8 cache; 0: they read the cache",
+    )
+
 
 ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)  # Accepted ``qk_rope_head_dim`` besides 0
 
@@ -54,11 +67,9 @@ _WHOLE = "keys are not split: batch invariance"
 
 
 def gather_lacks(config: AttentionConfig, device: Device) -> str | None:
-    """Return what keeps the warp-specialised kernel from these layers, as a predicate; None: it takes them."""
+    """Return what keeps the warp-specialised kernel from these layers' latents in the query's dtype, as a predicate."""
     if device.compute_capability != GLUON_CAPABILITY:
         return "is for compute capability 9.0"
-    if config.cache_dtype != config.dtype:
-        return f"reads no {config.cache_dtype} cache for a {config.dtype} query"
     if config.kv_lora_rank not in GLUON_RANKS or config.qk_rope_head_dim != GLUON_ROPE:
         accepted = " or ".join(f"{some} + {GLUON_ROPE}" for some in GLUON_RANKS)
         return f"takes latents of {accepted}, not {config.kv_lora_rank} + {config.qk_rope_head_dim}"
@@ -85,14 +96,24 @@ def plan(
     reasons = device_reasons(config, device, environment) + _dim_reasons(config)
     if reasons:
         return reasons
-    lacks = gather_lacks(config, device)
+    assert isinstance(options, TritonMLASparseOptions)
+    lacks, gather_bytes = gather_lacks(config, device), 0
+    noted = notes(config, device)
+    if lacks is None and config.cache_dtype != config.dtype:
+        lacks = f"reads no {config.cache_dtype} cache for a {config.dtype} query"
+        # A batch-invariant result may not depend on what a step copies. Of a rank's part no request is whole.
+        if not config.batch_invariant and config.decode_context_parallel_size == 1:
+            gather_bytes = options.gather_workspace_mib << 20
+    if gather_bytes:
+        text = f"{gather_bytes >> 20} MiB of the workspace hold latents that prefills copy for the Gluon kernel"
+        noted = (*noted, f"{text}, where that is cheaper")
     because = f"the Gluon kernel {lacks}" if lacks else _GATHER
     rows = min(64, -(-config.num_heads // 16) * 16)
     workspace = 0
     if not config.batch_invariant:
         workspace = split_workspace(device, PROGRAMS_PER_SM, rows, config.kv_lora_rank or 0)
     made = BackendPlan(
-        kernel=MLASparseKernel(lacks is None),
+        kernel=MLASparseKernel(lacks is None, gather_bytes),
         path="portable gather" if lacks else "Gluon gather",
         because=f"{because}; {_WHOLE if config.batch_invariant else _SPLIT}",
         query_dtype=config.dtype,
@@ -100,9 +121,9 @@ def plan(
         kv_layouts=_LAYOUTS,
         kernel_block_sizes=_BLOCKS,
         cuda_graph="UNIFORM_BATCH",
-        workspace_bytes=workspace,
-        notes=notes(config, device),
-        unverified=() if lacks else gluon_marks(environment),
+        workspace_bytes=workspace + gather_bytes,
+        notes=noted,
+        unverified=() if lacks and not gather_bytes else gluon_marks(environment),
     )
     return marked(made, config, device.compute_capability)
 
@@ -125,6 +146,7 @@ TRITON_MLA_SPARSE = BackendSpec(
     summary="own Triton kernels for sparse MLA on the chosen latents, any NVIDIA GPU from Turing up",
     capabilities={"prefill": CAPABILITIES, "decode": CAPABILITIES},
     plan=plan,
+    options=TritonMLASparseOptions,
     load="attn_select_triton.runtime.triton_mla_sparse:TritonMLASparseBackend",
     libraries=LIBRARIES,
     variables=COMPILER_VARIABLES,

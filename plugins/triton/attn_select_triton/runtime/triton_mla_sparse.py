@@ -2,7 +2,8 @@
 
 The kernels read as many entries of a row as there are slots, so slots are moved in front of what is -1.
 So ``TRITON_MLA``'s decode kernels run over a cache of such blocks. Shapes follow from the number of tokens
-and ``sparse_top_k`` alone, so that a batch can be captured in a CUDA graph.
+and ``sparse_top_k`` alone, so that a batch can be captured in a CUDA graph; but for prefills over an FP8 cache, whose
+latents are copied for the Gluon kernel where its gain is larger than what the copy costs.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +25,14 @@ from attn_select.runtime.backend import (
     BackendContext,
     MLAAttentionImpl,
 )
+from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.planned_kernels import MLASparseKernel
-from attn_select_triton.kernels.chosen_slots import slots_in_front
+from attn_select_triton.kernels.chosen_slots import rows_of_pages, slots_in_front
 from attn_select_triton.kernels.launch import capability_of, sm_count
+from attn_select_triton.kernels.mla_cache import gather_cache_mla
 from attn_select_triton.kernels.mla_decode import (
     MLALaunch,
     gathered_launch,
@@ -41,6 +45,42 @@ from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.side_by_side import COMPILING
 
+# ns on an H200. The portable kernel takes so much longer for each key and 64 heads or fewer than the Gluon kernel over
+# latents in 16 bits, by 120 surveyed workloads (0.62 against 0.22 with 16 heads, 1.33 against 0.60 with 128).
+GAIN_NS = 0.4
+# What a token's copy takes (1,728 bytes at 4 TB/s, and a little more), and its launches.
+COPY_NS, COPIES_NS = 0.5, 25_000.0
+
+
+@dataclass(slots=True)
+class Gather:
+    """Latents of some requests, copied one after the other before their tokens attend."""
+
+    latents: Tensor  # ``(rows, R + P)`` of the query's dtype, written by each layer
+    block_table: Tensor  # int32 ``(requests, W)``
+    starts: Tensor  # int32 ``(requests,)``, zeros
+    start_loc: Tensor  # int32 ``(requests + 1,)``, the row of each request's first token
+    pages: Tensor | None = None  # of ``rows_of_pages``, once a layer ran
+
+    def copy(self, kv_cache: Tensor, scale: Tensor) -> Tensor:
+        """Copy one layer's latents; return them as blocks of one token."""
+        size, rows = kv_cache.shape[1], len(self.latents)
+        if self.pages is None:
+            self.pages = rows_of_pages(self.block_table, self.start_loc, kv_cache.shape[0], size)
+        gather_cache_mla(kv_cache, self.latents, self.block_table, self.starts, self.start_loc, rows, size, scale)
+        return self.latents.unsqueeze(1)
+
+
+@dataclass(slots=True)
+class SparsePart:
+    """Tokens of one launch."""
+
+    # first, last: tokens ``first .. last - 1``.
+    first: int
+    last: int
+    num_splits: int  # parts of a token's keys
+    gather: Gather | None  # None: they read the cache
+
 
 @dataclass(slots=True)
 class SparseCall:
@@ -48,8 +88,8 @@ class SparseCall:
 
     num_tokens: int  # T
     query_start_loc: Tensor  # int32 ``(T + 1,)``, 0 to T
-    num_splits: int  # parts of a token's keys
-    workspace: Tensor  # float32, for their results
+    parts: list[SparsePart]
+    workspace: Tensor  # float32, for the results of parts of keys
 
 
 def _kernel(context: BackendContext) -> MLASparseKernel:
@@ -64,44 +104,106 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, plan = context.config, next(iter(context.plans.values()))
+        rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
+        gather_bytes = _kernel(context).gather_bytes
         self._bounds = torch.arange(context.max_num_batched_tokens + 1, dtype=torch.int32, device=context.device)
-        self._workspace = torch.empty(plan.workspace_bytes // 4, dtype=torch.float32, device=context.device)
-        self._per_token = config.num_heads * (cast(int, config.kv_lora_rank) + 1)
-        self._units = -(-config.num_heads // launch_of(context).block_m)
+        room = (plan.workspace_bytes - gather_bytes) // 4
+        self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
+        self._per_token = config.num_heads * (rank + 1)
+        self._launch = launch_of(context)
         self._sms = sm_count(context.device)
+        dtype = PLAIN_DTYPES[config.dtype]
+        longest = context.max_num_seqs * context.max_model_len
+        rows = min(gather_bytes // ((rank + rope) * dtype.itemsize), longest)
+        self._latents = torch.empty(rows, rank + rope, dtype=dtype, device=context.device)
+        self._starts = torch.zeros(context.max_num_seqs, dtype=torch.int32, device=context.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCall:
         """As ``AttentionMetadataBuilder.build``."""
-        tokens = common_attn_metadata.num_actual_tokens
-        splits = 1
-        if tokens and not self.context.config.batch_invariant:
-            best = mla_num_splits(tokens * self._units, cast(int, self.context.config.sparse_top_k), self._sms)
+        common, parts, done = common_attn_metadata, list[SparsePart](), 0
+        bounds = common.query_start_loc_cpu
+        for first, last in self._copied(common):
+            start, end = int(bounds[first]), int(bounds[last])
+            if start == end:  # behind the others stand requests without a query
+                continue
+            if start > done:
+                parts.append(self._part(done, start, None))
+            parts.append(self._part(start, end, self._gather(common, first, last)))
+            done = end
+        tokens = common.num_actual_tokens
+        if tokens > done:
+            parts.append(self._part(done, tokens, None))
+        return SparseCall(tokens, self._bounds[: tokens + 1], parts, self._workspace)
+
+    def _part(self, first: int, last: int, gather: Gather | None) -> SparsePart:
+        config, tokens, splits = self.context.config, last - first, 1
+        if not config.batch_invariant:
+            launch = self._launch if gather is None else gathered_launch(config.num_heads)
+            units = tokens * -(-config.num_heads // launch.block_m)
+            best = mla_num_splits(units, cast(int, config.sparse_top_k), self._sms)
             splits = max(1, min(best, self._workspace.numel() // (tokens * self._per_token)))
-        return SparseCall(tokens, self._bounds[: tokens + 1], splits, self._workspace)
+        return SparsePart(first, last, splits, gather)
+
+    def _copied(self, common: CommonAttentionMetadata) -> list[tuple[int, int]]:
+        """Return the requests ``first .. last - 1`` of each launch before which latents are copied."""
+        config, room = self.context.config, len(self._latents)
+        if not room or common.max_query_len <= config.max_decode_query_len:
+            return []
+        lens, keys = common.query_lens_cpu.numpy(), common.seq_lens_cpu.numpy()
+        begin = int(np.argmax(lens > config.max_decode_query_len))  # decodes before it read the cache
+        seen = lens * np.minimum(keys - (lens - 1) / 2, cast(int, config.sparse_top_k))  # by a request's tokens
+        gain = GAIN_NS * -(-config.num_heads // 64) * float(seen[begin:].sum())
+        if gain <= COPY_NS * float(keys[begin:].sum()) + COPIES_NS:
+            return []
+        found: list[tuple[int, int]] = []
+        used = room  # so that the first request begins a launch
+        for request in range(begin, len(lens)):
+            rows = int(keys[request])
+            if rows > room:  # it reads the cache, and the next one begins a launch
+                used = room
+            elif found and found[-1][1] == request and used + rows <= room:
+                found[-1], used = (found[-1][0], request + 1), used + rows
+            else:
+                found.append((request, request + 1))
+                used = rows
+        return found
+
+    def _gather(self, common: CommonAttentionMetadata, first: int, last: int) -> Gather:
+        """Return what copies the latents of requests ``first .. last - 1``."""
+        assert common.block_table_tensor is not None
+        lens = common.seq_lens_cpu[first:last]
+        rows = torch.zeros(len(lens) + 1, dtype=torch.int32)
+        rows[1:] = lens.cumsum(0)
+        return Gather(
+            self._latents[: int(rows[-1])],
+            common.block_table_tensor[first:last],
+            self._starts[: last - first],
+            to_device(rows, self.context.device),
+        )
 
 
 def launch_of(context: BackendContext) -> MLALaunch:
     """Return how the plan's kernel is launched; KernelMismatchError where it is not one for this device."""
     config, planned = context.config, _kernel(context)
-    if not planned.gluon:
-        return mla_launch(
-            capability_of(context.device),
-            config.num_heads,
-            cast(int, config.kv_lora_rank),
-            cast(int, config.qk_rope_head_dim),
-            1,
-            PLAIN_DTYPES[config.dtype],
-            storage_dtype(config.cache_dtype),
-            gluon=False,
-        )
-    if capability_of(context.device) != GLUON_CAPABILITY:
+    if (planned.gluon or planned.gather_bytes) and capability_of(context.device) != GLUON_CAPABILITY:
         raise KernelMismatchError(
             f"the plan's kernel, written in Gluon for Hopper, does not run on {context.device}",
             hint="select on the machine that runs the layers",
         )
-    return gathered_launch(config.num_heads)
+    if planned.gluon:
+        return gathered_launch(config.num_heads)
+    return mla_launch(
+        capability_of(context.device),
+        config.num_heads,
+        cast(int, config.kv_lora_rank),
+        cast(int, config.qk_rope_head_dim),
+        1,
+        PLAIN_DTYPES[config.dtype],
+        storage_dtype(config.cache_dtype),
+        gluon=False,
+    )
 
 
 class TritonMLASparseImpl(MLAAttentionImpl):
@@ -110,10 +212,11 @@ class TritonMLASparseImpl(MLAAttentionImpl):
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
         self._fp8 = context.config.cache_dtype in FP8_DTYPES
-        self._launch = launch_of(context)
-        if self._launch.gathered:
+        self._launch, self._heads = launch_of(context), context.config.num_heads
+        if self._launch.gathered or _kernel(context).gather_bytes:
             # With Gluon, now and not in the first step.
             import_library("attn_select_triton.kernels.mla_decode_gathered")
+        self._unscaled = torch.ones((), device=context.device)  # copies hold what the cache does
         self._run = on_device(context.device, self._attend)
 
     def forward_mqa(
@@ -147,23 +250,30 @@ class TritonMLASparseImpl(MLAAttentionImpl):
         slots: Tensor,
         kv_scale: float,
     ) -> None:
-        front, counts = slots_in_front(slots)
-        mla_decode(
-            query,
-            kv_cache.view(-1, 1, kv_cache.shape[2]),
-            output,
-            query_start_loc=call.query_start_loc,
-            seq_lens=counts,
-            block_table=front,
-            max_query_len=1,
-            scale=self.terms.scale,
-            launch=self._launch,
-            num_splits=call.num_splits,
-            workspace=call.workspace,
-            causal=False,
-            kv_scale=kv_scale,
-            output_lse=output_lse,
-        )
+        for part in call.parts:
+            tokens = slice(part.first, part.last)
+            if part.gather is None:
+                latents, launch = kv_cache.view(-1, 1, kv_cache.shape[2]), self._launch
+                front, counts = slots_in_front(slots[tokens])
+            else:
+                latents, launch = part.gather.copy(kv_cache, self._unscaled), gathered_launch(self._heads)
+                front, counts = slots_in_front(slots[tokens], part.gather.pages, kv_cache.shape[1])
+            mla_decode(
+                query[tokens],
+                latents,
+                output[tokens],
+                query_start_loc=call.query_start_loc[: part.last - part.first + 1],
+                seq_lens=counts,
+                block_table=front,
+                max_query_len=1,
+                scale=self.terms.scale,
+                launch=launch,
+                num_splits=part.num_splits,
+                workspace=call.workspace,
+                causal=False,
+                kv_scale=kv_scale,
+                output_lse=None if output_lse is None else output_lse[tokens],
+            )
 
 
 class TritonMLASparseBackend(AttentionBackend):
