@@ -117,7 +117,8 @@ def test_padding_may_stand_between_slots(device: torch.device) -> None:
 def test_which_kernel_runs(fields: dict[str, Any], where: str, gluon: bool) -> None:
     config = AttentionConfig(**{"num_heads": 16, "sparse_top_k": 2048, **DEEPSEEK, **fields})
     plan = plan_of(TRITON_MLA_SPARSE, config, where)
-    assert plan.kernel == MLASparseKernel(gluon)
+    assert isinstance(plan.kernel, MLASparseKernel)
+    assert plan.kernel.gluon == gluon
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,10 @@ def test_which_kernel_runs(fields: dict[str, Any], where: str, gluon: bool) -> N
         ({"batch_invariant": True}, "h100", 0),
         ({"decode_context_parallel_size": 2}, "h100", 0),
         ({"kv_lora_rank": 384}, "h100", 0),
+        ({"qk_rope_head_dim": 0}, "h100", 256),
+        ({"qk_rope_head_dim": 0, "kv_cache_dtype": "auto"}, "h100", 0),
+        ({"qk_rope_head_dim": 0, "kv_cache_dtype": "auto", "num_heads": 32}, "h100", 256),
+        ({"qk_rope_head_dim": 32}, "h100", 0),
         ({}, "b200", 0),
     ],
     ids=str,
@@ -189,7 +194,13 @@ def test_slots_follow_the_pages_that_were_copied(device: torch.device) -> None:
 @pytest.mark.parametrize("mib", [256, 1])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"num_heads": 128, "dtype": "float16"}, {"num_heads": 40, "kv_cache_dtype": "fp8_e5m2", "block_size": 64}],
+    [
+        {},
+        {"num_heads": 128, "dtype": "float16"},
+        {"num_heads": 40, "kv_cache_dtype": "fp8_e5m2", "block_size": 64},
+        {"qk_rope_head_dim": 0},
+        {"qk_rope_head_dim": 0, "num_heads": 64, "kv_cache_dtype": "auto"},
+    ],
     ids=str,
 )
 def test_latents_that_were_copied(fields: dict[str, Any], mib: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,7 @@ class MLASparseKernel:
 
     Attributes:
         gluon: ``kernels.mla_decode_gathered``, written in Gluon for Hopper; else ``kernels.mla_decode``.
-        gather_bytes: of the workspace, for latents of prefills, which are copied for the Gluon kernel in the query's
-            dtype; 0: none are.
+        gather_bytes: of the workspace, for latents that prefills copy as the Gluon kernel takes them; 0: none are.
     """
 
     gluon: bool = False

@@ -34,7 +34,7 @@ class TritonMLASparseOptions(BackendOptions):
     gather_workspace_mib: int = Field(
         256,
         ge=0,
-        description="MiB reserved for latents that prefills on Hopper copy out of an FP8 cache; 0: they read the cache",
+        description="MiB for latents that prefills on Hopper copy: of FP8 caches, and without a rope part; 0: none",
     )
 
 
@@ -67,13 +67,29 @@ _WHOLE = "keys are not split: batch invariance"
 
 
 def gather_lacks(config: AttentionConfig, device: Device) -> str | None:
-    """Return what keeps the warp-specialised kernel from these layers' latents in the query's dtype, as a predicate."""
+    """Return what keeps the warp-specialised kernel from these layers, as a predicate; None: it takes them."""
     if device.compute_capability != GLUON_CAPABILITY:
         return "is for compute capability 9.0"
     if config.kv_lora_rank not in GLUON_RANKS or config.qk_rope_head_dim != GLUON_ROPE:
         accepted = " or ".join(f"{some} + {GLUON_ROPE}" for some in GLUON_RANKS)
         return f"takes latents of {accepted}, not {config.kv_lora_rank} + {config.qk_rope_head_dim}"
+    if config.cache_dtype != config.dtype:
+        return f"reads no {config.cache_dtype} cache for a {config.dtype} query"
     return None
+
+
+def copies_help(config: AttentionConfig, device: Device) -> bool:
+    """Whether the warp-specialised kernel takes copies of the latents: in the query's dtype, with a rope part of 0."""
+    # A batch-invariant result may not depend on what a step copies, and of a rank's part no request is whole. Over 16
+    # bits the portable kernel is as fast with up to 16 heads.
+    return (
+        device.compute_capability == GLUON_CAPABILITY
+        and config.kv_lora_rank in GLUON_RANKS
+        and config.qk_rope_head_dim in (0, GLUON_ROPE)
+        and not config.batch_invariant
+        and config.decode_context_parallel_size == 1
+        and (config.num_heads > 16 or config.cache_dtype != config.dtype)
+    )
 
 
 def _dim_reasons(config: AttentionConfig) -> list[Reason]:
@@ -99,11 +115,8 @@ def plan(
     assert isinstance(options, TritonMLASparseOptions)
     lacks, gather_bytes = gather_lacks(config, device), 0
     noted = notes(config, device)
-    if lacks is None and config.cache_dtype != config.dtype:
-        lacks = f"reads no {config.cache_dtype} cache for a {config.dtype} query"
-        # A batch-invariant result may not depend on what a step copies. Of a rank's part no request is whole.
-        if not config.batch_invariant and config.decode_context_parallel_size == 1:
-            gather_bytes = options.gather_workspace_mib << 20
+    if lacks and copies_help(config, device):
+        gather_bytes = options.gather_workspace_mib << 20
     if gather_bytes:
         text = f"{gather_bytes >> 20} MiB of the workspace hold latents that prefills copy for the Gluon kernel"
         noted = (*noted, f"{text}, where that is cheaper")

@@ -2,8 +2,8 @@
 
 The kernels read as many entries of a row as there are slots, so slots are moved in front of what is -1.
 So ``TRITON_MLA``'s decode kernels run over a cache of such blocks. Shapes follow from the number of tokens
-and ``sparse_top_k`` alone, so that a batch can be captured in a CUDA graph; but for prefills over an FP8 cache, whose
-latents are copied for the Gluon kernel where its gain is larger than what the copy costs.
+and ``sparse_top_k`` alone, so that a batch can be captured in a CUDA graph; but for prefills whose latents are copied
+as the Gluon kernel takes them, where its gain is larger than what the copy costs.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -40,14 +40,15 @@ from attn_select_triton.kernels.mla_decode import (
     mla_launch,
     mla_num_splits,
 )
-from attn_select_triton.limits import GLUON_CAPABILITY
+from attn_select_triton.limits import GLUON_CAPABILITY, GLUON_ROPE
 from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.side_by_side import COMPILING
 
-# ns on an H200. The portable kernel takes so much longer for each key and 64 heads or fewer than the Gluon kernel over
-# latents in 16 bits, by 120 surveyed workloads (0.62 against 0.22 with 16 heads, 1.33 against 0.60 with 128).
-GAIN_NS = 0.4
+# ns on an H200 for each key and 64 heads or fewer by which the portable kernel takes longer than the Gluon kernel over
+# copies, by 120 surveyed workloads: from FP8 (0.62 against 0.22 with 16 heads, 1.33 against 0.60 with 128), and without
+# a rope part from 16 bits (0.53 against 0.33 with 64).
+GAIN_NS = {True: 0.4, False: 0.2}  # by whether the cache is FP8
 # What a token's copy takes (1,728 bytes at 4 TB/s, and a little more), and its launches.
 COPY_NS, COPIES_NS = 0.5, 25_000.0
 
@@ -56,7 +57,7 @@ COPY_NS, COPIES_NS = 0.5, 25_000.0
 class Gather:
     """Latents of some requests, copied one after the other before their tokens attend."""
 
-    latents: Tensor  # ``(rows, R + P)`` of the query's dtype, written by each layer
+    latents: Tensor  # ``(rows, R + 64)`` of the query's dtype, written by each layer; zeros where there is no rope part
     block_table: Tensor  # int32 ``(requests, W)``
     starts: Tensor  # int32 ``(requests,)``, zeros
     start_loc: Tensor  # int32 ``(requests + 1,)``, the row of each request's first token
@@ -67,7 +68,8 @@ class Gather:
         size, rows = kv_cache.shape[1], len(self.latents)
         if self.pages is None:
             self.pages = rows_of_pages(self.block_table, self.start_loc, kv_cache.shape[0], size)
-        gather_cache_mla(kv_cache, self.latents, self.block_table, self.starts, self.start_loc, rows, size, scale)
+        latents = self.latents[:, : kv_cache.shape[2]]
+        gather_cache_mla(kv_cache, latents, self.block_table, self.starts, self.start_loc, rows, size, scale)
         return self.latents.unsqueeze(1)
 
 
@@ -104,7 +106,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         config, plan = context.config, next(iter(context.plans.values()))
-        rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
+        rank = cast(int, config.kv_lora_rank)
         gather_bytes = _kernel(context).gather_bytes
         self._bounds = torch.arange(context.max_num_batched_tokens + 1, dtype=torch.int32, device=context.device)
         room = (plan.workspace_bytes - gather_bytes) // 4
@@ -114,8 +116,9 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
         self._sms = sm_count(context.device)
         dtype = PLAIN_DTYPES[config.dtype]
         longest = context.max_num_seqs * context.max_model_len
-        rows = min(gather_bytes // ((rank + rope) * dtype.itemsize), longest)
-        self._latents = torch.empty(rows, rank + rope, dtype=dtype, device=context.device)
+        width = rank + GLUON_ROPE
+        rows = min(gather_bytes // (width * dtype.itemsize), longest)
+        self._latents = torch.zeros(rows, width, dtype=dtype, device=context.device)
         self._starts = torch.zeros(context.max_num_seqs, dtype=torch.int32, device=context.device)
 
     def build(
@@ -154,7 +157,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
         lens, keys = common.query_lens_cpu.numpy(), common.seq_lens_cpu.numpy()
         begin = int(np.argmax(lens > config.max_decode_query_len))  # decodes before it read the cache
         seen = lens * np.minimum(keys - (lens - 1) / 2, cast(int, config.sparse_top_k))  # by a request's tokens
-        gain = GAIN_NS * -(-config.num_heads // 64) * float(seen[begin:].sum())
+        gain = GAIN_NS[config.cache_dtype in FP8_DTYPES] * -(-config.num_heads // 64) * float(seen[begin:].sum())
         if gain <= COPY_NS * float(keys[begin:].sum()) + COPIES_NS:
             return []
         found: list[tuple[int, int]] = []
@@ -213,6 +216,7 @@ class TritonMLASparseImpl(MLAAttentionImpl):
         super().__init__(context, terms)
         self._fp8 = context.config.cache_dtype in FP8_DTYPES
         self._launch, self._heads = launch_of(context), context.config.num_heads
+        self._nope = context.config.qk_rope_head_dim == 0
         if self._launch.gathered or _kernel(context).gather_bytes:
             # With Gluon, now and not in the first step.
             import_library("attn_select_triton.kernels.mla_decode_gathered")
@@ -252,14 +256,17 @@ class TritonMLASparseImpl(MLAAttentionImpl):
     ) -> None:
         for part in call.parts:
             tokens = slice(part.first, part.last)
+            rows: Tensor | tuple[Tensor, Tensor] = query[tokens]
             if part.gather is None:
                 latents, launch = kv_cache.view(-1, 1, kv_cache.shape[2]), self._launch
                 front, counts = slots_in_front(slots[tokens])
             else:
                 latents, launch = part.gather.copy(kv_cache, self._unscaled), gathered_launch(self._heads)
                 front, counts = slots_in_front(slots[tokens], part.gather.pages, kv_cache.shape[1])
+                if self._nope:
+                    rows = query[tokens], query.new_zeros(part.last - part.first, self._heads, GLUON_ROPE)
             mla_decode(
-                query[tokens],
+                rows,
                 latents,
                 output[tokens],
                 query_start_loc=call.query_start_loc[: part.last - part.first + 1],
