@@ -151,7 +151,6 @@ class GraphBuffers:
     paged_kv_indices: Tensor  # int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens
     paged_kv_last_page_len: Tensor  # int32 ``(max_num_seqs,)``
     qo_indptr: Tensor  # int32 ``(max_num_seqs + 1,)``, one token per request
-    by_rows: bool = False  # whether the pages are rows of equal width (``RowLists``) instead of one list
 
     @classmethod
     def make(cls, context: BackendContext) -> GraphBuffers:
@@ -245,7 +244,7 @@ class NativePlan(Plan):
         """Plan. It waits neither for the device nor for an earlier plan's copy."""
         pool, kernel = self._pool, self._kernel
         try:
-            self._plan()
+            pool.ring.plan(self.wrapper.made, *self._lists, cleared=self._cleared, **kernel.planned, **self._more)
         except RuntimeError as error:
             if "workspace buffer" not in str(error):  # csrc AlignedAllocator, include/flashinfer/allocator.h 0.6.14
                 raise
@@ -254,8 +253,3 @@ class NativePlan(Plan):
                 f"{text}{len(self._lists[0]) - 1} requests ({str(error).splitlines()[0]})",
                 hint="raise native_workspace_bytes under [backends.FLASHINFER]",
             ) from error
-
-    def _plan(self) -> None:
-        """Call ``plan``."""
-        made, ring = self.wrapper.made, self._pool.ring
-        ring.plan(made, *self._lists, cleared=self._cleared, **self._kernel.planned, **self._more)

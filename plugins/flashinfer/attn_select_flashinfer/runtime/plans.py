@@ -15,8 +15,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -71,22 +70,13 @@ class PinnedRing:
         """Call ``wrapper.plan``."""
         # cleared: bytes at the buffer's start that are zero before it
         _pinned_of(wrapper)  # raises where the wrapper keeps no such buffer: its copies would be unguarded
-
-        def plan(buffer: Tensor) -> None:
-            setattr(wrapper, PINNED, buffer)
-            wrapper.plan(*args, **kwargs)
-
-        self.lend(plan, cleared=cleared)
-
-    def lend(self, function: Callable[..., Any], *args: Any, cleared: int = 0) -> Any:
-        """Return ``function(buffer, *args)``, which starts a copy out of the pinned buffer."""
         buffer, event = self._free()
         if cleared:
             buffer[:cleared].zero_()
-        result = function(buffer, *args)
+        setattr(wrapper, PINNED, buffer)
+        wrapper.plan(*args, **kwargs)
         # Behind the copy on its stream: once it has passed, the copy has read the buffer, which is free again.
         _record(event, self._device)
-        return result
 
     def _free(self) -> tuple[Tensor, Any]:
         for slot in self._slots:
@@ -145,8 +135,6 @@ class Wrapper:
     schedule: Schedule  # where its plans go
     # whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees
     captured: bool = False
-    # what its ``plan`` calls (``CompiledPlan``), by causality; not there where it is not known (yet)
-    compiled: dict[bool, Any] = field(default_factory=dict)
     balanced: Any = None  # ``MLALists.info_of`` it; None before its first balanced plan
 
 
