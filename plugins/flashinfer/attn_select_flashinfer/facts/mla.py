@@ -43,9 +43,7 @@ from attn_select_flashinfer.facts.mla_kernels import (
     PrefillFacts,
     PrefillKernel,
     RaggedKernel,
-    candidates,
     choose_kernel,
-    prefill_candidates,
 )
 
 _VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
@@ -127,11 +125,9 @@ def plan(
     if capability is None or capability < (8, 0):
         return device_reasons(DECODE.compute_capabilities.value, device)
     if phase == "prefill":
-        wanted, offered = options.prefill_kernel, prefill_candidates(capability)
-        ragged = choose_kernel("prefill_kernel", wanted, offered, PREFILL_KERNELS, config, device, environment)
+        ragged = choose_kernel(phase, options.prefill_kernel, PREFILL_KERNELS, config, device, environment)
         return ragged if isinstance(ragged, list) else _prefill_plan(config, *ragged)
-    wanted_decode, offered_decode = options.decode_kernel, candidates(capability)
-    chosen = choose_kernel("decode_kernel", wanted_decode, offered_decode, KERNELS, config, device, environment)
+    chosen = choose_kernel(phase, options.decode_kernel, KERNELS, config, device, environment)
     if isinstance(chosen, list):
         return chosen
     if options.skip_softmax_threshold is not None and chosen[0] is not TRTLLM_GEN:
