@@ -38,7 +38,6 @@ LEAST_SAVED = 256 * MIB
 COUNTERS = 8 * MIB
 """What decode keeps zeroed at the start of the TRT-LLM buffer. Prefill writes softmax statistics from where its buffer
 begins (csrc/trtllm_fmha_kernel_launcher.cu, csrc/xqa v0.6.14), so it gets what lies behind."""
-NOT_CAUSAL = "step not causal"
 
 
 def draft_mask(drafts: int, causal: bool) -> Tensor:
@@ -142,14 +141,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
             if single and kernel.single_token:
                 parts.append(native.decode(common, kernel, decodes))
             else:
-                parts.append(native.prefill(common, kernel.any_length, 0, decodes, phase="decode", alone=alone))
+                parts.append(native.prefill(common, kernel.any_length, 0, decodes, role="decode", alone=alone))
         if decode_tokens < tokens:
             prefill = self._prefill_kernel(common)
             if prefill is None:
                 parts.append(self._trtllm_prefill(common, decodes))
             else:
-                label = None if "prefill" in self._kernels else f"{prefill.label} ({NOT_CAUSAL})"
-                parts.append(self._native().prefill(common, prefill, decodes, requests, label=label))
+                parts.append(self._native().prefill(common, prefill, decodes, requests))
         return parts
 
     def _split(self, common: CommonAttentionMetadata) -> tuple[int, int]:
@@ -159,18 +157,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
             return 0, 0
         if "prefill" not in self.context.plans:
             return common.num_reqs, common.num_actual_tokens
-        if self._decode_is("trtllm-gen") and not common.causal and common.max_query_len > 1:
+        trtllm = self._trtllm.get("decode")
+        if trtllm and trtllm.name == "trtllm-gen" and not common.causal and common.max_query_len > 1:
             return 0, 0
         # Nothing but prefills: known without the ten tensors that the function below makes.
         if common.max_query_len > threshold and np.diff(common.query_start_loc_cpu.numpy()).min() > threshold:
             return 0, 0
         split = split_decodes_and_prefills(common, threshold)
         return split.num_decodes, split.num_decode_tokens
-
-    def _decode_is(self, name: str) -> bool:
-        """Whether decodes run by the TRT-LLM kernel of this name."""
-        kernel = self._trtllm.get("decode")
-        return kernel is not None and kernel.name == name
 
     def _prefill_kernel(self, common: CommonAttentionMetadata) -> PhaseKernel | None:
         """Return the native kernel of a step's prefills; None: trtllm-gen runs them."""
@@ -195,12 +189,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
         assert workspace is not None
         decode, bounds, entries = phase == "decode", common.query_start_loc_cpu.numpy(), library.flashinfer()
         return TrtllmPart(
-            phase=phase,
-            label=str(kernel),
             start=int(bounds[first]),
             end=int(bounds[last]),
             function=getattr(entries, entry_of(phase)),
-            fp8_query=kernel.fp8_query,
+            kernel=kernel,
             keyless=keyless,
             step={
                 "workspace_buffer": workspace if decode else workspace[COUNTERS:],

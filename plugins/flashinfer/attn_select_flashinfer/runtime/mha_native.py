@@ -29,7 +29,7 @@ class NativeBuilder:
         """Plan the batch's first ``last`` requests, which have one token each."""
         lists = PageLists.of(_cut(common.seq_lens_cpu, 0, last), self._page, None, self._device)
         plan = self._planned(self.pool.eager(kernel, "decode"), kernel, lists)
-        self._flatten(common, lists)
+        self._flatten(common, lists, 0, last)
         return _decoding(common, kernel, plan, last)
 
     def prefill(
@@ -39,12 +39,12 @@ class NativeBuilder:
         first: int,
         last: int,
         *,
-        phase: str = "prefill",
-        label: str | None = None,
+        role: str = "prefill",
         skipped: int = 0,
         alone: bool = False,
     ) -> NativePart:
         """Plan requests ``first .. last - 1``, without ``skipped`` tokens at the start of each sequence."""
+        # role: which schedule the plan may overwrite
         # alone: each has at most one token, the last of its sequence, so that causality hides no key from it
         causal = alone or (self._causal and common.causal)
         if not causal and self._windowed:
@@ -57,10 +57,10 @@ class NativeBuilder:
         start, end = int(ends[0]), int(ends[-1])
         queries = torch.from_numpy(ends - start)  # its own memory, because the plan may copy it later
         lists = PageLists.of(seq_lens - skipped if skipped else seq_lens, self._page, None, self._device)
-        wrapper, longest = self.pool.eager(kernel, phase), common.max_query_len
+        wrapper, longest = self.pool.eager(kernel, role), common.max_query_len
         plan = self._planned(wrapper, kernel, lists, queries, causal=causal, longest=longest)
-        self._flatten(common, lists, first, skipped)
-        return NativePart(phase=phase, label=label or kernel.label, start=start, end=end, plan=plan, kernel=kernel)
+        self._flatten(common, lists, first, last, skipped)
+        return NativePart(start=start, end=end, plan=plan, kernel=kernel)
 
     def _planned(
         self,
@@ -84,19 +84,16 @@ class NativeBuilder:
         self,
         common: CommonAttentionMetadata,
         lists: PageLists,
-        first: int = 0,
+        first: int,
+        last: int,
         skipped: int = 0,
         indptr: Tensor | None = None,
     ) -> None:
-        """Gather the page indices on the device, where the table is; the plan has not read them."""
+        """Gather the page indices of requests ``first .. last - 1`` on the device; the plan has not read them."""
         # indptr: ``lists.paged_kv_indptr`` on the device, if it is there
-        rows = common.block_table_tensor
-        assert rows is not None
-        requests = lists.num_reqs
-        if requests < common.num_reqs:
-            rows = rows[first : first + requests]
-        if skipped:
-            rows = rows[:, skipped // self._page :]
+        table = common.block_table_tensor
+        assert table is not None
+        rows = table[first:last, skipped // self._page :]
         if indptr is None:
             indptr = to_device(lists.paged_kv_indptr, self._device)
         ops.flatten_block_table(rows, indptr, lists.paged_kv_indices)
@@ -104,12 +101,11 @@ class NativeBuilder:
     def captured(self, common: CommonAttentionMetadata, kernel: PhaseKernel) -> NativePart:
         """Plan one token per request for a CUDA graph, making a wrapper for this batch size if there is none."""
         requests, buffers = common.num_reqs, self.pool.buffers
-        assert buffers is not None
         wrapper = self.pool.captured(kernel, requests)
-        lists = PageLists.of(common.seq_lens_cpu, self._page, buffers.paged_kv_indices, self._device)
+        lists = PageLists.of(common.seq_lens_cpu, self._page, buffers["paged_kv_indices"], self._device)
         queries = None if kernel.single_token else torch.arange(requests + 1, dtype=torch.int32)
         plan = self._planned(wrapper, kernel, lists, queries, causal=True)
-        self._flatten(common, lists, indptr=buffers.paged_kv_indptr[: requests + 1])
+        self._flatten(common, lists, 0, requests, indptr=buffers["paged_kv_indptr"][: requests + 1])
         return _decoding(common, kernel, plan, requests)
 
     def cascade(self, common: CommonAttentionMetadata, kernel: PhaseKernel, prefix_len: int) -> Cascade:
@@ -118,19 +114,18 @@ class NativeBuilder:
         table, tokens = common.block_table_tensor, common.num_actual_tokens
         assert table is not None
         kernel = kernel.any_length
-        rest = self.prefill(common, kernel, 0, common.num_reqs, phase="decode", skipped=prefix_len)
+        rest = self.prefill(common, kernel, 0, common.num_reqs, role="decode", skipped=prefix_len)
         lists = PageLists.of(torch.tensor([prefix_len], dtype=torch.int32), self._page, table[0], self._device)
         own = kernel.without_sinks
         bounds = torch.tensor([0, tokens], dtype=torch.int32)
         plan = self._planned(self.pool.eager(own, "prefill"), own, lists, bounds, longest=tokens)
-        place: dict[str, Any] = {"phase": "decode", "label": f"cascade, {kernel.label}", "start": 0, "end": tokens}
-        return Cascade(**place, prefix=NativePart(**place, plan=plan, kernel=own), rest=rest)
+        return Cascade(start=0, end=tokens, prefix=NativePart(start=0, end=tokens, plan=plan, kernel=own), rest=rest)
 
 
 def _decoding(common: CommonAttentionMetadata, kernel: PhaseKernel, plan: NativePlan, last: int) -> NativePart:
     """Return the part of the first ``last`` requests, of one token each."""
     lens = _cut(common.seq_lens, 0, last) if kernel.kernel.backend == "cute-dsl" else None
-    return NativePart(phase="decode", label=kernel.label, start=0, end=last, plan=plan, kernel=kernel, seq_lens=lens)
+    return NativePart(start=0, end=last, plan=plan, kernel=kernel, seq_lens=lens)
 
 
 def _cut(list_: Tensor, first: int, last: int) -> Tensor:
