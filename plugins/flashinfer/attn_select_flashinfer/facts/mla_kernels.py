@@ -328,7 +328,8 @@ def choose_kernel(
 ) -> tuple[K, str] | list[Reason]:
     """Return the first of a device's kernels that runs the layer and why, or every reason why none runs it."""
     # wanted: value of the option that names one kernel
-    own, capability = _OWN[phase], tuple[int, ...](device.compute_capability or ())
+    own: dict[tuple[int, ...], tuple[str, ...]] = _OWN[phase]
+    capability: tuple[int, ...] = device.compute_capability or ()
     names: tuple[str, ...] = (*own.get(capability, own.get(capability[:1], ())), "fa2")
     option = f"{phase}_kernel"
     if wanted not in ("auto", *names):
