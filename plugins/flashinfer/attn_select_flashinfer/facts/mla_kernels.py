@@ -43,9 +43,7 @@ MLAKernelName = Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
 class MLAKernel:
     """A kernel on the latent cache as a plan names it."""
 
-    # ``fa2``, ``fa3``, ``trtllm-gen``, ``xqa``, ``cute-dsl``, or ``sparse`` (the sparse kernel of compute capability
-    # 12.x)
-    name: MLAKernelName
+    name: MLAKernelName  # ``sparse``: the sparse kernel of compute capability 12.x
     heads: int  # the query heads that it works on, at least the layer's
     fp8_query: bool = False  # whether it takes an FP8 query
     implementation: Literal["monolithic", "modular"] = "monolithic"  # which of ``cute-dsl``'s
@@ -81,13 +79,13 @@ class DecodeFacts:
     pages: Fact[tuple[int, ...]]  # page sizes in tokens, preferred first
     aligned_tables: Fact[bool]  # whether block tables are a multiple of 128 tokens wide
     fp8_query: bool  # whether an FP8 cache wants an FP8 query
-    heads: Callable[[int], int]  # the query heads that it works on, by a layer's query heads
-    returns_lse: bool  # whether it returns the log-sum-exp
-    cuda_graph: CudaGraphLevel  # the level of its metadata builder
-    workspace_bytes: int  # scratch, as vLLM and FlashInfer recommend it
     workspace_note: str  # what the scratch is
     nan_tail_safe: Fact[bool]  # whether NaN behind a sequence's end in its last page leaves the result alone
     against: Callable[[AttentionConfig], list[Reason]]  # the reasons against a config beside dims and pages
+    heads: Callable[[int], int] = padded_heads  # the query heads that it works on, by a layer's query heads
+    returns_lse: bool = True  # whether it returns the log-sum-exp
+    cuda_graph: CudaGraphLevel = "UNIFORM_BATCH"  # the level of its metadata builder
+    workspace_bytes: int = 128 * MIB  # scratch, as vLLM and FlashInfer recommend it
     releases: Fact[str] | None = None  # a range as in PEP 440, where not all releases have an entry that is called here
 
     def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
@@ -169,10 +167,6 @@ TRTLLM_GEN = DecodeFacts(
     pages=Fact((64, 32), f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla"),
     aligned_tables=_ALIGNED,
     fp8_query=True,
-    heads=padded_heads,
-    returns_lse=True,
-    cuda_graph="UNIFORM_BATCH",
-    workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use",
     nan_tail_safe=Fact(
         False, "scores alone are masked: vllm-project/vllm #57716 (NaN bytes of an FP8 latent cache reach the output)"
@@ -190,7 +184,6 @@ XQA = DecodeFacts(
     heads=lambda heads: MAX_HEADS,
     returns_lse=False,
     cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
-    workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use and holds semaphores in its first 8 MiB",
     nan_tail_safe=Fact(False, "flashinfer csrc/xqa/mla_sm120.cu v0.6.14: whole pages by TMA, scores alone are masked"),
     against=_against_xqa,
@@ -204,8 +197,6 @@ FA3 = DecodeFacts(
     aligned_tables=_ANY_WIDTH,
     fp8_query=False,
     heads=lambda heads: heads,
-    returns_lse=True,
-    cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule",
     nan_tail_safe=Fact(
@@ -238,10 +229,10 @@ class PrefillFacts:
     path: str
     because: str
     dims: Fact[tuple[tuple[int, int], ...]]
-    dtypes: tuple[str, ...]
-    sinks: bool
     workspace_bytes: int
     workspace_note: str
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    sinks: bool = False
 
     def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
@@ -259,7 +250,6 @@ class PrefillFacts:
 
 
 K = TypeVar("K", DecodeFacts, PrefillFacts)
-_BOTH = ("bfloat16", "float16")
 _FA = ((192, 128), (128, 128), (64, 64), (256, 256))
 
 _CUTLASS = PrefillFacts(
@@ -270,8 +260,6 @@ _CUTLASS = PrefillFacts(
         ((192, 128), (128, 128), (64, 64)),
         "flashinfer-ai/flashinfer csrc/fmha_cutlass_sm100.cu v0.6.14 DISPATCH_head_dim",
     ),
-    dtypes=_BOTH,
-    sinks=False,
     workspace_bytes=32 * MIB,
     workspace_note="FlashInfer keeps the workspace itself",
 )
@@ -290,8 +278,6 @@ _RAGGED_FA3 = PrefillFacts(
     path="native fa3 (ragged)",
     because="Hopper's own ragged kernel",
     dims=Fact(_FA, f"{RAN} (192 / 128); flashinfer include/flashinfer/attention/hopper/prefill_sm90.cuh v0.6.14"),
-    dtypes=_BOTH,
-    sinks=False,
     workspace_bytes=394 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule; each chunk of context adds one, no larger",
 )
