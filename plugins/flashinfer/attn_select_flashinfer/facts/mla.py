@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -38,10 +38,8 @@ from attn_select_flashinfer.facts.mla_kernels import (
     TILE,
     TRTLLM_GEN,
     DecodeFacts,
-    DecodeKernel,
     MLAKernel,
     PrefillFacts,
-    PrefillKernel,
     RaggedKernel,
     choose_kernel,
 )
@@ -96,10 +94,10 @@ PREFILL_CAPABILITIES = Capabilities(
 class FlashInferMLAOptions(BackendOptions):
     """``[backends.FLASHINFER_MLA]``."""
 
-    decode_kernel: DecodeKernel = Field(
+    decode_kernel: Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"] = Field(
         "auto", description="the decode kernel; auto is the device's own where it runs the layer, else fa2"
     )
-    prefill_kernel: PrefillKernel = Field(
+    prefill_kernel: Literal["auto", "trtllm-gen", "cutlass", "fa3", "fa2"] = Field(
         "auto", description="the kernel of ragged prefill; auto is the device's own where it runs the layer, else fa2"
     )
     workspace_bytes: Annotated[int, Field(ge=40 * MIB, le=1 << 40, strict=True)] | None = Field(

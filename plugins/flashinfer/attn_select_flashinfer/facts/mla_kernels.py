@@ -34,8 +34,6 @@ from attn_select_flashinfer.facts.libraries import (
     wrong_release,
 )
 
-DecodeKernel = Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"]
-PrefillKernel = Literal["auto", "trtllm-gen", "cutlass", "fa3", "fa2"]
 MLAKernelName = Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
 
 

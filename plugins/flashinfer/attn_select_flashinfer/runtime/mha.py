@@ -23,8 +23,8 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, prefix_sums, split_decodes_and_prefills
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
-from attn_select_flashinfer.facts.mha import FlashInferOptions, native_scratch
-from attn_select_flashinfer.facts.mha_kernels import NativeKernel, TrtllmKernel
+from attn_select_flashinfer.facts.mha import native_scratch
+from attn_select_flashinfer.facts.mha_kernels import FlashInferOptions, NativeKernel, TrtllmKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mha_calls import LayerArguments, Part, TrtllmPart
 from attn_select_flashinfer.runtime.mha_native import NativeBuilder

@@ -107,7 +107,7 @@ class NativeDecode:
         requests = min(tokens, context.max_num_seqs)
         # A piece per tile, and one more per SM where keys are split. Tiles are half as high where queries are short.
         tiles = max(2 * requests, tokens * heads // TILE.value + requests)
-        if self._causal and drafts > 1 and TILE.value % heads:  # every query may become a request (``_by_token``)
+        if self._causal and drafts > 1 and TILE.value % heads:  # every query may become a request (``_apart``)
             tiles = max(tiles, tokens * -(-heads // TILE.value))
         if tiles + MOST_SMS > MAX_WORKS:
             text = (

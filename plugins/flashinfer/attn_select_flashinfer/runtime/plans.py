@@ -41,15 +41,7 @@ class _Passed:
 
 def new_event(device: torch.device) -> Any:
     """Return an event that says whether the copies before it have finished."""
-    return torch.Event(device) if device.type == "cuda" else _Passed()  # torch.cuda's asks Python for the stream
-
-
-def _record(event: Any, device: torch.device) -> None:
-    """Record an event on the current stream of a device: by itself it takes the current device's stream."""
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        event.record(torch.cuda.current_stream(device))
-    else:
-        event.record()
+    return torch.Event(device) if device.type == "cuda" else _Passed()
 
 
 class PinnedRing:
@@ -82,7 +74,7 @@ class PinnedRing:
             setattr(wrapper, PINNED, slot[0])
             wrapper.plan(*args, **kwargs)
         # Behind the copy on its stream: once it has passed, the copy has read the buffer, which is free again.
-        _record(slot[1], self._device)
+        slot[1].record(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
 
     def _free(self) -> tuple[Tensor, Any]:
         for slot in self._slots:
