@@ -18,7 +18,7 @@ from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import GDN_STATE_WRONG, LIBRARIES, release
-from attn_select_flashinfer.facts.pooled_states import COPIES, PREFILL_DRAFTS, RAW_GATES, state_plan
+from attn_select_flashinfer.facts.state_plans import COPIES, PREFILL_DRAFTS, RAW_GATES, state_plan
 
 _GDN = "flashinfer-ai/flashinfer flashinfer/gdn_prefill.py chunk_gated_delta_rule 0.6.14 and 0.7.2.post1"
 _ENGINE = "vllm-project/vllm model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py 0.32.0"

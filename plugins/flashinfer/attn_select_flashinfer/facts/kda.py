@@ -18,7 +18,7 @@ from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
-from attn_select_flashinfer.facts.pooled_states import PREFILL_DRAFTS, RAW_GATES, state_plan
+from attn_select_flashinfer.facts.state_plans import PREFILL_DRAFTS, RAW_GATES, state_plan
 
 _KDA = "flashinfer-ai/flashinfer flashinfer/kda_kernels/recurrent_kda.py run_recurrent_kda 0.7.2.post1"
 KDA_RELEASES = Fact(

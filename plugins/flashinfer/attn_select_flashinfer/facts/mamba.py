@@ -18,7 +18,7 @@ from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
-from attn_select_flashinfer.facts.pooled_states import COPIES, PREFILL_DRAFTS, RAW_GATES, state_plan
+from attn_select_flashinfer.facts.state_plans import COPIES, PREFILL_DRAFTS, RAW_GATES, state_plan
 
 _MAMBA = "flashinfer-ai/flashinfer flashinfer/mamba/selective_state_update.py 0.6.14 and 0.7.2.post1"
 _KERNEL = "flashinfer-ai/flashinfer include/flashinfer/mamba/kernel_selective_state_update_stp.cuh v0.6.14"

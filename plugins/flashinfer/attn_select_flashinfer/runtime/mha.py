@@ -7,7 +7,7 @@ that is not causal runs natively instead. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 
 import numpy as np
@@ -56,16 +56,6 @@ def entry_of(phase: str) -> str:
     return f"trtllm_batch_{'decode' if phase == 'decode' else 'context'}_with_kv_cache"
 
 
-def entries_of(native: Mapping[str, PhaseKernel], trtllm: Mapping[str, TrtllmKernel]) -> list[str]:
-    """Return the names of FlashInfer's entries that these kernels are called by, per phase."""
-    names = [entry_of(phase) for phase in trtllm]
-    if native:
-        names += ["BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"]
-    if any(kernel.single_token for kernel in native.values()):
-        names.append("BatchDecodeWithPagedKVCacheWrapper")
-    return names
-
-
 # Several steps may be built before the first one runs. Each runs by its own plan, which is made again where a later
 # one has taken its place. With CUDA graphs only the last one can be run, and ``BatchError`` says so.
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
@@ -87,7 +77,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
                 assert isinstance(plan.kernel, NativeKernel)
                 self._kernels[phase] = PhaseKernel.of(plan.kernel, context, decode=phase == "decode")
                 native = max(native, plan.workspace_bytes)
-        library.flashinfer().check(*entries_of(self._kernels, self._trtllm))
+        names = [entry_of(phase) for phase in self._trtllm]
+        if self._kernels:
+            names += ["BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"]
+        if any(kernel.single_token for kernel in self._kernels.values()):
+            names.append("BatchDecodeWithPagedKVCacheWrapper")
+        library.flashinfer().check(*names)
         self._instead: PhaseKernel | None = None
         # what plans the native wrappers; None while no phase runs natively
         self.native = NativeBuilder(context, native - INT_WORKSPACE) if native else None
