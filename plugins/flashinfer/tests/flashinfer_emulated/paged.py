@@ -235,27 +235,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         seen, inner = len(fi.world.syncs), self._prefill
         inner._pin_memory_int_workspace_buffer = self._pin_memory_int_workspace_buffer
         inner._int_workspace_buffer = self._int_workspace_buffer
-        inner.plan(
-            torch.arange(len(a.last_page_len) + 1, dtype=torch.int32),
-            a.indptr,
-            a.indices,
-            a.last_page_len,
-            a.num_qo_heads,
-            a.num_kv_heads,
-            a.head_dim,
-            a.page_size,
-            causal=False,
-            pos_encoding_mode=a.pos_encoding_mode,
-            window_left=a.window_left,
-            logits_soft_cap=a.logits_soft_cap,
-            q_data_type=a.q_data_type,
-            kv_data_type=given,
-            o_data_type=a.o_data_type,
-            sm_scale=a.sm_scale,
-            seq_lens=a.seq_lens,
-            fixed_split_size=a.fixed_split_size,
-            disable_split_kv=a.disable_split_kv,
-        )
+        same = ("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "o_data_type", "sm_scale")
+        same += ("seq_lens", "fixed_split_size", "disable_split_kv")
+        lists = (torch.arange(len(a.last_page_len) + 1, dtype=torch.int32), a.indptr, a.indices, a.last_page_len)
+        sizes = (a.num_qo_heads, a.num_kv_heads, a.head_dim, a.page_size)
+        inner.plan(*lists, *sizes, causal=False, kv_data_type=given, **{name: getattr(a, name) for name in same})
         fi.world.calls.pop()
         fi.world.syncs[seen:] = [each.replace("BatchPrefill", "BatchDecode") for each in fi.world.syncs[seen:]]
 
@@ -263,20 +247,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     def run(self, a: Any) -> Any:
         batch = len(self._prefill._paged_kv_last_page_len_buf)
         need(len(a.q) == batch, f"{len(a.q)} queries for {batch} requests: fa2 decodes one token per request")
-        result = self._prefill.run(
-            a.q,
-            a.paged_kv_cache,
-            *a.args,
-            q_scale=a.q_scale,
-            k_scale=a.k_scale,
-            v_scale=a.v_scale,
-            out=a.out,
-            lse=a.lse,
-            return_lse=a.return_lse,
-            window_left=a.window_left,
-            sinks=a.sinks,
-            kv_cache_sf=a.kv_cache_sf,
-        )
+        same = ("q_scale", "k_scale", "v_scale", "out", "lse", "return_lse", "window_left", "sinks", "kv_cache_sf")
+        result = self._prefill.run(a.q, a.paged_kv_cache, *a.args, **{name: getattr(a, name) for name in same})
         fi.world.calls.pop()
         return result
 
