@@ -42,20 +42,9 @@ ENTRIES = {
 """By FlashInfer's module or package, the entries; one that a release does not have is left out."""
 METHODS = ("__init__", "plan", "run", "reset_workspace_buffer", "csr")
 ATTRIBUTES = (
-    "_float_workspace_buffer",
     "_int_workspace_buffer",
     "_pin_memory_int_workspace_buffer",
-    "_qo_indptr_buf",
-    "_paged_kv_indptr_buf",
-    "_paged_kv_indices_buf",
-    "_paged_kv_last_page_len_buf",
-    "_batch_size",
-    "_cached_module",
     "_causal",
-    "_jit_module",
-    "_max_q_len",
-    "_qo_indptr_last",
-    "_max_kv_len",
     "_plan_info",
     "_planned_backend",
     "_kv_indices_buf",

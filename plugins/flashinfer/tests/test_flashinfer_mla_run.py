@@ -86,8 +86,8 @@ def test_decodes_of_several_lengths(
         assert plan["kv_indices"][first : first + len(wanted)].tolist() == wanted
 
 
-def test_a_block_table_is_read_where_it_lies_before_07(of_release: Emulate, release: str) -> None:
-    world = of_release()
+def test_a_part_of_a_table_is_read_up_to_the_last_keys(of_release: Emulate) -> None:
+    of_release()
     group = layers.group_for("h100", layers.mla_config(), phases=["decode"])
     problem = layers.problem_for(group, [(1, 70), (1, 200), (1, 1)])
     wide = torch.empty(3, 10, dtype=torch.int32)
@@ -96,12 +96,6 @@ def test_a_block_table_is_read_where_it_lies_before_07(of_release: Emulate, rele
         part[:, : problem.block_table.shape[1]] = problem.block_table
         drawn = dataclasses.replace(problem, block_table=part)
         layers.run(group, drawn, metadata=group.build(common_of(drawn)))
-        read = world.named(RUN if release == "0.6.14" else PLAN)[-1]["kv_indices"]
-        assert (read.data_ptr() == part.data_ptr()) == (release == "0.6.14")
-    served = group.backends["decode"]
-    huge = torch.empty_strided((3, 1), (1 << 25, 1), dtype=torch.int32, device="meta")
-    with pytest.raises(BatchError, match="3 rows of 33554432 pages of 64 tokens: the kernels count tokens in 32 bits"):
-        served.builder.build(0, layers.common_of(problem, block_table_tensor=huge))
 
 
 def test_query_and_cache_are_views(of_release: Emulate, release: str) -> None:
@@ -252,9 +246,7 @@ def test_a_capacity_that_overflows_a_schedule(emulate: Emulate) -> None:
 
 
 @pytest.mark.parametrize(("query_len", "heads"), [(1, 4), (3, 4), (5, 40)])
-def test_a_graph_replays_with_other_lengths_and_pages(
-    query_len: int, heads: int, of_release: Emulate, release: str
-) -> None:
+def test_a_graph_replays_with_other_lengths_and_pages(query_len: int, heads: int, of_release: Emulate) -> None:
     world = of_release()
     config = layers.mla_config(num_heads=heads, num_speculative_tokens=query_len - 1)
     group = layers.group_for("h100", config, cuda_graphs=True, phases=["decode"])
@@ -293,7 +285,6 @@ def test_a_graph_replays_with_other_lengths_and_pages(
             torch.testing.assert_close(lse[rows].double(), wanted_lse, atol=2e-3, rtol=0)
     captured = [made for made in world.named(f"{WRAPPER}.__init__") if made["use_cuda_graph"]]
     assert len(captured) == 1
-    assert (captured[0]["kv_indices"].data_ptr() == tables.data_ptr()) == (release == "0.6.14")
 
 
 def test_steps_planned_ahead_of_the_device(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,6 @@ class CudnnKernel:
     name: str = "cudnn"
 
 
-_KERNEL = CudnnKernel()
 BLOCK_SIZES = (16, 8, 4, 2, 1)
 _DRAFTS = "queries of several tokens took 4.3 times as long as FlashAttention 3's (B64 S4096, 4 tokens, H200)"
 _BUILT = "builds a graph at the first step of each shape: 40 ms of host time, a second for the first of a kind"
@@ -77,7 +76,7 @@ def plan(
         return [Reason("head-size", text, size, DECODE_HEAD_SIZE)]
     drafts = phase == "decode" and config.num_speculative_tokens > 0
     return BackendPlan(
-        kernel=_KERNEL,
+        kernel=CudnnKernel(),
         path="paged attention",
         because="cuDNN's one path",
         query_dtype=config.dtype,

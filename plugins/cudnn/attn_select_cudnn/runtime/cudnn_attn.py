@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, sp
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_cudnn.runtime import graphs
-from attn_select_cudnn.runtime.graphs import Graph, Shape
+from attn_select_cudnn.runtime.graphs import Shape
 from attn_select_cudnn.runtime.library import graphs_of
 
 LEAST_KEYS = 256
@@ -40,7 +39,6 @@ class Part:
     sizes: dict[str, Any]  # of ``graphs.Shape``, what the batch says
     tensors: dict[int, Tensor]  # lengths, tables and offsets, by the graph's names
     keyless: Tensor | None  # bool ``(end - start,)``, rows of requests without keys; None where there is none
-    graphs: dict[Hashable, Graph] = field(default_factory=dict)  # the ones that layers have run
 
 
 class CudnnMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
@@ -170,19 +168,6 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-class Cached(NamedTuple):
-    """A cache as cuDNN has it, ``(num_blocks, num_kv_heads, block_size, head_size)`` with strides."""
-
-    keys: Tensor  # keys, values: views
-    values: Tensor
-    shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of both, and the strides of each
-
-
-def _cached(views: tuple[Tensor, Tensor]) -> Cached:
-    keys, values = (half.transpose(1, 2) for half in views)
-    return Cached(keys, values, (tuple(keys.shape), keys.stride(), values.stride()))
-
-
 class CudnnImpl(AttentionImpl[list[Part]]):
     """Runs one layer."""
 
@@ -191,7 +176,10 @@ class CudnnImpl(AttentionImpl[list[Part]]):
         config, layout = context.config, context.kv_layout or ""
         self._graphs = graphs_of(context.device)
         self._dtype, self._heads = PLAIN_DTYPES[config.dtype], config.num_heads
-        self._views = CacheView(lambda kv_cache: _cached(key_value_unchecked(kv_cache, layout, config)))
+        # As cuDNN has a cache: ``(num_blocks, num_kv_heads, block_size, head_size)`` with strides.
+        self._views = CacheView(
+            lambda kv_cache: tuple(half.transpose(1, 2) for half in key_value_unchecked(kv_cache, layout, config))
+        )
 
     def forward(
         self,
@@ -204,30 +192,38 @@ class CudnnImpl(AttentionImpl[list[Part]]):
     ) -> Tensor:
         """As ``AttentionImpl.forward``."""
         assert kv_cache is not None
-        cached = self._views(kv_cache)
+        keys, values = self._views(kv_cache)
         self._graphs.on_this_stream()
         for part in attn_metadata:
             rows = slice(part.start, part.end)
-            self._run(part, query[rows].contiguous(), cached, outputs.rows(rows))
+            self._run(part, query[rows].contiguous(), keys, values, outputs.rows(rows))
         return outputs.output
 
-    def _run(self, part: Part, query: Tensor, cached: Cached, outputs: Outputs) -> None:
+    def _run(self, part: Part, query: Tensor, keys: Tensor, values: Tensor, outputs: Outputs) -> None:
         output, output_lse = outputs.output, outputs.lse
         out = output if output.is_contiguous() else torch.empty_like(query)
         lse = output_lse if output_lse is None or output_lse.is_contiguous() else output_lse.contiguous()
         tensors = {
             **part.tensors,
             graphs.QUERY: query,
-            graphs.KEYS: cached.keys,
-            graphs.VALUES: cached.values,
+            graphs.KEYS: keys,
+            graphs.VALUES: values,
             graphs.OUTPUT: out,
         }
         if lse is not None:
             tensors[graphs.LSE] = lse
-        key = (lse is None, self.terms.scale, cached.shape)
-        graph = part.graphs.get(key)
-        if graph is None:
-            graph = part.graphs[key] = self._graph(part, cached, lse is not None)
+        shape = Shape(
+            **part.sizes,
+            heads=self._heads,
+            cache=tuple(keys.shape),
+            key_strides=keys.stride(),
+            value_strides=values.stride(),
+            dtype=self._dtype,
+            scale=self.terms.scale,
+            window=self.terms.sliding_window,
+            lse=lse is not None,
+        )
+        graph = self._graphs.graph(shape)
         graph.run(tensors, torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=query.device))
         if part.keyless is not None:
             out.masked_fill_(part.keyless.view(-1, 1, 1), 0.0)
@@ -239,22 +235,6 @@ class CudnnImpl(AttentionImpl[list[Part]]):
             lse.masked_fill_(part.keyless.unsqueeze(1), -torch.inf)
         if lse is not output_lse:
             output_lse.copy_(lse)
-
-    def _graph(self, part: Part, cached: Cached, lse: bool) -> Graph:
-        cache, key_strides, value_strides = cached.shape
-        return self._graphs.graph(
-            Shape(
-                **part.sizes,
-                heads=self._heads,
-                cache=cache,
-                key_strides=key_strides,
-                value_strides=value_strides,
-                dtype=self._dtype,
-                scale=self.terms.scale,
-                window=self.terms.sliding_window,
-                lse=lse,
-            )
-        )
 
 
 class CudnnBackend(AttentionBackend):

@@ -169,16 +169,13 @@ def _plan(
     pinned: str,
 ) -> BackendPlan:
     fp8, kernel = config.kv_cache_dtype == "fp8_e4m3", kernel_of(build, splits)
-    notes: tuple[str, ...] = (_GROWS, *build.notes)
-    if fp8:
-        notes = (*notes, _SCALES)
-        if config.dtype == "float16":
-            notes = (*notes, _CONVERTED)
     heads = config.num_heads * config.decode_context_parallel_size
-    if heads != HEADS:
-        notes = (*notes, f"query heads are padded from {heads} to {HEADS}")
-    if fixed_by is not None:
-        notes = (*notes, f"KV splits fixed by {fixed_by}")
+    others = {
+        _SCALES: fp8,
+        _CONVERTED: fp8 and config.dtype == "float16",
+        f"query heads are padded from {heads} to {HEADS}": heads != HEADS,
+        f"KV splits fixed by {fixed_by}": fixed_by is not None,
+    }
     path, number = "CUTLASS MLA", kernel.num_kv_splits
     if number != -1:
         path = f"CUTLASS MLA, {number} KV split{'s' * (number > 1)}"
@@ -193,7 +190,7 @@ def _plan(
         cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
         workspace_bytes=options.workspace_bytes,
         provider=build.provider,
-        notes=notes,
+        notes=(_GROWS, *build.notes, *(note for note, holds in others.items() if holds)),
         nan_tail_safe=False,
     )
 

@@ -69,12 +69,17 @@ class Adapter(ABC):
 
 
 class SizedByItsLibrary(Adapter):
-    """A build whose library has a function for the workspace's size."""
+    """A build whose library has a function for the workspace's size, and one that takes the query in two parts."""
 
     size_function: ClassVar[str]
+    decode_function: ClassVar[str]
+    written: ClassVar[tuple[str, ...]] = ()  # the tensors that are passed to be written
+    scale: ClassVar[str]  # the argument for the softmax scale
 
     def __init__(self, kernel: CutlassMLAKernel) -> None:
         super().__init__(kernel)
+        arguments = (*self.written, *_QUERY_AND_CACHE, self.scale, "num_kv_splits")
+        self._decode = self._installed.function(self.decode_function, arguments)
         arguments = ("max_seq_len", "num_batches", "sm_count", "num_kv_splits")
         self._size = self._installed.function(self.size_function, arguments)
         try:
@@ -88,45 +93,32 @@ class SizedByItsLibrary(Adapter):
         """As ``Adapter.workspace_bytes``."""
         return int(self._size(max_seq_len, num_requests, sm_count, self.kernel.num_kv_splits))
 
-
-class Vllm(SizedByItsLibrary):
-    """``sm100_cutlass_mla_decode``."""
-
-    size_function = "sm100_cutlass_mla_get_workspace_size"
-
-    def __init__(self, kernel: CutlassMLAKernel) -> None:
-        super().__init__(kernel)
-        arguments = ("out", "lse", *_QUERY_AND_CACHE, "scale", "num_kv_splits")
-        self._decode = self._installed.function("sm100_cutlass_mla_decode", arguments)
-
     def decode(
         self, query: Tensor, kv_cache: Tensor, batch: CutlassMLAMetadata, scale: float, out: Tensor, lse: Tensor
     ) -> Tensor:
         """As ``Adapter.decode``."""
         latent, rope = query.split_with_sizes([RANK, ROPE], dim=-1)
+        written = (out, lse) if self.written else ()
         tables = (batch.seq_lens, batch.page_table, batch.workspace)
-        self._decode(out, lse, latent, rope, kv_cache, *tables, scale, self.kernel.num_kv_splits)
-        return out
+        found = self._decode(*written, latent, rope, kv_cache, *tables, scale, self.kernel.num_kv_splits)
+        return out if self.written else found
+
+
+class Vllm(SizedByItsLibrary):
+    """``sm100_cutlass_mla_decode``."""
+
+    size_function = "sm100_cutlass_mla_get_workspace_size"
+    decode_function = "sm100_cutlass_mla_decode"
+    written = ("out", "lse")
+    scale = "scale"
 
 
 class SglKernel(SizedByItsLibrary):
     """``sgl_kernel.cutlass_mla_decode``, which returns an output of its own and no LSE."""
 
     size_function = "cutlass_mla_get_workspace_size"
-
-    def __init__(self, kernel: CutlassMLAKernel) -> None:
-        super().__init__(kernel)
-        arguments = (*_QUERY_AND_CACHE, "sm_scale", "num_kv_splits")
-        self._decode = self._installed.function("cutlass_mla_decode", arguments)
-
-    def decode(
-        self, query: Tensor, kv_cache: Tensor, batch: CutlassMLAMetadata, scale: float, out: Tensor, lse: Tensor
-    ) -> Tensor:
-        """As ``Adapter.decode``."""
-        latent, rope = query.split_with_sizes([RANK, ROPE], dim=-1)
-        tables = (batch.seq_lens, batch.page_table, batch.workspace)
-        found: Tensor = self._decode(latent, rope, kv_cache, *tables, scale, self.kernel.num_kv_splits)
-        return found
+    decode_function = "cutlass_mla_decode"
+    scale = "sm_scale"
 
 
 # It is called like that wrapper calls it, on a cache that is one tensor already. Compiles at the first load.
@@ -136,10 +128,9 @@ class FlashInfer(Adapter):
     def __init__(self, kernel: CutlassMLAKernel) -> None:
         super().__init__(kernel)
         compiled = self._installed.function("get_mla_module")()
-        name = "cutlass_mla_paged_attention"
-        if not hasattr(compiled, name):
-            raise self._installed.mismatch(f"the module of get_mla_module() has no {name}")
-        self._decode: Callable[..., Any] = getattr(compiled, name)
+        if not hasattr(compiled, "cutlass_mla_paged_attention"):
+            raise self._installed.mismatch("the module of get_mla_module() has no cutlass_mla_paged_attention")
+        self._decode: Callable[..., Any] = compiled.cutlass_mla_paged_attention
 
     def workspace_bytes(self, max_seq_len: int, num_requests: int, sm_count: int) -> int:
         """Return a bound: the module has no such function, and the kernel takes at most one split per SM."""

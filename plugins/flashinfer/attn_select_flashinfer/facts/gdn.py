@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import (
     BackendOptions,
@@ -16,12 +14,11 @@ from attn_select.backends.spec import (
     StateCapabilities,
 )
 from attn_select.layer.config import Phase
-from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
-from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import GDN_STATE_WRONG, LIBRARIES, release
+from attn_select_flashinfer.facts.state_plans import COPIES, PREFILL_DRAFTS, RAW_GATES, state_plan
 
 _GDN = "flashinfer-ai/flashinfer flashinfer/gdn_prefill.py chunk_gated_delta_rule 0.6.14 and 0.7.2.post1"
 _ENGINE = "vllm-project/vllm model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py 0.32.0"
@@ -30,10 +27,6 @@ _DECODE = (
     "flashinfer-ai/flashinfer flashinfer/gdn_decode.py gated_delta_rule_decode_pretranspose 0.6.14 and 0.7.2.post1"
 )
 
-PREFILL_DRAFTS = Fact(
-    MOST_SPECULATIVE_TOKENS, "prefills see no drafts; layers that have drafts take another backend's decodes"
-)
-"""Of every prefill of states."""
 PREFILL = StateCapabilities(
     compute_capabilities=Fact(
         ComputeCapabilities((((9, 0), (9, 0)), ((10, 0), (10, 3)))), f"{_GDN}: requires SM90 or SM100; {_ENGINE}"
@@ -58,24 +51,11 @@ DECODE = StateCapabilities(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GdnKernel:
-    """The entry of FlashInfer that runs a phase."""
-
-    name: str
-
-
-_KERNELS: dict[Phase, GdnKernel] = {
-    "prefill": GdnKernel("chunk_gated_delta_rule"),
-    "decode": GdnKernel("gated_delta_rule_decode_pretranspose"),
+_KERNELS: dict[Phase, str] = {
+    "prefill": "chunk_gated_delta_rule",
+    "decode": "gated_delta_rule_decode_pretranspose",
 }
-_BECAUSE: dict[Phase, str] = {
-    "prefill": "chunks turn the recurrence into matrix products; vLLM 0.32 takes it on Hopper",
-    "decode": "one launch reads and writes each state once, in the pool",
-}
-COPIES = "copies the states that it reads out of the pool, and back"
-RAW_GATES = "activates the gates itself: give the layers raw gates"
-"""A note of every plan whose kernel takes gates before their activation."""
+_NOTES: dict[Phase, tuple[str, ...]] = {"prefill": (COPIES,), "decode": (RAW_GATES,)}
 _READS_BFLOAT16 = Fact(
     "bfloat16",
     "flashinfer-ai/flashinfer flashinfer/gdn_kernels/gdn_decode_bf16_state.py 0.7.2.post1: with states in bfloat16 the "
@@ -96,18 +76,8 @@ def plan(
     read_as = _READS_BFLOAT16.value
     if phase == "decode" and config.state_dtype == read_as != config.dtype:
         return [unsupported("dtype", f"dtype with states in {read_as}", config.dtype, [read_as])]
-    return BackendPlan(
-        kernel=_KERNELS[phase],
-        path="chunked" if phase == "prefill" else "in the pool",
-        because=_BECAUSE[phase],
-        query_dtype=config.dtype,
-        returns_lse=False,
-        kv_layouts=(STATE_VK,),
-        kernel_block_sizes=(),
-        cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
-        notes=(COPIES if phase == "prefill" else RAW_GATES,),
-        unverified=() if device.compute_capability == (9, 0) else (_NEVER_RUN,),
-    )
+    unverified = () if device.compute_capability == (9, 0) else (_NEVER_RUN,)
+    return state_plan(config, phase, _KERNELS, _NOTES, unverified, "; vLLM 0.32 takes it on Hopper")
 
 
 FLASHINFER_GDN = BackendSpec(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import (
     BackendOptions,
@@ -16,12 +14,11 @@ from attn_select.backends.spec import (
     StateCapabilities,
 )
 from attn_select.layer.config import Phase
-from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_flashinfer.facts.gdn import PREFILL_DRAFTS, RAW_GATES
 from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
+from attn_select_flashinfer.facts.state_plans import PREFILL_DRAFTS, RAW_GATES, state_plan
 
 _KDA = "flashinfer-ai/flashinfer flashinfer/kda_kernels/recurrent_kda.py run_recurrent_kda 0.7.2.post1"
 KDA_RELEASES = Fact(
@@ -65,22 +62,12 @@ LEAST_LOG_DECAY = Fact(
 """The least log-decay that prefills compute right."""
 
 
-@dataclass(frozen=True, slots=True)
-class KdaKernel:
-    """What ``recurrent_kda`` runs: prefills are another kernel than decodes."""
-
-    name: str
-
-
-_KERNELS: dict[Phase, KdaKernel] = {"prefill": KdaKernel("recurrent_kda-prefill"), "decode": KdaKernel("recurrent_kda")}
-_BECAUSE: dict[Phase, str] = {
-    "prefill": "chunks turn the recurrence into matrix products; states are updated in the pool",
-    "decode": "one launch reads and writes each state once, in the pool",
-}
+_KERNELS: dict[Phase, str] = {"prefill": "recurrent_kda-prefill", "decode": "recurrent_kda"}
 _NOTES: dict[Phase, tuple[str, ...]] = {
     "prefill": (RAW_GATES, "FlashInfer reads the bounds of the requests back from the device"),
     "decode": ("rounds log-decays and write strengths to bfloat16",),
 }
+_NEVER_RUN = "FlashInfer's KDA was never run here; its call is held to the signature of 0.7.2.post1"
 
 
 def plan(
@@ -92,18 +79,7 @@ def plan(
     both = (config.head_size, config.v_head_size)
     if both[0] != both[1] and all(size in _SIZES for size in both):  # another size has its own reason
         return [unsupported("v-head-size", "V head size", config.v_head_size, [config.head_size])]
-    return BackendPlan(
-        kernel=_KERNELS[phase],
-        path="chunked" if phase == "prefill" else "in the pool",
-        because=_BECAUSE[phase],
-        query_dtype=config.dtype,
-        returns_lse=False,
-        kv_layouts=(STATE_VK,),
-        kernel_block_sizes=(),
-        cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
-        notes=_NOTES[phase],
-        unverified=("FlashInfer's KDA was never run here; its call is held to the signature of 0.7.2.post1",),
-    )
+    return state_plan(config, phase, _KERNELS, _NOTES, (_NEVER_RUN,), "; states are updated in the pool")
 
 
 FLASHINFER_KDA = BackendSpec(

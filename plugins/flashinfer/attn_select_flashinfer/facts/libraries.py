@@ -25,17 +25,12 @@ LIBRARIES = ((TORCH,), (FLASHINFER_PYTHON,))
 READ = "pip install 'flashinfer-python>=0.7.2,<=0.7.2.post1'"
 """Brings the newest release whose entries were compared with what this plugin passes."""
 
-# What each entry of MLA layers takes was compared in 0.6.14 and in 0.7.2.post1 (``tests/make_signatures.py``).
-_COMPARED = "flashinfer-ai/flashinfer 0.6.14 and 0.7.2.post1"
+# What each entry takes was compared in 0.6.14 and in 0.7.2.post1 (``tests/make_signatures.py``).
 NATIVE_MLA_RELEASES = Fact(
     ">=0.6.14,!=0.7.0,!=0.7.0.post1,!=0.7.1",
-    f"{_COMPARED} BatchMLAPagedAttentionWrapper (flat lists before 0.7, MLAPlanMetadata since); 0.7.0 to 0.7.1, whose "
-    "plans were written anew for 0.7.2, were not looked into",
+    "flashinfer-ai/flashinfer 0.6.14 and 0.7.2.post1 BatchMLAPagedAttentionWrapper (flat lists before 0.7, "
+    "MLAPlanMetadata since); 0.7.0 to 0.7.1, whose plans were written anew for 0.7.2, were not looked into",
 )
-TRTLLM_MLA_RELEASES = Fact(">=0.6.14", f"{_COMPARED} trtllm_batch_decode_with_kv_cache_mla (0.7 adds arguments)")
-RAGGED_RELEASES = Fact(">=0.6.14", f"{_COMPARED} BatchPrefillWithRaggedKVCacheWrapper (0.7 adds arguments)")
-TRTLLM_RAGGED_RELEASES = Fact(">=0.6.14", f"{_COMPARED} trtllm_ragged_attention_deepseek (0.7 adds arguments)")
-CUTLASS_RELEASES = Fact(">=0.6.14", f"{_COMPARED} fmha_varlen (the same arguments)")
 
 Release = tuple[int, ...]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import (
     BackendOptions,
@@ -16,12 +14,11 @@ from attn_select.backends.spec import (
     StateCapabilities,
 )
 from attn_select.layer.config import Phase
-from attn_select.layer.layouts import STATE_VK
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_flashinfer.facts.gdn import COPIES, PREFILL_DRAFTS, RAW_GATES
 from attn_select_flashinfer.facts.libraries import LIBRARIES, wrong_release
+from attn_select_flashinfer.facts.state_plans import COPIES, PREFILL_DRAFTS, RAW_GATES, state_plan
 
 _MAMBA = "flashinfer-ai/flashinfer flashinfer/mamba/selective_state_update.py 0.6.14 and 0.7.2.post1"
 _KERNEL = "flashinfer-ai/flashinfer include/flashinfer/mamba/kernel_selective_state_update_stp.cuh v0.6.14"
@@ -66,22 +63,9 @@ LEAST_LOG_DECAY = Fact(
 """The least log-decay that prefills compute right."""
 
 
-@dataclass(frozen=True, slots=True)
-class MambaKernel:
-    """The entry of FlashInfer that runs a phase."""
-
-    name: str
-
-
-_KERNELS: dict[Phase, MambaKernel] = {
-    "prefill": MambaKernel("ssd_combined_fwd"),
-    "decode": MambaKernel("selective_state_update"),
-}
+_KERNELS: dict[Phase, str] = {"prefill": "ssd_combined_fwd", "decode": "selective_state_update"}
+_NOTES: dict[Phase, tuple[str, ...]] = {"prefill": (RAW_GATES, COPIES), "decode": (RAW_GATES,)}
 _NEVER_RUN = "FlashInfer's Mamba-2 ran on compute capability 9.0 alone; its calls are held to signatures elsewhere"
-_BECAUSE: dict[Phase, str] = {
-    "prefill": "chunks turn the recurrence into matrix products",
-    "decode": "one launch reads and writes each state once, in the pool",
-}
 
 
 def plan(
@@ -93,18 +77,8 @@ def plan(
     ratio = config.num_v_heads // config.num_heads
     if phase == "decode" and ratio not in RATIOS.value:
         return [unsupported("head-ratio", "heads per group", ratio, list(RATIOS.value))]
-    return BackendPlan(
-        kernel=_KERNELS[phase],
-        path="chunked" if phase == "prefill" else "in the pool",
-        because=_BECAUSE[phase],
-        query_dtype=config.dtype,
-        returns_lse=False,
-        kv_layouts=(STATE_VK,),
-        kernel_block_sizes=(),
-        cuda_graph="NEVER" if phase == "prefill" else "UNIFORM_SINGLE_TOKEN_DECODE",
-        notes=(RAW_GATES, COPIES) if phase == "prefill" else (RAW_GATES,),
-        unverified=() if device.compute_capability == (9, 0) else (_NEVER_RUN,),
-    )
+    unverified = () if device.compute_capability == (9, 0) else (_NEVER_RUN,)
+    return state_plan(config, phase, _KERNELS, _NOTES, unverified)
 
 
 FLASHINFER_MAMBA = BackendSpec(

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from attn_select.backends.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
 from attn_select.backends.reasons import device_reasons
 from attn_select.backends.spec import (
-    BackendOptions,
     BackendPlan,
     BackendSpec,
     Capabilities,
@@ -45,16 +40,13 @@ from attn_select_flashinfer.facts.mha_kernels import (
     NATIVE_PAGES,
     XQA_PAGES,
     Case,
-    DecodeKernel,
+    FlashInferOptions,
     NativeKernel,
-    PrefillKernel,
     TrtllmKernel,
-    UseTrtllm,
     against_turing,
     choose_native,
     decide,
     fp8_query,
-    kernel_for,
     nan_tail_safe,
 )
 
@@ -99,31 +91,6 @@ CAPABILITIES = Capabilities(
     speculative_tokens=Fact(1024, f"{RAN} (XQA with a draft mask); native: drafts go through the prefill wrapper"),
 )
 
-Bytes = Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)]
-
-
-class FlashInferOptions(BackendOptions):
-    """``[backends.FLASHINFER]``."""
-
-    use_trtllm: UseTrtllm = Field(
-        "auto", description="TRT-LLM kernels (trtllm-gen, XQA) in every phase, in none, or where they are preferred"
-    )
-    prefill_kernel: PrefillKernel = Field(
-        "auto", description="the kernel of native prefill; auto is fa3 on Hopper where it runs the layer, else fa2"
-    )
-    decode_kernel: DecodeKernel = Field(
-        "auto", description="cute-dsl: decodes on compute capability 10.0 and 10.3 by CuTe DSL's kernel"
-    )
-    native_workspace_bytes: Bytes | None = Field(
-        None, description="scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers"
-    )
-    trtllm_workspace_bytes: Bytes = Field(
-        394 * MIB,
-        description="the zeroed buffer of the TRT-LLM kernels; prefill by trtllm-gen with log-sum-exp needs 9 MiB and "
-        "8 bytes per query head, request and token of the longest query, counted in 256s",
-    )
-
-
 _HND = (FLASHINFER_HND,)
 _NHD_HND = (FLASHINFER_NHD, FLASHINFER_HND)
 
@@ -156,16 +123,15 @@ def plan(
         return device_reasons(CAPABILITIES.compute_capabilities.value, device)
     if capability < (8, 0) and (reasons := against_turing(config, environment)):
         return reasons
-    options_set = (options.use_trtllm, options.prefill_kernel, options.decode_kernel)
-    case = Case(config, phase, capability, kernel_for(capability, phase), *options_set, environment)
+    case = Case(config, phase, capability, options, environment)
     decided = decide(case)
     if isinstance(decided, list):
         return decided
     use_trtllm, because = decided
     if use_trtllm:
-        return _trtllm_plan(case, because, options)
+        return _trtllm_plan(case, because)
     chosen = choose_native(case)
-    return chosen if isinstance(chosen, list) else _native_plan(case, *chosen, because, native_scratch(config, options))
+    return chosen if isinstance(chosen, list) else _native_plan(case, *chosen, because)
 
 
 def _tree_plan(
@@ -187,7 +153,7 @@ def _tree_plan(
     return reasons or in_two_parts(found, config)
 
 
-def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> BackendPlan:
+def _trtllm_plan(case: Case, because: str) -> BackendPlan:
     config, phase = case.config, case.phase
     assert case.kernel is not None
     kernel = TrtllmKernel(case.kernel, fp8_query(config, case.kernel))
@@ -205,7 +171,7 @@ def _trtllm_plan(case: Case, because: str, options: FlashInferOptions) -> Backen
         kv_layouts=_NHD_HND if xqa else _HND,
         kernel_block_sizes=pages(XQA_PAGES if xqa else GEN_PAGES, config.block_size),
         cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if single else "UNIFORM_BATCH",
-        workspace_bytes=options.trtllm_workspace_bytes,
+        workspace_bytes=case.options.trtllm_workspace_bytes,
         notes=notes,
         nan_tail_safe=nan_tail_safe(case),
         rounds_to="fp8_e4m3" if xqa and config.cache_dtype == "fp8_e4m3" else None,
@@ -217,7 +183,7 @@ def native_scratch(config: AttentionConfig, options: FlashInferOptions) -> int:
     return options.native_workspace_bytes or (2048 * MIB if config.batch_invariant else 394 * MIB)
 
 
-def _native_plan(case: Case, kernel: NativeKernel, why: str, because: str, scratch: int) -> BackendPlan:
+def _native_plan(case: Case, kernel: NativeKernel, why: str, because: str) -> BackendPlan:
     """Return the plan of one phase with FlashInfer's own wrappers."""
     config, size, decode = case.config, case.config.block_size, case.phase == "decode"
     sizes = NATIVE_PAGES if size is None else tuple(dict.fromkeys((size, *NATIVE_PAGES)))
@@ -239,7 +205,7 @@ def _native_plan(case: Case, kernel: NativeKernel, why: str, because: str, scrat
         kv_layouts=_HND if case.capability[0] == 10 else _NHD_HND,
         kernel_block_sizes=pages(sizes, size),
         cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE" if decode else "UNIFORM_BATCH",
-        workspace_bytes=scratch + INT_WORKSPACE,
+        workspace_bytes=native_scratch(config, case.options) + INT_WORKSPACE,
         notes=tuple(notes),
         nan_tail_safe=NAN_TAIL_SAFE[kernel.backend].value,
         unverified=_unproven(case, kernel),

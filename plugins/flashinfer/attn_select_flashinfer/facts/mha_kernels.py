@@ -16,10 +16,12 @@ for it, the decode wrapper runs CuTe DSL's kernel on 10.0 and 10.3, which takes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from attn_select.backends.reasons import unsupported
-from attn_select.backends.spec import Fact, Reason
+from attn_select.backends.spec import BackendOptions, Fact, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
@@ -28,6 +30,7 @@ from attn_select_flashinfer.facts.libraries import (
     GEN_DRAFTS_RIGHT,
     HEAD_512_BELOW_SM100,
     HEAD_512_FP8_BELOW_SM100,
+    MIB,
     RAN,
     TRTLLM_GEN_CAPABILITIES,
     TURING,
@@ -41,9 +44,6 @@ from attn_select_flashinfer.facts.libraries import (
 )
 
 TrtllmName = Literal["trtllm-gen", "xqa"]
-UseTrtllm = Literal["auto", True, False]
-PrefillKernel = Literal["auto", "fa2", "fa3"]
-DecodeKernel = Literal["auto", "cute-dsl"]
 
 GEN_PAGES = (16, 32, 64)
 """trtllm-gen pages. Larger ones exist, but above 128 they read wrong blocks (flashinfer-ai/flashinfer #4347).
@@ -112,26 +112,46 @@ class TrtllmKernel:
         return "TRT-LLM (XQA)" if self.name == "xqa" else f"TRT-LLM ({self.name})"
 
 
+Bytes = Annotated[int, Field(ge=16 * MIB, le=1 << 40, strict=True)]
+
+
+class FlashInferOptions(BackendOptions):
+    """``[backends.FLASHINFER]``."""
+
+    use_trtllm: Literal["auto", True, False] = Field(
+        "auto", description="TRT-LLM kernels (trtllm-gen, XQA) in every phase, in none, or where they are preferred"
+    )
+    prefill_kernel: Literal["auto", "fa2", "fa3"] = Field(
+        "auto", description="the kernel of native prefill; auto is fa3 on Hopper where it runs the layer, else fa2"
+    )
+    decode_kernel: Literal["auto", "cute-dsl"] = Field(
+        "auto", description="cute-dsl: decodes on compute capability 10.0 and 10.3 by CuTe DSL's kernel"
+    )
+    native_workspace_bytes: Bytes | None = Field(
+        None, description="scratch of the native wrappers; left out: 394 MiB, 2 GiB for batch-invariant layers"
+    )
+    trtllm_workspace_bytes: Bytes = Field(
+        394 * MIB,
+        description="the zeroed buffer of the TRT-LLM kernels; prefill by trtllm-gen with log-sum-exp needs 9 MiB and "
+        "8 bytes per query head, request and token of the longest query, counted in 256s",
+    )
+
+
 class Case(NamedTuple):
-    """One phase of one layer on one device; ``kernel`` is the TRT-LLM kernel that the device has for the phase."""
+    """One phase of one layer on one device."""
 
     config: AttentionConfig
     phase: Phase
     capability: tuple[int, int]
-    kernel: TrtllmName | None
-    use_trtllm: UseTrtllm
-    prefill_kernel: PrefillKernel
-    decode_kernel: DecodeKernel
+    options: FlashInferOptions
     environment: Environment
 
-
-def kernel_for(capability: tuple[int, int], phase: Phase) -> TrtllmName | None:
-    """Return the TRT-LLM kernel that a device has for a phase."""
-    if capability in TRTLLM_GEN_CAPABILITIES:
-        return "trtllm-gen"
-    if phase == "decode" and capability[0] in (9, 12):
-        return "xqa"
-    return None
+    @property
+    def kernel(self) -> TrtllmName | None:
+        """The TRT-LLM kernel that the device has for the phase."""
+        if self.capability in TRTLLM_GEN_CAPABILITIES:
+            return "trtllm-gen"
+        return "xqa" if self.phase == "decode" and self.capability[0] in (9, 12) else None
 
 
 def fp8_query(config: AttentionConfig, kernel: TrtllmName | None) -> bool:
@@ -148,14 +168,14 @@ def nan_tail_safe(case: Case) -> bool:
 
 def decide(case: Case) -> tuple[bool, str] | list[Reason]:
     """Return whether TRT-LLM kernels run a phase, and why; or, where an option asks for them, every reason why not."""
-    if case.phase == "decode" and case.decode_kernel == "cute-dsl":
+    if case.phase == "decode" and case.options.decode_kernel == "cute-dsl":
         return False, 'decode_kernel = "cute-dsl"'
-    if case.use_trtllm is False:
+    if case.options.use_trtllm is False:
         return False, "use_trtllm = false"
     against = _obstacles(case)
     if not against:
         return True, _why_trtllm(case)
-    if case.use_trtllm != "auto":
+    if case.options.use_trtllm != "auto":
         remedy = 'backends.FLASHINFER.use_trtllm = "auto"'
         return [Reason("forced-path", f"use_trtllm = true, but {why}", True, why, remedy) for why in against]
     return False, against[0]
@@ -220,7 +240,7 @@ def _why_trtllm(case: Case) -> str:
         return "the cache is quantised and trtllm-gen reads it with an FP8 query"
     if config.sinks:
         return "TRT-LLM kernels take attention sinks"
-    if case.use_trtllm is True:
+    if case.options.use_trtllm is True:
         return "use_trtllm = true"
     if case.phase == "prefill":
         return "auto: prefill takes trtllm-gen with an unquantised cache"
@@ -235,7 +255,7 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
     config = case.config
     reasons = _objections(case)
     if case.phase == "decode":
-        if case.decode_kernel == "cute-dsl":
+        if case.options.decode_kernel == "cute-dsl":
             reasons += _against_cute_dsl(case)
             return reasons or (NativeKernel("cute-dsl", config.sinks), "CuTe DSL's decode for Blackwell")
         if config.per_head_quant_scales:
@@ -243,11 +263,11 @@ def choose_native(case: Case) -> tuple[NativeKernel, str] | list[Reason]:
             return reasons or (NativeKernel("fa3", False, True), "one FP8 scale per KV head")
         return reasons or (NativeKernel("fa2", config.sinks), "decode runs on fa2's tensor-core kernel")
     against_fa3 = _against_fa3(case)
-    if case.prefill_kernel == "fa3" and against_fa3 is not None:
+    if case.options.prefill_kernel == "fa3" and against_fa3 is not None:
         text, remedy = f'prefill_kernel = "fa3", but {against_fa3}', 'backends.FLASHINFER.prefill_kernel = "auto"'
         return [*reasons, Reason("forced-path", text, "fa3", ["auto", "fa2"], remedy)]
-    if against_fa3 is None and case.prefill_kernel != "fa2":
-        why = 'prefill_kernel = "fa3"' if case.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
+    if against_fa3 is None and case.options.prefill_kernel != "fa2":
+        why = 'prefill_kernel = "fa3"' if case.options.prefill_kernel == "fa3" else "fa3 is Hopper's own kernel"
         return reasons or (NativeKernel("fa3", config.sinks, config.kv_cache_dtype == "fp8_e4m3"), why)
     if config.batch_invariant:
         text = "native fa2 prefill is not batch-invariant: its query tile follows the mean query length of the batch"
@@ -263,7 +283,7 @@ def _against_cute_dsl(case: Case) -> list[Reason]:
     reasons += page_reasons(CUTE_DSL_PAGES.value, config.block_size)
     against = {
         "it is for compute capability 10.0 and 10.3": case.capability not in TRTLLM_GEN_CAPABILITIES,
-        "use_trtllm = true asks for TRT-LLM kernels": case.use_trtllm is True,
+        "use_trtllm = true asks for TRT-LLM kernels": case.options.use_trtllm is True,
         "it takes queries of one token, and the layer has drafts": config.num_speculative_tokens > 0,
         "it reads no quantised cache here": config.cache_dtype != config.dtype,
         "it has no logits soft cap": config.logits_soft_cap is not None,
@@ -355,6 +375,6 @@ def _against_per_head(case: Case) -> str | None:
         return "only native fa3 takes them, on compute capability 9.x"
     if (cache := case.config.kv_cache_dtype) != "fp8_e4m3":
         return f"native fa3 takes them with an fp8_e4m3 cache, not {cache}"
-    if case.phase == "prefill" and case.prefill_kernel == "fa2":
+    if case.phase == "prefill" and case.options.prefill_kernel == "fa2":
         return 'prefill_kernel = "fa2", and only fa3 takes them'
     return _against_fa3(case)

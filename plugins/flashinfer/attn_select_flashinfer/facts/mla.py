@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -38,14 +38,10 @@ from attn_select_flashinfer.facts.mla_kernels import (
     TILE,
     TRTLLM_GEN,
     DecodeFacts,
-    DecodeKernel,
     MLAKernel,
     PrefillFacts,
-    PrefillKernel,
     RaggedKernel,
-    candidates,
     choose_kernel,
-    prefill_candidates,
 )
 
 _VLLM_MLA = "vllm-project/vllm v1/attention/backends/mla/flashinfer_mla.py 0.33.0"
@@ -98,10 +94,10 @@ PREFILL_CAPABILITIES = Capabilities(
 class FlashInferMLAOptions(BackendOptions):
     """``[backends.FLASHINFER_MLA]``."""
 
-    decode_kernel: DecodeKernel = Field(
+    decode_kernel: Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"] = Field(
         "auto", description="the decode kernel; auto is the device's own where it runs the layer, else fa2"
     )
-    prefill_kernel: PrefillKernel = Field(
+    prefill_kernel: Literal["auto", "trtllm-gen", "cutlass", "fa3", "fa2"] = Field(
         "auto", description="the kernel of ragged prefill; auto is the device's own where it runs the layer, else fa2"
     )
     workspace_bytes: Annotated[int, Field(ge=40 * MIB, le=1 << 40, strict=True)] | None = Field(
@@ -127,11 +123,9 @@ def plan(
     if capability is None or capability < (8, 0):
         return device_reasons(DECODE.compute_capabilities.value, device)
     if phase == "prefill":
-        wanted, offered = options.prefill_kernel, prefill_candidates(capability)
-        ragged = choose_kernel("prefill_kernel", wanted, offered, PREFILL_KERNELS, config, device, environment)
+        ragged = choose_kernel(phase, options.prefill_kernel, PREFILL_KERNELS, config, device, environment)
         return ragged if isinstance(ragged, list) else _prefill_plan(config, *ragged)
-    wanted_decode, offered_decode = options.decode_kernel, candidates(capability)
-    chosen = choose_kernel("decode_kernel", wanted_decode, offered_decode, KERNELS, config, device, environment)
+    chosen = choose_kernel(phase, options.decode_kernel, KERNELS, config, device, environment)
     if isinstance(chosen, list):
         return chosen
     if options.skip_softmax_threshold is not None and chosen[0] is not TRTLLM_GEN:

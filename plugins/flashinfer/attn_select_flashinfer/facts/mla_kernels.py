@@ -17,32 +17,22 @@ from typing import Literal, TypeVar
 
 from attn_select.backends.reasons import unsupported
 from attn_select.backends.spec import Fact, Reason
-from attn_select.layer.config import AttentionConfig, CudaGraphLevel
+from attn_select.layer.config import AttentionConfig, CudaGraphLevel, Phase
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flashinfer.facts.libraries import (
-    CUTLASS_RELEASES,
     INT_WORKSPACE,
     MIB,
     MLA_CORE,
     NATIVE_MLA_RELEASES,
     PREFILL,
-    RAGGED_RELEASES,
     RAN,
     TRTLLM_GEN_CAPABILITIES,
-    TRTLLM_MLA_RELEASES,
-    TRTLLM_RAGGED_RELEASES,
     merge_refusals,
     padded_heads,
     page_reasons,
     wrong_release,
 )
-
-DecodeKernel = Literal["auto", "trtllm-gen", "xqa", "fa3", "fa2"]
-PrefillKernel = Literal["auto", "trtllm-gen", "cutlass", "fa3", "fa2"]
-Offered = tuple[tuple[str, str], ...]
-"""Names of kernels, best first, each with why it is the best; empty for one that is not."""
-
 
 MLAKernelName = Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
 
@@ -51,9 +41,7 @@ MLAKernelName = Literal["fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl", "sparse"]
 class MLAKernel:
     """A kernel on the latent cache as a plan names it."""
 
-    # ``fa2``, ``fa3``, ``trtllm-gen``, ``xqa``, ``cute-dsl``, or ``sparse`` (the sparse kernel of compute capability
-    # 12.x)
-    name: MLAKernelName
+    name: MLAKernelName  # ``sparse``: the sparse kernel of compute capability 12.x
     heads: int  # the query heads that it works on, at least the layer's
     fp8_query: bool = False  # whether it takes an FP8 query
     implementation: Literal["monolithic", "modular"] = "monolithic"  # which of ``cute-dsl``'s
@@ -84,22 +72,24 @@ class DecodeFacts:
 
     name: Literal["fa2", "fa3", "trtllm-gen", "xqa"]  # FlashInfer's name of it
     path: str  # its name in words
+    because: str  # why it runs where it is the best
     dims: Fact[tuple[tuple[int, int], ...]]  # accepted ``(kv_lora_rank, qk_rope_head_dim)``
     pages: Fact[tuple[int, ...]]  # page sizes in tokens, preferred first
     aligned_tables: Fact[bool]  # whether block tables are a multiple of 128 tokens wide
     fp8_query: bool  # whether an FP8 cache wants an FP8 query
-    heads: Callable[[int], int]  # the query heads that it works on, by a layer's query heads
-    returns_lse: bool  # whether it returns the log-sum-exp
-    cuda_graph: CudaGraphLevel  # the level of its metadata builder
-    workspace_bytes: int  # scratch, as vLLM and FlashInfer recommend it
     workspace_note: str  # what the scratch is
     nan_tail_safe: Fact[bool]  # whether NaN behind a sequence's end in its last page leaves the result alone
     against: Callable[[AttentionConfig], list[Reason]]  # the reasons against a config beside dims and pages
-    releases: Fact[str]  # of flashinfer-python whose entry this plugin can call, a range as in PEP 440
+    heads: Callable[[int], int] = padded_heads  # the query heads that it works on, by a layer's query heads
+    returns_lse: bool = True  # whether it returns the log-sum-exp
+    cuda_graph: CudaGraphLevel = "UNIFORM_BATCH"  # the level of its metadata builder
+    workspace_bytes: int = 128 * MIB  # scratch, as vLLM and FlashInfer recommend it
+    releases: Fact[str] | None = None  # a range as in PEP 440, where not all releases have an entry that is called here
 
     def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
-        reasons = [*wrong_release(environment, self.path, self.releases), *self.against(config)]
+        reasons = wrong_release(environment, self.path, self.releases) if self.releases else []
+        reasons += self.against(config)
         return [*reasons, *dims_reasons(config, self.dims.value), *page_reasons(self.pages.value, config.block_size)]
 
 
@@ -170,24 +160,21 @@ _ANY_WIDTH = Fact(False, f"{MLA_CORE} BatchMLAPagedAttentionWrapper.plan: page i
 TRTLLM_GEN = DecodeFacts(
     name="trtllm-gen",
     path="TRT-LLM (trtllm-gen)",
+    because="Blackwell's own MLA kernel",
     dims=Fact((DEEPSEEK, SMALL), f"{MLA_CORE} supported_mla_head_dimensions"),
     pages=Fact((64, 32), f"{MLA_CORE} trtllm_batch_decode_with_kv_cache_mla"),
     aligned_tables=_ALIGNED,
     fp8_query=True,
-    heads=padded_heads,
-    returns_lse=True,
-    cuda_graph="UNIFORM_BATCH",
-    workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use",
     nan_tail_safe=Fact(
         False, "scores alone are masked: vllm-project/vllm #57716 (NaN bytes of an FP8 latent cache reach the output)"
     ),
     against=lambda config: blackwell_reasons(config, "trtllm-gen MLA"),
-    releases=TRTLLM_MLA_RELEASES,
 )
 XQA = DecodeFacts(
     name="xqa",
     path="TRT-LLM (XQA)",
+    because="the MLA kernel for compute capability 12.x",
     dims=Fact((DEEPSEEK,), "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14 gen_xqa_module_mla (576 wide)"),
     pages=Fact((64, 32, 128, 16), "flashinfer-ai/flashinfer flashinfer/jit/xqa.py 0.6.14 gen_xqa_module_mla"),
     aligned_tables=_ALIGNED,
@@ -195,22 +182,19 @@ XQA = DecodeFacts(
     heads=lambda heads: MAX_HEADS,
     returns_lse=False,
     cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
-    workspace_bytes=128 * MIB,
     workspace_note="the workspace is zeroed before its first use and holds semaphores in its first 8 MiB",
     nan_tail_safe=Fact(False, "flashinfer csrc/xqa/mla_sm120.cu v0.6.14: whole pages by TMA, scores alone are masked"),
     against=_against_xqa,
-    releases=TRTLLM_MLA_RELEASES,
 )
 FA3 = DecodeFacts(
     name="fa3",
     path="native fa3",
+    because="Hopper's own MLA kernel",
     dims=Fact((DEEPSEEK,), f"{RAN} (256 + 64 gives wrong values without an error)"),
     pages=Fact((64, 32, 16, 1), f"{RAN} (1, 16, 64, 128; 16-bit and FP8 cache)"),
     aligned_tables=_ANY_WIDTH,
     fp8_query=False,
     heads=lambda heads: heads,
-    returns_lse=True,
-    cuda_graph="UNIFORM_BATCH",
     workspace_bytes=128 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule",
     nan_tail_safe=Fact(
@@ -223,6 +207,7 @@ FA2 = replace(
     FA3,
     name="fa2",
     path="native fa2",
+    because="the MLA kernel for every compute capability from 8.0 up",
     dims=Fact((DEEPSEEK, SMALL), f"{RAN} (512 + 64 and 256 + 64)"),
     pages=Fact((64, 32, 16, 1), f"{RAN} (1, 64)"),
     nan_tail_safe=Fact(
@@ -233,37 +218,23 @@ FA2 = replace(
 
 KERNELS: dict[str, DecodeFacts] = {facts.name: facts for facts in (TRTLLM_GEN, XQA, FA3, FA2)}
 
-_ON_10 = (("trtllm-gen", "Blackwell's own MLA kernel"), ("fa2", ""))
-_ON_9 = (("fa3", "Hopper's own MLA kernel"), ("fa2", ""))
-_ON_12 = (("xqa", "the MLA kernel for compute capability 12.x"), ("fa2", ""))
-_ELSEWHERE = (("fa2", "the MLA kernel for every compute capability from 8.0 up"),)
-
-
-def candidates(capability: tuple[int, int]) -> Offered:
-    """Return the kernels that a device has, best first, each with why it is the best."""
-    if capability in TRTLLM_GEN_CAPABILITIES:
-        return _ON_10
-    if capability[0] == 9:
-        return _ON_9
-    return _ON_12 if capability[0] == 12 else _ELSEWHERE
-
 
 @dataclass(slots=True, eq=False)
 class PrefillFacts:
-    """What is true of one ragged prefill kernel: ``(QK, V)`` head dims, dtypes, whether it takes sinks, releases."""
+    """What is true of one ragged prefill kernel: ``(QK, V)`` head dims, dtypes, whether it takes sinks."""
 
     name: Literal["fa2", "fa3", "trtllm-gen", "cutlass"]
     path: str
+    because: str
     dims: Fact[tuple[tuple[int, int], ...]]
-    dtypes: tuple[str, ...]
-    sinks: bool
     workspace_bytes: int
     workspace_note: str
-    releases: Fact[str]
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    sinks: bool = False
 
     def objections(self, config: AttentionConfig, environment: Environment) -> list[Reason]:
         """Return every reason against running ``config`` on this kernel."""
-        reasons = wrong_release(environment, self.path, self.releases)
+        reasons = list[Reason]()
         qk, v = (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
         if (qk, v) not in self.dims.value:
             accepted = [f"{qk} / {v}" for qk, v in self.dims.value]
@@ -277,93 +248,86 @@ class PrefillFacts:
 
 
 K = TypeVar("K", DecodeFacts, PrefillFacts)
-_BOTH = ("bfloat16", "float16")
 _FA = ((192, 128), (128, 128), (64, 64), (256, 256))
 
 _CUTLASS = PrefillFacts(
     name="cutlass",
     path="CUTLASS (ragged)",
+    because="Blackwell's own ragged kernel",
     dims=Fact(
         ((192, 128), (128, 128), (64, 64)),
         "flashinfer-ai/flashinfer csrc/fmha_cutlass_sm100.cu v0.6.14 DISPATCH_head_dim",
     ),
-    dtypes=_BOTH,
-    sinks=False,
     workspace_bytes=32 * MIB,
     workspace_note="FlashInfer keeps the workspace itself",
-    releases=CUTLASS_RELEASES,
 )
 _RAGGED_GEN = PrefillFacts(
     name="trtllm-gen",
     path="TRT-LLM (trtllm-gen, ragged)",
+    because="Blackwell's own ragged kernel",
     dims=Fact(((192, 128), (128, 128), (256, 256)), f"{PREFILL} trtllm_ragged_attention_deepseek"),
     dtypes=("bfloat16",),
     sinks=True,
     workspace_bytes=394 * MIB,
     workspace_note="the workspace is zeroed before its first use",
-    releases=TRTLLM_RAGGED_RELEASES,
 )
 _RAGGED_FA3 = PrefillFacts(
     name="fa3",
     path="native fa3 (ragged)",
+    because="Hopper's own ragged kernel",
     dims=Fact(_FA, f"{RAN} (192 / 128); flashinfer include/flashinfer/attention/hopper/prefill_sm90.cuh v0.6.14"),
-    dtypes=_BOTH,
-    sinks=False,
     workspace_bytes=394 * MIB + INT_WORKSPACE,
     workspace_note="8 MiB of the workspace are for the schedule; each chunk of context adds one, no larger",
-    releases=RAGGED_RELEASES,
 )
 _RAGGED_FA2 = replace(
     _RAGGED_FA3,
     name="fa2",
     path="native fa2 (ragged)",
+    because="the ragged kernel for every compute capability from 8.0 up",
     dims=Fact(_FA, f"{RAN} (192 / 128); flashinfer tests/attention/test_deepseek_mla.py v0.6.14"),
 )
 PREFILL_KERNELS: dict[str, PrefillFacts] = {
     facts.name: facts for facts in (_CUTLASS, _RAGGED_GEN, _RAGGED_FA3, _RAGGED_FA2)
 }
 
-_RAGGED_ELSEWHERE: Offered = (("fa2", "the ragged kernel for every compute capability from 8.0 up"),)
-_RAGGED_BY_MAJOR = {
-    9: (("fa3", "Hopper's own ragged kernel"), ("fa2", "")),
-    11: (("cutlass", "Blackwell's own ragged kernel"), ("fa2", "")),
-}
 # vLLM 0.33.0 (platforms/interface.py) has trtllm-gen before CUTLASS, too.
-_RAGGED_ON_10 = (("trtllm-gen", "Blackwell's own ragged kernel"), ("cutlass", ""), ("fa2", ""))
-
-
-def prefill_candidates(capability: tuple[int, int]) -> Offered:
-    """Return the ragged kernels that a device has, best first, each with why it is the best."""
-    if capability in TRTLLM_GEN_CAPABILITIES:
-        return _RAGGED_ON_10
-    return _RAGGED_BY_MAJOR.get(capability[0], _RAGGED_ELSEWHERE)
+_OWN: dict[Phase, dict[tuple[int, ...], tuple[str, ...]]] = {
+    "prefill": {
+        (9,): ("fa3",),
+        **dict.fromkeys(TRTLLM_GEN_CAPABILITIES, ("trtllm-gen", "cutlass")),
+        (11,): ("cutlass",),
+    },
+    "decode": {(9,): ("fa3",), **dict.fromkeys(TRTLLM_GEN_CAPABILITIES, ("trtllm-gen",)), (12,): ("xqa",)},
+}
+"""The kernels of some devices, best first, by capability or its major number; fa2 is all devices' last one."""
 
 
 def choose_kernel(
-    option: str,
+    phase: Phase,
     wanted: str,
-    offered: Offered,
     kernels: Mapping[str, K],
     config: AttentionConfig,
     device: Device,
     environment: Environment,
 ) -> tuple[K, str] | list[Reason]:
-    """Return the first kernel that runs the layer and why it is chosen, or every reason why none runs it."""
-    # option: key of the option that names one kernel, and ``wanted`` its value
-    # offered: the device's kernels, best first
-    if wanted != "auto":
-        names = [name for name, _ in offered]
-        if wanted not in names:
-            where = f"compute capability {device.capability_text}"
-            message = f'{option} = "{wanted}" does not exist for {where} ({", ".join(names)})'
-            return [Reason("forced-path", message, wanted, names, f'backends.FLASHINFER_MLA.{option} = "auto"')]
-        offered = ((wanted, f'{option} = "{wanted}"'),)
+    """Return the first of a device's kernels that runs the layer and why, or every reason why none runs it."""
+    # wanted: value of the option that names one kernel
+    own: dict[tuple[int, ...], tuple[str, ...]] = _OWN[phase]
+    capability: tuple[int, ...] = device.compute_capability or ()
+    names: tuple[str, ...] = (*own.get(capability, own.get(capability[:1], ())), "fa2")
+    option = f"{phase}_kernel"
+    if wanted not in ("auto", *names):
+        where = f"compute capability {device.capability_text}"
+        message = f'{option} = "{wanted}" does not exist for {where} ({", ".join(names)})'
+        return [Reason("forced-path", message, wanted, [*names], f'backends.FLASHINFER_MLA.{option} = "auto"')]
     because = ""
+    if wanted != "auto":
+        names, because = (wanted,), f'{option} = "{wanted}"'
     refused: list[list[Reason]] = []
-    for name, why in offered:
+    for name in names:
         reasons = kernels[name].objections(config, environment)
         if not reasons:
-            return kernels[name], why or because
+            return kernels[name], because or kernels[name].because
         because = because or reasons[0].message
         refused.append(reasons)
     return merge_refusals(refused)

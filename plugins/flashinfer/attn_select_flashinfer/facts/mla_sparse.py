@@ -121,17 +121,15 @@ class SparseFacts:
     where: str  # the compute capabilities that have it, in words
     path: str  # path, because: as ``BackendPlan`` has them
     because: str
-    dims: tuple[tuple[int, int], ...]  # accepted ``(kv_lora_rank, qk_rope_head_dim)``
     caches: tuple[str, ...]  # accepted dtypes of the cache, the usual one first
-    cache_remedy: str  # the option that asks for the usual one
-    pages: tuple[int, ...]  # sizes of blocks in tokens, preferred first
-    layout: str  # of the cache
-    fp8_query: bool  # whether an FP8 cache wants an FP8 query
-    pads_heads: bool  # whether query heads are padded
-    sinks: bool  # whether it takes attention sinks
-    workspace_bytes: int  # scratch
-    nan_tail_safe: bool  # whether NaN in slots that nobody chose leaves the result alone
     notes: tuple[str, ...]  # of every plan
+    dims: tuple[tuple[int, int], ...] = ((512, 64),)  # accepted ``(kv_lora_rank, qk_rope_head_dim)``
+    pages: tuple[int, ...] = (64, 32)  # sizes of blocks in tokens, preferred first
+    layout: str = MLA  # of the cache
+    fp8_query: bool = False  # whether an FP8 cache wants an FP8 query
+    blackwell: bool = True  # whether query heads are padded, and it takes attention sinks
+    workspace_bytes: int = 394 * MIB  # scratch
+    nan_tail_safe: bool = True  # whether NaN in slots that nobody chose leaves the result alone
     unverified: tuple[str, ...] = ()  # what nobody has run
 
 
@@ -145,14 +143,8 @@ NATIVE = SparseFacts(
     because="Hopper's own MLA kernel",
     dims=((512, 64), (512, 0)),
     caches=("bfloat16", "float16", "fp8_e4m3"),
-    cache_remedy="--kv-cache-dtype auto",
-    pages=(64, 32),
-    layout=MLA,
-    fp8_query=False,
-    pads_heads=False,
-    sinks=False,
+    blackwell=False,
     workspace_bytes=128 * MIB,
-    nan_tail_safe=True,
     notes=(_SHARED, _IN_FRONT),
     unverified=("sparse MLA by FlashInfer's fa3 kernel was never executed on a GPU from here",),
 )
@@ -161,16 +153,8 @@ TRTLLM_GEN = SparseFacts(
     where="10.x",
     path="TRT-LLM (trtllm-gen, sparse)",
     because="Blackwell's own sparse MLA kernel",
-    dims=((512, 64),),
     caches=("bfloat16", "fp8_e4m3"),
-    cache_remedy="--kv-cache-dtype auto",
-    pages=(64, 32),
-    layout=MLA,
     fp8_query=True,
-    pads_heads=True,
-    sinks=True,
-    workspace_bytes=394 * MIB,
-    nan_tail_safe=True,
     notes=(
         f"{_SHARED}, which is zeroed before its first use",
         _IN_FRONT,
@@ -182,15 +166,9 @@ SPARSE_12 = SparseFacts(
     where="12.x",
     path="FlashInfer sparse (12.x)",
     because="the sparse MLA kernel for compute capability 12.x",
-    dims=((512, 64),),
     caches=("fp8_ds_mla", "fp8_e4m3"),
-    cache_remedy="--kv-cache-dtype fp8_ds_mla",
     pages=(64,),
     layout=FP8_DS_MLA,
-    fp8_query=False,
-    pads_heads=True,
-    sinks=True,
-    workspace_bytes=394 * MIB,
     nan_tail_safe=NAN_SLOT_SAFE_12.value,
     notes=(
         _SHARED,
@@ -216,13 +194,14 @@ def plan(
     cache, caches = config.cache_dtype, [*kernel.caches]
     if cache not in kernel.caches:
         what = f"on compute capability {kernel.where} KV-cache dtype"
-        reasons.append(unsupported("kv-cache-dtype", what, cache, caches, kernel.cache_remedy))
+        usual = caches[0] if kernel is SPARSE_12 else "auto"
+        reasons.append(unsupported("kv-cache-dtype", what, cache, caches, f"--kv-cache-dtype {usual}"))
     # Where the cache is not FP8, fa3 computes in either dtype; trtllm-gen converts what it writes of an FP8 query.
     fp8, kinds = cache == "fp8_e4m3", {"fa3": False, "trtllm-gen": True}
     if config.dtype == "float16" and kinds.get(kernel.name) is not fp8:
         what = f"with this cache on compute capability {kernel.where} dtype"
         reasons.append(unsupported("dtype", what, "float16", ["bfloat16"], "--dtype bfloat16"))
-    if config.sinks and not kernel.sinks:
+    if config.sinks and not kernel.blackwell:
         reasons.append(Reason("sinks", f"{kernel.path} takes no attention sinks", True, False))
     if kernel is SPARSE_12:
         reasons += _against_top_k(config.sparse_top_k or 0, environment)
@@ -239,7 +218,7 @@ def _against_dims(config: AttentionConfig, kernel: SparseFacts, environment: Env
 
 
 def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, kernel: SparseFacts) -> BackendPlan:
-    heads = padded_heads(config.num_heads) if kernel.pads_heads else config.num_heads
+    heads = padded_heads(config.num_heads) if kernel.blackwell else config.num_heads
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     fp8_query = fp8 and kernel.fp8_query
     others = {

@@ -16,7 +16,6 @@ from attn_select.runtime.states import (
     slots_in_pool,
 )
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferGdnImpl(StateImpl):
@@ -95,7 +94,7 @@ def _normalised(rows: Tensor) -> Tensor:
     return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()).to(rows.dtype).contiguous()
 
 
-class FlashInferGdnBackend(PooledStateBackend):
+class FlashInferGdnBackend(library.PooledStateBackend):
     """Gated delta net layers by FlashInfer."""
 
     impl_cls = FlashInferGdnImpl

@@ -12,7 +12,6 @@ from attn_select.layer.config import Phase
 from attn_select.runtime.states import Gates, StateContext, StateImpl, StatePart, slots_in_pool
 from attn_select_flashinfer.facts.kda import LEAST_LOG_DECAY
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferKdaImpl(StateImpl):
@@ -82,7 +81,7 @@ def _from_raw(gates: Gates, states: Tensor, read: Tensor, write: Tensor) -> dict
     }
 
 
-class FlashInferKdaBackend(PooledStateBackend):
+class FlashInferKdaBackend(library.PooledStateBackend):
     """Kimi delta attention by FlashInfer."""
 
     impl_cls = FlashInferKdaImpl

@@ -13,9 +13,9 @@ from typing import Any
 
 from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
-from attn_select.machine.environment import Environment
 from attn_select.runtime.backend import AttentionBackend
 from attn_select.runtime.installed_builds import InstalledBuild
+from attn_select.runtime.states import StateBackend
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 
 _LISTS = "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads"
@@ -25,6 +25,8 @@ _TRTLLM = (
     "query kv_cache workspace_buffer block_tables seq_lens bmm1_scale bmm2_scale window_left out out_dtype o_sf_scale "
     "sinks kv_layout lse return_lse"
 )
+SINKS = "attention_sink_decl"
+"""FlashInfer's CUDA source of the variant with attention sinks, by kernel (``fa2``, ``fa3``)."""
 
 PARAMETERS: dict[str, dict[str, str]] = {
     "BatchPrefillWithPagedKVCacheWrapper": {
@@ -75,9 +77,10 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "": "query key value workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale o_sf_scale "
         "batch_size window_left cum_seq_lens_q cum_seq_lens_kv enable_pdl is_causal return_lse attention_sinks out lse"
     },
+    SINKS: {},
     "fmha_varlen": {"": "q k v qo_segment_offsets kv_segment_offsets max_qo_len out lse causal sm_scale return_lse"},
 }
-"""What is passed to each entry, by class and method (empty for a function)."""
+"""What is passed to each entry, by class and method (empty for a function); to what is only read, nothing."""
 METADATA = "MLAPlanMetadata"
 """What the MLA wrapper plans from since 0.7; releases without it take flat lists."""
 WITH_METADATA = {
@@ -111,12 +114,9 @@ MODULES = {
     "gated_delta_rule_decode_pretranspose": "flashinfer.gdn_decode",
     "selective_state_update": "flashinfer.mamba",
     "ssd_combined_fwd": "flashinfer.mamba",
+    SINKS: "flashinfer.attention._core",
 }
 """Where an entry is imported from, ``flashinfer`` unless it stands here."""
-
-
-SINKS = "attention_sink_decl"
-"""FlashInfer's CUDA source of the variant with attention sinks, by kernel (``fa2``, ``fa3``)."""
 
 
 # Each is imported and compared with what this plugin passes when it is first asked for, so a release that changed
@@ -125,10 +125,9 @@ SINKS = "attention_sink_decl"
 class FlashInfer:
     """FlashInfer's classes and functions that the runtimes call, as attributes by their names in ``PARAMETERS``."""
 
-    def __init__(self, version: str, find: Callable[[str], Any]) -> None:
-        # version: of flashinfer-python, empty where it has no metadata
+    def __init__(self, find: Callable[[str], Any]) -> None:
         # find: returns an entry by its name, or raises ``KernelMismatchError``
-        self.version, self._find = version, find
+        self._find = find
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -158,8 +157,7 @@ def flashinfer() -> FlashInfer:
             written for. It is an ``ImportError`` as well.
     """
     installed = _Installed(KernelBuild(kernel="FlashInfer", library=FLASHINFER_PYTHON, module="flashinfer"))
-    version = Environment().version(FLASHINFER_PYTHON.distribution)
-    return FlashInfer(version or "", lambda name: _found(installed, name))
+    return FlashInfer(lambda name: _found(installed, name))
 
 
 class FlashInferLibraryBackend(AttentionBackend):
@@ -171,13 +169,19 @@ class FlashInferLibraryBackend(AttentionBackend):
         flashinfer()
 
 
+class PooledStateBackend(StateBackend):
+    """Kernels of this plugin that read and write states in the pool; they know no slot below 0."""
+
+    reads_zeros = True
+
+    @classmethod
+    def prepare(cls) -> None:
+        """As ``FlashInferLibraryBackend.prepare``."""
+        flashinfer()
+
+
 def _found(installed: InstalledBuild, name: str) -> Any:
     """Return what ``FlashInfer`` has under a name."""
-    if name == SINKS:
-        declarations = installed.imported("flashinfer.attention._core")
-        if not hasattr(declarations, SINKS):
-            raise installed.mismatch(f"flashinfer.attention._core.{SINKS} does not exist")
-        return getattr(declarations, SINKS)
     with_metadata = hasattr(installed.imported(MODULES[METADATA]), METADATA)
     if name == METADATA and not with_metadata:
         return None
@@ -188,18 +192,17 @@ def _found(installed: InstalledBuild, name: str) -> Any:
 
 
 def _entry(installed: InstalledBuild, name: str, methods: dict[str, str]) -> Any:
-    """Return a function, or a class after comparing its methods."""
+    """Return a function, or a class, after comparing what of it is called."""
     module = installed.imported(MODULES.get(name, "flashinfer"))
     entry = getattr(module, name, None)
     if entry is None:
         raise installed.mismatch(f"{module.__name__}.{name} does not exist")
     for method, keywords in methods.items():
-        label = f"{module.__name__}.{name}"
-        if method and not hasattr(entry, method):
-            raise installed.mismatch(f"{label}.{method} does not exist")
+        label, called = f"{module.__name__}.{name}", entry
         if method:
-            bound = inspect.ismethod(getattr(entry, method))  # a class method: its first parameter is not shown
-            installed.check(getattr(entry, method), f"{label}.{method}", [] if bound else ["self"], keywords.split())
-        else:
-            installed.check(entry, label, keywords=keywords.split())
+            label, called = f"{label}.{method}", getattr(entry, method, None)
+        if called is None:
+            raise installed.mismatch(f"{label} does not exist")
+        bound = not method or inspect.ismethod(called)  # of a class method the first parameter is not shown
+        installed.check(called, label, [] if bound else ["self"], keywords.split())
     return entry

@@ -22,7 +22,6 @@ from attn_select.runtime.states import (
 )
 from attn_select_flashinfer.facts.mamba import CHUNK, LEAST_LOG_DECAY
 from attn_select_flashinfer.runtime import library
-from attn_select_flashinfer.runtime.pooled_states import PooledStateBackend
 
 
 class FlashInferMambaImpl(StateImpl):
@@ -122,7 +121,7 @@ def segments(bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(request), torch.from_numpy(starts // CHUNK), torch.from_numpy(starts % CHUNK)
 
 
-class FlashInferMambaBackend(PooledStateBackend):
+class FlashInferMambaBackend(library.PooledStateBackend):
     """Mamba-2 layers by FlashInfer."""
 
     impl_cls = FlashInferMambaImpl

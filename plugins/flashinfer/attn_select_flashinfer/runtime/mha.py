@@ -7,7 +7,7 @@ that is not causal runs natively instead. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 
 import numpy as np
@@ -23,8 +23,8 @@ from attn_select.runtime.backend import (
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, prefix_sums, split_decodes_and_prefills
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
-from attn_select_flashinfer.facts.mha import FlashInferOptions, native_scratch
-from attn_select_flashinfer.facts.mha_kernels import NativeKernel, TrtllmKernel
+from attn_select_flashinfer.facts.mha import native_scratch
+from attn_select_flashinfer.facts.mha_kernels import FlashInferOptions, NativeKernel, TrtllmKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mha_calls import LayerArguments, Part, TrtllmPart
 from attn_select_flashinfer.runtime.mha_native import NativeBuilder
@@ -38,7 +38,6 @@ LEAST_SAVED = 256 * MIB
 COUNTERS = 8 * MIB
 """What decode keeps zeroed at the start of the TRT-LLM buffer. Prefill writes softmax statistics from where its buffer
 begins (csrc/trtllm_fmha_kernel_launcher.cu, csrc/xqa v0.6.14), so it gets what lies behind."""
-NOT_CAUSAL = "step not causal"
 
 
 def draft_mask(drafts: int, causal: bool) -> Tensor:
@@ -55,16 +54,6 @@ def draft_mask(drafts: int, causal: bool) -> Tensor:
 def entry_of(phase: str) -> str:
     """Return the name of the TRT-LLM function of a phase."""
     return f"trtllm_batch_{'decode' if phase == 'decode' else 'context'}_with_kv_cache"
-
-
-def entries_of(native: Mapping[str, PhaseKernel], trtllm: Mapping[str, TrtllmKernel]) -> list[str]:
-    """Return the names of FlashInfer's entries that these kernels are called by, per phase."""
-    names = [entry_of(phase) for phase in trtllm]
-    if native:
-        names += ["BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"]
-    if any(kernel.single_token for kernel in native.values()):
-        names.append("BatchDecodeWithPagedKVCacheWrapper")
-    return names
 
 
 # Several steps may be built before the first one runs. Each runs by its own plan, which is made again where a later
@@ -88,7 +77,12 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
                 assert isinstance(plan.kernel, NativeKernel)
                 self._kernels[phase] = PhaseKernel.of(plan.kernel, context, decode=phase == "decode")
                 native = max(native, plan.workspace_bytes)
-        library.flashinfer().check(*entries_of(self._kernels, self._trtllm))
+        names = [entry_of(phase) for phase in self._trtllm]
+        if self._kernels:
+            names += ["BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"]
+        if any(kernel.single_token for kernel in self._kernels.values()):
+            names.append("BatchDecodeWithPagedKVCacheWrapper")
+        library.flashinfer().check(*names)
         self._instead: PhaseKernel | None = None
         # what plans the native wrappers; None while no phase runs natively
         self.native = NativeBuilder(context, native - INT_WORKSPACE) if native else None
@@ -142,14 +136,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
             if single and kernel.single_token:
                 parts.append(native.decode(common, kernel, decodes))
             else:
-                parts.append(native.prefill(common, kernel.any_length, 0, decodes, phase="decode", alone=alone))
+                parts.append(native.prefill(common, kernel.any_length, 0, decodes, role="decode", alone=alone))
         if decode_tokens < tokens:
             prefill = self._prefill_kernel(common)
             if prefill is None:
                 parts.append(self._trtllm_prefill(common, decodes))
             else:
-                label = None if "prefill" in self._kernels else f"{prefill.label} ({NOT_CAUSAL})"
-                parts.append(self._native().prefill(common, prefill, decodes, requests, label=label))
+                parts.append(self._native().prefill(common, prefill, decodes, requests))
         return parts
 
     def _split(self, common: CommonAttentionMetadata) -> tuple[int, int]:
@@ -159,18 +152,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
             return 0, 0
         if "prefill" not in self.context.plans:
             return common.num_reqs, common.num_actual_tokens
-        if self._decode_is("trtllm-gen") and not common.causal and common.max_query_len > 1:
+        trtllm = self._trtllm.get("decode")
+        if trtllm and trtllm.name == "trtllm-gen" and not common.causal and common.max_query_len > 1:
             return 0, 0
         # Nothing but prefills: known without the ten tensors that the function below makes.
         if common.max_query_len > threshold and np.diff(common.query_start_loc_cpu.numpy()).min() > threshold:
             return 0, 0
         split = split_decodes_and_prefills(common, threshold)
         return split.num_decodes, split.num_decode_tokens
-
-    def _decode_is(self, name: str) -> bool:
-        """Whether decodes run by the TRT-LLM kernel of this name."""
-        kernel = self._trtllm.get("decode")
-        return kernel is not None and kernel.name == name
 
     def _prefill_kernel(self, common: CommonAttentionMetadata) -> PhaseKernel | None:
         """Return the native kernel of a step's prefills; None: trtllm-gen runs them."""
@@ -195,12 +184,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[list[Part]]):
         assert workspace is not None
         decode, bounds, entries = phase == "decode", common.query_start_loc_cpu.numpy(), library.flashinfer()
         return TrtllmPart(
-            phase=phase,
-            label=str(kernel),
             start=int(bounds[first]),
             end=int(bounds[last]),
             function=getattr(entries, entry_of(phase)),
-            fp8_query=kernel.fp8_query,
+            kernel=kernel,
             keyless=keyless,
             step={
                 "workspace_buffer": workspace if decode else workspace[COUNTERS:],

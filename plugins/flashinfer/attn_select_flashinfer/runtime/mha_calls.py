@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_select.runtime import ops
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
+from attn_select_flashinfer.facts.mha_kernels import TrtllmKernel
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.native_wrappers import E4M3, PhaseKernel
 from attn_select_flashinfer.runtime.plans import Plan
@@ -35,7 +36,7 @@ class Native(NamedTuple):
 class LayerArguments:
     """A layer's terms as the kernels take them, in different forms; each form is made once."""
 
-    __slots__ = ("_bmm", "_made", "_output_scale", "_scale", "quantized", "scales", "sinks")
+    __slots__ = ("_made", "_output_scale", "_scale", "quantized", "scales", "sinks")
 
     def __init__(self, terms: Terms, *, quantized: bool) -> None:
         # terms: of their scales the host's floats are passed: a device tensor would have to be read back
@@ -43,7 +44,6 @@ class LayerArguments:
         self._scale, self.scales, self.quantized = terms.scale, terms.scales, quantized
         self.sinks = float_sinks(terms).sinks
         self._made: dict[PhaseKernel, Native] = {}
-        self._bmm: dict[tuple[bool, float | None], tuple[float, float]] = {}
         self._output_scale: tuple[Tensor, float] | None = None
 
     def output_scale(self, outputs: Outputs) -> float | None:
@@ -94,12 +94,7 @@ class LayerArguments:
         """Return ``bmm1_scale`` and ``bmm2_scale``."""
         # The second is XQA's one scale for K and V, which the first is divided by (xqa_batch_decode_with_kv_cache in
         # flashinfer/decode.py 0.6.14), so an FP8 output's scale goes there too, and with 16 bits it must be 1.
-        key = fp8_query, None if outputs.block_scale is not None else self.output_scale(outputs)
-        if key not in self._bmm:
-            self._bmm[key] = self._trtllm(*key)
-        return self._bmm[key]
-
-    def _trtllm(self, fp8_query: bool, output_scale: float | None) -> tuple[float, float]:
+        output_scale = None if outputs.block_scale is not None else self.output_scale(outputs)
         bmm1, bmm2 = self._scale, 1.0
         if self.quantized:
             bmm1, bmm2 = bmm1 * self.scales.k_float, self.scales.v_float
@@ -119,8 +114,6 @@ def fp4_output(outputs: Outputs, start: int) -> Any:
 class Part(ABC):
     """Requests whose tokens are ``start .. end - 1``, run by one call."""
 
-    phase: str  # whose plan the call follows
-    label: str  # which kernel it is, in words
     start: int
     end: int
 
@@ -187,12 +180,12 @@ class TrtllmPart(Part):
     """A call of one of the TRT-LLM functions."""
 
     function: Callable[..., Any]
+    kernel: TrtllmKernel  # what it runs
     step: dict[str, Any]  # the arguments that the step fixes
-    fp8_query: bool
     keyless: Tensor | None = None  # bool ``(end - start,)`` on the device, rows of requests without keys, to be blanked
 
     def attend(self, layer: LayerArguments, query: Tensor, kv_cache: Tensor, outputs: Outputs) -> None:
-        bmm1, bmm2 = layer.trtllm(self.fp8_query, outputs)
+        bmm1, bmm2 = layer.trtllm(self.kernel.fp8_query, outputs)
         output, lse = outputs.output, outputs.lse
         more: dict[str, Any] = self.step
         if lse is not None:
@@ -201,7 +194,7 @@ class TrtllmPart(Part):
             more = {**more, "out_dtype": "nvfp4", "o_sf_scale": layer.output_scale(outputs)}
             output = fp4_output(outputs, self.start)
         # The kernel takes no strides of the query.
-        query = ops.quantize_fp8(query, layer.scales.q, E4M3) if self.fp8_query else query.contiguous()
+        query = ops.quantize_fp8(query, layer.scales.q, E4M3) if self.kernel.fp8_query else query.contiguous()
         self.function(query, kv_cache, bmm1_scale=bmm1, bmm2_scale=bmm2, sinks=layer.sinks, out=output, **more)
         if lse is not None:
             natural_lse(lse, layer.sinks)

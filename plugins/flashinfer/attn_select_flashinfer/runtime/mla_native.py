@@ -3,17 +3,16 @@
 The wrapper reads page indices, and a schedule that it plans on the host. Its launch grid depends on the mean query
 length alone, so that a graph of equal queries replays with any lengths and pages.
 
-Before 0.7, ``kv_indptr`` says where a request's indices begin and ``kv_len_arr`` how many there are, so block tables
-are read as they are, row behind row. Since 0.7 the wrapper plans from ``MLAPlanMetadata`` and wants exactly the pages
-that a request has (mla/_batch_mla/_planning.py 0.7.2.post1), so tables are flattened. The plan fixes whether the LSE is
-returned, and it is made before a layer asks for one, so it always is. Every plan allocates a schedule of 8 MiB; a
-captured wrapper keeps its first one.
+Block tables are flattened: since 0.7 the wrapper wants exactly the pages that a request has, one request behind the
+other (mla/_batch_mla/_planning.py 0.7.2.post1), and plans from ``MLAPlanMetadata``. Its plan fixes whether
+the LSE is returned, and it is made before a layer asks for one, so it always is. Every plan allocates a schedule of
+8 MiB; a captured wrapper keeps its first one.
 
 The fa3 kernel of 0.6 runs decodes of one token by a schedule of our own where it can (``mla_schedule``).
 
 Under causality the kernels end the loop over keys at ``kv_len - q_len + tile_end // num_heads``, one key too early for
 a query that a tile of 64 or 128 rows cuts in two (include/flashinfer/attention/mla.cuh and mla_hopper.cuh v0.6.14;
-0.7.2 refuses such plans). There every query becomes a request of its own, which shares its request's pages.
+0.7.2 refuses such plans). There every query becomes a request of its own, with its request's pages.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import staging, to_device
 from attn_select.runtime.kv_cache import CacheView
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
 from attn_select_flashinfer.facts.mla_kernels import TILE
 from attn_select_flashinfer.runtime import library
 from attn_select_flashinfer.runtime.mla_schedule import MOST_SMS, BalancedPlan, MLALists
-from attn_select_flashinfer.runtime.plans import PinnedKeeper, PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
+from attn_select_flashinfer.runtime.plans import PinnedRing, ScaledPlan, Schedule, SharedScale, Wrapper
 from attn_select_flashinfer.runtime.scores import power_for
 
 MAX_WORKS = 16384
@@ -46,11 +45,11 @@ SCHEDULE_BYTES = MIB
 
 
 class Lists(NamedTuple):
-    """Host lists of a plan in pinned memory, never written again: int32 ``(B + 1,)``, ``(B + 1,)``, ``(B,)``."""
+    """Host lists of a plan in pinned memory, never written again: int32."""
 
-    queries: Tensor
+    queries: Tensor  # queries, pages: ``(B + 1,)``, prefix sums of their numbers
     pages: Tensor
-    keys: Tensor
+    keys: Tensor  # ``(B,)``, numbers of keys
 
 
 def plan_arguments(config: AttentionConfig, page_size: int) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class NativeDecode:
         self._size, self._heads = cast(int, context.block_size), config.num_heads
         self._causal = not config.non_causal
         self._backend, self._metadata = kernel, library.flashinfer().MLAPlanMetadata
-        self._ring = PinnedRing(context.device) if self._metadata is None else PinnedKeeper(context.device)
+        self._ring = PinnedRing(context.device, own=self._metadata is not None)
         self._most = self._check_capacity()
         memory: dict[str, Any] = {"dtype": torch.uint8, "device": context.device}
         self._workspace = torch.empty(context.plans["decode"].workspace_bytes - INT_WORKSPACE, **memory)
@@ -98,7 +97,6 @@ class NativeDecode:
         self._indices: Tensor | None = None
         self._eager = self._wrapper()
         self._captured: dict[int, Wrapper] = {}
-        self._known: dict[int, Tensor] = {}
         self._fixed = plan_arguments(config, self._size)
 
     def _check_capacity(self) -> int:
@@ -109,7 +107,7 @@ class NativeDecode:
         requests = min(tokens, context.max_num_seqs)
         # A piece per tile, and one more per SM where keys are split. Tiles are half as high where queries are short.
         tiles = max(2 * requests, tokens * heads // TILE.value + requests)
-        if self._causal and drafts > 1 and TILE.value % heads:  # every query may become a request (``_by_token``)
+        if self._causal and drafts > 1 and TILE.value % heads:  # every query may become a request (``_apart``)
             tiles = max(tiles, tokens * -(-heads // TILE.value))
         if tiles + MOST_SMS > MAX_WORKS:
             text = (
@@ -127,91 +125,62 @@ class NativeDecode:
 
     def capture(self, common: CommonAttentionMetadata) -> ScaledPlan:
         """Return the call to capture. From then on its wrapper serves all batches of this size."""
-        # Its page indices are the captured block table, and a plan copies another table there. Since 0.7 they have a
-        # place of their own.
-        causal = self._causal and common.causal and common.max_query_len > 1
-        requests = common.num_actual_tokens if causal and self._by_token(common) else common.num_reqs
+        requests = common.num_actual_tokens if self._apart(common) else common.num_reqs
         if requests not in self._captured:
             ints: dict[str, Any] = {"dtype": torch.int32, "device": self._context.device}
+            if self._indices is None:
+                self._indices = torch.zeros(self._most * -(-self._context.max_model_len // self._size), **ints)
             sizes = {"qo_indptr": requests + 1, "kv_indptr": requests + 1, "kv_len_arr": requests}
             lists = {name: torch.zeros(size, **ints) for name, size in sizes.items()}
-            if self._metadata is not None and self._indices is None:
-                context = self._context
-                self._indices = torch.zeros(self._most * -(-context.max_model_len // self._size), **ints)
-            indices = _rows(common) if self._indices is None else self._indices
-            self._captured[requests] = self._wrapper(use_cuda_graph=True, kv_indices=indices, **lists)
+            self._captured[requests] = self._wrapper(use_cuda_graph=True, kv_indices=self._indices, **lists)
         return self.build(common)
 
     def build(self, common: CommonAttentionMetadata) -> ScaledPlan:
         """Return the decodes of a batch, planned."""
-        causal = self._causal and common.causal and common.max_query_len > 1
-        lists, single = self._lists(common), common.max_query_len == 1
-        apart = causal and self._by_token(common)
-        if apart:
-            lists, causal, single = self._as_requests(lists), False, True
-        requests = len(lists.keys)
-        wrapper = self._captured.get(requests, self._eager)
-        if self._metadata is None:
-            indices = _rows(common)
-        else:
-            lists, indices = self._flattened(common, lists, wrapper, apart)
+        apart, tokens = self._apart(common), common.num_actual_tokens
+        lists = self._lists(common, apart)
+        wrapper = self._captured.get(len(lists.keys), self._eager)
+        indices = self._flattened(common, lists, apart, self._indices if wrapper.captured else None)
+        causal = self._causal and common.causal and common.max_query_len > 1 and not apart
         arguments = {**given_lists(*lists, indices), "causal": causal, **self._fixed}
-        balanced = None
-        if self._balanced is not None and single and self._heads <= self._tile(common.num_actual_tokens, requests):
-            balanced = BalancedPlan(self._balanced, *lists, _rows(common))
-        return ScaledPlan(common.num_actual_tokens, wrapper, self._ring, arguments, self._scale, balanced)
+        single, balanced = apart or common.max_query_len == 1, None
+        if self._balanced is not None and single and self._heads <= self._tile(tokens, len(lists.keys)):
+            balanced = BalancedPlan(self._balanced, *lists, indices)
+        return ScaledPlan(tokens, wrapper, self._ring, arguments, self._scale, balanced)
 
-    def _flattened(
-        self, common: CommonAttentionMetadata, lists: Lists, wrapper: Wrapper, apart: bool
-    ) -> tuple[Lists, Tensor]:
-        """Return the lists with the pages that each request has, no more, one request behind the other."""
-        table, requests = common.block_table_tensor, len(lists.keys)
-        assert table is not None
-        if apart:  # each token is a request of its request's pages
-            row = torch.repeat_interleave(common.query_lens_cpu, output_size=requests)
-            table = table.index_select(0, to_device(row.int(), self._context.device))
-        pages = self._pinned(requests + 1)
+    def _lists(self, common: CommonAttentionMetadata, apart: bool) -> Lists:
+        """Return a batch's lists; ``apart``: of each query as a request of one, which sees the keys up to its own."""
+        bounds, keys = common.query_start_loc_cpu, common.seq_lens_cpu
+        if apart:
+            tokens = common.num_actual_tokens
+            request = torch.repeat_interleave(common.query_lens_cpu, output_size=tokens)
+            counted = torch.arange(tokens + 1, dtype=torch.int32)
+            # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
+            later = bounds[1:][request] - 1 - counted[:-1]
+            bounds, keys = counted, (keys[request] - later).clamp_min_(0)
+        pages = self._pinned(len(keys) + 1)
         pages[0] = 0
-        torch.cumsum((lists.keys + (self._size - 1)) // self._size, 0, dtype=torch.int32, out=pages[1:])
-        total = max(1, int(pages[-1]))
-        if wrapper.captured:
-            assert self._indices is not None
-            indices = self._indices[:total]
-        else:
-            indices = torch.empty(total, dtype=torch.int32, device=table.device)
-        ops.flatten_block_table(table, to_device(pages, self._context.device), indices)
-        return Lists(lists.queries, pages, lists.keys), indices
+        torch.cumsum((keys + (self._size - 1)) // self._size, 0, dtype=torch.int32, out=pages[1:])
+        return Lists(self._pinned(len(bounds)).copy_(bounds), pages, self._pinned(len(keys)).copy_(keys))
 
-    def _lists(self, common: CommonAttentionMetadata) -> Lists:
-        requests, longest, table = common.num_reqs, common.max_query_len, common.block_table_tensor
+    def _flattened(self, common: CommonAttentionMetadata, lists: Lists, apart: bool, memory: Tensor | None) -> Tensor:
+        """Return the page indices on the device, at the front of ``memory`` where a graph reads them there."""
+        table, device, total = common.block_table_tensor, self._context.device, max(1, int(lists.pages[-1]))
         assert table is not None
-        width = table.stride(0)
-        if requests * width * max(2, self._size) >= 1 << 32:
-            text = f"{requests} rows of {width} pages of {self._size} tokens: the kernels count tokens in 32 bits"
-            raise BatchError(f"block_table_tensor of {text}")
-        keys = self._pinned(requests)
-        keys.copy_(common.seq_lens_cpu)
-        if longest * requests == common.num_actual_tokens:
-            queries = self._multiples(longest, requests)
-        else:
-            queries = self._pinned(requests + 1)
-            queries.copy_(common.query_start_loc_cpu)
-        return Lists(queries, self._multiples(width, requests), keys)
+        if apart:
+            request = torch.repeat_interleave(common.query_lens_cpu, output_size=len(lists.keys))
+            table = table.index_select(0, to_device(request.int(), device))
+        indices = torch.empty(total, dtype=torch.int32, device=device) if memory is None else memory[:total]
+        ops.flatten_block_table(table, to_device(lists.pages, device), indices)
+        return indices
 
     def _pinned(self, length: int) -> Tensor:
         return staging(length, self._context.device)
 
-    def _multiples(self, factor: int, count: int) -> Tensor:
-        """Return 0 to ``count`` times ``factor``."""
-        known = self._known.get(factor)
-        if known is None or len(known) <= count:
-            known = self._pinned(max(self._most, count) + 1)
-            known.copy_(torch.arange(len(known)) * factor)
-            self._known[factor] = known
-        return known[: count + 1]
-
-    def _by_token(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a tile of rows would cut a query in two under causality."""
+    def _apart(self, common: CommonAttentionMetadata) -> bool:
+        """Whether every query becomes a request: a tile of rows would cut one in two under causality."""
+        if not (self._causal and common.causal and common.max_query_len > 1):
+            return False
         # Rows are query * heads + head. Tiles end between queries where heads divide them; one tile cuts nothing.
         tile = self._tile(common.num_actual_tokens, common.num_reqs)
         return tile % self._heads != 0 and common.max_query_len * self._heads > tile
@@ -219,25 +188,6 @@ class NativeDecode:
     def _tile(self, tokens: int, requests: int) -> int:
         """Return the rows that a cluster works on; where queries are short it is one CTA, not two."""
         return TILE.value // (1 if tokens * self._heads // requests > TILE.value // 2 else 2)
-
-    def _as_requests(self, lists: Lists) -> Lists:
-        """Return each query as a request of one, which sees the keys up to its own."""
-        tokens = int(lists.queries[-1])
-        request = torch.repeat_interleave(lists.queries.diff(), output_size=tokens)
-        queries, pages, keys = self._multiples(1, tokens), self._pinned(tokens + 1), self._pinned(tokens)
-        pages[:-1] = lists.pages[request]  # where pages begin, not prefix sums: requests may share them
-        pages[-1] = lists.pages[-1]
-        # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
-        later = lists.queries[1:][request] - 1 - queries[:-1]
-        torch.sub(lists.keys[request], later, out=keys).clamp_min_(0)
-        return Lists(queries, pages, keys)
-
-
-def _rows(common: CommonAttentionMetadata) -> Tensor:
-    """Return the block table as one row, int32 ``(num_reqs * stride,)`` less what its last row lacks."""
-    table = common.block_table_tensor
-    assert table is not None
-    return table.as_strided(((common.num_reqs - 1) * table.stride(0) + table.shape[1],), (1,))
 
 
 class ReadyCall(Protocol):

@@ -15,6 +15,7 @@ include/flashinfer/math.cuh).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
@@ -130,17 +131,15 @@ class Run:
 
     rows: slice  # rows, keys: theirs in the call
     keys: slice
-    # int32 on the device: prefix sums of queries and of keys ``(B + 1,)``, numbers of keys ``(B,)``
-    lists: tuple[Tensor, ...]
-    host: tuple[Tensor, Tensor]  # int32 ``(B,)``, numbers of queries and of keys
-    longest: tuple[int, int]  # most of them
+    step: dict[str, Any]  # the function's arguments that the batch fixes
 
 
 @dataclass(slots=True)
 class DirectPrefill(RaggedCall):
     """One call of trtllm-gen or CUTLASS, made of runs."""
 
-    runner: DirectRagged
+    entry: Callable[..., Any]  # the function
+    cutlass: bool  # which of both it is
     runs: tuple[Run, ...]
     causal: bool
     counts_sinks: bool
@@ -149,22 +148,29 @@ class DirectPrefill(RaggedCall):
         """As ``RaggedCall.run``; sinks are float32."""
         if sum(run.rows.stop - run.rows.start for run in self.runs) < self.num_tokens:
             RaggedCall.run(self, terms, tensors, outputs)
-        (query, key, value), counted = tensors, terms if self.counts_sinks else terms.without_sinks()
+        sinks = terms.sinks if self.counts_sinks else None
         for run in self.runs:
             written = outputs.rows(run.rows)
             made = packed(written)
-            self.runner.attend(run, self.causal, counted, query[run.rows], key[run.keys], value[run.keys], made)
+            query, key, value = tensors[0][run.rows], tensors[1][run.keys], tensors[2][run.keys]
+            wanted = {"out": made.output, "lse": made.lse, "return_lse": made.lse is not None}
+            if self.cutlass:
+                self.entry(query, key, value, causal=self.causal, sm_scale=terms.scale, **run.step, **wanted)
+            else:
+                # The query's strides are not read.
+                own = {"query": query.contiguous(), "key": key, "value": value, "bmm1_scale": terms.scale}
+                self.entry(**own, is_causal=self.causal, attention_sinks=sinks, **run.step, **wanted)
             if made.lse is not None:
                 made.lse.mul_(LN2)
             copy_back(made, written)
 
 
 class DirectRagged:
-    """Runs prefill by trtllm-gen's or CUTLASS's function."""
+    """Makes the calls of trtllm-gen's or CUTLASS's function."""
 
     def __init__(self, context: BackendContext, kernel: str) -> None:
         self._context, entries = context, library.flashinfer()
-        self._cutlass, self._heads = kernel == "cutlass", context.config.num_heads
+        self._cutlass = kernel == "cutlass"
         self._entry = entries.fmha_varlen if self._cutlass else entries.trtllm_ragged_attention_deepseek
         # Since 0.6.18 trtllm-gen's function reads lengths back from the device unless it is given them.
         self._takes_lens = "q_seq_lens_cpu" in inspect.signature(self._entry).parameters
@@ -183,48 +189,33 @@ class DirectRagged:
             if has_both:
                 runs.append(self._run_of(bounds, key_bounds, first, last))
             first = last
-        return DirectPrefill(tokens, self, tuple(runs), varlen.causal, varlen.counts_sinks)
+        return DirectPrefill(tokens, self._entry, self._cutlass, tuple(runs), varlen.causal, varlen.counts_sinks)
 
     def _run_of(self, bounds: Tensor, key_bounds: Tensor, first: int, last: int) -> Run:
         own, theirs = bounds[first : last + 1], key_bounds[first : last + 1]
-        lists = (own - own[0], theirs - theirs[0], theirs.diff())
+        lens, key_lens = own.diff(), theirs.diff()
+        lists = (own - own[0], theirs - theirs[0], key_lens)  # prefix sums of queries and of keys, numbers of keys
         on_device = to_device(torch.cat(lists), self._context.device).split_with_sizes([len(each) for each in lists])
-        host = own.diff(), theirs.diff()
-        longest = int(host[0].max()), int(host[1].max())
-        rows, keys = (slice(int(each[0]), int(each[-1])) for each in (own, theirs))
-        return Run(rows, keys, on_device, host, longest)
-
-    def attend(
-        self, run: Run, causal: bool, terms: Terms, query: Tensor, key: Tensor, value: Tensor, outputs: Outputs
-    ) -> None:
-        """Attend to a run's keys; outputs are contiguous, the LSE in base 2."""
-        wanted: dict[str, Any] = {"out": outputs.output, "lse": outputs.lse, "return_lse": outputs.lse is not None}
+        step: dict[str, Any] = {
+            "workspace_buffer": self._workspace,
+            "seq_lens": on_device[2],
+            "max_q_len": int(lens.max()),
+            "max_kv_len": int(key_lens.max()),
+            "bmm2_scale": 1.0,
+            "o_sf_scale": 1.0,
+            "batch_size": len(key_lens),
+            "window_left": -1,
+            "cum_seq_lens_q": on_device[0],
+            "cum_seq_lens_kv": on_device[1],
+            "enable_pdl": None,
+        }
         if self._cutlass:
-            bounds, most = run.lists[:2], run.longest[0]
-            self._entry(query, key, value, *bounds, max_qo_len=most, causal=causal, sm_scale=terms.scale, **wanted)
-            return
-        if self._takes_lens:
-            wanted |= {"q_seq_lens_cpu": run.host[0], "kv_seq_lens_cpu": run.host[1]}
-        self._entry(
-            query=query.contiguous(),  # its strides are not read
-            key=key,
-            value=value,
-            workspace_buffer=self._workspace,
-            seq_lens=run.lists[2],
-            max_q_len=run.longest[0],
-            max_kv_len=run.longest[1],
-            bmm1_scale=terms.scale,
-            bmm2_scale=1.0,
-            o_sf_scale=1.0,
-            batch_size=len(run.lists[2]),
-            window_left=-1,
-            cum_seq_lens_q=run.lists[0],
-            cum_seq_lens_kv=run.lists[1],
-            enable_pdl=None,
-            is_causal=causal,
-            attention_sinks=terms.sinks,
-            **wanted,
-        )
+            names = ("qo_segment_offsets", "kv_segment_offsets")
+            step = {**dict(zip(names, on_device, strict=False)), "max_qo_len": int(lens.max())}
+        elif self._takes_lens:
+            step |= {"q_seq_lens_cpu": lens, "kv_seq_lens_cpu": key_lens}
+        rows, keys = (slice(int(each[0]), int(each[-1])) for each in (own, theirs))
+        return Run(rows, keys, step)
 
 
 def blank_of(varlen: VarlenMetadata) -> Tensor | None:

@@ -188,7 +188,7 @@ class BalancedPlan:
     def put(self, wrapper: Any, info: Any, scale: float, *, captured: bool) -> None:
         """Make it the plan of a wrapper that has planned such a batch before, not waiting for the device."""
         # info: from ``MLALists.info_of``
-        # captured: whether page indices have a place of their own, which a CUDA graph reads
+        # captured: whether page indices lie where a CUDA graph reads them
         place = self.place
         if self._host is None:
             self._host, lists = place.host()
@@ -197,8 +197,6 @@ class BalancedPlan:
         wrapper._plan_info, wrapper._sm_scale, wrapper._causal = info, scale, False
         if not captured:
             wrapper._kv_indices_buf = self.indices
-        elif wrapper._kv_indices_buf.data_ptr() != self.indices.data_ptr():
-            wrapper._kv_indices_buf[: len(self.indices)].copy_(self.indices, non_blocking=True)
 
 
 def write_lists(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -52,11 +52,6 @@ class PhaseKernel:
     def of(cls, kernel: NativeKernel, context: BackendContext, *, decode: bool) -> PhaseKernel:
         """Return what runs the kernel that a plan names."""
         return cls(kernel, context, decode and (not kernel.sinks or kernel.backend == "cute-dsl"))
-
-    @cached_property
-    def label(self) -> str:
-        """``native fa3``, with or without sinks."""
-        return str(self.kernel)
 
     @cached_property
     def any_length(self) -> PhaseKernel:
@@ -123,11 +118,6 @@ class PageLists:
     paged_kv_last_page_len: Tensor
     seq_lens: Tensor  # int32 ``(B,)`` on the host
 
-    @property
-    def num_reqs(self) -> int:
-        """How many requests there are; ``len`` of a subclass of ``Tensor`` takes 2 us."""
-        return self.paged_kv_last_page_len.shape[0]
-
     @classmethod
     def of(cls, seq_lens: Tensor, page_size: int, indices: Tensor | None, device: torch.device) -> PageLists:
         """Return the lists of requests with these lengths, int32 ``(B,)`` on the host."""
@@ -143,30 +133,6 @@ class PageLists:
         return cls(torch.from_numpy(indptr), made, torch.from_numpy(last), lengths)
 
 
-@dataclass(slots=True)
-class GraphBuffers:
-    """Index lists of captured decodes, on the device, where they stay; a batch size uses the front of them."""
-
-    paged_kv_indptr: Tensor  # int32 ``(max_num_seqs + 1,)``
-    paged_kv_indices: Tensor  # int32, the pages of ``max_num_seqs`` requests of ``max_model_len`` tokens
-    paged_kv_last_page_len: Tensor  # int32 ``(max_num_seqs,)``
-    qo_indptr: Tensor  # int32 ``(max_num_seqs + 1,)``, one token per request
-    by_rows: bool = False  # whether the pages are rows of equal width (``RowLists``) instead of one list
-
-    @classmethod
-    def make(cls, context: BackendContext) -> GraphBuffers:
-        """Allocate them."""
-        assert context.block_size is not None
-        requests, pages = context.max_num_seqs, -(-context.max_model_len // context.block_size)
-        ints: dict[str, Any] = {"dtype": torch.int32, "device": context.device}
-        return cls(
-            torch.zeros(requests + 1, **ints),
-            torch.zeros(requests * pages, **ints),
-            torch.zeros(requests, **ints),
-            torch.arange(requests + 1, **ints),
-        )
-
-
 # Each wrapper allocates a schedule's 8 MiB on the device and as much pinned memory. All wrappers of one role share
 # one such buffer, since a step plans and runs one of them.
 class WrapperPool:
@@ -179,7 +145,17 @@ class WrapperPool:
         self._schedules: dict[str, Schedule] = {}
         self._eager: dict[tuple[str, PhaseKernel], Wrapper] = {}
         self._captured: dict[int, Wrapper] = {}
-        self.buffers = GraphBuffers.make(context) if context.cuda_graphs and "decode" in context.plans else None
+        # by name, the lists of captured decodes, on the device, where they stay; a batch size uses the front of them
+        self.buffers: dict[str, Tensor] = {}
+        if context.cuda_graphs and "decode" in context.plans:
+            requests, pages = context.max_num_seqs, -(-context.max_model_len // cast(int, context.block_size))
+            ints: dict[str, Any] = {"dtype": torch.int32, "device": context.device}
+            self.buffers = {
+                "paged_kv_indptr": torch.zeros(requests + 1, **ints),
+                "paged_kv_indices": torch.zeros(requests * pages, **ints),
+                "paged_kv_last_page_len": torch.zeros(requests, **ints),
+                "qo_indptr": torch.arange(requests + 1, **ints),  # one token per request
+            }
 
     def eager(self, kernel: PhaseKernel, role: str) -> Wrapper:
         """Return the wrapper for batches that are not captured; ``role``: which schedule it may overwrite."""
@@ -190,17 +166,11 @@ class WrapperPool:
     def captured(self, kernel: PhaseKernel, num_reqs: int) -> Wrapper:
         """Return the decode wrapper of one batch size, making it if it is new."""
         if num_reqs not in self._captured:
-            buffers = self.buffers
-            assert buffers is not None
-            lists = {
-                "paged_kv_indptr_buf": buffers.paged_kv_indptr[: num_reqs + 1],
-                "paged_kv_indices_buf": buffers.paged_kv_indices,
-                "paged_kv_last_page_len_buf": buffers.paged_kv_last_page_len[:num_reqs],
-            }
-            if kernel.single_token:  # the decode wrapper's arguments end with ``buffer``
-                lists = {f"{name}fer": tensor for name, tensor in lists.items()}
-            else:
-                lists["qo_indptr_buf"] = buffers.qo_indptr[: num_reqs + 1]
+            sizes = {"paged_kv_indptr": num_reqs + 1, "paged_kv_indices": None, "paged_kv_last_page_len": num_reqs}
+            if not kernel.single_token:
+                sizes["qo_indptr"] = num_reqs + 1
+            ending = "buffer" if kernel.single_token else "buf"  # as the wrappers' arguments are called
+            lists = {f"{name}_{ending}": self.buffers[name][:size] for name, size in sizes.items()}
             self._captured[num_reqs] = self._made(kernel, "decode", use_cuda_graph=True, **lists)
         return self._captured[num_reqs]
 
@@ -245,17 +215,12 @@ class NativePlan(Plan):
         """Plan. It waits neither for the device nor for an earlier plan's copy."""
         pool, kernel = self._pool, self._kernel
         try:
-            self._plan()
+            pool.ring.plan(self.wrapper.made, *self._lists, cleared=self._cleared, **kernel.planned, **self._more)
         except RuntimeError as error:
             if "workspace buffer" not in str(error):  # csrc AlignedAllocator, include/flashinfer/allocator.h 0.6.14
                 raise
-            text = f"{kernel.label}: scratch of {pool.scratch.numel()} bytes is too small for a batch of "
+            text = f"{kernel.kernel}: scratch of {pool.scratch.numel()} bytes is too small for a batch of "
             raise BatchError(
                 f"{text}{len(self._lists[0]) - 1} requests ({str(error).splitlines()[0]})",
                 hint="raise native_workspace_bytes under [backends.FLASHINFER]",
             ) from error
-
-    def _plan(self) -> None:
-        """Call ``plan``."""
-        made, ring = self.wrapper.made, self._pool.ring
-        ring.plan(made, *self._lists, cleared=self._cleared, **self._kernel.planned, **self._more)

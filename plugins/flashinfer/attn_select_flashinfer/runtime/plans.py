@@ -5,8 +5,7 @@
 
 - If a wrapper planned again before its copy has finished, the earlier step would run by the later step's schedule. Each
   plan therefore gets a buffer whose last copy has finished (``PinnedRing``). Nothing waits for that. Since 0.7 the MLA
-  wrapper pins a new buffer for each plan and drops the last one, which is kept until its copy has finished
-  (``PinnedKeeper``).
+  wrapper pins a new buffer for each plan and drops the last one, which is kept until its copy has finished.
 - The wrapper and the schedule on the device hold the last plan alone. A batch therefore asks before it runs whether its
   own plan is still there, and is planned again where it is not (``Plan.ready``). In the usual order, where each batch
   runs before the next one is built, that is one comparison.
@@ -15,8 +14,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -43,50 +41,40 @@ class _Passed:
 
 def new_event(device: torch.device) -> Any:
     """Return an event that says whether the copies before it have finished."""
-    return torch.Event(device) if device.type == "cuda" else _Passed()  # torch.cuda's asks Python for the stream
-
-
-def _record(event: Any, device: torch.device) -> None:
-    """Record an event on the current stream of a device: by itself it takes the current device's stream."""
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        event.record(torch.cuda.current_stream(device))
-    else:
-        event.record()
+    return torch.Event(device) if device.type == "cuda" else _Passed()
 
 
 class PinnedRing:
     """Plans wrappers, each time with a pinned buffer that no copy is still read from."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, own: bool = False) -> None:
         # device: where the wrappers run; copies are ordered on its current stream
-        self._device = device
+        # own: whether the wrappers pin a buffer of their own for each plan. torch does not see FlashInfer's copy, and
+        # would give a buffer that was dropped to the next plan at once, so it is kept until the copy has finished.
+        self._device, self._own = device, own
         self._slots: list[tuple[Tensor, Any]] = []
 
     @property
     def buffers(self) -> int:
-        """Return how many buffers were needed: one, or more where the host runs steps ahead of the device."""
+        """Return how many buffers are kept: one, or more where the host runs steps ahead of the device."""
         return len(self._slots)
 
     def plan(self, wrapper: Any, *args: Any, cleared: int = 0, **kwargs: Any) -> None:
         """Call ``wrapper.plan``."""
         # cleared: bytes at the buffer's start that are zero before it
-        _pinned_of(wrapper)  # raises where the wrapper keeps no such buffer: its copies would be unguarded
-
-        def plan(buffer: Tensor) -> None:
-            setattr(wrapper, PINNED, buffer)
+        if self._own:
+            self._slots = [slot for slot in self._slots if not slot[1].query()]
             wrapper.plan(*args, **kwargs)
-
-        self.lend(plan, cleared=cleared)
-
-    def lend(self, function: Callable[..., Any], *args: Any, cleared: int = 0) -> Any:
-        """Return ``function(buffer, *args)``, which starts a copy out of the pinned buffer."""
-        buffer, event = self._free()
-        if cleared:
-            buffer[:cleared].zero_()
-        result = function(buffer, *args)
+            slot = _pinned_of(wrapper), new_event(self._device)
+            self._slots.append(slot)
+        else:
+            _pinned_of(wrapper)  # raises where the wrapper keeps no such buffer: its copies would be unguarded
+            slot = self._free()
+            slot[0][:cleared].zero_()
+            setattr(wrapper, PINNED, slot[0])
+            wrapper.plan(*args, **kwargs)
         # Behind the copy on its stream: once it has passed, the copy has read the buffer, which is free again.
-        _record(event, self._device)
-        return result
+        slot[1].record(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
 
     def _free(self) -> tuple[Tensor, Any]:
         for slot in self._slots:
@@ -95,29 +83,6 @@ class PinnedRing:
         pinned = torch.empty(INT_WORKSPACE, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self._slots.append((pinned, new_event(self._device)))
         return self._slots[-1]
-
-
-# torch does not see FlashInfer's copy. It would give a buffer that was dropped to the next plan at once.
-class PinnedKeeper:
-    """Plans wrappers that pin a buffer of their own for each plan, and keeps each until its copy has finished."""
-
-    def __init__(self, device: torch.device) -> None:
-        # device: where the wrappers run; copies are ordered on its current stream
-        self._device = device
-        self._kept: list[tuple[Tensor, Any]] = []
-
-    @property
-    def buffers(self) -> int:
-        """Return how many buffers are kept."""
-        return len(self._kept)
-
-    def plan(self, wrapper: Any, **kwargs: Any) -> None:
-        """Call ``wrapper.plan``."""
-        self._kept = [each for each in self._kept if not each[1].query()]
-        wrapper.plan(**kwargs)
-        pinned, event = _pinned_of(wrapper), new_event(self._device)
-        _record(event, self._device)
-        self._kept.append((pinned, event))
 
 
 def _pinned_of(wrapper: Any) -> Tensor:
@@ -145,8 +110,6 @@ class Wrapper:
     schedule: Schedule  # where its plans go
     # whether a CUDA graph reads its plans: then the device reads them at times that nothing here sees
     captured: bool = False
-    # what its ``plan`` calls (``CompiledPlan``), by causality; not there where it is not known (yet)
-    compiled: dict[bool, Any] = field(default_factory=dict)
     balanced: Any = None  # ``MLALists.info_of`` it; None before its first balanced plan
 
 
@@ -210,7 +173,7 @@ class ScaledPlan(Plan):
         self,
         num_tokens: int,
         wrapper: Wrapper,
-        ring: PinnedRing | PinnedKeeper,
+        ring: PinnedRing,
         arguments: dict[str, Any],
         shared: SharedScale,
         balanced: BalancedPlan | None = None,

@@ -388,7 +388,7 @@ def library(release: str = "0.6.14", **others: Any) -> Any:
     from attn_select_flashinfer.runtime.library import METADATA, SINKS, FlashInfer
 
     known = {SINKS: SINK_DECLARATIONS, METADATA: None, **entries(release), **others}
-    return FlashInfer(release, known.__getitem__)
+    return FlashInfer(known.__getitem__)
 
 
 SINK_DECLARATIONS = {"fa2": "struct AttentionSink {};  // fa2", "fa3": "struct AttentionSink {};  // fa3"}

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +41,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             a.paged_kv_last_page_len_buf,
         )
         self._max_total_num_rows: int | None = None
-        self._jit_module: Any = None
 
     @fi.entry("prefill.BatchPrefillWithPagedKVCacheWrapper.plan")
     def plan(self, a: Any) -> None:
@@ -100,54 +97,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         fa3_fp8 = self._backend == "fa3" and self._dtypes[0] in fi.FP8
         need(not (fa3_fp8 and a.window_left >= 0), "FP8 fa3 with a window waits forever before 0.6.15")
         self._sm_scale = a.sm_scale
-        self._causal, self._batch_size, self._qo_indptr_last = a.causal, batch, queries[-1]
-        self._max_q_len, self._max_kv_len = max(np.diff(queries)), max(lens)
-        self._cached_module = self._jit_module or SimpleNamespace(plan=self._make_schedule)
-        host = [each.clone() if fi.is_on_device(each) else each for each in (a.qo_indptr, a.paged_kv_indptr)]
-        arguments = [
-            self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer, *host,
-            torch.tensor(lens, dtype=torch.int32) if a.seq_lens is None else a.seq_lens,
-            self._max_total_num_rows or queries[-1], batch, a.num_qo_heads, a.num_kv_heads, a.page_size,
-            self._use_cuda_graph, *self._dims, a.causal, a.window_left,
-        ]  # fmt: skip
-        if self._backend == "fa2":
-            arguments += [a.fixed_split_size or -1, a.disable_split_kv, 0]
-        self._plan_info = self._cached_module.plan(*arguments)
-
-    def _make_schedule(
-        self,
-        scratch: Tensor,
-        ints: Tensor,
-        pinned: Tensor,
-        queries: Tensor,
-        pages: Tensor,
-        lens: Tensor,
-        rows: int,
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        page_size: int,
-        graph: bool,
-        size: int,
-        size_vo: int,
-        causal: bool,
-        window_left: int,
-        fixed: int = -1,
-        whole: bool = False,
-        colocated: int = 0,
-    ) -> Schedule:
-        """``BatchPrefillWithKVCachePlan`` (csrc/batch_prefill.cu, batch_prefill_sm90.cu): lists are the host's."""
-        for name, list_, length in (("qo_indptr", queries, batch + 1), ("kv_indptr", pages, batch + 1)):
-            need(not fi.is_on_device(list_), f"{name} is read on the host")
-            fi.check_list(list_, length, name)
-        fi.check_list(lens, batch, "kv_len_arr")
-        need(graph or rows == int(queries[-1]), f"{rows} rows, qo_indptr ends at {int(queries[-1])}")
-        lists = (tuple(fi.check_indptr(queries, "qo_indptr")), tuple(fi.check_indptr(pages, "kv_indptr")))
-        schedule = Schedule(*lists, tuple(lens.tolist()), heads, kv_heads, page_size, causal, window_left)
-        self._float_workspace_buffer, self._int_workspace_buffer = scratch, ints
-        self._pin_memory_int_workspace_buffer = pinned
-        self._send(schedule, size_vo, not whole, fixed)
-        return schedule
+        lists = tuple(tuple(each) for each in (queries, pages, lens))
+        schedule = Schedule(*lists, a.num_qo_heads, a.num_kv_heads, a.page_size, a.causal, a.window_left)
+        self._send(schedule, self._dims[1], not a.disable_split_kv, a.fixed_split_size)
 
     @fi.entry("prefill.BatchPrefillWithPagedKVCacheWrapper.run")
     def run(self, a: Any) -> Any:
@@ -157,11 +109,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             fi.world.graph is None or self._use_cuda_graph,
             "a captured wrapper without use_cuda_graph: the next plan moves its lists",
         )
-        schedule = self._schedule = self._plan_info
-        need(schedule.causal == self._causal, "the mask is that of another plan")
+        schedule = self._schedule
         k, v = fi.unpack(a.paged_kv_cache, self._kv_layout)
         self._check_query(a.q, k.dtype)
-        rows = self._qo_indptr_last
+        rows = schedule.qo_indptr[-1]
         need(a.q.shape[0] == rows, f"q.shape[0] ({a.q.shape[0]}) does not match qo_indptr[-1] ({rows})", ValueError)
         need(a.window_left is None or a.window_left == schedule.window_left, "window_left", AssertionError)
         need(a.sinks is None, "fa2 and fa3 ignore sinks here: they take them from a variant's arguments")
@@ -202,10 +153,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         schedule = self._scheduled(planned) if not self._use_cuda_graph else self._replayed(planned)
         queries, pages, indices, last = (each.tolist() for each in lists)
         need(queries == list(schedule.qo_indptr), "the lists on the device are not those of the plan")
-        fa2 = self._backend == "fa2"
-        need(fa2 or pages == list(schedule.kv_indptr), "the lists on the device are not those of the plan")
+        need(pages == list(schedule.kv_indptr), "the lists on the device are not those of the plan")
         lens = list(schedule.kv_lens)
-        if fa2:  # its kernels read the lists on the device, fa3's the plan's
+        if self._backend == "fa2":  # its kernels read the lists on the device, fa3's the plan's
             lens = [
                 0 if first == end else (end - first - 1) * schedule.page_size + part
                 for first, end, part in zip(pages, pages[1:], last, strict=False)
@@ -216,15 +166,13 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 length <= (end - first) * schedule.page_size,
                 f"request {request}: {length} tokens in {end - first} pages",
             )
-            need(  # fa2 splits as many pages as the plan has counted, fa3 keys
-                not fa2 or length > (end - first - 1) * schedule.page_size or end == first,
+            need(
+                length > (end - first - 1) * schedule.page_size or end == first,
                 f"request {request}: last page length {last[request]}",
             )
         for request, length in enumerate(lens):
             rows = slice(queries[request], queries[request + 1])
-            count = -(-length // schedule.page_size)
-            own = indices[pages[request] : min(pages[request] + count, pages[-1])]
-            need(len(own) == count, f"request {request}: the lists on the device are not those of the plan")
+            own = indices[pages[request] : pages[request + 1]]
             unseen = schedule.causal and 0 < length < rows.stop - rows.start
             need(
                 self._backend == "fa2" or not unseen,
@@ -264,7 +212,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             )
             arange["qo_indptr_buf"] = torch.arange(batch + 1, dtype=torch.int32)
         names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-        self._jit_module: Any = None
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(
             a.float_workspace_buffer,
             a.kv_layout,
@@ -281,70 +228,29 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.plan")
     def plan(self, a: Any) -> None:
-        name = "BatchDecodeWithPagedKVCacheWrapper.plan"
         need(a.q_len_per_req == 1, "fa2 decodes one token per request, whatever q_len_per_req says")
         given = a.kv_data_type or a.data_type or a.q_data_type
         if self._prefill._backend == "auto" and not {dtype_of(a.q_data_type), dtype_of(given)} & set(fi.FP8):
             self._prefill._backend = "fa2"
         seen, inner = len(fi.world.syncs), self._prefill
         inner._pin_memory_int_workspace_buffer = self._pin_memory_int_workspace_buffer
-        inner._int_workspace_buffer, inner._jit_module = self._int_workspace_buffer, self._jit_module
-        inner.plan(
-            torch.arange(len(a.last_page_len) + 1, dtype=torch.int32),
-            a.indptr,
-            a.indices,
-            a.last_page_len,
-            a.num_qo_heads,
-            a.num_kv_heads,
-            a.head_dim,
-            a.page_size,
-            causal=False,
-            pos_encoding_mode=a.pos_encoding_mode,
-            window_left=a.window_left,
-            logits_soft_cap=a.logits_soft_cap,
-            q_data_type=a.q_data_type,
-            kv_data_type=given,
-            o_data_type=a.o_data_type,
-            sm_scale=a.sm_scale,
-            seq_lens=a.seq_lens,
-            fixed_split_size=a.fixed_split_size,
-            disable_split_kv=a.disable_split_kv,
-        )
-        for name in KEPT:
-            setattr(self, name, getattr(inner, name))
+        inner._int_workspace_buffer = self._int_workspace_buffer
+        same = ("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "o_data_type", "sm_scale")
+        same += ("seq_lens", "fixed_split_size", "disable_split_kv")
+        lists = (torch.arange(len(a.last_page_len) + 1, dtype=torch.int32), a.indptr, a.indices, a.last_page_len)
+        sizes = (a.num_qo_heads, a.num_kv_heads, a.head_dim, a.page_size)
+        inner.plan(*lists, *sizes, causal=False, kv_data_type=given, **{name: getattr(a, name) for name in same})
         fi.world.calls.pop()
         fi.world.syncs[seen:] = [each.replace("BatchPrefill", "BatchDecode") for each in fi.world.syncs[seen:]]
 
     @fi.entry("decode.BatchDecodeWithPagedKVCacheWrapper.run")
     def run(self, a: Any) -> Any:
-        batch = len(self._paged_kv_last_page_len_buf)
+        batch = len(self._prefill._paged_kv_last_page_len_buf)
         need(len(a.q) == batch, f"{len(a.q)} queries for {batch} requests: fa2 decodes one token per request")
-        for name in KEPT:
-            setattr(self._prefill, name, getattr(self, name))
-        self._prefill._qo_indptr_last = self._plan_info.qo_indptr[-1]
-        result = self._prefill.run(
-            a.q,
-            a.paged_kv_cache,
-            *a.args,
-            q_scale=a.q_scale,
-            k_scale=a.k_scale,
-            v_scale=a.v_scale,
-            out=a.out,
-            lse=a.lse,
-            return_lse=a.return_lse,
-            window_left=a.window_left,
-            sinks=a.sinks,
-            kv_cache_sf=a.kv_cache_sf,
-        )
+        same = ("q_scale", "k_scale", "v_scale", "out", "lse", "return_lse", "window_left", "sinks", "kv_cache_sf")
+        result = self._prefill.run(a.q, a.paged_kv_cache, *a.args, **{name: getattr(a, name) for name in same})
         fi.world.calls.pop()
         return result
-
-
-KEPT = (
-    "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_cached_module",
-    "_max_kv_len", "_plan_info",
-)  # fmt: skip
-"""What the decode wrapper's ``plan`` keeps for ``run``, here the prefill wrapper's that it stands for."""
 
 
 class SinkVariant:
