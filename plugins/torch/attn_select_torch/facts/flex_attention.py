@@ -24,10 +24,8 @@ from attn_select.layer.dtypes import BITS
 from attn_select.layer.layouts import FLASH_ATTN_NHD
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU
+from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU, TORCH
 
-TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.9")
-"""2.9 has ``AuxRequest``, by which the log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has none)."""
 TRITON = Library("triton", "triton", "pip install triton")
 """On a GPU inductor generates Triton; PyPI's torch for Linux brings it."""
 
