@@ -20,8 +20,8 @@ from attn_select.reference.running import common_of
 from attn_select.runtime import Outputs, Scales, Terms
 from attn_select.testing import Problem, error_bound, random_problem
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
-from attn_select_torch.runtime import varlen
 from attn_select_torch.runtime import sdpa_builder as sdpa_build
+from attn_select_torch.runtime import varlen
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import attend, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather

@@ -124,7 +124,6 @@ class Group:
     rows: int  # tokens of each
     index: Sequence[int]  # their numbers in the batch, ascending
     first_tokens: Sequence[int]  # of each request's rows, in the step
-    seq_lens: Sequence[int]  # keys of each
     keys: int  # the most keys that one of them sees
     padded: bool  # whether another sees fewer
 
@@ -148,14 +147,13 @@ def equal_queries(
         return None
     whole, starts = range(number), range(0, rows * number, rows)
     if _fit(number, most, sum(keys), limits):
-        return [Group(rows, whole, starts, seq_lens, most, min(keys) < most)]
+        return [Group(rows, whole, starts, most, min(keys) < most)]
     order = sorted(whole, key=keys.__getitem__)
     groups = []
     for first, last in _by_length([keys[index] for index in order], limits):
         index, longest = sorted(order[first:last]), keys[order[last - 1]]
-        lens = [seq_lens[request] for request in index]
         padded = keys[order[first]] < longest
-        groups.append(Group(rows, index, [rows * request for request in index], lens, longest, padded))
+        groups.append(Group(rows, index, [rows * request for request in index], longest, padded))
     return groups
 
 
@@ -176,8 +174,8 @@ def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | G
                 yield part[0]
                 continue
             fewest, most = found[first].keys, found[last - 1].keys
-            index, lens = [request.index for request in part], [request.seq_len for request in part]
-            yield Group(rows, index, [request.first_token for request in part], lens, most, fewest < most)
+            index, first_tokens = [request.index for request in part], [request.first_token for request in part]
+            yield Group(rows, index, first_tokens, most, fewest < most)
 
 
 def _fit(requests: int, most: int, total: int, limits: Limits) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -87,15 +86,6 @@ def functions(context: BackendContext) -> dict[Phase, SdpaFunction]:
     return found
 
 
-@dataclass(slots=True)
-class _Chosen:
-    """The requests of a group on the device."""
-
-    table: Tensor  # their rows of the block table
-    seq_lens: Tensor  # their keys ``(B,)``
-    tokens: slice | Tensor  # as ``Piece`` has them
-
-
 class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
     """Cuts a batch into pieces; takes requests in any order. Reads host copies only."""
 
@@ -150,11 +140,9 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         if groups is None:
             requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
             groups = grouped(requests, self.limits)
-        groups = [*groups]
-        chosen = self._chosen(common, [group for group in groups if isinstance(group, Group)])
         for group in groups:
             if isinstance(group, Group):
-                metadata.pieces.append(self._together(group, next(chosen), band))
+                metadata.pieces.append(self._together(common, group, band))
             else:
                 metadata.pieces.append(self._single(common, group, band))
         return metadata
@@ -222,63 +210,34 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         part = slice(request.low - first * size, request.high - first * size)
         return self.gather.rows(blocks.reshape(-1)[part], offsets.reshape(-1)[part])
 
-    def _chosen(self, common: CommonAttentionMetadata, groups: Sequence[Group]) -> Iterator[_Chosen]:
-        """Yield what the device needs of each group; the numbers of all of them are one copy."""
-        table, seq_lens = common.block_table_tensor, common.seq_lens
-        numbers, sizes = array("q"), []
-        for group in groups:
-            for part in _apart(group):
-                numbers.extend(part)
-                sizes.append(len(part))
-        parts: Iterator[Tensor] = iter(())
-        if sizes:
-            host = torch.frombuffer(numbers, dtype=torch.int64)
-            parts = iter(to_device(host, self.context.device).split_with_sizes(sizes))
-        for group in groups:
-            assert table is not None
-            requests, tokens = _run(group.index, 1), _run(group.first_tokens, group.rows)
-            if requests is None:
-                rows, lens = table.index_select(0, next(parts)), next(parts)
-            else:
-                rows, lens = table[requests], seq_lens[requests]
-            yield _Chosen(rows, lens, next(parts) if tokens is None else tokens)
-
-    def _together(self, group: Group, chosen: _Chosen, band: BandMask) -> Piece:
+    def _together(self, common: CommonAttentionMetadata, group: Group, band: BandMask) -> Piece:
         assert self.gather is not None
+        assert common.block_table_tensor is not None
         device, size = self.context.device, self.gather.block_size
         batch, rows = len(group.index), group.rows
+        table, seq_lens = common.block_table_tensor, common.seq_lens
+        tokens: slice | Tensor = slice(0, batch * rows)
+        if batch < common.num_reqs or batch * rows < common.num_actual_tokens:
+            numbers = to_device(torch.tensor([group.index, group.first_tokens]), device)
+            table, seq_lens = table.index_select(0, numbers[0]), seq_lens.index_select(0, numbers[0])
+            tokens = (numbers[1][:, None] + torch.arange(rows, device=device)).flatten()
         keys = rounded(group.keys) if self._rounds else group.keys
         if len(self._columns) < keys:
             self._columns = torch.arange(1 << (keys - 1).bit_length(), device=device)
         # Padding stands in front, so that all requests end at the last column and one mask serves all.
-        positions = (chosen.seq_lens - keys)[:, None] + self._columns[:keys]  # int64, as indices are
+        positions = (seq_lens - keys)[:, None] + self._columns[:keys]  # int64, as indices are
         padding = None
         # Fewer keys than others have only requests that see their first one: windows cut all to one length.
         if group.padded or keys > group.keys:
             padding = torch.where(positions < 0, self._hidden, self._seen)[:, None, None]
             positions.clamp_(min=0)  # what is masked must be finite too
         columns = torch.div(positions, size, rounding_mode="floor")
-        blocks = chosen.table.gather(1, columns)
+        blocks = table.gather(1, columns)
         offsets = torch.sub(positions, columns, alpha=size)
         tile = Tile(0, rows, 0, keys, 1 - keys)  # the last row stands at the last key
         key_offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
         gathered = self.gather.rows(blocks.flatten(), offsets.flatten())
-        return Piece(batch, chosen.tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
-
-
-def _run(numbers: Sequence[int], step: int) -> slice | None:
-    """Return what numbers that rise by at least ``step`` cover, where each rises by it."""
-    first, last = numbers[0], numbers[-1]
-    return slice(first, last + step) if last - first == step * (len(numbers) - 1) else None
-
-
-def _apart(group: Group) -> Iterator[Sequence[int]]:
-    """Yield the requests, lengths and tokens of a group, as far as they are not slices."""
-    if _run(group.index, 1) is None:
-        yield group.index
-        yield group.seq_lens
-    if _run(group.first_tokens, group.rows) is None:
-        yield [token for start in group.first_tokens for token in range(start, start + group.rows)]
+        return Piece(batch, tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
 
 
 def _mask(band: BandMask, tile: Tile) -> Tensor | None:
