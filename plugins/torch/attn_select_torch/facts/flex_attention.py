@@ -56,7 +56,6 @@ CAPABILITIES = Capabilities(
     alibi=Fact(False, _NO_SCORE_MOD),
     sinks=Fact(False, _NO_SCORE_MOD),
     mm_prefix=Fact(True, _MASK_MOD),
-    draft_tree=Fact(True, _MASK_MOD),
     non_causal=Fact(True, _MASK_MOD),
     batch_invariant=Fact(True, f"{_RAN_ON_H100}: bitwise equal with fixed tiles (FORCE_USE_FLEX_ATTENTION); GPUs only"),
     decode_context_parallel=Fact(True, f"{_RAN_ON_H100}: AuxRequest(lse=True); GPUs only"),
@@ -212,7 +211,6 @@ def compile_key(config: AttentionConfig) -> object:
         config.cache_dtype,
         config.has_cache,
         config.mm_prefix,
-        config.draft_tree and config.num_speculative_tokens,
     )
 
 

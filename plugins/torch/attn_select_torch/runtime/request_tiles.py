@@ -186,17 +186,13 @@ def _fit(requests: int, most: int, total: int, limits: Limits) -> bool:
 
 def _by_length(keys: Sequence[int], limits: Limits) -> Iterator[Range]:
     """Yield ``(first, last)`` requests of groups, each as many as fit; ``keys`` ascend."""
-    first, keys_so_far, total, most, few = 0, 0, len(keys), limits.group_keys, limits.few_keys
-    if keys[0] == keys[-1]:
-        together = max(1, most // keys[0])
-        yield from ((first, min(total, first + together)) for first in range(0, total, together))
+    if _fit(len(keys), keys[-1], sum(keys), limits):
+        yield 0, len(keys)
         return
-    if not _fit(total, keys[-1], sum(keys), limits):
-        for last, count in enumerate(keys):
-            keys_so_far += count
-            taken = (last - first + 1) * count
-            if taken > most or (taken > few and taken > 1.5 * keys_so_far):  # not _fit: a call takes longer
-                if last > first:
-                    yield first, last
-                first, keys_so_far = last, count
-    yield first, total
+    first, total = 0, 0
+    for last, count in enumerate(keys):
+        total += count
+        if last > first and not _fit(last - first + 1, count, total, limits):
+            yield first, last
+            first, total = last, count
+    yield first, len(keys)

@@ -100,7 +100,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
-        self._bands: dict[tuple[bool, int | None], BandMask] = {}
+        self._bands: dict[bool, BandMask] = {}  # by causality
         self._columns = torch.empty(0, dtype=torch.int64, device=device)
         self._seen, self._hidden = (torch.tensor(bias, dtype=self.dtype, device=device) for bias in (0.0, -torch.inf))
         threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -152,23 +152,24 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         return self._joins_decodes and common.max_query_len <= self.context.config.max_decode_query_len
 
     def _band(self, causal: bool) -> BandMask:
-        window = self.context.config.sliding_window
-        if (causal, window) not in self._bands:
-            self._bands[causal, window] = BandMask(
+        if causal not in self._bands:
+            self._bands[causal] = BandMask(
                 self.limits.tile_rows,
                 self.group,
                 causal=causal,
-                sliding_window=window,
+                sliding_window=self.context.config.sliding_window,
                 dtype=self.dtype,
                 device=self.context.device,
             )
-        return self._bands[causal, window]
+        return self._bands[causal]
 
     def _single(self, common: CommonAttentionMetadata, request: Request, band: BandMask) -> Piece:
         config, device = self.context.config, self.context.device
         rows = None
         if self.gather is not None:
-            rows = self._rows(common, request)
+            assert common.block_table_tensor is not None
+            table = common.block_table_tensor[request.index, None]
+            rows = self.gather.rows_at(table, torch.arange(request.low, request.high, device=device)[None])
         explicit = any(tile.first_key is None for tile in request.tiles)
         offsets = None
         if explicit or config.alibi:
@@ -199,21 +200,10 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         first_key = int(common.query_start_loc_cpu[request.index]) + request.low
         return Piece(1, tokens, request.keys, rows, first_key, None, tiles, offsets)
 
-    def _rows(self, common: CommonAttentionMetadata, request: Request) -> Tensor:
-        assert self.gather is not None
-        assert common.block_table_tensor is not None
-        size = self.gather.block_size
-        first, last = request.low // size, -(-request.high // size)
-        shape = (last - first, size)
-        blocks = common.block_table_tensor[request.index, first:last, None].expand(shape)
-        offsets = torch.arange(size, device=blocks.device).expand(shape)
-        part = slice(request.low - first * size, request.high - first * size)
-        return self.gather.rows(blocks.reshape(-1)[part], offsets.reshape(-1)[part])
-
     def _together(self, common: CommonAttentionMetadata, group: Group, band: BandMask) -> Piece:
         assert self.gather is not None
         assert common.block_table_tensor is not None
-        device, size = self.context.device, self.gather.block_size
+        device = self.context.device
         batch, rows = len(group.index), group.rows
         table, seq_lens = common.block_table_tensor, common.seq_lens
         tokens: slice | Tensor = slice(0, batch * rows)
@@ -231,12 +221,9 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         if group.padded or keys > group.keys:
             padding = torch.where(positions < 0, self._hidden, self._seen)[:, None, None]
             positions.clamp_(min=0)  # what is masked must be finite too
-        columns = torch.div(positions, size, rounding_mode="floor")
-        blocks = table.gather(1, columns)
-        offsets = torch.sub(positions, columns, alpha=size)
         tile = Tile(0, rows, 0, keys, 1 - keys)  # the last row stands at the last key
         key_offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
-        gathered = self.gather.rows(blocks.flatten(), offsets.flatten())
+        gathered = self.gather.rows_at(table, positions)
         return Piece(batch, tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
 
 
