@@ -4,8 +4,6 @@
 
     assert plan_of(ACME_ATTN, gqa_layer(), "h100").cuda_graph == "ALWAYS"
     assert list(reasons_of(ACME_ATTN, gqa_layer(alibi=True), "h100")) == ["alibi"]
-
-``attn_select.reference.running`` runs what was planned, ``attn_select.testing.strategies`` draws configurations.
 """
 
 from __future__ import annotations
