@@ -127,11 +127,7 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         """Return a piece's queries ``(B, num_kv_heads, T * group, head_size)``; row ``t * group + g``."""
         tokens = piece.tokens
         found = query[tokens] if isinstance(tokens, slice) else query.index_select(0, tokens)
-        if len(found) == piece.batch:
-            packed = found.view(piece.batch, self.kv_heads, self.group, self.key_size)
-        else:
-            packed = found.view(piece.batch, -1, self.kv_heads, self.group, self.key_size)
-            packed = packed.transpose(1, 2).flatten(2, 3)
+        packed = found.view(piece.batch, -1, self.kv_heads, self.group, self.key_size).transpose(1, 2).flatten(2, 3)
         packed = self._aligned(packed.to(self.dtype))
         return pad(packed, (0, self.width - self.key_size)) if self.width > self.key_size else packed
 
