@@ -1,9 +1,9 @@
 """What tests of a plugin's facts need: layers, devices and environments to ask about, and the gate's answers.
 
-    from attn_select.testing import gqa_layer, plan_of, reasons_of
+from attn_select.testing import gqa_layer, plan_of, reasons_of
 
-    assert plan_of(ACME_ATTN, gqa_layer(), "h100").cuda_graph == "ALWAYS"
-    assert list(reasons_of(ACME_ATTN, gqa_layer(alibi=True), "h100")) == ["alibi"]
+assert plan_of(ACME_ATTN, gqa_layer(), "h100").cuda_graph == "ALWAYS"
+assert list(reasons_of(ACME_ATTN, gqa_layer(alibi=True), "h100")) == ["alibi"]
 """
 
 from __future__ import annotations
