@@ -31,7 +31,7 @@ The order, cap before bias before mask, is FlashAttention-2's and vLLM's Triton 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,21 +41,6 @@ from attn_select.layer.features import PER_HEAD
 
 _MAX_SCORES = 2**24
 """Scores held at once: 128 MiB. Longer queries are taken in chunks of rows."""
-
-
-class AttentionOptions(TypedDict, total=False):
-    """What ``attention_reference`` takes beside the tensors and the scale."""
-
-    causal: bool
-    sliding_window: int | None
-    attention_chunk_size: int | None
-    logits_soft_cap: float | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    mm_prefix_ranges: Sequence[tuple[int, int]]
-    query_positions: Tensor | None
-    tree_mask: Tensor | None
-    spread: Tensor | None
 
 
 def attention_reference(
@@ -184,7 +169,7 @@ def visible_keys(
     return visible
 
 
-def attention_options(config: AttentionConfig, **per_head: Tensor | None) -> AttentionOptions:
+def attention_options(config: AttentionConfig, **per_head: Tensor | None) -> dict[str, Any]:
     """Return the mask and score options of a config, as the arguments of ``attention_reference``.
 
     Attention is causal where the type is ``decoder`` and ``non_causal`` is not set.
@@ -199,14 +184,13 @@ def attention_options(config: AttentionConfig, **per_head: Tensor | None) -> Att
         wanted = getattr(config, field)
         if wanted != (per_head.get(name) is not None):
             raise ValueError(f"{name} {'missing' if wanted else 'given'}, but the layer has {field} = {wanted}")
-    options: dict[str, Any] = {
+    return {
         "causal": config.attn_type == "decoder" and not config.non_causal,
         "sliding_window": config.sliding_window,
         "attention_chunk_size": config.attention_chunk_size,
         "logits_soft_cap": config.logits_soft_cap,
         **per_head,
     }
-    return cast(AttentionOptions, options)
 
 
 def varlen_reference(

@@ -32,14 +32,12 @@ from attn_select.reference.oracle_quant import (
     unpack_fp8_ds_mla,
 )
 
-KVCache = Tensor | tuple[Tensor, Tensor]
-"""One tensor, or for ``PAGED_ATTENTION`` also the pair of K and V."""
 Scale = Tensor | float | None
 
 
 def paged_reference(
     query: Tensor,
-    kv_cache: KVCache,
+    kv_cache: Tensor,
     layout: str,
     block_table: Tensor,
     query_start_loc: Tensor,
@@ -153,7 +151,7 @@ def slot_mapping_reference(
 
 
 def gather_reference(
-    kv_cache: KVCache,
+    kv_cache: Tensor,
     layout: str,
     slots: Tensor,
     config: AttentionConfig,
@@ -185,7 +183,7 @@ def gather_reference(
 
 
 def write_reference(
-    kv_cache: KVCache,
+    kv_cache: Tensor,
     key: Tensor,
     value: Tensor,
     slot_mapping: Tensor,
@@ -217,16 +215,13 @@ def write_reference(
             view[blocks, offsets] = stored.reshape(len(stored), *view.shape[2:])
 
 
-def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:
+def token_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> tuple[Tensor, ...]:
     """Return strided views of K and V, ``(num_blocks, block_size, ...)``; MLA layouts have one view for both."""
     # The last axes are ``(Hkv, D)`` and ``(Hkv, Dv)``; the K of PAGED_ATTENTION has ``(Hkv, D / x, x)``. FP8 is uint8.
     if layout not in LAYOUTS:
         raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    pair: tuple[Tensor, ...] = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
-    if config.cache_dtype in FP8_DTYPES:
-        pair = tuple(tensor.view(torch.uint8) for tensor in pair)
+    first = kv_cache.view(torch.uint8) if config.cache_dtype in FP8_DTYPES else kv_cache
     heads, size, value_size = config.num_kv_heads, config.head_size, config.value_head_size
-    first = pair[0]
     views: tuple[Tensor, ...]
     expected: list[tuple[int, ...]]
     if layout in (MLA, FP8_DS_MLA):
@@ -234,10 +229,9 @@ def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tupl
         expected = [(FP8_DS_MLA_BYTES if layout == FP8_DS_MLA else size,)]
     elif layout == PAGED_ATTENTION:
         x = 16 // first.element_size()
-        # As one tensor it is (2, num_blocks, heads, block_size * size), with both halves as wide as K.
-        k, v = (first[0], first[1]) if len(pair) == 1 else pair
-        k = k.view(len(k), heads, size // x, -1, x)
-        v = v.view(len(v), heads, -1, k.shape[3])[:, :, :value_size]
+        # (2, num_blocks, heads, block_size * size), with both halves as wide as K.
+        k = first[0].view(first.shape[1], heads, size // x, -1, x)
+        v = first[1].view(first.shape[1], heads, -1, k.shape[3])[:, :, :value_size]
         views = (k.permute(0, 3, 1, 2, 4), v.permute(0, 3, 1, 2))
         expected = [(heads, size // x, x), (heads, value_size)]
     else:
@@ -247,10 +241,9 @@ def token_views(kv_cache: KVCache, layout: str, config: AttentionConfig) -> tupl
         views = (k[..., :size], v[..., :value_size])
         expected = [(heads, size), (heads, value_size)]
     if [tuple(view.shape[2:]) for view in views] != expected:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in pair)
         raise ValueError(
-            f"kv_cache of shape {shapes} is not of layout {layout} with {heads} KV heads of size {size} and values of "
-            f"size {value_size}"
+            f"kv_cache of shape {tuple(kv_cache.shape)} is not of layout {layout} with {heads} KV heads of size {size} "
+            f"and values of size {value_size}"
         )
     return views
 

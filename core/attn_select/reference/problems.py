@@ -135,12 +135,17 @@ class Problem:
         Raises:
             ValueError: the layer has no cache.
         """
-        if self.layout is None or self.kv_cache is None or self.slot_mapping is None:
+        if self.kv_cache is None or self.slot_mapping is None:
             raise ValueError(f"attn_type = {self.config.attn_type!r}: this problem has no cache")
         cache = self.kv_cache.clone()
-        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        write_reference(cache, self.key, self.value, self.slot_mapping, self.layout, self.config, **scales)
+        self.write(cache, self.key, self.value, self.slot_mapping)
         return cache
+
+    def write(self, kv_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write tokens into a cache of this problem's layout and scales; arguments as in ``write_reference``."""
+        assert self.layout is not None, "the layer keeps no cache"
+        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        write_reference(kv_cache, key, value, slots, self.layout, self.config, **scales)
 
     def reference(
         self,
@@ -368,18 +373,14 @@ def _poisoned_cache(problem: Problem, nan_tails: bool, spare_blocks: int, draw: 
     cache = torch.empty(shape, dtype=dtype)
     cache.view(torch.uint8).fill_(0xFF)  # NaN in every float format, and in all parts of an fp8_ds_mla token
 
-    def write(row: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
-        slots = slot_mapping_reference(row, positions, block_size)
-        scales: dict[str, Any] = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
-        write_reference(cache, key, value, slots, layout, config, **scales)
-
     for row, count, (query_len, seq_len) in zip(problem.block_table, needed, problem.requests, strict=True):
         cached = seq_len if config.attn_type == "encoder_decoder" else max(0, seq_len - query_len)
-        write(row, torch.arange(cached), *_key_and_value(config, cached, draw))
+        slots = slot_mapping_reference(row, torch.arange(count * block_size), block_size)
+        problem.write(cache, *_key_and_value(config, cached, draw), slots[:cached])
         if not nan_tails:
-            tail = torch.arange(seq_len, count * block_size)
+            tail = slots[seq_len:]
             key, value = _key_and_value(config, len(tail), draw)
-            write(row, tail, key.sign() * LARGE, value.sign() * LARGE)
+            problem.write(cache, key.sign() * LARGE, value.sign() * LARGE, tail)
     return cache
 
 
@@ -519,12 +520,10 @@ def with_peaks(seed: int, drawn: Problem) -> Problem:
             factor = factor.clamp_max(E4M3_MAX * drawn.q_scale / met.abs().max())
         query[row] = (-factor if alone else factor) * met
         if before and cache is not None:
-            assert drawn.layout is not None
             assert drawn.block_table is not None
             place = torch.tensor([rng.choice((0, before - 1, rng.randrange(before)))], device=cache.device)
             slots = slot_mapping_reference(drawn.block_table[index], place, drawn.block_size or 16)
-            scales: dict[str, Any] = {"k_scale": drawn.k_scale, "v_scale": drawn.v_scale}
-            write_reference(cache, along[0][None], along[1][None], slots, drawn.layout, config, **scales)
+            drawn.write(cache, along[0][None], along[1][None], slots)
         if topk is not None and drawn.slot_mapping is not None:
             own = drawn.slot_mapping[row]
             topk[row, 0] = topk[row, 0] if bool((topk[row] == own).any()) else own

@@ -1,26 +1,12 @@
 """For authors of backends: the conformance suite, the test toolkit, and the float64 oracle. Needs torch.
 
-Proof that a backend runs what its spec promises:
-
 - ``conformance``: ``BackendConformance``, a pytest class to subclass with a spec. It needs pytest.
-
-What tests of a plugin use beside it:
-
 - ``toolkit``: layers, devices and environments to ask about; the gate's answers (``plan_of``, ``reasons_of``); the
   check of facts' sources; emulated modules; a plan with other texts, which decide nothing.
 - ``verdicts``: a file of what the gate says of a fixed list of layers on a GPU of each generation.
-- ``running``: one step through the layers that engines call, on poisoned memory. It needs ``attn_select.runtime``.
-- ``timed_steps``: one step of layers on random numbers, to be timed and compared (``attn-select bench``).
 - ``strategies``: configurations, devices and environments for hypothesis, which it needs.
 
-What is right:
-
-- ``problems``: random steps on poisoned memory (``Problem``).
-- ``oracle``: attention, its mask, and the merge of partials; the conventions are stated there.
-- ``oracle_paged``: the same on a paged cache of any layout, writing the cache, slot mappings.
-- ``oracle_mla``: multi-head latent attention, decompressed, absorbed and sparse.
-- ``oracle_quant``: FP8 with scales, and the 656-byte token of sparse MLA.
-- ``comparison``: distances between a result and its reference, and what distance is accepted per dtype and path.
+What is right, and how a step is drawn and run, stands in ``attn_select.reference``.
 """
 
 from __future__ import annotations

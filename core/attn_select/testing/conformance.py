@@ -52,8 +52,7 @@ from attn_select.testing.conformance_summary import SuiteCounts, SummaryPlugin, 
 from attn_select.testing.ranks import run_ranks
 from attn_select.testing.toolkit import (
     Outcomes,
-    check_plan,
-    check_stated,
+    check_outcome,
     codes,
     environment_of,
     outcomes,
@@ -380,9 +379,7 @@ def _check_outcomes(spec: BackendSpec, case: Case, found: Outcomes) -> None:
     """Check that a value outside the capabilities is refused with its code, and that no capability refuses others."""
     __tracebackhide__ = True
     for phase, outcome in found.items():
-        check_stated(phase, outcome)
-        if isinstance(outcome, BackendPlan):
-            check_plan(phase, outcome, case.config)
+        check_outcome(phase, outcome, case.config)
     outcome = found[case.phase]
     if case.changed is not None:
         text = f"{case.phase}: {case.changed} has a value that is not declared, so the gate must give {case.code!r}"

@@ -41,7 +41,7 @@ from attn_select.reference.running import (
 from attn_select.runtime import Capacity, ContextParallel, LayerGroup, attention_group, decodes_first
 from attn_select.runtime.cuda_graph import CudaGraphRunner
 from attn_select.testing.conformance_configs import Large
-from attn_select.testing.rank_steps import joined, part_of_rank, run_on_ranks, whole_layer
+from attn_select.testing.rank_steps import joined, part_of_rank, whole_layer
 
 __tracebackhide__ = True  # a failure shows the test and the plugin, not the suite between them
 WORKSPACE_TOKENS = 64
@@ -325,9 +325,10 @@ class Rig:
         return len(requests)
 
     def _run(self, drawn: Problem, **given: Any) -> Result:
-        if self.ranks is not None:
-            return run_on_ranks(self.group, drawn, self.ranks, output_scale=self.output_scale)
-        return run_problem(self.group, drawn, output_scale=self.output_scale, **given)
+        if self.ranks is None:
+            return run_problem(self.group, drawn, output_scale=self.output_scale, **given)
+        own = run_problem(self.group, part_of_rank(drawn, self.group, self.ranks), output_scale=self.output_scale)
+        return joined(self.group, drawn, self.ranks, own)
 
     def _bound(self, config: AttentionConfig, plans: Mapping[Phase, BackendPlan]) -> ErrorBound:
         """Return the suite's bound; what float32 rounds of a score of ``PEAK`` is accepted in its exponential."""

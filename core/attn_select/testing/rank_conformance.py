@@ -27,9 +27,7 @@ def layers_of(suite: BackendConformance, size: int, fields: Mapping[str, Any]) -
     _, device, environment = suite.place()
     for index in range(suite.num_configs):
         case = draw_case(suite.spec, suite.seed, index, suite.heads)
-        if case.changed is not None or not case.config.has_cache:
-            continue
-        if case.config.output_quantization == "fp4":
+        if case.changed is not None or not case.config.has_cache or case.config.output_quantization == "fp4":
             continue
         try:
             config = case.config.model_copy(update={**ALONE, **fields, "decode_context_parallel_size": size})

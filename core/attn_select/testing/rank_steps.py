@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_select.layer.config import AttentionConfig
 from attn_select.reference.oracle_paged import token_views
 from attn_select.reference.problems import Problem
-from attn_select.reference.running import Result, poison, run_problem
+from attn_select.reference.running import Result, poison
 from attn_select.runtime import ContextParallel, LayerGroup
 from attn_select.runtime.context_parallel.shares import Shares
 from attn_select.runtime.kv_cache import kv_cache_shape
@@ -67,11 +67,6 @@ def part_of_rank(drawn: Problem, group: LayerGroup, ranks: ContextParallel) -> P
         block_size=shares.block_size,
         kv_b_proj=weight,
     )
-
-
-def run_on_ranks(group: LayerGroup, drawn: Problem, ranks: ContextParallel, **given: Any) -> Result:
-    """Run a step of ``whole_layer`` on all ranks and return the whole layer's result; every rank calls it."""
-    return joined(group, drawn, ranks, run_problem(group, part_of_rank(drawn, group, ranks), **given))
 
 
 def joined(group: LayerGroup, drawn: Problem, ranks: ContextParallel, own: Result) -> Result:

@@ -20,6 +20,10 @@ from attn_select.runtime.rank_memory import RankLayout, RankMemory
 T = TypeVar("T")
 
 
+class _LeftAlone(RankError):
+    """A rank waits for one that failed."""
+
+
 class _Shared:
     """What the ranks share: who runs, and what they brought to the present operation."""
 
@@ -44,7 +48,7 @@ class ThreadCollectives:
             found = list(shared.brought)
             shared.meeting.wait()  # nobody brings anything new before all have read
         except threading.BrokenBarrierError:
-            raise RankError(f"rank {self.rank}: another rank failed") from None
+            raise _LeftAlone(f"rank {self.rank}: another rank failed") from None
         finally:
             shared.running.acquire()
         return found
@@ -94,10 +98,6 @@ def run_ranks(size: int, function: Callable[[ThreadCollectives], T]) -> list[T]:
         thread.start()
     for thread in threads:
         thread.join()
-    own = [error for error in errors if error is not None]
-    for error in own:
-        if not (isinstance(error, RankError) and "another rank failed" in str(error)):
-            raise error
-    if own:
-        raise own[0]
+    if raised := [error for error in errors if error is not None]:
+        raise min(raised, key=lambda error: isinstance(error, _LeftAlone))
     return results

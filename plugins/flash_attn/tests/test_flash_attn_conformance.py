@@ -135,16 +135,6 @@ class TestFlashAttn(Real):
     max_compile_keys = 1  # FA2 on Hopper compiles for a minute per kernel
 
 
-@pytest.mark.gpu
-class TestFlashAttnHybrid(Real):
-    """What option ``hybrid`` is for: NaN behind a sequence's end stays there."""
-
-    spec = FLASH_ATTN
-    options: ClassVar[Mapping[str, Any]] = {"hybrid": True}
-    num_configs = 60
-    max_compile_keys = 1
-
-
 def fa4_kernels(config: AttentionConfig) -> tuple[Any, ...]:
     """Return what CuTe DSL compiles FA4 for, as far as a layer says it."""
     features = (config.sliding_window is not None, config.logits_soft_cap, config.sinks, config.has_cache)

@@ -1,4 +1,4 @@
-"""Drafts that form a tree: every backend of torch masks them as the oracle does, among prefills and single tokens."""
+"""Drafts that form a tree: ``TORCH_SDPA`` and ``TORCH_MLA`` mask as the oracle does, among other requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from attn_select.reference.running import check_result, common_of, problem_for, 
 from attn_select.runtime import Capacity, attention_group
 from attn_select.testing import gqa_layer, mla_layer
 from attn_select.testing.toolkit import selection_of
-from attn_select_torch.facts.flex_attention import FLEX_ATTENTION
 from attn_select_torch.facts.torch_mla import TORCH_MLA
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
 
@@ -50,12 +49,6 @@ def test_trees_and_other_masks(spec: Any, fields: dict[str, Any]) -> None:
     group = group_for(spec, **fields)
     for seed in range(3):
         check(group, seed)
-
-
-@pytest.mark.slow(guard="test_trees_and_other_masks")
-@pytest.mark.parametrize("fields", [{}, {"mm_prefix": True, "sliding_window": 5}], ids=["plain", "images"])
-def test_trees_in_flex_attention(fields: dict[str, Any]) -> None:
-    check(group_for(FLEX_ATTENTION, **fields), 0)
 
 
 def test_trees_behind_a_shared_prefix() -> None:

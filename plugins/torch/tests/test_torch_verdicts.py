@@ -15,7 +15,7 @@ from attn_select_torch.plugin import attn_select_register_backends
 Fields = dict[str, Any]
 SINKS: Fields = {"sinks": True}
 FP32: Fields = {"dtype": "float32"}
-VERSIONS: list[Situation] = [{"pins": {"torch": version}} for version in ("2.4.1", "2.5.0", "2.9.0")]
+VERSIONS: list[Situation] = [{"pins": {"torch": version}} for version in ("2.8.0", "2.9.0")]
 SDPA: list[Situation] = [
     {
         "layers": [

@@ -96,25 +96,16 @@ class FlashAttnOptions(BackendOptions):
         "auto", description="FlashAttention's major version; auto is 3 on 9.0, 4 on 10.x and 2 elsewhere"
     )
     provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
-    hybrid: bool = Field(
-        False,
-        strict=True,
-        description="set it where the cache's memory also serves other state (Mamba layers), so that NaN may lie "
-        "behind a sequence's end: only kernel blocks of 64, 32 and 16 tokens are used, which kernels do not read whole",
-    )
 
 
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 """K and V may be strided views with a contiguous last dimension (ran on H100, FA3 of vLLM 0.26.0, 2026-11-21; vLLM
 0.33.0 passes HND-ordered views to FA2 and FA3)."""
 
-_ANY_PAGE = (16, 1)
-_PAGES = {1: _ANY_PAGE, 16: (16,), 256: (256,)}
-_HYBRID_PAGES = (64, 32, 16)
-"""Block sizes in tokens that are smaller than the kernels' tile of keys. FA3 loads whole blocks where their size is a
-multiple of its tile, and a NaN in the unused part reaches the output in spite of its weight of 0
-(Dao-AILab/flash-attention #1974 and hopper/flash_api.cpp 0251105, get_pagedkv_tma; vllm-project/vllm #27753, which
-#36701 took back because vLLM zeroes blocks)."""
+_PAGES = {1: (16, 1), 16: (16,), 256: (256,)}
+"""Block sizes in tokens by ``page_multiple``. FA3 loads whole blocks where their size is a multiple of its tile, and a
+NaN in the unused part reaches the output in spite of its weight of 0 (Dao-AILab/flash-attention #1974 and
+hopper/flash_api.cpp 0251105, get_pagedkv_tma): so its blocks are smaller than every tile of keys."""
 
 _UNQUANTISED = "--kv-cache-dtype auto"
 _FP8_NEEDS = "16-bit KV only, FP8 needs FA3 on compute capability 9.0 or FA4 on 10.x"
@@ -136,9 +127,7 @@ _SPLIT_BYTES = (
 )
 
 
-def objections(
-    build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None, hybrid: bool = False
-) -> list[Objection]:
+def objections(build: FlashAttnBuild, config: AttentionConfig, capability: tuple[int, int] | None) -> list[Objection]:
     """Return the reasons against one build for a layer on a device of that compute capability; empty: it runs."""
     found: list[Objection] = []
     if build.version == 4:
@@ -150,19 +139,6 @@ def objections(
     if build.version == 2 and config.attn_type == "encoder_decoder" and window is not None:
         found.append(Objection("sliding-window", _FA2_CROSS, f"sliding window {window}", window))
     size, page = config.block_size, build.page_multiple.value
-    if hybrid and config.has_cache:
-        page = max(page, _HYBRID_PAGES[-1])
-        if page > _HYBRID_PAGES[0]:
-            what, remedy = "cache memory shared with other state", "backends.FLASH_ATTN.hybrid = false"
-            found.append(
-                Objection(
-                    "hybrid",
-                    f"takes blocks of {page} tokens, and at most {_HYBRID_PAGES[0]} are safe",
-                    what,
-                    True,
-                    remedy,
-                )
-            )
     if size is not None and size % page and config.has_cache:
         found.append(Objection("block-size", page, f"block size {size}", size))
     dtype, heads = config.kv_cache_dtype, config.head_size
@@ -241,7 +217,7 @@ def plan(
     chosen = choose(
         builds_for(capability, config.batch_invariant),
         environment,
-        lambda build: objections(build, config, capability, options.hybrid),
+        lambda build: objections(build, config, capability),
         pins=pins,
         capability=capability,
     )
@@ -257,7 +233,7 @@ def plan(
         why = _WITH_ALIBI
     splits_keys = chosen.version != 4 or capability != HOPPER
     kernel = kernel_of(chosen, config.has_cache, splits_keys=splits_keys)
-    made = _plan_with(chosen, kernel, config, options.hybrid, why, notes_on_build(chosen, capability))
+    made = _plan_with(chosen, kernel, config, why, notes_on_build(chosen, capability))
     marks = [_WIDE_UNPROVEN] if config.head_size > 256 else []
     if chosen.version == 3 and config.head_size == 192 and config.sliding_window is not None:
         marks.append(_WRONG_ONCE)
@@ -271,17 +247,11 @@ def _plan_with(
     build: FlashAttnBuild,
     kernel: FlashAttnKernel,
     config: AttentionConfig,
-    hybrid: bool,
     because: str,
     notes: tuple[str, ...],
 ) -> BackendPlan:
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
     cached = config.has_cache
-    pages = _PAGES[build.page_multiple.value]
-    if hybrid:
-        # With a window and such heads FA3's tile is 64 keys (hopper/tile_size.h 0251105).
-        small_tile = config.head_size > 192 and config.sliding_window is not None
-        pages = _HYBRID_PAGES[1:] if small_tile else _HYBRID_PAGES
     if config.v_head_size is not None and config.v_head_size < config.head_size and cached:
         notes = (*notes, _NARROW_V)
     if fp8 and config.dtype == "float16":
@@ -297,7 +267,7 @@ def _plan_with(
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=True,
         kv_layouts=LAYOUTS if kernel.paged else (),
-        kernel_block_sizes=pages if kernel.paged else (),
+        kernel_block_sizes=_PAGES[build.page_multiple.value] if kernel.paged else (),
         cuda_graph="UNIFORM_BATCH" if build.version == 2 else "ALWAYS",
         provider=build.provider,
         notes=notes,

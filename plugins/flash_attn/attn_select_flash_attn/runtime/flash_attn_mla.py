@@ -26,7 +26,7 @@ from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
-from attn_select_flash_attn.runtime.latent import LatentParts, rope_width
+from attn_select_flash_attn.runtime.latent import cache_parts, query_parts, rope_width
 from attn_select_flash_attn.runtime.schedule import Scheduler
 
 _NOTHING: Arguments = {}
@@ -115,12 +115,10 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
         config = context.config
-        parts = LatentParts(config)
-        self._query_parts = parts.of_query
-        self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.unsqueeze(2)))
+        self._parts = CacheView(lambda kv_cache: cache_parts(kv_cache.unsqueeze(2), config))
         self._decode = _adapter(context, "decode")
         self._latent_query = "" if self._decode is None else self._decode.latent_query
-        # Without a rope part the kernel is given some of the latent in its place (``LatentParts``).
+        # Without a rope part the kernel is given some of the latent in its place (``cache_parts``).
         known = self._decode is not None and self._decode.build.version == 3
         self.takes_query_parts = known and bool(config.qk_rope_head_dim)
         self._prefill = _adapter(context, "prefill")
@@ -142,7 +140,7 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         tokens = attn_metadata.num_tokens
         if not tokens:
             return outputs.output
-        latent_query, rope_query = query if isinstance(query, tuple) else self._query_parts(query)
+        latent_query, rope_query = query if isinstance(query, tuple) else query_parts(query, self.context.config)
         if rope_query.shape[0] != tokens:
             latent_query, rope_query = latent_query[:tokens], rope_query[:tokens]
         latent, rope = self._parts(kv_cache)

@@ -25,7 +25,7 @@ from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
 from attn_select_flash_attn.runtime.adapters import Adapter, GatherAdapter, Step, adapter_for
-from attn_select_flash_attn.runtime.latent import LatentParts
+from attn_select_flash_attn.runtime.latent import cache_parts, query_parts
 from attn_select_flash_attn.runtime.schedule import MOST_SPLIT_REQUESTS
 
 
@@ -69,10 +69,9 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
 
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
-        parts = LatentParts(context.config)
-        self._query_parts = parts.of_query
+        config = context.config
         # (slots, page of one token, one head, width)
-        self._parts = CacheView(lambda kv_cache: parts.of_cache(kv_cache.view(-1, 1, 1, kv_cache.shape[2])))
+        self._parts = CacheView(lambda kv_cache: cache_parts(kv_cache.view(-1, 1, 1, kv_cache.shape[2]), config))
         self._adapter = _adapter(context)
         self._layer = self._adapter.layer_arguments(terms)
         self._most = context.max_num_batched_tokens
@@ -93,7 +92,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
             return outputs.output
         part = outputs.first(tokens)
         (pages, counts), adapter = ops.slots_in_front(topk_indices[:tokens]), self._adapter
-        latent_query, rope_query = self._query_parts(query[:tokens])
+        latent_query, rope_query = query_parts(query[:tokens], self.context.config)
         latent, rope = self._parts(kv_cache)
         arguments = {**self._layer, adapter.latent_query: latent_query}
         if isinstance(adapter, GatherAdapter):

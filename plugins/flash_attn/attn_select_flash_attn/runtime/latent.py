@@ -16,20 +16,13 @@ def rope_width(config: AttentionConfig) -> int:
     return config.qk_rope_head_dim or WITHOUT_ROPE
 
 
-class LatentParts:
-    """Takes absorbed queries and latents of one kind of layers apart."""
+def query_parts(query: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return the latent's part ``(T, H, rank)`` and the rope part ``(T, H, rope_width)`` of an absorbed query."""
+    latent, rope = query.tensor_split([config.kv_lora_rank or 0], dim=-1)
+    return latent, rope if config.qk_rope_head_dim else query.new_zeros(*query.shape[:2], WITHOUT_ROPE)
 
-    def __init__(self, config: AttentionConfig) -> None:
-        self._sizes = [config.kv_lora_rank or 0, config.qk_rope_head_dim or 0]
 
-    def of_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latent's part ``(T, H, rank)`` and the rope part ``(T, H, rope_width)`` of an absorbed query."""
-        latent, rope = query.split_with_sizes(self._sizes, dim=-1)
-        if not self._sizes[1]:
-            rope = query.new_zeros(*query.shape[:2], WITHOUT_ROPE)
-        return latent, rope
-
-    def of_cache(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return V ``(..., rank)`` and K ``(..., rope_width)`` of latents ``(..., rank + rope)``."""
-        latent, rope = latents.split_with_sizes(self._sizes, dim=-1)
-        return latent, rope if self._sizes[1] else latents[..., :WITHOUT_ROPE]
+def cache_parts(latents: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return V ``(..., rank)`` and K ``(..., rope_width)`` of latents ``(..., rank + rope)``."""
+    latent, rope = latents.tensor_split([config.kv_lora_rank or 0], dim=-1)
+    return latent, rope if config.qk_rope_head_dim else latents[..., :WITHOUT_ROPE]

@@ -55,18 +55,9 @@ DENSE: list[Situation] = [
         ],
     },
     {"options": {"provider": "flash-attn"}, "layers": [{}, {"block_size": 512}]},
-    {
-        "options": {"hybrid": True},
-        "layers": [
-            *({"block_size": size} for size in (1, 16, 24, 544)),
-            *({"head_size": head, "sliding_window": window} for head, window in ((256, None), (192, 9), (256, 9))),
-            *(FP8, ENCODER),
-        ],
-    },
     installed(ALIBI, FP8),
     installed(SINKS, ALIBI, **{"flash-attn-3": "3.0.0"}),
     installed({"block_size": 16}, {"block_size": 512}, **{"flash-attn": "2.8.3"}),
-    {**installed(**{"flash-attn": "2.8.3"}), "options": {"hybrid": True}},
     installed({**SINKS, "num_heads": 128}, {**SINKS, **WIDE}, {"head_size": 512}, vllm="0.26.0"),
     installed({"head_size": 512}, vllm="0.32.0"),
     installed({"head_size": 512}, {"head_size": 256}, {**SINKS, **WIDE}, {"block_size": 1}, vllm="0.33.0"),

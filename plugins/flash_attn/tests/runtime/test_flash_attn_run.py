@@ -201,14 +201,13 @@ def test_a_step_that_is_not_causal_sees_a_window_to_both_sides(emulate: Emulate)
 
 
 @pytest.mark.parametrize(("provider", "gpu"), [("vllm", "h100"), ("vllm", "a100")])
-def test_blocks_of_hybrid_models_are_split(provider: str, gpu: str, emulate: Emulate) -> None:
-    """Sizes that Mamba states lead to, such as 544, run in the largest small blocks that divide them."""
+def test_blocks_are_split(provider: str, gpu: str, emulate: Emulate) -> None:
+    """Sizes that Mamba states lead to, such as 544, run in blocks that no kernel reads whole."""
     emulate(provider)
-    for size, kernel_size in ((544, 32), (64, 64), (128, 64), (48, 16)):
+    for size in (544, 64, 48):
         config = layers.small_layer(block_size=size)
-        selection = selection_of(FLASH_ATTN, config, gpu, options={"provider": provider, "hybrid": True})
-        group = layers.group_of(selection)
-        assert (group.block_size, group.kernel_block_size) == (size, kernel_size)
+        group = layers.group_of(selection_of(FLASH_ATTN, config, gpu, options={"provider": provider}))
+        assert (group.block_size, group.kernel_block_size) == (size, 16)
     common, cache = random_batch(group, [1, 5], [30, 70])
     layer = Attention(group, caller_writes=True)
     assert cache.shape[2] == 16

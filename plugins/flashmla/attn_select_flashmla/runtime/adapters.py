@@ -96,10 +96,6 @@ class Adapter(ABC):
     def new_schedule(self) -> Any:
         """Return an empty schedule for ``dense`` or ``sparse_decode``."""
 
-    def new_fp8_schedule(self) -> TensorSchedule:
-        """Return an empty schedule for ``dense_fp8``."""
-        return TensorSchedule()
-
     def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
         """Attend with ``query (B, q_len, H, 576)`` to a 16-bit ``kv_cache (blocks, 64, 1, 576)`` of its dtype.
 
@@ -113,7 +109,7 @@ class Adapter(ABC):
     def dense_fp8(
         self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, descales: tuple[Tensor, ...]
     ) -> Result:
-        """As ``dense`` with query and cache in e4m3, and a schedule of ``new_fp8_schedule``; the output is bfloat16.
+        """As ``dense`` with query and cache in e4m3, and a ``TensorSchedule``; the output is bfloat16.
 
         ``descales`` float32 ``(1,)`` undo the quantisation of query and cache.
         """

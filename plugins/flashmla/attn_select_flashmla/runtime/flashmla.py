@@ -8,6 +8,7 @@ what comes out of these is dropped. The host knows which rows those are, so noth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashmla.facts.builds import FlashMLAKernel
-from attn_select_flashmla.runtime.adapters import RANK, DenseBatch, adapter_for
+from attn_select_flashmla.runtime.adapters import RANK, DenseBatch, TensorSchedule, adapter_for
 from attn_select_flashmla.runtime.lse import store_lse
 
 
@@ -58,9 +59,8 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         kernel = _kernel(context)
-        adapter = adapter_for(kernel)
         self._fp8 = kernel.function == "dense_fp8"
-        self._new_schedule = adapter.new_fp8_schedule if self._fp8 else adapter.new_schedule
+        self._new_schedule: Any = TensorSchedule if self._fp8 else adapter_for(kernel).new_schedule
         self._tables: dict[int, Tensor] = {}  # by their width, since graphs hold the address
 
     def build(

@@ -181,14 +181,10 @@ class FlashMLASparseImpl(MLAAttentionImpl):
         # Padding of ``topk_indices`` is exactly -1: the decode kernel takes any other negative number for an address.
         # Checked mode refuses it.
         assert topk_indices is not None
-        spans = attn_metadata.spans
-        if len(spans) == 1 and spans[0].rows.stop == query.shape[0] and not spans[0].rows.start:
-            if query.shape[0]:
-                self._run(spans[0], query, kv_cache, outputs, topk_indices)
-            return outputs.output
-        for span in spans:
+        for span in attn_metadata.spans:
             rows = span.rows
-            self._run(span, query[rows], kv_cache, outputs.rows(rows), topk_indices[rows])
+            if rows.start < rows.stop:
+                self._run(span, query[rows], kv_cache, outputs.rows(rows), topk_indices[rows])
         return outputs.output
 
     def _run(self, span: Span, query: Tensor, kv_cache: Tensor, outputs: Outputs, indices: Tensor) -> None:

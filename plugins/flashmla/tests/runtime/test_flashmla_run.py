@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -151,26 +150,6 @@ def test_an_output_with_strides(emulate: Emulate) -> None:
     plain, strided = torch.empty(4, 4, 512, dtype=torch.bfloat16), torch.empty(4, 512, 4, dtype=torch.bfloat16)
     assert impl.forward_mqa(query, cache, metadata, Outputs(plain)) is plain
     assert torch.equal(impl.forward_mqa(query, cache, metadata, Outputs(strided.transpose(1, 2))), plain)
-
-
-def test_a_build_that_cannot_be_imported_is_named(emulate: Emulate) -> None:
-    emulate("vllm")
-    with pytest.raises(KernelMismatchError, match=r"^FlashMLA of sgl-flash-mla: flash_mla.* cannot be imported"):
-        group_of(layer_config(), "sgl-flash-mla")
-
-
-def test_another_signature_is_named(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "vllm.third_party.flashmla.flash_mla_interface"
-
-    def changed(q: Any, cache: Any, table: Any) -> None: ...
-
-    functions = {**flashmla_emulated.MODULES["vllm"][name], "flash_mla_with_kvcache": changed}
-    monkeypatch.setitem(flashmla_emulated.MODULES["vllm"], name, functions)
-    emulate("vllm")
-    with pytest.raises(
-        KernelMismatchError, match=r"flash_mla_with_kvcache has another .* It takes \(q, cache, table\)"
-    ):
-        group_of(layer_config())
 
 
 def test_upstream_from_before_schedule_objects_is_refused(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,8 @@ from attn_select.layer.dtypes import BITS
 from attn_select.layer.layouts import FLASH_ATTN_NHD
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
-from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU
+from attn_select_torch.facts.torch_library import PADDED_V, RAN_ON_CPU, TORCH
 
-TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.9")
-"""2.9 has ``AuxRequest``, by which the log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has none)."""
 TRITON = Library("triton", "triton", "pip install triton")
 """On a GPU inductor generates Triton; PyPI's torch for Linux brings it."""
 
@@ -58,7 +56,6 @@ CAPABILITIES = Capabilities(
     alibi=Fact(False, _NO_SCORE_MOD),
     sinks=Fact(False, _NO_SCORE_MOD),
     mm_prefix=Fact(True, _MASK_MOD),
-    draft_tree=Fact(True, _MASK_MOD),
     non_causal=Fact(True, _MASK_MOD),
     batch_invariant=Fact(True, f"{_RAN_ON_H100}: bitwise equal with fixed tiles (FORCE_USE_FLEX_ATTENTION); GPUs only"),
     decode_context_parallel=Fact(True, f"{_RAN_ON_H100}: AuxRequest(lse=True); GPUs only"),
@@ -214,7 +211,6 @@ def compile_key(config: AttentionConfig) -> object:
         config.cache_dtype,
         config.has_cache,
         config.mm_prefix,
-        config.draft_tree and config.num_speculative_tokens,
     )
 
 

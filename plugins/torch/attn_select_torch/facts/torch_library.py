@@ -6,8 +6,9 @@ from attn_select.backends.spec import ComputeCapabilities, Fact, Library
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import Device
 
-TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.5")
-"""2.5 brought ``enable_gqa`` to ``scaled_dot_product_attention`` (pytorch/pytorch torch/nn/functional.py v2.5.0)."""
+TORCH = Library("torch", "torch", "pip install torch numpy", ">=2.9")
+"""2.9 has ``AuxRequest``, by which FlexAttention's log-sum-exp is asked for (flex_attention.py v2.9.0; v2.7.0 has
+none); 2.8 brought ``out_dtype`` to ``bmm``."""
 
 OWN = "own composition of torch operators"
 RAN_ON_CPU = "ran on CPU, torch 2.13.0"

@@ -156,10 +156,6 @@ def _rows(tensor: Tensor, part: slice) -> Tensor:
     return tensor if tensor.ndim < 2 or tensor.shape[-2] == 1 else tensor[..., part, :]
 
 
-_BMM_TO_FLOAT32 = hasattr(torch.ops.aten.bmm, "dtype")
-"""Whether ``bmm`` can write the float32 sums of 16-bit factors (``out_dtype``, CUDA only)."""
-
-
 def _products(query: Tensor, keys: Tensor) -> Tensor:
     """Return ``q . k`` float32 ``(B, H, T, S)``: rounding scores to 16 bits would cost most of the accuracy."""
     batch, heads, rows, size = query.shape
@@ -169,7 +165,7 @@ def _products(query: Tensor, keys: Tensor) -> Tensor:
     right = keys.reshape(batch * kv_heads, num_keys, size).transpose(1, 2)
     if left.dtype == torch.float32:
         product = torch.bmm(left, right)
-    elif left.device.type == "cuda" and _BMM_TO_FLOAT32:
+    elif left.device.type == "cuda":  # no other device writes float32 sums of 16-bit factors
         product = torch.bmm(left, right, out_dtype=torch.float32)
     else:
         product = torch.bmm(left.float(), right.float())

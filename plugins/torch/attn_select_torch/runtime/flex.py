@@ -26,7 +26,6 @@ def _masked(
     full: tuple[Tensor, Tensor],
     bounds: tuple[Tensor, ...],
     pages: tuple[Tensor, Tensor] | None,
-    trees: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
     stages: int,
     with_lse: bool,
@@ -38,10 +37,6 @@ def _masked(
         if pages is not None:
             position = pages[1][pages[0][row] + place // TILE] * TILE + place % TILE
         seen = (bounds[0][row] <= position) & (position <= bounds[1][row])
-        if trees is not None:
-            place = position - trees[0][row]
-            draft = place.clamp(0, trees[2].shape[1] - 1)
-            seen = seen & ((place < 0) | trees[2][trees[1][row], draft])
         if len(bounds) > 2:
             seen = seen | ((bounds[2][row] <= position) & (position <= bounds[3][row]))
         return seen
@@ -113,8 +108,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             # Laid out like the queries: a tile holds keys of one request alone, whatever else is in the batch.
             keys, values = key.index_select(0, metadata.tokens), value.index_select(0, metadata.tokens)
         if self.on_cpu:
-            num_blocks = -(-len(keys) // TILE)
-            partial, full = metadata.widened(num_blocks)
+            partial, full = (each.widened(-(-len(keys) // TILE)) for each in (partial, full))
         queries = query.index_select(0, metadata.tokens).transpose(0, 1)[None]
         keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         lists = [(one.counts, one.indices) for one in (partial, full)]
@@ -128,7 +122,6 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
                 *lists,
                 metadata.bounds,
                 pages,
-                metadata.trees,
                 self.terms.scale,
                 self.stages,
                 not self.on_cpu,

@@ -21,7 +21,7 @@ from attn_select.runtime.backend import AttentionMetadataBuilder, BackendContext
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select_torch.facts.flex_attention import TILE
-from attn_select_torch.runtime.flex_rows import FAR, Rows, lay_out, spans_of
+from attn_select_torch.runtime.flex_rows import FAR, lay_out, spans_of
 
 _LEAST_ROWS, _LEAST_PAGES = 2**14, 2**20
 """Least sizes of what masks read: static ones, in powers of two, since each size is compiled anew."""
@@ -87,24 +87,14 @@ class FlexMetadata:
     block_table: Tensor | None  # int32 ``(B, W)``; None without a cache
     present: Tensor  # int32 ``(B, 2)``, first and end column of the block table that the request's rows see
     tails: Tails | None  # what is cleared before the cache is read; None without a cache
-    # where drafts may form a tree, per row the position of its request's first token of this step and the row's token,
-    # int32, and bool ``(tokens, 1 + drafts)``; all of static sizes
-    trees: tuple[Tensor, Tensor, Tensor] | None
     make_pages: Callable[[FlexMetadata, int], Pages]  # makes ``pages``, which needs the size of the cache
     _pages: Pages | None = None
-    _widened: tuple[int, BlockLists, BlockLists] | None = None
 
     def pages(self, num_blocks: int) -> Pages:
         """Return the way back to positions for a cache of ``num_blocks``: made for one layer, kept for the others."""
         if self._pages is None or self._pages.num_blocks != num_blocks:
             self._pages = self.make_pages(self, num_blocks)
         return self._pages
-
-    def widened(self, num_blocks: int) -> tuple[BlockLists, BlockLists]:
-        """Return ``partial`` and ``full`` with at least ``num_blocks`` columns; kept for the other layers too."""
-        if self._widened is None or self._widened[0] != num_blocks:
-            self._widened = (num_blocks, self.partial.widened(num_blocks), self.full.widened(num_blocks))
-        return self._widened[1:]
 
 
 class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
@@ -156,25 +146,11 @@ class FlexBuilder(AttentionMetadataBuilder[FlexMetadata]):
             block_table=table,
             present=to_device(present, device),
             tails=None if table is None else self._tails(table, common.seq_lens),
-            trees=self._trees(rows, common),
             make_pages=self._pages,
         )
         if self._num_blocks:
             metadata.pages(self._num_blocks)  # captured kernels read it: it must be this batch's from now on
         return metadata
-
-    def _trees(self, rows: Rows, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor, Tensor] | None:
-        if rows.drafts_from is None:
-            return None
-        present = self._persistent.get("trees")
-        if present is None:
-            shape = self.context.max_num_batched_tokens, self.context.config.max_decode_query_len
-            present = torch.zeros(shape, dtype=torch.bool, device=self.context.device)
-            if self.context.cuda_graphs:
-                self._persistent["trees"] = present
-        if common.tree_mask is not None:
-            present[: common.num_actual_tokens].copy_(common.tree_mask[: common.num_actual_tokens])
-        return self._padded("drafts from", rows.drafts_from), self._padded("row tokens", rows.tokens), present
 
     def _padded(self, name: str, values: Tensor) -> Tensor:
         """Return values per row on the device, in a tensor of static size."""

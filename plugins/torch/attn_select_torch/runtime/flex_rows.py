@@ -26,9 +26,6 @@ class Rows:
     valid: Tensor  # bool, False for padding
     bounds: list[Tensor]  # int32, first and last position that each row sees; a pair more for image ranges
     first_rows: Tensor  # int32, the first row of each request
-    # int32, per row the position of its request's first token of this step, from which on drafts form a tree, or
-    # ``FAR``; None where the layer has no trees
-    drafts_from: Tensor | None = None
 
 
 def lay_out(common: CommonAttentionMetadata, config: AttentionConfig, paged: bool, fixed: bool) -> Rows:
@@ -66,9 +63,6 @@ def lay_out(common: CommonAttentionMetadata, config: AttentionConfig, paged: boo
     if config.mm_prefix:
         first_positions = (seq_lens - lens).tolist()
         rows.bounds += _image_bounds(rows, common.mm_prefix_ranges or (), lens.tolist(), first_positions)
-    if config.draft_tree:
-        has_tree = lens <= (0 if common.tree_mask is None else common.tree_mask.shape[1])
-        rows.drafts_from = torch.where(has_tree, seq_lens - lens, FAR)[at]
     return rows
 
 
@@ -105,8 +99,6 @@ def spans_of(rows: Rows, starts: Tensor | None) -> list[Tensor]:
     padding = ~rows.valid.view(rows.tiles, TILE)
     latest = first.masked_fill(blind, FAR).masked_fill(padding, 0).amax(1)
     earliest = last.masked_fill(blind, -1).masked_fill(padding, FAR).amin(1)
-    if rows.drafts_from is not None:  # what a tree may hide is masked
-        earliest = torch.minimum(earliest, rows.drafts_from.view(rows.tiles, TILE).amin(1) - 1)
     nothing = low > high
     start, end = start.masked_fill(nothing, 0), end.masked_fill(nothing, 0)
     full = torch.minimum(torch.maximum((latest + TILE - 1) // TILE, start), end)

@@ -23,19 +23,13 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._views: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised, contiguous ``(rows, columns)``."""
-        view = self._views.get((name, rows, columns, dtype))
-        if view is None:
-            size = rows * columns
-            kept = self._kept.get((name, dtype))
-            if kept is None or kept.numel() < size:
-                kept = self._kept[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
-                self._views = {key: value for key, value in self._views.items() if key[0] != name}
-            view = self._views[name, rows, columns, dtype] = kept[:size].view(rows, columns)
-        return view
+        size, kept = rows * columns, self._kept.get((name, dtype))
+        if kept is None or kept.numel() < size:
+            kept = self._kept[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return kept[:size].view(rows, columns)
 
 
 class CacheGather:
@@ -64,6 +58,12 @@ class CacheGather:
             return first
         heads = torch.arange(self.config.num_kv_heads, device=first.device) * self.block_size
         return (heads[:, None] + first).flatten()
+
+    def rows_at(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Return the rows of tokens at ``positions``, int64 ``(B, S)``, of requests with block tables ``(B, W)``."""
+        columns = torch.div(positions, self.block_size, rounding_mode="floor")
+        offsets = torch.sub(positions, columns, alpha=self.block_size)
+        return self.rows(table.gather(1, columns).flatten(), offsets.flatten())
 
     def read(self, kv_cache: Tensor, rows: Tensor, batch: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
         """Return keys and values ``(batch, num_kv_heads, N / batch, width)``, overwritten by the next call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from attn_select.runtime.metadata import CommonAttentionMetadata, Ranges
 from attn_select_torch.runtime.dense_attention import Range, visible_intervals
@@ -124,7 +125,6 @@ class Group:
     rows: int  # tokens of each
     index: Sequence[int]  # their numbers in the batch, ascending
     first_tokens: Sequence[int]  # of each request's rows, in the step
-    seq_lens: Sequence[int]  # keys of each
     keys: int  # the most keys that one of them sees
     padded: bool  # whether another sees fewer
 
@@ -143,20 +143,12 @@ def equal_queries(
     if min(seq_lens) < rows:
         return None
     keys = seq_lens if window is None else [min(seq_len, rows + window - 1) for seq_len in seq_lens]
-    most = max(keys)
-    if 2 * most > limits.group_keys:  # not even two requests of this length may go together
+    if 2 * max(keys) > limits.group_keys:  # not even two requests of this length may go together
         return None
-    whole, starts = range(number), range(0, rows * number, rows)
-    if _fit(number, most, sum(keys), limits):
-        return [Group(rows, whole, starts, seq_lens, most, min(keys) < most)]
-    order = sorted(whole, key=keys.__getitem__)
-    groups = []
-    for first, last in _by_length([keys[index] for index in order], limits):
-        index, longest = sorted(order[first:last]), keys[order[last - 1]]
-        lens = [seq_lens[request] for request in index]
-        padded = keys[order[first]] < longest
-        groups.append(Group(rows, index, [rows * request for request in index], lens, longest, padded))
-    return groups
+    return [
+        Group(rows, index, [rows * request for request in index], most, padded)
+        for index, most, padded in _cut(keys, limits)
+    ]
 
 
 def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | Group]:
@@ -169,15 +161,13 @@ def grouped(requests: Sequence[Request], limits: Limits) -> Iterator[Request | G
         else:
             yield request
     for rows, found in alike.items():
-        found.sort(key=lambda request: request.keys)
-        for first, last in _by_length([request.keys for request in found], limits):
-            part = sorted(found[first:last], key=lambda request: request.index)
+        for numbers, most, padded in _cut([request.keys for request in found], limits):
+            part = [found[number] for number in numbers]
             if len(part) == 1:
                 yield part[0]
                 continue
-            fewest, most = found[first].keys, found[last - 1].keys
-            index, lens = [request.index for request in part], [request.seq_len for request in part]
-            yield Group(rows, index, [request.first_token for request in part], lens, most, fewest < most)
+            index, first_tokens = [request.index for request in part], [request.first_token for request in part]
+            yield Group(rows, index, first_tokens, most, padded)
 
 
 def _fit(requests: int, most: int, total: int, limits: Limits) -> bool:
@@ -186,19 +176,17 @@ def _fit(requests: int, most: int, total: int, limits: Limits) -> bool:
     return taken <= limits.group_keys and (taken <= limits.few_keys or taken <= 1.5 * total)
 
 
-def _by_length(keys: Sequence[int], limits: Limits) -> Iterator[Range]:
-    """Yield ``(first, last)`` requests of groups, each as many as fit; ``keys`` ascend."""
-    first, keys_so_far, total, most, few = 0, 0, len(keys), limits.group_keys, limits.few_keys
-    if keys[0] == keys[-1]:
-        together = max(1, most // keys[0])
-        yield from ((first, min(total, first + together)) for first in range(0, total, together))
-        return
-    if not _fit(total, keys[-1], sum(keys), limits):
-        for last, count in enumerate(keys):
-            keys_so_far += count
-            taken = (last - first + 1) * count
-            if taken > most or (taken > few and taken > 1.5 * keys_so_far):  # not _fit: a call takes longer
-                if last > first:
-                    yield first, last
-                first, keys_so_far = last, count
-    yield first, total
+def _cut(keys: Sequence[int], limits: Limits) -> Iterator[tuple[list[int], int, bool]]:
+    """Yield the requests of groups, ascending, with the most keys that one has, and whether another has fewer."""
+    # From the fewest keys on, each group takes as many requests as fit.
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    first, total, whole = 0, 0, _fit(len(keys), max(keys), sum(keys), limits)
+    ends = []
+    for last, request in enumerate(order):
+        total += keys[request]
+        if not whole and last > first and not _fit(last - first + 1, keys[request], total, limits):
+            ends.append(last)
+            first, total = last, keys[request]
+    for first, last in pairwise([0, *ends, len(order)]):
+        fewest, most = keys[order[first]], keys[order[last - 1]]
+        yield sorted(order[first:last]), most, fewest < most

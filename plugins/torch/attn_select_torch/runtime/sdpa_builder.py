@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_torch.facts.torch_sdpa import SdpaFunction, SdpaKernel
-from attn_select_torch.runtime import cudnn_prompts, varlen
+from attn_select_torch.runtime import varlen
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import Range, drafts_seen, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
@@ -67,7 +66,6 @@ class SDPAMetadata:
     blind: list[Range]  # ``(start, end)`` tokens that see no key
     buffers: Buffers  # what gathers go to
     calls: list[varlen.Call]  # in place of pieces, the calls of ``varlen_attn``
-    prompts: list[cudnn_prompts.Prompt]  # beside calls, the requests that cuDNN computes
     prefix: SDPAMetadata | None  # with cascade attention the shared prefix, for all queries; the rest is the suffix
     num_tokens: int  # of the step
 
@@ -88,15 +86,6 @@ def functions(context: BackendContext) -> dict[Phase, SdpaFunction]:
     return found
 
 
-@dataclass(slots=True)
-class _Chosen:
-    """The requests of a group on the device."""
-
-    table: Tensor  # their rows of the block table
-    seq_lens: Tensor  # their keys ``(B,)``
-    tokens: slice | Tensor  # as ``Piece`` has them
-
-
 class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
     """Cuts a batch into pieces; takes requests in any order. Reads host copies only."""
 
@@ -108,11 +97,10 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         self.varlen = varlen.available(functions(context))
         self._joins_decodes = functions(context).get("decode") == "scaled_dot_product_attention"
         self._rounds = device.type == "cuda"
-        self._prompts_by_cudnn = functions(context).get("prefill") == "cuDNN and varlen_attn"
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
-        self._bands: dict[tuple[bool, int | None], BandMask] = {}
+        self._bands: dict[bool, BandMask] = {}  # by causality
         self._columns = torch.empty(0, dtype=torch.int64, device=device)
         self._seen, self._hidden = (torch.tensor(bias, dtype=self.dtype, device=device) for bias in (0.0, -torch.inf))
         threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -140,12 +128,9 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
     def _built(self, common: CommonAttentionMetadata, merged: bool = False) -> SDPAMetadata:
         config = self.context.config
         causal = config.attn_type == "decoder" and not config.non_causal and common.causal
-        metadata = SDPAMetadata([], [], Buffers(self.context.device), [], [], None, common.num_actual_tokens)
+        metadata = SDPAMetadata([], [], Buffers(self.context.device), [], None, common.num_actual_tokens)
         if self.varlen and (merged or not self._decodes(common)):
-            if self._prompts_by_cudnn and causal and not merged and self.gather is not None:
-                metadata.prompts = cudnn_prompts.prompts(common, self.gather)
-            apart = [prompt.request for prompt in metadata.prompts]
-            metadata.calls = varlen.calls(common, config, causal, self.gather, apart)
+            metadata.calls = varlen.calls(common, config, causal, self.gather)
             return metadata
         window = config.sliding_window
         band = self._band(causal)
@@ -155,11 +140,9 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         if groups is None:
             requests, metadata.blind = requests_of(common, causal, window, self.limits, self.gather is not None)
             groups = grouped(requests, self.limits)
-        groups = [*groups]
-        chosen = self._chosen(common, [group for group in groups if isinstance(group, Group)])
         for group in groups:
             if isinstance(group, Group):
-                metadata.pieces.append(self._together(group, next(chosen), band))
+                metadata.pieces.append(self._together(common, group, band))
             else:
                 metadata.pieces.append(self._single(common, group, band))
         return metadata
@@ -169,23 +152,24 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         return self._joins_decodes and common.max_query_len <= self.context.config.max_decode_query_len
 
     def _band(self, causal: bool) -> BandMask:
-        window = self.context.config.sliding_window
-        if (causal, window) not in self._bands:
-            self._bands[causal, window] = BandMask(
+        if causal not in self._bands:
+            self._bands[causal] = BandMask(
                 self.limits.tile_rows,
                 self.group,
                 causal=causal,
-                sliding_window=window,
+                sliding_window=self.context.config.sliding_window,
                 dtype=self.dtype,
                 device=self.context.device,
             )
-        return self._bands[causal, window]
+        return self._bands[causal]
 
     def _single(self, common: CommonAttentionMetadata, request: Request, band: BandMask) -> Piece:
         config, device = self.context.config, self.context.device
         rows = None
         if self.gather is not None:
-            rows = self._rows(common, request)
+            assert common.block_table_tensor is not None
+            table = common.block_table_tensor[request.index, None]
+            rows = self.gather.rows_at(table, torch.arange(request.low, request.high, device=device)[None])
         explicit = any(tile.first_key is None for tile in request.tiles)
         offsets = None
         if explicit or config.alibi:
@@ -216,74 +200,31 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         first_key = int(common.query_start_loc_cpu[request.index]) + request.low
         return Piece(1, tokens, request.keys, rows, first_key, None, tiles, offsets)
 
-    def _rows(self, common: CommonAttentionMetadata, request: Request) -> Tensor:
+    def _together(self, common: CommonAttentionMetadata, group: Group, band: BandMask) -> Piece:
         assert self.gather is not None
         assert common.block_table_tensor is not None
-        size = self.gather.block_size
-        first, last = request.low // size, -(-request.high // size)
-        shape = (last - first, size)
-        blocks = common.block_table_tensor[request.index, first:last, None].expand(shape)
-        offsets = torch.arange(size, device=blocks.device).expand(shape)
-        part = slice(request.low - first * size, request.high - first * size)
-        return self.gather.rows(blocks.reshape(-1)[part], offsets.reshape(-1)[part])
-
-    def _chosen(self, common: CommonAttentionMetadata, groups: Sequence[Group]) -> Iterator[_Chosen]:
-        """Yield what the device needs of each group; the numbers of all of them are one copy."""
-        table, seq_lens = common.block_table_tensor, common.seq_lens
-        numbers, sizes = array("q"), []
-        for group in groups:
-            for part in _apart(group):
-                numbers.extend(part)
-                sizes.append(len(part))
-        parts: Iterator[Tensor] = iter(())
-        if sizes:
-            host = torch.frombuffer(numbers, dtype=torch.int64)
-            parts = iter(to_device(host, self.context.device).split_with_sizes(sizes))
-        for group in groups:
-            assert table is not None
-            requests, tokens = _run(group.index, 1), _run(group.first_tokens, group.rows)
-            if requests is None:
-                rows, lens = table.index_select(0, next(parts)), next(parts)
-            else:
-                rows, lens = table[requests], seq_lens[requests]
-            yield _Chosen(rows, lens, next(parts) if tokens is None else tokens)
-
-    def _together(self, group: Group, chosen: _Chosen, band: BandMask) -> Piece:
-        assert self.gather is not None
-        device, size = self.context.device, self.gather.block_size
+        device = self.context.device
         batch, rows = len(group.index), group.rows
+        table, seq_lens = common.block_table_tensor, common.seq_lens
+        tokens: slice | Tensor = slice(0, batch * rows)
+        if batch < common.num_reqs or batch * rows < common.num_actual_tokens:
+            numbers = to_device(torch.tensor([group.index, group.first_tokens]), device)
+            table, seq_lens = table.index_select(0, numbers[0]), seq_lens.index_select(0, numbers[0])
+            tokens = (numbers[1][:, None] + torch.arange(rows, device=device)).flatten()
         keys = rounded(group.keys) if self._rounds else group.keys
         if len(self._columns) < keys:
             self._columns = torch.arange(1 << (keys - 1).bit_length(), device=device)
         # Padding stands in front, so that all requests end at the last column and one mask serves all.
-        positions = (chosen.seq_lens - keys)[:, None] + self._columns[:keys]  # int64, as indices are
+        positions = (seq_lens - keys)[:, None] + self._columns[:keys]  # int64, as indices are
         padding = None
         # Fewer keys than others have only requests that see their first one: windows cut all to one length.
         if group.padded or keys > group.keys:
             padding = torch.where(positions < 0, self._hidden, self._seen)[:, None, None]
             positions.clamp_(min=0)  # what is masked must be finite too
-        columns = torch.div(positions, size, rounding_mode="floor")
-        blocks = chosen.table.gather(1, columns)
-        offsets = torch.sub(positions, columns, alpha=size)
         tile = Tile(0, rows, 0, keys, 1 - keys)  # the last row stands at the last key
         key_offsets = torch.arange(-keys, 0, device=device) if self.context.config.alibi else None
-        gathered = self.gather.rows(blocks.flatten(), offsets.flatten())
-        return Piece(batch, chosen.tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
-
-
-def _run(numbers: Sequence[int], step: int) -> slice | None:
-    """Return what numbers that rise by at least ``step`` cover, where each rises by it."""
-    first, last = numbers[0], numbers[-1]
-    return slice(first, last + step) if last - first == step * (len(numbers) - 1) else None
-
-
-def _apart(group: Group) -> Iterator[Sequence[int]]:
-    """Yield the requests, lengths and tokens of a group, as far as they are not slices."""
-    if _run(group.index, 1) is None:
-        yield group.index
-        yield group.seq_lens
-    if _run(group.first_tokens, group.rows) is None:
-        yield [token for start in group.first_tokens for token in range(start, start + group.rows)]
+        gathered = self.gather.rows_at(table, positions)
+        return Piece(batch, tokens, keys, gathered, 0, padding, [(tile, _mask(band, tile))], key_offsets)
 
 
 def _mask(band: BandMask, tile: Tile) -> Tensor | None:
