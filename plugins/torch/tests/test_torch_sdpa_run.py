@@ -20,8 +20,8 @@ from attn_select.reference.running import common_of
 from attn_select.runtime import Outputs, Scales, Terms
 from attn_select.testing import Problem, error_bound, random_problem
 from attn_select_torch.facts.torch_sdpa import TORCH_SDPA
+from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime import sdpa_builder as sdpa_build
-from attn_select_torch.runtime import varlen
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import attend, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
@@ -314,11 +314,63 @@ def test_packed_batches(asked: dict[str, Any], layout: str, call_bytes: int, mon
     assert (len(calls) > 4) == alone
 
 
-def test_decodes_are_padded_to_few_lengths_and_little() -> None:
+def emulated_cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: None,
+    compute_log_sumexp: bool,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float,
+) -> tuple[Any, ...]:
+    """``_scaled_dot_product_cudnn_attention``: causal from the first key on, LSE ``(1, H, T, 1)``, other results."""
+    assert (attn_bias, dropout_p, is_causal, return_debug_mask) == (None, 0.0, True, False)
+    assert query.shape[2] == key.shape[2]
+    assert key.shape == value.shape
+    assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    out, lse = attend(query, key, value, scaled(scale), visible=seen)
+    return out, lse.unsqueeze(-1) if compute_log_sumexp else None, None, None, 0, 0, None, None, None
+
+
+@pytest.mark.parametrize("layout", [FLASH_ATTN_NHD, FLASHINFER_HND])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"sinks": True, "dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8_e4m3", "per_head_quant_scales": True},
+        {"batch_invariant": True},
+    ],
+)
+def test_whole_prompts_by_cudnn(asked: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "available", lambda functions: True)
+    monkeypatch.setattr(varlen, "ATTEND", emulated_varlen)
+    monkeypatch.setattr(cudnn_prompts, "ATTEND", emulated_cudnn)
+    monkeypatch.setattr(cudnn_prompts, "LEAST_TOKENS", 16)
+    requests = ((1, 30), (17, 17), (16, 40), (16, 16), (3, 3), (1, 0), (40, 40), (6, 2))
+    problem = random_problem(19, AttentionConfig(**(SMALL | asked)), layout, requests=requests)
+    rig = Rig(problem)
+    rig.builder._prompts_by_cudnn = True
+    metadata = rig.check_all()
+    assert [(prompt.request, prompt.padded) for prompt in metadata.prompts] == [(1, 32), (3, 16), (6, 48)]
+    assert not metadata.pieces
+
+
+def test_prompts_are_padded_to_few_lengths_and_little() -> None:
     lengths = {tokens: rounded(tokens) for tokens in range(1, 8193)}
     assert all(tokens <= padded <= max(tokens + 15, 1.125 * tokens) for tokens, padded in lengths.items())
     assert len({lengths[tokens] for tokens in range(512, 8193)}) == 1 + 4 * 8
     assert lengths[2048] == 2048
+
+
+def test_the_installed_torch_has_what_cudnn_takes() -> None:
+    schema = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
+    assert [argument.name for argument in schema.arguments] == list(signature(emulated_cudnn).parameters)
+    assert [result.name for result in schema.returns][:2] == ["output", "logsumexp"]
 
 
 def test_the_installed_torch_has_what_packed_batches_take() -> None:
@@ -366,8 +418,20 @@ def test_on_a_gpu(asked: dict[str, Any], layout: str) -> None:
         metadata = rig.builder.build(0, common)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert bool(metadata.calls) == (rig.context.plans["prefill"].kernel_name == "torch-varlen")
+    assert bool(metadata.calls) == (rig.context.plans["prefill"].kernel_name in ("torch-varlen", "torch-cudnn"))
     rig.check(*rig.run(metadata))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [{}, {"sinks": True}, {"kv_cache_dtype": "fp8_e4m3"}], ids=str)
+def test_prompts_on_a_gpu(asked: dict[str, Any]) -> None:
+    config = AttentionConfig(**(SMALL | {"head_size": 128, "dtype": "bfloat16", "block_size": 16} | asked))
+    requests = ((1, 700), (512, 512), (40, 700), (700, 700), (20, 20))
+    problem = random_problem(20, config, FLASHINFER_NHD, requests=requests, device="cuda")
+    rig = Rig(problem)
+    metadata = rig.check_all()
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert [prompt.padded for prompt in metadata.prompts] == ([512, 704] if hopper else [])
 
 
 @pytest.mark.gpu

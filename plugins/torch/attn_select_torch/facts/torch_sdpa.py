@@ -49,14 +49,16 @@ CAPABILITIES = Capabilities(
 LAYOUTS = (FLASH_ATTN_NHD, FLASHINFER_NHD, FLASHINFER_HND)
 """Gathered through strides. The classic layout splits the head dimension of K, which a gather would have to undo."""
 
-SdpaFunction = Literal["scaled_dot_product_attention", "varlen_attn", "matmul and softmax"]
+SdpaFunction = Literal["scaled_dot_product_attention", "varlen_attn", "cuDNN and varlen_attn", "matmul and softmax"]
 _NAMES: dict[SdpaFunction, str] = {
     "scaled_dot_product_attention": "torch-sdpa",
     "varlen_attn": "torch-varlen",
+    "cuDNN and varlen_attn": "torch-cudnn",
     "matmul and softmax": "torch-matmul",
 }
 
 
+# With ``cuDNN and varlen_attn`` whole prompts of some length are computed by cuDNN, everything else by the other.
 @dataclass(frozen=True, slots=True)
 class SdpaKernel:
     """What attends. Where the installed torch lacks ``varlen_attn``, ``scaled_dot_product_attention`` does its work."""
@@ -71,6 +73,7 @@ class SdpaKernel:
 
 _PLAIN = "torch's fused kernels take the whole layer"
 _PACKED = "torch's FlashAttention takes the packed batch"
+_PROMPTS = "cuDNN takes whole prompts of 512 tokens and more, torch's FlashAttention the rest"
 _MASKED = "windows, slopes and image ranges go in as an additive mask"
 _SOFT_CAP = "scaled_dot_product_attention has no soft cap"
 _FAR_SLOPES = (
@@ -80,6 +83,7 @@ _LSE = "scaled_dot_product_attention returns no log-sum-exp on a GPU, which deco
 _FEW_ROWS = "few query rows each: the heads of a group fill one tile, requests of similar length one call"
 _GATHER = "copies the keys and values it reads out of the cache at each call; nothing is reserved"
 _OR_SDPA = "scaled_dot_product_attention instead where the installed torch's varlen_attn takes no window"
+_GRAPHS = "torch builds a graph of cuDNN for each of a few lengths, which takes the host tens of milliseconds"
 _FLOAT32 = "computes in float32: this dtype has no fast kernels on a CPU"
 
 
@@ -89,6 +93,14 @@ def _decodes_by_sdpa(config: AttentionConfig) -> bool:
     return config.has_cache and not wants_lse and not config.batch_invariant
 
 
+def _prompts_by_cudnn(config: AttentionConfig, capability: tuple[int, int] | None) -> bool:
+    """Whether cuDNN computes whole prompts."""
+    # Where it was measured: 88 us beside 175 for 2048 tokens (H200, torch 2.11). It has causality from the first key on
+    # and no windows (pytorch/pytorch aten/src/ATen/native/cudnn/MHA.cpp v2.11.0).
+    plain = config.attn_type == "decoder" and not config.non_causal and config.sliding_window is None
+    return capability == (9, 0) and plain and config.head_size <= 128
+
+
 def _function(config: AttentionConfig, capability: tuple[int, int] | None, phase: Phase) -> tuple[SdpaFunction, str]:
     """Return what attends, and why."""
     if config.logits_soft_cap is not None:
@@ -96,6 +108,8 @@ def _function(config: AttentionConfig, capability: tuple[int, int] | None, phase
     if takes_varlen(config, capability):
         if phase == "decode" and _decodes_by_sdpa(config):
             return "scaled_dot_product_attention", _FEW_ROWS
+        if phase == "prefill" and _prompts_by_cudnn(config, capability):
+            return "cuDNN and varlen_attn", _PROMPTS
         return "varlen_attn", _PACKED
     if capability is not None and config.alibi and config.attn_type != "decoder":
         return "matmul and softmax", _FAR_SLOPES
@@ -113,8 +127,10 @@ def plan(
     capability = device.compute_capability
     function, because = _function(config, capability, phase)
     own_notes = notes(config, device)
-    if function == "varlen_attn":
+    if function in ("varlen_attn", "cuDNN and varlen_attn"):
         own_notes = (*own_notes, _OR_SDPA)
+    if function == "cuDNN and varlen_attn":
+        own_notes = (*own_notes, _GRAPHS)
     if capability is None and config.dtype == "float16":
         own_notes = (*own_notes, _FLOAT32)
     cached = config.has_cache

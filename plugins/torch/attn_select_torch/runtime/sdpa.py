@@ -18,7 +18,7 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import AttentionBackend, AttentionImpl, BackendContext
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
-from attn_select_torch.runtime import varlen
+from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime.dense_attention import FLASH_CPU, attend
 from attn_select_torch.runtime.gather import Buffers, CacheGather
 from attn_select_torch.runtime.request_tiles import Tile
@@ -104,6 +104,11 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
             rows = slice(call.start, call.end)
             ran = varlen.run(call, query[rows], keys, values, scale)
             results.write(rows, 0, call.end - call.start, *self._by_token(*ran))
+        for prompt in metadata.prompts:
+            keys, values = self._cached_keys(prompt.rows, 1, kv_cache, metadata.buffers)
+            rows = slice(prompt.start, prompt.end)
+            out, lse = cudnn_prompts.run(prompt, query[rows], keys, values, scale, results.needs_lse)
+            results.write(rows, 0, prompt.end - prompt.start, *self._by_group(out, lse))
         for piece in metadata.pieces:
             if piece.rows is None:
                 keys, values = self._own_keys(piece, key, value)
@@ -171,11 +176,14 @@ class SDPAImpl(AttentionImpl[SDPAMetadata]):
         assert value is not None
         return key[call.start : call.end], value[call.start : call.end]
 
-    def _by_token(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _by_token(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return FlashAttention's output and LSE ``(H, T)`` in the shapes of ``write``; +inf (no keys) becomes -inf."""
+        return self._by_group(out, lse.masked_fill(lse == torch.inf, -torch.inf).t())
+
+    def _by_group(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return output ``(T, H, Dv)`` and LSE ``(T, H)`` in the shapes of ``write``."""
         shape = (1, len(out), self.kv_heads, self.group)
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf).t()
-        return out.reshape(*shape, self.value_size), lse.reshape(shape)
+        return out.reshape(*shape, self.value_size), None if lse is None else lse.reshape(shape)
 
     def _bias(self, piece: Piece, tile: Tile, mask: Tensor | None, explicit: bool) -> Tensor | None:
         """Return what is added to the scores; broadcasts to ``(B, num_kv_heads, T * group, S)``."""

@@ -15,7 +15,7 @@ from attn_select.runtime.cascade import split_for_cascade
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_torch.facts.torch_sdpa import SdpaFunction, SdpaKernel
-from attn_select_torch.runtime import varlen
+from attn_select_torch.runtime import cudnn_prompts, varlen
 from attn_select_torch.runtime.band_mask import BandMask
 from attn_select_torch.runtime.dense_attention import Range, drafts_seen, visible_keys
 from attn_select_torch.runtime.gather import Buffers, CacheGather
@@ -66,6 +66,7 @@ class SDPAMetadata:
     blind: list[Range]  # ``(start, end)`` tokens that see no key
     buffers: Buffers  # what gathers go to
     calls: list[varlen.Call]  # in place of pieces, the calls of ``varlen_attn``
+    prompts: list[cudnn_prompts.Prompt]  # beside calls, the requests that cuDNN computes
     prefix: SDPAMetadata | None  # with cascade attention the shared prefix, for all queries; the rest is the suffix
     num_tokens: int  # of the step
 
@@ -97,6 +98,7 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
         self.varlen = varlen.available(functions(context))
         self._joins_decodes = functions(context).get("decode") == "scaled_dot_product_attention"
         self._rounds = device.type == "cuda"
+        self._prompts_by_cudnn = functions(context).get("prefill") == "cuDNN and varlen_attn"
         self.gather: CacheGather | None = None
         if context.kv_layout is not None and context.block_size is not None:
             self.gather = CacheGather(config, context.kv_layout, context.block_size, self.dtype)
@@ -128,9 +130,12 @@ class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):
     def _built(self, common: CommonAttentionMetadata, merged: bool = False) -> SDPAMetadata:
         config = self.context.config
         causal = config.attn_type == "decoder" and not config.non_causal and common.causal
-        metadata = SDPAMetadata([], [], Buffers(self.context.device), [], None, common.num_actual_tokens)
+        metadata = SDPAMetadata([], [], Buffers(self.context.device), [], [], None, common.num_actual_tokens)
         if self.varlen and (merged or not self._decodes(common)):
-            metadata.calls = varlen.calls(common, config, causal, self.gather)
+            if self._prompts_by_cudnn and causal and not merged and self.gather is not None:
+                metadata.prompts = cudnn_prompts.prompts(common, self.gather)
+            apart = [prompt.request for prompt in metadata.prompts]
+            metadata.calls = varlen.calls(common, config, causal, self.gather, apart)
             return metadata
         window = config.sliding_window
         band = self._band(causal)

@@ -8,7 +8,7 @@ request behind the other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -44,7 +44,7 @@ class Call:
 
 def available(functions: Mapping[Phase, SdpaFunction]) -> bool:
     """Whether a phase's plan names torch's kernel, and the installed torch has it."""
-    if "varlen_attn" not in functions.values():
+    if not {"varlen_attn", "cuDNN and varlen_attn"} & set(functions.values()):
         return False
     return torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available() and _has_windows()
 
@@ -60,9 +60,13 @@ def _has_windows() -> bool:
 
 
 def calls(
-    common: CommonAttentionMetadata, config: AttentionConfig, causal: bool, gather: CacheGather | None
+    common: CommonAttentionMetadata,
+    config: AttentionConfig,
+    causal: bool,
+    gather: CacheGather | None,
+    apart: Collection[int] = (),
 ) -> list[Call]:
-    """Return the calls that compute a batch. No synchronisation."""
+    """Return the calls that compute a batch except for the requests ``apart``. No synchronisation."""
     window = (-1, 0) if causal else (-1, -1)
     if config.sliding_window is not None:
         window = (config.sliding_window - 1, 0 if causal else config.sliding_window - 1)
@@ -83,8 +87,11 @@ def calls(
         most = sum(key_lens)
     found, first = [], 0
     while first < len(key_lens):
+        if first in apart:
+            first += 1
+            continue
         last, num_keys = first + 1, key_lens[first]
-        while last < len(key_lens) and num_keys + key_lens[last] <= most:
+        while last < len(key_lens) and num_keys + key_lens[last] <= most and last not in apart:
             num_keys += key_lens[last]
             last += 1
         if common.query_start_loc_cpu[first] < common.query_start_loc_cpu[last]:
