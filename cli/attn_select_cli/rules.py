@@ -23,7 +23,6 @@ Examples:
   attn-select rules schema > selector_rules.schema.json
   attn-select rules prefer FLASHINFER --gpu h20 --phase decode
   attn-select rules deny FLASHINFER --when 'library.flashinfer-python<0.7'
-  attn-select rules undo
 """
 
 
@@ -201,5 +200,5 @@ def path(rules: tuple[str, ...], as_json: bool) -> int:
     return 0
 
 
-for each in (rules_edit.init, rules_edit.prefer, rules_edit.avoid, rules_edit.deny, rules_edit.undo):
+for each in (rules_edit.prefer, rules_edit.avoid, rules_edit.deny):
     command.add_command(each)

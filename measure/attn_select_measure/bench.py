@@ -62,7 +62,6 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(layer: str | None, workload: str, rounds: int, seconds: float, as_json: bool, **options: Any) -> int:
     """Time every valid backend of a model's layers on this device over a workload, side by side."""
-    from attn_select.errors import UnknownNameError
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines, print_warnings
@@ -72,9 +71,6 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
 
     wanted, backends = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
-    for name in backends:
-        if name not in explanation.situation.names:
-            raise UnknownNameError("backend", name, explanation.situation.names)
     benching = torch_module("attn_select_measure.benching", "timing a layer")
     rules = tuple(options["rules"]) or None
     with benching.joined_ranks() as ranks, progress("measuring", shown=ranks is None or ranks.rank == 0) as shown:
