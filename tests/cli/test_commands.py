@@ -61,9 +61,6 @@ def test_matrix_shows_the_decisions_of_explain(run: Any) -> None:
     lines = text.out.splitlines()
     column = lines[0].index("h100")
     assert all(line[column - 2 : column] == "  " for line in lines if len(line) > column)
-    markdown = run(*arguments, "--format", "markdown").out
-    assert markdown.startswith("| model ")
-    assert len({line.count("|") for line in markdown.splitlines()}) == 1
 
 
 def test_matrix_is_exit_1_where_a_cell_has_no_backend(run: Any) -> None:
