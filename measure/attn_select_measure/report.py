@@ -48,13 +48,12 @@ Exit code: 0 written, 2 wrong input.
     metavar="FILE",
     help="Where to write.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is no report.")
-def command(output: Path, force: bool, **options: Any) -> int:
+def command(output: Path, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
     from attn_select_cli.output import counted, print_line, print_warnings
 
     _require_libraries()
-    _check_output(output, force)
+    _check_output(output)
     page, warnings = _page(options, *models_and_gpus(options))
     text = page.html()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -78,18 +77,16 @@ def _require_libraries() -> None:
             raise RuntimeMissingError(f"a report needs {name}, which is not installed", hint=hint)
 
 
-def _check_output(output: Path, force: bool) -> None:
+def _check_output(output: Path) -> None:
     """Refuse to replace a file that no report wrote, and to write where nothing can be written."""
     from attn_select_cli.output import require_writable
     from attn_select_measure.report_page.page import MARK
 
     require_writable(output, "--output")
-    if output.exists() and not force:
+    if output.exists():
         with output.open("rb") as file:
             if MARK.encode() not in file.read(100):
-                raise click.BadParameter(
-                    f"{output} exists and is no report: --force replaces it", param_hint="--output"
-                )
+                raise click.BadParameter(f"{output} exists and is no report", param_hint="--output")
 
 
 def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> tuple[Page, list[str]]:

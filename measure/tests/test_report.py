@@ -90,7 +90,7 @@ def test_a_cache_is_summed_over_the_layers_that_own_one(run: Any) -> None:
     trial = Path(__file__).parents[2] / "tests" / "models" / "data" / "trial"
     (text,) = opened(written(run, "--model", str(trial / "g3n.json"), "--gpu", "h100")).values()
     assert "2 KiB per token and layer, 32 KiB for the 16 of 24 that own one" in text
-    (sparse,) = opened(written(run, "--model", "deepseek-v3.2", "--gpu", "h100", "--force")).values()
+    (sparse,) = opened(written(run, "--model", "deepseek-v3.2", "--gpu", "h100")).values()
     layer = run("explain", "--model", "deepseek-v3.2", "--gpu", "h100", "--json").json["layers"][0]
     plan = layer["plan"]
     total = plan["bytes_per_token"] * layer["cache_count"] + plan["indexer_bytes_per_token"] * layer["indexer_count"]
@@ -147,7 +147,7 @@ def test_no_two_backends_of_one_sort_look_alike() -> None:
     ("arguments", "said"),
     [
         (("--times", "bad.json"), "bad.json: no survey that can be read"),
-        (("--output", "bad.json"), "bad.json exists and is no report: --force replaces it"),
+        (("--output", "bad.json"), "bad.json exists and is no report"),
         (("--output", "bad.json/where.html"), "bad.json takes no files"),
         (("--model", "lama"), "lama"),
     ],
@@ -161,14 +161,13 @@ def test_wrong_input(run: Any, tmp_path: Path, arguments: tuple[str, ...], said:
     assert not (tmp_path / "attn-select-report.html").exists()
 
 
-def test_a_report_is_replaced_and_another_file_by_force_alone(run: Any, tmp_path: Path) -> None:
+def test_a_report_is_replaced_and_no_other_file(run: Any, tmp_path: Path) -> None:
     arguments = ("report", "--model", "bert-base", "--gpu", "a100", "--output", "page.html")
     assert run(*arguments).code == 0
     assert run(*arguments).code == 0
     (tmp_path / "page.html").write_text("a diary")
     assert run(*arguments).code == 2
-    assert run(*arguments, "--force").code == 0
-    assert "bert-base" in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "page.html").read_text() == "a diary"
 
 
 def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> None:
