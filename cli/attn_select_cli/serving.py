@@ -122,8 +122,6 @@ def unserved(config: LayerConfig) -> str | None:
 
 def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None = None) -> RunResult:
     """Serve the workload twice through one layer: once checked, then once timed."""
-    if (reason := unserved(selection.config)) is not None:
-        raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["attn_type"])
     try:
         if isinstance(selection.config, StateConfig):
             return _serve_states(selection, workload, progress)

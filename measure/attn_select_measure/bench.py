@@ -81,14 +81,14 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
         bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
         first = ranks is None or ranks.rank == 0
         layers = [
-            LayerBench(one, None if layer is not None else benching.untimed(one.selection.config, ranks))
+            LayerBench(one, benching.untimed(one.selection.config, ranks))
             for one in chosen_layers(explanation.layers, layer)
         ]
         todo = []
         for each in layers:
             config = each.layer.selection.config
             for shape in wanted.shapes if each.not_run is None else ():
-                benching.check_runnable(config, shape.batch, ranks)
+                benching.check_runnable(config, shape.batch)
                 todo.append((each, shape, bench.candidates(config, shape.batch, backends)))
         shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
         complete = True

@@ -97,7 +97,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
     from attn_select_cli.explanation import build_explanations, warnings_of
     from attn_select_cli.output import counted
     from attn_select_cli.progress import progress
-    from attn_select_measure.report_page.looks import looks
+    from attn_select_measure.charts import looks
     from attn_select_measure.report_page.page import Cell, Page
     from attn_select_measure.report_page.predicted import Layer, chart_groups
 
