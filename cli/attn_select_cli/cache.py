@@ -38,11 +38,11 @@ def command(ctx: click.Context, /, to: str | None, **options: Any) -> int:
     """Show how a model's KV cache lies in memory. With --to: whether a prefill side and a decode side can exchange
     blocks, and in what they differ."""
     from attn_select_cli.explanation import build_explanation, warnings_of
-    from attn_select_cli.output import print_lines, print_warnings
+    from attn_select_cli.output import print_line, print_lines, print_warnings
 
     changed = {} if to is None else options_in(to, "--to")[1]
-    if "model" in changed:
-        raise click.UsageError("--to names a model: both sides of a cache run the same one", ctx)
+    if to is not None and (not changed or "model" in changed):
+        raise click.UsageError(f"--to {to!r}: expected options that differ, and no model: both sides run the same", ctx)
     sides = [build_explanation(options)]
     if to is None:
         print_lines([*sides[0].head_lines(), [], _table(sides[0])])
@@ -52,11 +52,11 @@ def command(ctx: click.Context, /, to: str | None, **options: Any) -> int:
             print_lines([[(f"{name} side: {side.device.full_name}", "title")], _table(side), []])
     ok, differences = all(side.ok for side in sides), _differences(sides[0], sides[-1])
     for text, (kinds, _) in differences.items():
-        click.echo(f"{', '.join(kinds)}: {text}")
+        print_line(f"{', '.join(kinds)}: {text}")
     if differences:
         why = "they keep other heads or tokens on a rank, which no conversion changes"
         if all(by_conversion for _, by_conversion in differences.values()):
-            why = "convert_kv_cache and convert_states of attn_select.runtime turn one side's into the other's"
+            why = "attn_select.runtime.convert_kv_cache and .states.convert_states turn one side's into the other's"
         click.echo(f"The sides do not fit: {why}.")
     elif to is not None and ok:
         click.echo("Both sides fit: blocks and states can be copied byte by byte.")

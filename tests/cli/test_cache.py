@@ -35,7 +35,7 @@ def test_sides_with_states_name_their_differences(run: Any) -> None:
     *_, states, blocks, verdict = result.out.splitlines()
     assert states == "gated_delta_net: state_layout  STATE_VK -> STATE_KV"
     assert blocks == "full_attention: layout  FLASH_ATTN_NHD -> FLASHINFER_HND"
-    assert "convert_kv_cache and convert_states of attn_select.runtime" in verdict
+    assert "attn_select.runtime.convert_kv_cache and .states.convert_states" in verdict
 
 
 def test_states_of_other_ranks_and_other_gpus(run: Any) -> None:
@@ -88,7 +88,11 @@ def test_a_model_whose_layers_keep_no_cache(run: Any) -> None:
     ("arguments", "said"),
     [
         (("--to", "b200"), "--to 'b200' is no option: write an option and its value, such as --to '--gpu b200'"),
-        (("--to", "--model deepseek-v3"), "--to names a model: both sides of a cache run the same one"),
+        (("--to", ""), "--to '': expected options that differ, and no model: both sides run the same"),
+        (
+            ("--to", "--model deepseek-v3"),
+            "--to '--model deepseek-v3': expected options that differ, and no model: both sides run the same",
+        ),
     ],
 )
 def test_wrong_use_is_named(run: Any, arguments: tuple[str, ...], said: str) -> None:
