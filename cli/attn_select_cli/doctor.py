@@ -26,6 +26,7 @@ Examples:
 
 Exit code: 0 no problems, 1 a plugin, a rules file or an installed library is broken, or no backend can run here.
 """
+IMPORT_SECONDS = 120  # That a library may take to be imported
 # Variables beside ATTN_SELECT_* that change what attn-select does. Specs declare the variables that plans read.
 EFFECTIVE = {
     "CUDA_VISIBLE_DEVICES": "which GPU is this machine's",
@@ -197,16 +198,16 @@ def _without_effect() -> dict[str, str]:
     return hints | {name: text for name, text in WITHOUT_EFFECT.items() if name in os.environ}
 
 
-def import_error(module: str, timeout: float = 120.0) -> str | None:
+def import_error(module: str) -> str | None:
     """Import a module in a process of its own (a broken extension may crash it)."""
     from attn_select.machine.interpreter import interpreter
 
     try:
         done = subprocess.run(
-            interpreter(f"import {module}"), capture_output=True, text=True, timeout=timeout, check=False
+            interpreter(f"import {module}"), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"took longer than {timeout:.0f} s"
+        return f"took longer than {IMPORT_SECONDS} s"
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()

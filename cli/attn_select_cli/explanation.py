@@ -232,11 +232,9 @@ def build_explanations(
     return found
 
 
-def build_explanation(
-    options: Mapping[str, Any], rules: RuleSet | None = None, *, unserved_alone: bool = False
-) -> Explanation:
+def build_explanation(options: Mapping[str, Any], *, unserved_alone: bool = False) -> Explanation:
     """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation."""
-    return build_explanations(options, [options["model"]], [options["gpu"]], rules, unserved_alone=unserved_alone)[0]
+    return build_explanations(options, [options["model"]], [options["gpu"]], unserved_alone=unserved_alone)[0]
 
 
 def _refuse_idle(options: Mapping[str, Any], found: list[Explanation]) -> None:

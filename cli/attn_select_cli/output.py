@@ -61,9 +61,9 @@ def require_writable(path: Path, option: str) -> None:
         raise click.BadParameter(f"{path} cannot be written: {folder} takes no files", param_hint=option)
 
 
-def counted(number: int, noun: str, several: str = "") -> str:
-    """Return a number with its noun, ``1 file`` or ``2 files``; ``several`` is a plural that is not made by an s."""
-    return f"{number} {noun if number == 1 else several or noun + 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 file``, ``2 files``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def print_json(data: Any) -> None:

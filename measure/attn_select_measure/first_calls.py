@@ -57,6 +57,7 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     task: FirstCall | None = None
+    began: float = 0.0
 
 
 class FirstCalls:
@@ -84,7 +85,7 @@ class FirstCalls:
         while (now := time.monotonic()) < ends:
             for worker in self._workers:
                 if worker.task is None and todo:
-                    worker.task = todo.popleft()
+                    worker.task, worker.began = todo.popleft(), time.monotonic()
                     with suppress(OSError):  # it has died: reading says so
                         worker.connection.send(worker.task)
             busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
@@ -109,7 +110,7 @@ class FirstCalls:
             ended: Ended = worker.connection.recv()
         except (EOFError, OSError):
             _kill(worker)
-            ended = Ended(0.0, "the process of its first call died")
+            ended = Ended(time.monotonic() - worker.began, "the process of its first call died")
             self._workers[self._workers.index(worker)] = self._start()
         worker.task = None
         found[task.key] = ended

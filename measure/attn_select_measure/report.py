@@ -15,7 +15,6 @@ from attn_select_cli.layer_options import decision_options, engine_option, workl
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
 if TYPE_CHECKING:
-    from attn_select.layer.config import Phase
     from attn_select_measure.report_page.page import Page
     from attn_select_measure.report_page.predicted import ChartGroup
 
@@ -95,6 +94,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
     from attn_select.backends.registry import load_plugins
     from attn_select.times.prediction import load_survey, survey_for
     from attn_select_cli.explanation import build_explanations, warnings_of
+    from attn_select_cli.matrix import cell_text
     from attn_select_cli.output import counted
     from attn_select_cli.progress import progress
     from attn_select_measure.charts import looks
@@ -112,7 +112,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
             lacking[gpu] = None
         for each in explanation.layers:
             name = f"{each.kind} × {each.count}"
-            cells.append(Cell(model, name, gpu, _names(each.selection.selected), f"{model} {gpu}"))
+            cells.append(Cell(model, name, gpu, cell_text(each.selection.selected).split(" / "), f"{model} {gpu}"))
             if survey is not None:
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
     documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(pairs, explanations, strict=True)}
@@ -136,7 +136,3 @@ def _notes(options: Mapping[str, Any], lacking: Iterable[str], groups: Iterable[
             empty.setdefault(group.title, []).append(group.gpu)
     notes += [f"No charts of {title} on {', '.join(on)}: no survey has such layers." for title, on in empty.items()]
     return notes
-
-
-def _names(selected: Mapping[Phase, str | None]) -> list[str]:
-    return list(dict.fromkeys(name or "none" for name in selected.values()))
