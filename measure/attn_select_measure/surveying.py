@@ -160,8 +160,10 @@ class _Run:
         """Time the workloads until time is up; return whether all were timed."""
         count = max(1, WORKLOADS_PER_JOB * self._settings.jobs)
         for start in range(0, len(todo), count):
+            if self._remaining <= self._longest_s:
+                return False
             some = [(work, self._candidates(work)) for work in todo[start : start + count]]
-            ended = {} if self._remaining <= 0 else self._compile(some)
+            ended = self._compile(some)
             for work, candidates in some:
                 if not candidates and "timed" in work.row:
                     self._left -= 1
