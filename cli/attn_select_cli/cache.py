@@ -33,8 +33,7 @@ Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong i
 )
 @diff_options
 @click.option("--to", metavar="OPTIONS", help="The decode side: options that replace those given here.")
-@click.pass_context
-def command(ctx: click.Context, /, to: str | None, **options: Any) -> int:
+def command(to: str | None, **options: Any) -> int:
     """Show how a model's KV cache lies in memory. With --to: whether a prefill side and a decode side can exchange
     blocks, and in what they differ."""
     from attn_select_cli.explanation import build_explanation, warnings_of
@@ -42,7 +41,7 @@ def command(ctx: click.Context, /, to: str | None, **options: Any) -> int:
 
     changed = {} if to is None else options_in(to, "--to")[1]
     if to is not None and (not changed or "model" in changed):
-        raise click.UsageError(f"--to {to!r}: expected options that differ, and no model: both sides run the same", ctx)
+        raise click.UsageError(f"--to {to!r}: expected options that differ, and no model: both sides run the same")
     sides = [build_explanation(options)]
     if to is None:
         print_lines([*sides[0].head_lines(), [], _table(sides[0])])
@@ -70,12 +69,11 @@ def _table(explained: Explanation) -> Table:
     from attn_select_cli.matrix import cell_text
     from attn_select_cli.table import Table
 
-    header = ["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"]
     rows = [
-        [f"{layer.kind} × {layer.count}", *_cells(layer.selection), cell_text(layer.selection.selected)]
-        for layer in explained.layers
+        [f"{each.kind} × {each.count}", *_cells(each.selection), cell_text(each.selection.selected)]
+        for each in explained.layers
     ]
-    return Table(header, rows)
+    return Table(["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"], rows)
 
 
 def _cells(selection: Outcome[Any]) -> list[str]:

@@ -105,6 +105,13 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
         help=f"Least level needed: {', '.join(CUDA_GRAPH_LEVELS)}.",
     ),
 )
+rules_option = click.option(
+    "--rules",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="One more rules file, above all others (repeatable).",
+)
 _CONTEXT: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--with",
@@ -113,13 +120,7 @@ _CONTEXT: tuple[Callable[[Any], Any], ...] = (
         metavar="LIB==VERSION",
         help="Judge as if this library version were installed (repeatable).",
     ),
-    click.option(
-        "--rules",
-        multiple=True,
-        type=click.Path(),
-        metavar="FILE",
-        help="One more rules file, above all others (repeatable).",
-    ),
+    rules_option,
 )
 
 

@@ -47,13 +47,7 @@ _SHOWN = ("layer kind", "backend", "path", "block_size", "kv_layout")
 def _edit_command(effect: str, text: str, first: str) -> click.Command:
     """Return the command that writes a rule of one effect."""
 
-    @click.command(
-        effect,
-        cls=Command,
-        help=text,
-        short_help=text.partition(".")[0] + ".",
-        epilog=_EPILOG.format(effect=effect, first=first),
-    )
+    @click.command(effect, cls=Command, help=text, epilog=_EPILOG.format(effect=effect, first=first))
     @click.argument("backends", nargs=-1, required=True, metavar="BACKEND...", type=complete.BackendName())
     @gpu_option("The rule is for this device alone (repeatable).", several=True)
     @click.option("--phase", type=click.Choice(PHASES, case_sensitive=False), help="The rule is for this phase alone.")
