@@ -77,13 +77,10 @@ def test_plugin_registers_without_its_library(plugin: str) -> None:
 
 def test_the_command_line_is_light() -> None:
     names = {module_name(CLI, file) for file in CLI.rglob("*.py")}
-    apart = {
-        f"{CLI.name}.{name}" for name in ("serving", "warming", "rules_file")
-    }  # what `run` and `rules prefer` import
+    apart = {f"{CLI.name}.{name}" for name in ("serving", "warming")}  # what `run` and `warm` import
     assert names > apart
     light = "\n".join(f"import {name}" for name in sorted(names - apart))
     assert loaded(light) <= LIGHT | {CLI.name, "click"}
-    assert loaded(f"import {CLI.name}.rules_file") <= LIGHT | {CLI.name, "click", "tomlkit"}
 
 
 def test_explain_is_light() -> None:

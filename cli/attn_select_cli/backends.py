@@ -24,24 +24,17 @@ Examples:
 
 
 @click.command("backends", cls=Command, epilog=EPILOG, short_help="All backends, or one with the source of each fact.")
-@click.argument("name", required=False, shell_complete=complete.backends)
+@click.argument("name", required=False, type=complete.BackendName())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> int:
     """List all backends and plugins, or show one backend's capabilities with the source of each fact."""
-    from attn_select.backends.distributions import registered_name
     from attn_select.backends.registry import load_plugins
-    from attn_select.errors import UnknownNameError
     from attn_select.machine.environment import Environment
     from attn_select.rules.lint import known_names
     from attn_select_cli.output import print_json, print_lines
 
     registry, environment = load_plugins(), Environment()
-    names = known_names(registry)
-    if name is not None:
-        spelled = registered_name(name)
-        if spelled not in names:
-            raise UnknownNameError("backend", name, names)
-        names = [spelled]
+    names = known_names(registry) if name is None else [name]
     if as_json:
         listed = [backend_dict(n, registry, environment, facts=name is not None) for n in names]
         print_json(

@@ -44,15 +44,29 @@ def backends(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 
 class BackendName(click.types.StringParamType):
-    """A backend's name in any case, with hyphens for underscores too; whether there is one is checked elsewhere."""
+    """A known backend's name, as it is registered: taken in any case, with hyphens for underscores too."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the name as backends are registered."""
-        from attn_select.backends.distributions import registered_name
+        """Return the name.
 
-        return registered_name(super().convert(value, param, ctx))
+        Raises:
+            UnknownNameError: no plugin registers such a backend, and no distribution is known for it.
+        """
+        from attn_select.backends.distributions import registered_name
+        from attn_select.backends.registry import load_plugins
+        from attn_select.errors import UnknownNameError
+        from attn_select.rules.lint import known_names
+
+        name, known = registered_name(super().convert(value, param, ctx)), known_names(load_plugins())
+        if name not in known:
+            raise UnknownNameError("backend", value, known)
+        return name
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete the names of known backends."""
+        return backends(ctx, param, incomplete)
 
 
 def workloads(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -61,15 +61,11 @@ def command(ctx: click.Context, /, to: str | None, golden: str | None, as_json: 
 
 
 _PLAN_FIELDS = (
-    "path",
-    "provider",
-    "query_dtype",
-    "returns_lse",
-    "cuda_graph",
-    "workspace_bytes",
-    "block_table_width_multiple",
-)
-
+    "path", "provider", "query_dtype", "returns_lse", "cuda_graph", "workspace_bytes", "block_table_width_multiple",
+)  # fmt: skip
+_CACHE_FIELDS = (
+    "count", "block_size", "kv_layout", "cache_shape", "cache_dtype", "bytes_per_token", "bytes_per_request",
+)  # fmt: skip
 MAX_BYTES = 1 << 24
 """Of a golden file; one of a model with many kinds of layers has 200 KB."""
 
@@ -86,14 +82,8 @@ def changes_since(golden: str, after: Mapping[str, Any]) -> list[dict[str, Any]]
             return compare(before, after)
     except OSError as error:
         problem = error.strerror or shorten(error)
-    except RecursionError:
-        problem = "nested too deeply"
-    except ValueError as error:  # no JSON, too large, no regular file, a null byte in the path
-        problem = shorten(error)
-    except KeyError as error:
-        problem = f"{show(error.args[0])} is missing"
-    except (TypeError, AttributeError, IndexError) as error:  # a value of another type
-        problem = f"not what `explain --json` writes ({shorten(error)})"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"not what `explain --json` writes ({type(error).__name__}: {shorten(error)})"
     raise ConfigError(
         f"golden = {show(golden, 1000)}: {problem}",
         fields=["golden"],
@@ -104,57 +94,29 @@ def changes_since(golden: str, after: Mapping[str, Any]) -> list[dict[str, Any]]
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one entry per layer kind and phase whose backend, path or cache changes, with the reasons."""
     changes: list[dict[str, Any]] = []
-    old = {layer["kind"]: layer for layer in before["layers"]}
-    new = {layer["kind"]: layer for layer in after["layers"]}
+
+    def add(kind: str, phase: str | None, what: str, old: Any, new: Any, why: Sequence[str] = ()) -> None:
+        if old != new:
+            changes.append({"kind": kind, "phase": phase, "what": what, "from": old, "to": new, "why": [*why]})
+
+    old, new = ({layer["kind"]: layer for layer in side["layers"]} for side in (before, after))
     for kind in dict.fromkeys((*old, *new)):
         if kind not in old or kind not in new:
-            sides = {
-                "from": "no such layers" if kind not in old else "present",
-                "to": "no such layers" if kind not in new else "present",
-            }
-            changes.append({"kind": kind, "phase": None, "what": "layer kind", **sides, "why": []})
+            add(kind, None, "layer kind", *("present" if kind in side else "no such layers" for side in (old, new)))
             continue
         a, b = old[kind], new[kind]
         for phase in dict.fromkeys((*a["selected"], *b["selected"])):
             names = a["selected"].get(phase), b["selected"].get(phase)
             if names[0] != names[1]:
-                changes.append(
-                    {
-                        "kind": kind,
-                        "phase": phase,
-                        "what": "backend",
-                        "from": names[0],
-                        "to": names[1],
-                        "why": _why(a, b, phase),
-                    }
-                )
+                add(kind, phase, "backend", *names, _why(a, b, phase))
             elif names[0] is not None:
-                changes += _plan_changes(kind, phase, a["plan"]["phases"][phase], b["plan"]["phases"][phase])
-        cache = [side["plan"] | {"count": side["count"]} for side in (a, b)]
-        for what in (
-            "count",
-            "block_size",
-            "kv_layout",
-            "cache_shape",
-            "cache_dtype",
-            "bytes_per_token",
-            "bytes_per_request",
-        ):
-            here, there = (side.get(what) for side in cache)  # older files lack some
-            if here != there:
-                changes.append({"kind": kind, "phase": None, "what": what, "from": here, "to": there, "why": []})
-    return changes
-
-
-def _plan_changes(kind: str, phase: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what changes in how one and the same backend runs a phase."""
-    changes: list[dict[str, Any]] = []
-    for what in _PLAN_FIELDS:
-        if a.get(what) != b.get(what):
-            why = [b["because"]] if what == "path" else []
-            changes.append(
-                {"kind": kind, "phase": phase, "what": what, "from": a.get(what), "to": b.get(what), "why": why}
-            )
+                here, there = (side["plan"]["phases"][phase] for side in (a, b))
+                for what in _PLAN_FIELDS:
+                    why = [there["because"]] if what == "path" else []
+                    add(kind, phase, what, here.get(what), there.get(what), why)
+        here, there = (side["plan"] | {"count": side["count"]} for side in (a, b))
+        for what in _CACHE_FIELDS:
+            add(kind, None, what, here.get(what), there.get(what))  # older files lack some
     return changes
 
 

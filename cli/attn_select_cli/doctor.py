@@ -26,6 +26,7 @@ Examples:
 
 Exit code: 0 no problems, 1 a plugin, a rules file or an installed library is broken, or no backend can run here.
 """
+IMPORT_SECONDS = 120  # That a library may take to be imported
 # Variables beside ATTN_SELECT_* that change what attn-select does. Specs declare the variables that plans read.
 EFFECTIVE = {
     "CUDA_VISIBLE_DEVICES": "which GPU is this machine's",
@@ -75,46 +76,16 @@ def examine(do_import: bool) -> dict[str, Any]:
     from attn_select.machine.environment import Environment, installed_version
     from attn_select.rules.document import problem_text
     from attn_select.rules.layers import inspect_layers
-    from attn_select_cli.backends import gpu_libraries
     from attn_select_cli.rules import rules_errors
 
     found = detection.detect_device()
     registry, environment = load_plugins(), Environment()
-    gpu_only = gpu_libraries(registry)
-    libraries: dict[str, dict[str, Any]] = {}
-    unserved: dict[str, list[str]] = {}  # by distribution, backends that need another version of it
-    for spec in registry.specs.values():
-        for group in spec.libraries:
-            for library in group:
-                entry = libraries.setdefault(library.distribution, {"module": library.module, "needed_by": []})
-                entry["needs_gpu"] = library.distribution in gpu_only
-                entry["version"] = environment.version(library.distribution)
-                if spec.name not in entry["needed_by"]:
-                    entry["needed_by"].append(spec.name)
-                state = environment.state(library)
-                if entry.get("state") != "installed":
-                    entry["state"] = state
-                if "<" in library.version or "install" not in entry:  # a bound that one backend has serves all
-                    entry["install"] = library.install
-                if state == "wrong-version" and environment.first(group) is None:
-                    unserved.setdefault(library.distribution, []).append(f"{spec.name} ({library.version})")
     problems = list(registry.warnings)
     runnable = [name for name, spec in registry.specs.items() if can_run(spec, found.device, environment)]
     if not runnable:
         problems.append(f"no backend can run on this machine: {_way_out(registry, found.device, environment)}")
-    for name, entry in sorted(libraries.items()):
-        entry["import_error"] = None
-        if entry["state"] == "installed" and do_import:
-            entry["import_error"] = import_error(entry["module"])
-            if entry["import_error"]:
-                problems.append(f"{name} {entry['version'] or ''} does not import: {entry['import_error']}")
-        if entry["state"] == "installed" and name in unserved:
-            backends = ", ".join(dict.fromkeys(unserved[name]))
-            problems.append(f"{name} {entry['version']} does not serve {backends}: {entry['install']}")
-        if entry["state"] not in ("installed", "missing"):
-            version = entry["version"] or "of unknown version (no package metadata)"
-            problems.append(f"{name} {version} cannot be used ({entry['state']}): {entry['install']}")
-    layers = inspect_layers()
+    libraries, of_libraries = _libraries(registry, environment, do_import)
+    problems += of_libraries
     problems += map(problem_text, rules_errors()[1])
     return {
         "attn_select": __version__,
@@ -128,8 +99,8 @@ def examine(do_import: bool) -> dict[str, Any]:
         "device_notes": [*([found.note] if found.note else []), *found.warnings],
         "plugins": [plugin.to_dict() for plugin in registry.plugins],
         "runnable_backends": runnable,
-        "libraries": dict(sorted(libraries.items())),
-        "rules_files": [layer.to_dict() for layer in layers],
+        "libraries": libraries,
+        "rules_files": [layer.to_dict() for layer in inspect_layers()],
         "variables": {
             name: {"value": os.environ.get(name), "effect": text} for name, text in _effective(registry).items()
         },
@@ -138,6 +109,46 @@ def examine(do_import: bool) -> dict[str, Any]:
         },
         "problems": problems,
     }
+
+
+def _libraries(
+    registry: Registry, environment: Environment, do_import: bool
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return what is known of each library that a backend may need, by distribution, and what is wrong with them."""
+    from attn_select_cli.backends import gpu_libraries
+
+    needed = [(spec.name, group) for spec in registry.specs.values() for group in spec.libraries]
+    found, problems, gpu_only = dict[str, dict[str, Any]](), list[str](), gpu_libraries(registry)
+    for name in sorted({library.distribution for _, group in needed for library in group}):
+        mine = [(user, group, each) for user, group in needed for each in group if each.distribution == name]
+        states = [environment.state(library) for _, _, library in mine]
+        state = "installed" if "installed" in states else states[-1]
+        version, module = environment.version(name), mine[0][2].module
+        # A bound that one backend has serves all.
+        install = ([library for _, _, library in mine if "<" in library.version] or [mine[0][2]])[-1].install
+        error = import_error(module) if do_import and state == "installed" else None
+        if error:
+            problems.append(f"{name} {version or ''} does not import: {error}")
+        if state not in ("installed", "missing"):
+            shown = version or "of unknown version (no package metadata)"
+            problems.append(f"{name} {shown} cannot be used ({state}): {install}")
+        unserved = [
+            f"{user} ({library.version})"
+            for (user, group, library), own in zip(mine, states, strict=True)
+            if state == "installed" and own == "wrong-version" and environment.first(group) is None
+        ]
+        if unserved:
+            problems.append(f"{name} {version} does not serve {', '.join(dict.fromkeys(unserved))}: {install}")
+        found[name] = {
+            "module": module,
+            "needed_by": [*dict.fromkeys(user for user, _, _ in mine)],
+            "needs_gpu": name in gpu_only,
+            "version": version,
+            "state": state,
+            "install": install,
+            "import_error": error,
+        }
+    return found, problems
 
 
 def can_run(spec: BackendSpec, device: Device, environment: Environment) -> bool:
@@ -156,7 +167,6 @@ def supports(spec: BackendSpec, device: Device) -> bool:
 def _way_out(registry: Registry, device: Device, environment: Environment) -> str:
     """Say what to install where no backend can run."""
     from attn_select.backends import distributions
-    from attn_select.decide.situation import absent_backends
 
     wanted: dict[str, list[str]] = {}
     for name, spec in registry.specs.items():
@@ -165,13 +175,9 @@ def _way_out(registry: Registry, device: Device, environment: Environment) -> st
             wanted.setdefault(" && ".join(missing), []).append(name)
     if wanted:
         return "; ".join(f"{', '.join(names)}: {command}" for command, names in wanted.items())
-    plugin, absent = distributions.known_backends()["TORCH_SDPA"], absent_backends(registry).get("TORCH_SDPA")
-    if absent is not None and absent.code == "plugin-not-installed":
-        note = "" if distributions.folder_in_clone(plugin) else f". {distributions.NOT_ON_AN_INDEX}"
-        return f"{plugin} serves CPUs and GPUs: {absent.remedy}{note}"
-    if absent is not None:
-        return f"{plugin} serves CPUs and GPUs, and TORCH_SDPA is not usable: {absent.message}"
-    return f"no installed plugin supports {device.full_name or device.name} ({device.capability_text})"
+    plugin = distributions.known_backends()["TORCH_SDPA"]
+    note = "" if distributions.folder_in_clone(plugin) else f". {distributions.NOT_ON_AN_INDEX}"
+    return f"{plugin} serves CPUs and GPUs: {distributions.install_command(plugin)}{note}"
 
 
 def _effective(registry: Registry) -> dict[str, str]:
@@ -192,16 +198,16 @@ def _without_effect() -> dict[str, str]:
     return hints | {name: text for name, text in WITHOUT_EFFECT.items() if name in os.environ}
 
 
-def import_error(module: str, timeout: float = 120.0) -> str | None:
+def import_error(module: str) -> str | None:
     """Import a module in a process of its own (a broken extension may crash it)."""
     from attn_select.machine.interpreter import interpreter
 
     try:
         done = subprocess.run(
-            interpreter(f"import {module}"), capture_output=True, text=True, timeout=timeout, check=False
+            interpreter(f"import {module}"), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"took longer than {timeout:.0f} s"
+        return f"took longer than {IMPORT_SECONDS} s"
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn_select.decide.selection import Selection
-from attn_select.engines.names import EngineDefault, EngineTable, Offer, OtherLayers
+from attn_select.engines.names import EngineDefault, EngineKernel, EngineTable, Offer, OtherLayers
 from attn_select.engines.states import TakenState, taken_states
 from attn_select.layer.config import Phase
+from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.layer.state import StateConfig
 from attn_select_cli.explanation import Explanation, LayerExplanation
 
@@ -90,6 +91,8 @@ class EngineArguments:
     states: list[tuple[LayerExplanation, TakenState]] = field(default_factory=list)
     # how the engine runs the model's layers, where that is not as attn-select reads them
     otherwise: OtherLayers | None = None
+    # layers that attn-select has no kernel for, each with the engine's own, its default first
+    unserved: list[tuple[UnservedLayers, list[EngineKernel]]] = field(default_factory=list)
 
     @property
     def refused(self) -> str:
@@ -106,7 +109,8 @@ class EngineArguments:
     @property
     def ok(self) -> bool:
         """Whether every kind of layers has a backend of the engine in every phase."""
-        return not self.refused and all(taken.offer is not None or taken.stands for taken in self.taken)
+        served = all(kernels for _, kernels in self.unserved)
+        return served and not self.refused and all(taken.offer is not None or taken.stands for taken in self.taken)
 
     def argument_list(self) -> list[str]:
         """Return the command-line arguments, the configuration file's among them."""
@@ -130,10 +134,12 @@ class EngineArguments:
             inner[last] = value
         return content
 
-    def say(self, what: str, value: str | int, key: str = "") -> bool:
-        """Put a value where the engine reads it, with ``key`` behind the argument's name; False if it does nowhere."""
+    def say(self, what: str, value: str | int, key: str = "", otherwise: str = "") -> bool:
+        """Put a value where the engine reads it, with ``key`` behind the argument's name; False if it does nowhere, and
+        ``otherwise`` becomes what is not expressed."""
         argument = self.table.arguments.get(what)
         if argument is None:
+            self.not_expressed += [otherwise] if otherwise else []
             return False
         if argument.startswith("--"):
             self.arguments[argument + key] = None if value is True else str(value)
@@ -150,14 +156,26 @@ def engine_arguments(
     """Return what tells an engine to take an explanation's choice."""
     architecture = explanation.model["architecture"] if explanation.model else ""
     result = EngineArguments(table, otherwise=table.runs_otherwise(architecture))
+    result.unserved = [(each, table.kernels_of(each, explanation.device)) for each in explanation.unserved]
     result.taken = _taken(explanation, table, architecture, result.otherwise)
     _say_backends(result)
     _say_states(result, explanation, overrides)
     _say_dtypes(result, explanation)
     _say_block_size(result, "block_size" in overrides)
-    if tensor_parallel > 1 and not result.say("tensor_parallel", tensor_parallel):
-        result.not_expressed.append(f"tensor parallelism over {tensor_parallel} ranks: no argument says so")
-    _say_rest(result, explanation, overrides)
+    if tensor_parallel > 1:
+        text = f"tensor parallelism over {tensor_parallel} ranks: no argument says so"
+        result.say("tensor_parallel", tensor_parallel, otherwise=text)
+    for config in [layer.selection.config for layer in explanation.attention[:1]]:
+        if config.batch_invariant:
+            result.say("batch_invariant", True, otherwise=f"batch invariance: {table.engine} has no argument for it")
+        if (ranks := config.decode_context_parallel_size) > 1:
+            text = f"decode context parallelism over {ranks} ranks: {table.engine} has no argument for it"
+            result.say("decode_context_parallel_size", ranks, otherwise=text)
+    # The model's config says the rest.
+    others = {option: value for option, value in overrides.items() if option not in _WITH_ARGUMENTS}
+    for option, value in others.items():
+        text = f"{option} = {value}: {table.engine} takes it from the model or from other features"
+        result.not_expressed.append(text)
     result.not_expressed += table.limits
     return result
 
@@ -319,44 +337,27 @@ def _say_block_size(result: EngineArguments, by_option: bool) -> None:
     """
     if "block_size" not in result.table.arguments:
         return
-    taken = [
-        each.offer
-        for each in result.taken
-        if each.offer is not None
-        and each.argument != "mla_prefill"
-        and (by_option or not (each.is_default or (each.offer.name is not None and not each.offer.name.block_sizes)))
+    offers = [(each, each.offer) for each in result.taken if each.offer is not None and each.argument != "mla_prefill"]
+    told = [
+        offer
+        for taken, offer in offers
+        if by_option or not (taken.is_default or (offer.name is not None and not offer.name.block_sizes))
     ]
-    sizes = list(dict.fromkeys(offer.block_size for offer in taken if offer.block_size is not None))
-    offers = [each.offer for each in result.taken if each.offer is not None and each.argument != "mla_prefill"]
+    sizes = list(dict.fromkeys(offer.block_size for offer in told if offer.block_size is not None))
     if len(sizes) > 1:
         text = " and ".join(map(str, sizes))
         result.not_expressed.append(f"block sizes {text} by layer kind: {result.table.engine} chooses one")
         return
     for size in sizes:
-        names = [offer.name for offer in offers if offer.name is not None and offer.block_size is not None]
+        names = [offer.name for _, offer in offers if offer.name is not None and offer.block_size is not None]
         unfit = [name for name in names if not result.table.takes(name, size)]
-        if unfit:
-            accepted = " or ".join(map(str, unfit[0].block_sizes))
-            multiples = "multiples of " if result.table.splits_blocks else ""
-            text = f"blocks of {size} tokens: {unfit[0].name} takes {multiples}{accepted}"
-            result.not_expressed.append(f"{text}, of which {result.table.engine} chooses")
-        else:
+        if not unfit:
             result.say("block_size", size)
-
-
-def _say_rest(result: EngineArguments, explanation: Explanation, overrides: Mapping[str, Any]) -> None:
-    """Say what was asked for by options, where the engine has an argument; the model's config says the rest."""
-    engine = result.table.engine
-    for config in [layer.selection.config for layer in explanation.attention[:1]]:
-        if config.batch_invariant and not result.say("batch_invariant", True):
-            result.not_expressed.append(f"batch invariance: {engine} has no argument for it")
-        ranks = config.decode_context_parallel_size
-        if ranks > 1 and not result.say("decode_context_parallel_size", ranks):
-            text = f"decode context parallelism over {ranks} ranks: {engine} has no argument for it"
-            result.not_expressed.append(text)
-    for option, value in overrides.items():
-        if option not in _WITH_ARGUMENTS:
-            result.not_expressed.append(f"{option} = {value}: {engine} takes it from the model or from other features")
+            continue
+        accepted = " or ".join(map(str, unfit[0].block_sizes))
+        multiples = "multiples of " if result.table.splits_blocks else ""
+        text = f"blocks of {size} tokens: {unfit[0].name} takes {multiples}{accepted}"
+        result.not_expressed.append(f"{text}, of which {result.table.engine} chooses")
 
 
 def command_lines(result: EngineArguments, model: str) -> list[str]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attn_select.backends.registry import Registry
 from attn_select.decide.lines import HANG, Line, byte_text, plain
 from attn_select.decide.selection import Selection
 from attn_select.decide.selector import environment_for, select_model, situation_for
@@ -22,7 +21,7 @@ from attn_select.layer.models import LayerKind, LayerKinds, ModelSource, layer_k
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.detection import detect_device
 from attn_select.machine.device import Device, lookup
-from attn_select.machine.environment import Environment, canonical_distribution, parse_pins
+from attn_select.machine.environment import canonical_distribution, parse_pins
 from attn_select.rules.layers import RuleSet
 from attn_select_cli.layer_options import flag_of, overrides_from
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-
-
 OTHERS = " others serve "
 """In the line about backends of other kinds of layers, which a model with several kinds needs once."""
 
@@ -147,26 +144,12 @@ class Explanation:
             folded = {text for line in own if OTHERS in (text := plain([line]))}
             lines += [line for line in own if plain([line]) not in shown]
             shown |= folded
-        lines += self._unserved_lines()
+        for each in self.unserved:
+            from attn_select_cli.unserved_lines import unserved_lines  # it reads the engines' tables
+
+            lines += [[], *unserved_lines(each, self.device)]
         lines += self._page_lines()
         return lines + note_lines([layer.selection for layer in self.layers], full)
-
-    def _engine_data(self, layer: LayerExplanation) -> dict[str, Any]:
-        return {} if (answers := self.answers(layer)) is None else {"engine": answers.to_dict()}
-
-    def _unserved_lines(self) -> list[Line]:
-        if not self.unserved:
-            return []
-        from attn_select_cli.unserved_lines import unserved_lines  # it reads the engines' tables
-
-        return [line for each in self.unserved for line in ([], *unserved_lines(each, self.device))]
-
-    def _unserved_data(self) -> list[dict[str, Any]]:
-        if not self.unserved:
-            return []
-        from attn_select_cli.unserved_lines import unserved_data
-
-        return [unserved_data(each, self.device) for each in self.unserved]
 
     def _page_lines(self) -> list[Line]:
         """Say how long blocks are where attention and states share one pool, and what that wastes."""
@@ -179,16 +162,24 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document; ``docs/json.md`` documents it."""
+        layers, unserved = [layer.to_dict() for layer in self.layers], []
+        for data, layer in zip(layers, self.layers, strict=True):
+            if (answers := self.answers(layer)) is not None:
+                data["engine"] = answers.to_dict()
+        for each in self.unserved:
+            from attn_select_cli.unserved_lines import unserved_data
+
+            unserved.append(unserved_data(each, self.device))
         page = state_page([layer.selection for layer in self.layers])
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
             "device": self.device.to_dict(),
-            "environment": environment_dict(self.situation),
+            "environment": _environment_dict(self.situation),
             "warnings": self.all_warnings,
             "state_page": None if page is None else page.to_dict(),
-            "layers": [layer.to_dict() | self._engine_data(layer) for layer in self.layers],
-            "unserved": self._unserved_data(),
+            "layers": layers,
+            "unserved": unserved,
         }
 
 
@@ -203,27 +194,19 @@ def warnings_of(explanations: Sequence[Explanation]) -> list[str]:
     return list(seen)
 
 
-def environment_dict(situation: Situation) -> dict[str, Any]:
+def _environment_dict(situation: Situation) -> dict[str, Any]:
     """Return what a decision rests on: libraries, plugins and rules files."""
-    environment = situation.environment
+    registry, environment = situation.registry, situation.environment
+    libraries = {library for spec in registry.specs.values() for group in spec.libraries for library in group}
     return {
         "assumed": environment.assume_installed,
         "cuda": environment.cuda,
-        "libraries": library_states(situation.registry, environment),
-        "plugins": [plugin.to_dict() for plugin in situation.registry.plugins],
+        "libraries": {
+            each.distribution: {"state": environment.state(each), "version": environment.version(each.distribution)}
+            for each in sorted(libraries, key=lambda library: library.distribution)
+        },
+        "plugins": [plugin.to_dict() for plugin in registry.plugins],
         "rules_files": [layer.to_dict() for layer in situation.rules.layers],
-    }
-
-
-def library_states(registry: Registry, environment: Environment) -> dict[str, dict[str, str | None]]:
-    """Return state and version of every library that a registered backend names, by distribution."""
-    libraries = {library for spec in registry.specs.values() for group in spec.libraries for library in group}
-    return {
-        library.distribution: {
-            "state": environment.state(library),
-            "version": environment.version(library.distribution),
-        }
-        for library in sorted(libraries, key=lambda library: library.distribution)
     }
 
 
@@ -249,11 +232,9 @@ def build_explanations(
     return found
 
 
-def build_explanation(
-    options: Mapping[str, Any], rules: RuleSet | None = None, *, unserved_alone: bool = False
-) -> Explanation:
+def build_explanation(options: Mapping[str, Any], *, unserved_alone: bool = False) -> Explanation:
     """Decide for one model (or the one layer that flags describe) on one GPU, and return the explanation."""
-    return build_explanations(options, [options["model"]], [options["gpu"]], rules, unserved_alone=unserved_alone)[0]
+    return build_explanations(options, [options["model"]], [options["gpu"]], unserved_alone=unserved_alone)[0]
 
 
 def _refuse_idle(options: Mapping[str, Any], found: list[Explanation]) -> None:
@@ -280,7 +261,7 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
     if gpu.strip().lower() == "auto":
         found = detect_device()
         device: Device = found.device
-        warnings += [*([found.note] if found.note else []), *found.warnings]
+        warnings += [*filter(None, [found.note]), *found.warnings]
     else:
         device = lookup(gpu)
     environment = environment_for(device, parse_pins(options["pins"]))
@@ -297,10 +278,9 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
     warnings += unknown_pins(environment.pins, situation)
     backend = tuple(options["backend"]) or None
     configs = [kind.config for kind in kinds.kinds]
-    times = options.get("times")
-    if times is not None and options.get("no_times"):
-        text = "--times and --no-times: give one of them"
-        raise click.UsageError(text, click.get_current_context(silent=True))
+    times, no_times = options.get("times"), bool(options.get("no_times"))
+    if times is not None and no_times:
+        raise click.UsageError("--times and --no-times: give one of them", click.get_current_context(silent=True))
     selections = select_model(
         configs,
         device,
@@ -308,13 +288,12 @@ def _explained(options: Mapping[str, Any], rules: RuleSet | None, unserved_alone
         backend,
         environment=environment,
         workload=options.get("workload"),
-        times=times if times is not None else not options.get("no_times"),
+        times=not no_times if times is None else times,
         host_time=bool(options.get("host_time")),
     )
     described = {"name": source.name, "architecture": source.architecture, "source": source.source} if source else None
-    layers = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)]
+    layers, engine = [LayerExplanation(*pair) for pair in zip(kinds.kinds, selections, strict=True)], None
     warnings += kinds.warnings
-    engine = None
     if options.get("engine") is not None:
         from attn_select.engines.names import engine_table  # few commands ask for one
 

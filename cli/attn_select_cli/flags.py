@@ -70,14 +70,13 @@ def command(engine: str, alone: bool, as_json: bool, **options: Any) -> int:
     result = engine_arguments(explanation, table, options["tensor_parallel"], overrides)
     _refuse_replaced(result)
     if alone:
-        _print_alone(result, explanation)
+        _print_alone(result)
     elif as_json:
         print_json(_to_dict(result, explanation))
     else:
         print_lines(_lines(result, explanation, _shown_model(options)))
     print_warnings(explanation.all_warnings)
-    served = all(table.kernels_of(each, explanation.device) for each in explanation.unserved)
-    return 0 if result.ok and served else 1
+    return 0 if result.ok else 1
 
 
 def _refuse_states(table: EngineTable, explanation: Explanation) -> None:
@@ -130,7 +129,7 @@ def _refuse_ranks(
             )
 
 
-def _print_alone(result: EngineArguments, explanation: Explanation) -> None:
+def _print_alone(result: EngineArguments) -> None:
     """Print the arguments on one line, and on stderr what no argument says."""
     import shlex
 
@@ -152,9 +151,9 @@ def _print_alone(result: EngineArguments, explanation: Explanation) -> None:
     for taken in result.taken:
         if taken.offer is None:
             click.echo(f"{taken.layer.kind}, {', '.join(taken.served)}: {_why_none(taken, result)}", err=True)
-    for each in explanation.unserved:
-        if not table.kernels_of(each, explanation.device):
-            click.echo(f"{each.kind}: {_none_known(table)}", err=True)
+    for layers, kernels in result.unserved:
+        if not kernels:
+            click.echo(f"{layers.kind}: {_none_known(table)}", err=True)
     click.echo(shlex.join(result.argument_list()))
 
 
@@ -249,17 +248,14 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         for layer, state in result.states
     ]
     rows += [
-        [f"{each.kind} × {each.count}", "prefill, decode", engine_names(each, table, explanation.device) or "-", "-"]
-        for each in explanation.unserved
+        [f"{layers.kind} × {layers.count}", "prefill, decode", engine_names(kernels) or "-", "-"]
+        for layers, kernels in result.unserved
     ]
     lines += [[], Table(["layers", "phases", table.engine, "attn-select's backend"], rows)]
-    for each in explanation.unserved:
-        takes = f"{table.engine} takes its own by itself"
-        if not table.kernels_of(each, explanation.device):
-            takes = _none_known(table)
-        lines.append(
-            [(f"{each.kind}: ", "warning"), HANG, (f"attn-select has no kernel for these layers; {takes}", "")]
-        )
+    for layers, kernels in result.unserved:
+        takes = f"{table.engine} takes its own by itself" if kernels else _none_known(table)
+        text = f"attn-select has no kernel for these layers; {takes}"
+        lines.append([(f"{layers.kind}: ", "warning"), HANG, (text, "")])
     for taken in result.taken:
         if taken.offer is None and not result.refused:
             text = _why_none(taken, result)
@@ -316,12 +312,8 @@ def _to_dict(result: EngineArguments, explanation: Explanation) -> dict[str, Any
             for layer, state in result.states
         ],
         "unserved": [
-            {
-                "kind": each.kind,
-                "count": each.count,
-                "engine_backends": engine_backends(each, table, explanation.device),
-            }
-            for each in explanation.unserved
+            {"kind": layers.kind, "count": layers.count, "engine_backends": engine_backends(kernels)}
+            for layers, kernels in result.unserved
         ],
         "not_expressed": result.not_expressed,
         "warnings": explanation.all_warnings,

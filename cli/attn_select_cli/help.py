@@ -39,7 +39,7 @@ def groups() -> dict[str, tuple[str, ...]]:
         OWN: (),
         "Rules and times": ("backend", "rules", "workload", "times", "no_times", "host_time"),
         "A layer by hand, or in place of the model's": (*heads, *features, "mla", *MLA_DIMS, "sparse_top_k", *states),
-        "Output": ("full", "form", "output", "force", "as_json", "verbose", "help"),
+        "Output": ("full", "output", "as_json", "verbose", "help"),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 import click
 
 from attn_select.engines import ENGINES
-from attn_select.errors import AttnSelectError
 from attn_select.layer.config import ATTENTION_TYPES, CUDA_GRAPH_LEVELS, AttentionConfig
 from attn_select.layer.dtypes import DTYPES, KV_CACHE_DTYPES, canonical
 from attn_select.layer.features import FEATURES, Feature
@@ -107,6 +105,13 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
         help=f"Least level needed: {', '.join(CUDA_GRAPH_LEVELS)}.",
     ),
 )
+rules_option = click.option(
+    "--rules",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="One more rules file, above all others (repeatable).",
+)
 _CONTEXT: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--with",
@@ -115,13 +120,7 @@ _CONTEXT: tuple[Callable[[Any], Any], ...] = (
         metavar="LIB==VERSION",
         help="Judge as if this library version were installed (repeatable).",
     ),
-    click.option(
-        "--rules",
-        multiple=True,
-        type=click.Path(),
-        metavar="FILE",
-        help="One more rules file, above all others (repeatable).",
-    ),
+    rules_option,
 )
 
 
@@ -169,14 +168,21 @@ _GPU_HELP = "The device [default: auto, which is this machine's]"
 _ONE_MODEL = model_option(f"{_MODEL_HELP}.", several=False)
 
 
-def _backend_option(metavar: str, text: str, kind: complete.BackendName | None = None) -> Callable[[Any], Any]:
-    more: dict[str, Any] = {"type": kind, "metavar": metavar, "help": text}
-    return click.option("--backend", "-b", shell_complete=complete.backends, multiple=True, **more)
-
-
-_BACKEND = _backend_option("[PHASE=]NAME", "Choose explicitly, against every rule (repeatable).")
-_ONLY_BACKEND = _backend_option(
-    "NAME", "Only this backend (repeatable) [default: every one that is valid].", complete.BackendName()
+_BACKEND = click.option(
+    "--backend",
+    "-b",
+    shell_complete=complete.backends,
+    multiple=True,
+    metavar="[PHASE=]NAME",
+    help="Choose explicitly, against every rule (repeatable).",
+)
+_ONLY_BACKEND = click.option(
+    "--backend",
+    "-b",
+    type=complete.BackendName(),
+    multiple=True,
+    metavar="NAME",
+    help="Only this backend (repeatable) [default: every one that is valid].",
 )
 
 
@@ -232,12 +238,6 @@ def diff_options(function: F) -> F:
     return decision_options(workload_options(function), _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
 
 
-def cache_options(function: F) -> F:
-    """Add the options of decisions for one model on the GPUs of two sides."""
-    gpus = gpu_option(f"{_GPU_HELP}; given twice: the prefill side's, then the decode side's.", several=True)
-    return decision_options(workload_options(function), _ONE_MODEL, gpus)
-
-
 def run_options(function: F) -> F:
     """Add the options of one decision for this machine."""
     return decision_options(function, _ONE_MODEL)
@@ -262,25 +262,11 @@ def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     calling = click.get_current_context(silent=True)
     if arguments and not arguments[0].startswith("-"):
-        meant = _as_option(arguments[0])
-        write = f"write {flag} '{meant}'" if meant else f"write an option and its value, such as {flag} '--gpu b200'"
+        write = f"write an option and its value, such as {flag} '--gpu b200'"
         raise click.UsageError(f"{flag} {text!r} is no option: {write}", calling)
     context = parsed.make_context(f"{calling.command_path if calling else 'attn-select'} {flag}", arguments)
     given = click.core.ParameterSource.COMMANDLINE
     return context.params, {k: v for k, v in context.params.items() if context.get_parameter_source(k) is given}
-
-
-def _as_option(text: str) -> str | None:
-    """Return the option that a bare value seems meant for, with its value; None where none is near."""
-    from attn_select.layer.models.presets import find_preset
-    from attn_select.machine.device import lookup
-
-    with contextlib.suppress(AttnSelectError):
-        lookup(text)
-        return f"--gpu {text}"
-    if find_preset(text) is not None:
-        return f"--model {text}"
-    return f"--rules {text}" if text.endswith(".toml") else None
 
 
 def flag_of(field: str, options: Mapping[str, Any]) -> str:

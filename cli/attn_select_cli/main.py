@@ -159,12 +159,8 @@ def run(arguments: list[str]) -> int:
         return 130
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        shown = context.command_path.partition(" --")[0] if context is not None else ""
-        hint = f"`{shown} --help` shows the options" if shown else None
-        message = error.format_message()
-        if context is not None and message.startswith("Got unexpected extra argument") and _names_a_model(context):
-            hint = f"a model is given by --model; {hint}"
-        return _fail(as_json, AttnSelectError(message, hint=hint, code="usage"), 2)
+        hint = None if context is None else f"`{context.command_path.partition(' --')[0]} --help` shows the options"
+        return _fail(as_json, AttnSelectError(error.format_message(), hint=hint, code="usage"), 2)
     except AttnSelectError as error:
         from attn_select.decide.selection import NoBackendError
         from attn_select.errors import BackendError, UnknownModelTypeError
@@ -192,10 +188,6 @@ def run(arguments: list[str]) -> int:
         hint = f"this is a bug: run it again with {variables.TRACEBACK}=1 and report what it prints"
         bug = AttnSelectError(f"{type(error).__name__}: {error}", hint=hint, code="internal-error")
         return _fail(as_json, bug, 3)
-
-
-def _names_a_model(context: click.Context) -> bool:
-    return any(parameter.name == "model" for parameter in context.command.params)
 
 
 def _fail(as_json: bool, error: AttnSelectError, exit_code: int) -> int:

@@ -16,7 +16,7 @@ EPILOG = """\b
 Examples:
   attn-select matrix
   attn-select matrix --model llama-3-8b --model deepseek-v3 --gpu a100 --gpu h100 --gpu b200
-  attn-select matrix --kv-cache-dtype fp8 --format markdown
+  attn-select matrix --kv-cache-dtype fp8
   attn-select matrix --gpu h100 --gpu b200 --workload long-context
   attn-select matrix --gpu mi300x --gpu rtx-pro-6000 --engine vllm
   attn-select matrix --json
@@ -29,9 +29,6 @@ Exit code: 0 every cell has a backend, 1 one has none, 2 wrong input.
 """
 
 
-_FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
-
-
 @click.command(
     "matrix", cls=Command, epilog=EPILOG, short_help="The chosen backends of several models on several GPUs."
 )
@@ -39,14 +36,13 @@ _FORMS = click.Choice(["text", "markdown", "json"], case_sensitive=False)
 @decision_options
 @workload_options
 @engine_option
-@click.option("--format", "form", type=_FORMS, default="text", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
-def command(form: str, as_json: bool, **options: Any) -> int:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
+def command(as_json: bool, **options: Any) -> int:
     """Show the chosen backend for each layer kind of several models on several GPUs."""
     from attn_select.decide.lines import HANG
     from attn_select_cli.explanation import build_explanations, warnings_of
     from attn_select_cli.output import print_json, print_lines, print_warnings
-    from attn_select_cli.table import Table, markdown_table
+    from attn_select_cli.table import Table
 
     names, gpus = models_and_gpus(options)
     explanations = build_explanations(options, names, gpus)
@@ -65,28 +61,20 @@ def command(form: str, as_json: bool, **options: Any) -> int:
     ]
     texts = [cell["engine"]["by_itself"] if "engine" in cell else cell_text(cell["selected"]) for cell in cells]
     lacking = [cell for cell, text in zip(cells, texts, strict=True) if "none" in text.split(" / ")]
-    if as_json and form == "markdown":
-        raise click.UsageError("--json and --format markdown contradict each other")
-    warnings = warnings_of(explanations)
-    if as_json or form == "json":
+    if as_json:
         print_json({"schema_version": 1, "models": list(names), "gpus": list(gpus), "cells": cells})
-        print_warnings(warnings)
-        return 1 if lacking else 0
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell, text in zip(cells, texts, strict=True):
-        rows.setdefault((cell["model"] or "-", f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = text
-    header = ["model", "layers", *gpus]
-    table = [[*key, *(by_gpu.get(g, "-") for g in gpus)] for key, by_gpu in rows.items()]
-    if form == "markdown":
-        click.echo(markdown_table(header, table))
     else:
-        print_lines([Table(header, table)])
-    if lacking and form == "text":
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        for cell, text in zip(cells, texts, strict=True):
+            rows.setdefault((cell["model"] or "-", f"{cell['kind']} × {cell['count']}"), {})[cell["gpu"]] = text
+        table = [[*key, *(by_gpu.get(g, "-") for g in gpus)] for key, by_gpu in rows.items()]
+        print_lines([Table(["model", "layers", *gpus], table)])
+    if lacking and not as_json:
         missing = lacking[0]
         model = f"--model {missing['model']} " if missing["model"] else ""
         command = f"`attn-select explain {model}--gpu {missing['gpu']}` with the same options says why"
         print_lines([[], [("none: ", "rejected"), HANG, (f"no backend is valid there: {command}", "")]])
-    print_warnings(warnings)
+    print_warnings(warnings_of(explanations))
     return 1 if lacking else 0
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -15,10 +15,11 @@ from attn_select.decide.lines import STYLES, plain
 from attn_select.decide.text import warning_lines
 from attn_select.errors import printable
 from attn_select_cli.table import Block, Table
+from attn_select_cli.terminal import fitted
 
 
 def print_lines(blocks: Sequence[Block], err: bool = False) -> None:
-    """Print styled lines and tables: as plain text, or on a terminal wrapped to its width and coloured through rich.
+    """Print styled lines and tables: as plain text, or on a terminal wrapped to its width and coloured.
 
     ``NO_COLOR`` (https://no-color.org) and ``TERM=dumb`` leave the colours out. They go to stdout, or with ``err`` to
     stderr.
@@ -28,16 +29,15 @@ def print_lines(blocks: Sequence[Block], err: bool = False) -> None:
         lines = (line for block in blocks for line in (block.lines() if isinstance(block, Table) else [block]))
         click.echo(plain(lines), err=err)
         return
-    from rich.console import Console
-    from rich.text import Text
+    colours = {} if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else STYLES
+    for line in fitted(blocks, columns(stream)):
+        pieces = ((printable(text), colours.get(style)) for text, style in line)
+        click.echo("".join(f"\x1b[{code}m{text}\x1b[0m" if code and text else text for text, code in pieces), err=err)
 
-    from attn_select_cli.terminal import fitted
 
-    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    console = Console(file=stream, highlight=False, color_system="auto" if colours else None)
-    for line in fitted(blocks, console.width):
-        pieces = ((printable(text), STYLES.get(style, "") if colours else "") for text, style in line)
-        console.print(Text.assemble(*pieces), soft_wrap=True)
+def columns(stream: TextIO) -> int:
+    """Return the width of a terminal; 80 where it does not say."""
+    return os.get_terminal_size(stream.fileno()).columns or 80
 
 
 def print_warnings(warnings: Sequence[str]) -> None:
@@ -61,9 +61,9 @@ def require_writable(path: Path, option: str) -> None:
         raise click.BadParameter(f"{path} cannot be written: {folder} takes no files", param_hint=option)
 
 
-def counted(number: int, noun: str, several: str = "") -> str:
-    """Return a number with its noun, ``1 file`` or ``2 files``; ``several`` is a plural that is not made by an s."""
-    return f"{number} {noun if number == 1 else several or noun + 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 file``, ``2 files``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def print_json(data: Any) -> None:

@@ -9,6 +9,7 @@ import click
 
 from attn_select_cli import rules_edit
 from attn_select_cli.command_group import CommandGroup
+from attn_select_cli.layer_options import rules_option
 
 if TYPE_CHECKING:
     from attn_select.rules.document import Problem
@@ -23,17 +24,7 @@ Examples:
   attn-select rules schema > selector_rules.schema.json
   attn-select rules prefer FLASHINFER --gpu h20 --phase decode
   attn-select rules deny FLASHINFER --when 'library.flashinfer-python<0.7'
-  attn-select rules undo
 """
-
-
-_extra_rules = click.option(
-    "--rules",
-    multiple=True,
-    type=click.Path(),
-    metavar="FILE",
-    help="One more rules file, above all others (repeatable).",
-)
 
 
 @click.group(
@@ -43,12 +34,8 @@ def command() -> None:
     """Show, check, find and change the rules that rank backends."""
 
 
-@command.command(
-    "show",
-    short_help="Show the effective rules and their origin.",
-    epilog="\b\nExample:\n  attn-select rules show --rules my_rules.toml --json\n",
-)
-@_extra_rules
+@command.command("show", epilog="\b\nExample:\n  attn-select rules show --rules my_rules.toml --json\n")
+@rules_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(rules: tuple[str, ...], as_json: bool) -> int:
     """Show the effective rules and backend options with their origin."""
@@ -130,7 +117,6 @@ def rules_errors(files: Sequence[str] = ()) -> tuple[RuleSet, list[Problem]]:
 
 @command.command(
     "check",
-    short_help="Check the rules and more files for errors.",
     epilog="\b\nExample:\n  attn-select rules check my_rules.toml\n\n"
     "Exit code: 0 no errors (warnings may be), 1 errors.\n",
 )
@@ -165,11 +151,7 @@ def check(files: tuple[str, ...], as_json: bool) -> int:
     return 1 if errors else 0
 
 
-@command.command(
-    "schema",
-    short_help="Print a JSON Schema of rules files.",
-    epilog="\b\nExample:\n  attn-select rules schema > selector_rules.schema.json\n",
-)
+@command.command("schema", epilog="\b\nExample:\n  attn-select rules schema > selector_rules.schema.json\n")
 def schema() -> int:
     """Print a JSON Schema of rules files, for editors (Taplo, Even Better TOML)."""
     from attn_select.backends.registry import load_plugins
@@ -180,20 +162,15 @@ def schema() -> int:
     return 0
 
 
-@command.command(
-    "path",
-    short_help="List the files that are looked for.",
-    epilog="\b\nExample:\n  attn-select rules path --rules my_rules.toml\n",
-)
-@_extra_rules
+@command.command("path", epilog="\b\nExample:\n  attn-select rules path --json\n")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def path(rules: tuple[str, ...], as_json: bool) -> int:
+def path(as_json: bool) -> int:
     """List the files that are looked for, first to last, found or not. A later one overrides an earlier one."""
     from attn_select.rules.layers import inspect_layers
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
 
-    layers = inspect_layers(rules)
+    layers = inspect_layers()
     if as_json:
         print_json({"schema_version": 1, "files": [layer.to_dict() for layer in layers]})
     else:
@@ -201,5 +178,5 @@ def path(rules: tuple[str, ...], as_json: bool) -> int:
     return 0
 
 
-for each in (rules_edit.init, rules_edit.prefer, rules_edit.avoid, rules_edit.deny, rules_edit.undo):
+for each in (rules_edit.prefer, rules_edit.avoid, rules_edit.deny):
     command.add_command(each)

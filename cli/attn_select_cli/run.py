@@ -61,14 +61,14 @@ def command(layer: str | None, as_json: bool, **options: Any) -> int:
     workload = serving.Workload(num_requests=options["requests"], **{name: options[name] for name in names})
     served: list[tuple[LayerExplanation, RunResult | str]] = []
     for one in chosen:
-        reason = None if layer is not None else serving.unserved(one.selection.config)
-        if reason is not None:
+        if (reason := serving.unserved(one.selection.config)) is not None:
             served.append((one, reason))
             continue
         tokens = sum(workload.prompts()) + workload.num_requests * workload.decode_steps
         with progress(f"{one.kind}: checking {tokens} tokens", tokens) as shown:
             served.append((one, serving.serve(one.selection, workload, shown.advance)))
-    ok = all(isinstance(outcome, str) or outcome.ok for _, outcome in served)
+    results = [outcome for _, outcome in served if not isinstance(outcome, str)]
+    ok = bool(results) and all(result.ok for result in results)
     warnings = explanation.all_warnings
     if any(getattr(one.selection.config, "decode_context_parallel_size", 1) > 1 for one in chosen):
         warnings.append("one process runs here, with the whole cache: --dcp decides which backends are valid, no more")

@@ -47,13 +47,10 @@ class Workload:
     seed: int = 0  # of everything that is random
 
     def __post_init__(self) -> None:
-        least = {"num_requests": 1, "prompt_tokens": 1, "decode_steps": 0, "max_num_batched_tokens": self.num_requests}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                why = ", one token for each request" if name == "max_num_batched_tokens" else ""
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)}: accepted are integers from {bound}{why}", fields=[name]
-                )
+        if self.max_num_batched_tokens < self.num_requests:
+            accepted = f"accepted are integers from {self.num_requests}, one token for each request"
+            text = f"max_num_batched_tokens = {self.max_num_batched_tokens}: {accepted}"
+            raise ConfigError(text, fields=["max_num_batched_tokens"])
 
     def prompts(self) -> list[int]:
         """Return the prompt lengths."""
@@ -125,8 +122,6 @@ def unserved(config: LayerConfig) -> str | None:
 
 def serve(selection: Selection[Any], workload: Workload, progress: Callable[[int], None] | None = None) -> RunResult:
     """Serve the workload twice through one layer: once checked, then once timed."""
-    if (reason := unserved(selection.config)) is not None:
-        raise ConfigError(f"this layer cannot be served alone: {reason}", fields=["attn_type"])
     try:
         if isinstance(selection.config, StateConfig):
             return _serve_states(selection, workload, progress)

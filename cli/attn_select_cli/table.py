@@ -46,12 +46,3 @@ def plugin_table(plugins: Sequence[Mapping[str, Any]]) -> Block:
         return [("no plugin is installed", "warning")]
     rows = [[p["name"], f"{p['distribution']} {p['version']}", p["error"] or ", ".join(p["backends"])] for p in plugins]
     return Table(["plugin", "distribution", "backends, or why it failed"], rows)
-
-
-def markdown_table(header: Row, rows: Sequence[Row]) -> str:
-    """Return a GitHub-flavoured Markdown table, aligned in the source too."""
-    cells = [[printable(cell).replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in cells]
-    lines.insert(1, "| " + " | ".join("-" * w for w in widths) + " |")
-    return "\n".join(lines)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from attn_select.decide.cache_text import shared_cache_lines
 from attn_select.decide.lines import HANG, MARGIN, Line, byte_text
 from attn_select.engines import ENGINES
-from attn_select.engines.names import EngineTable, engine_table
+from attn_select.engines.names import EngineKernel, engine_table
 from attn_select.layer.models.unserved import UnservedLayers
 from attn_select.machine.device import Device
 
@@ -40,27 +41,25 @@ def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
         lines.append(_row("KV cache", f"{text}, {total} per token for {whose}"))
         lines += shared_cache_lines(owners)
     for index, table in enumerate(map(engine_table, ENGINES)):
-        text = engine_names(layers, table, device) or "no backend is known"
+        text = engine_names(table.kernels_of(layers, device)) or "no backend is known"
         lines.append(_row("" if index else "engines", f"{table.engine} {table.release}: {text}"))
     return lines
 
 
 def unserved_data(layers: UnservedLayers, device: Device) -> dict[str, Any]:
     """Return the same as plain data; ``docs/json.md`` documents it."""
-    engines = {key: engine_backends(layers, engine_table(key), device) for key in ENGINES}
+    engines = {key: engine_backends(engine_table(key).kernels_of(layers, device)) for key in ENGINES}
     return {**layers.to_dict(), "engines": engines}
 
 
-def engine_backends(layers: UnservedLayers, table: EngineTable, device: Device) -> list[dict[str, Any]]:
-    """Return an engine's own backends for layers on a device as plain data, its default first."""
-    found = table.kernels_of(layers, device)
-    return [{"name": each.name, "default": each.default, "source": each.source} for each in found]
+def engine_backends(kernels: Sequence[EngineKernel]) -> list[dict[str, Any]]:
+    """Return an engine's own backends for layers as plain data."""
+    return [{"name": each.name, "default": each.default, "source": each.source} for each in kernels]
 
 
-def engine_names(layers: UnservedLayers, table: EngineTable, device: Device) -> str:
-    """Return what an engine serves layers with on a device, its default first; empty where nothing is known."""
-    names = [each.name if each.default else f"{each.name} by name" for each in table.kernels_of(layers, device)]
-    return ", ".join(names)
+def engine_names(kernels: Sequence[EngineKernel]) -> str:
+    """Return in words what an engine serves layers with."""
+    return ", ".join(each.name if each.default else f"{each.name} by name" for each in kernels)
 
 
 def _known(*facts: tuple[int | None, str]) -> str:

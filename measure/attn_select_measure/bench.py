@@ -62,7 +62,6 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
 def command(layer: str | None, workload: str, rounds: int, seconds: float, as_json: bool, **options: Any) -> int:
     """Time every valid backend of a model's layers on this device over a workload, side by side."""
-    from attn_select.errors import UnknownNameError
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
     from attn_select_cli.output import print_json, print_lines, print_warnings
@@ -72,9 +71,6 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
 
     wanted, backends = parse_workload(workload), tuple(options["backend"])
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
-    for name in backends:
-        if name not in explanation.situation.names:
-            raise UnknownNameError("backend", name, explanation.situation.names)
     benching = torch_module("attn_select_measure.benching", "timing a layer")
     rules = tuple(options["rules"]) or None
     with benching.joined_ranks() as ranks, progress("measuring", shown=ranks is None or ranks.rank == 0) as shown:
@@ -85,14 +81,14 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
         bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
         first = ranks is None or ranks.rank == 0
         layers = [
-            LayerBench(one, None if layer is not None else benching.untimed(one.selection.config, ranks))
+            LayerBench(one, benching.untimed(one.selection.config, ranks))
             for one in chosen_layers(explanation.layers, layer)
         ]
         todo = []
         for each in layers:
             config = each.layer.selection.config
             for shape in wanted.shapes if each.not_run is None else ():
-                benching.check_runnable(config, shape.batch, ranks)
+                benching.check_runnable(config, shape.batch)
                 todo.append((each, shape, bench.candidates(config, shape.batch, backends)))
         shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
         complete = True

@@ -241,11 +241,8 @@ def untimed(config: LayerConfig, ranks: ContextParallel | None = None) -> str | 
     return None if config.sparse else unserved(config)
 
 
-def check_runnable(config: LayerConfig, batch: BatchShape, ranks: ContextParallel | None = None) -> None:
+def check_runnable(config: LayerConfig, batch: BatchShape) -> None:
     """Make sure that a batch can be made for a layer."""
-    if (reason := untimed(config, ranks)) is not None:
-        fields = ["sparse_top_k", "attn_type", "decode_context_parallel_size"]
-        raise ConfigError(f"this layer cannot be timed alone: {reason}", fields=fields)
     if not config.has_cache and any(group.query_len != group.seq_len for group in batch.groups):
         text = f"batch = {str(batch)!r}: a layer without a KV cache attends to the new tokens alone"
         raise ConfigError(text, fields=["batch"], hint="leave the sequence lengths out: 4q512")

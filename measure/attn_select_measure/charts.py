@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from attn_select.backends.distributions import known_backends
+from attn_select.backends.spec import BackendSpec
 
 # Of backends, on a light and on a dark page; each has a contrast of at least 4.5 with its page. None is a red, which
 # says that something is wrong.
@@ -66,6 +69,15 @@ _STYLE: Any = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
+
+
+def looks(specs: Mapping[str, BackendSpec]) -> dict[str, int]:
+    """Return the index of each backend's colour and sign. A chart shows backends of one sort, which all differ."""
+    brought, by_sort = known_backends(), dict[str, list[str]]()
+    for name in (*filter(specs.__contains__, brought), *sorted(specs.keys() - brought.keys())):
+        sort = min(capabilities.sort for capabilities in specs[name].capabilities.values())
+        by_sort.setdefault(sort, []).append(name)
+    return {name: index % len(COLOURS) for names in by_sort.values() for index, name in enumerate(names)}
 
 
 @dataclass(frozen=True, slots=True)

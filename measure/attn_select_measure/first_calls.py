@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -57,7 +57,7 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     task: FirstCall | None = None
-    began: float = field(default=0.0)
+    began: float = 0.0
 
 
 class FirstCalls:
@@ -85,7 +85,9 @@ class FirstCalls:
         while (now := time.monotonic()) < ends:
             for worker in self._workers:
                 if worker.task is None and todo:
-                    self._give(worker, todo.popleft())
+                    worker.task, worker.began = todo.popleft(), time.monotonic()
+                    with suppress(OSError):  # it has died: reading says so
+                        worker.connection.send(worker.task)
             busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
             if not busy:
                 return found
@@ -100,11 +102,6 @@ class FirstCalls:
         for task in todo:
             found[task.key] = Ended(0.0, f"the {seconds:.0f} s for first calls were over before its own began")
         return found
-
-    def _give(self, worker: _Worker, task: FirstCall) -> None:
-        worker.task, worker.began = task, time.monotonic()
-        with suppress(OSError):  # it has died: reading says so
-            worker.connection.send(task)
 
     def _take(self, worker: _Worker, found: dict[Key, Ended]) -> None:
         task = worker.task

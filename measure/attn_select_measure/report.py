@@ -15,7 +15,6 @@ from attn_select_cli.layer_options import decision_options, engine_option, workl
 from attn_select_cli.pairs import models_and_gpus, pair_options
 
 if TYPE_CHECKING:
-    from attn_select.layer.config import Phase
     from attn_select_measure.report_page.page import Page
     from attn_select_measure.report_page.predicted import ChartGroup
 
@@ -48,13 +47,12 @@ Exit code: 0 written, 2 wrong input.
     metavar="FILE",
     help="Where to write.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is no report.")
-def command(output: Path, force: bool, **options: Any) -> int:
+def command(output: Path, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
     from attn_select_cli.output import counted, print_line, print_warnings
 
     _require_libraries()
-    _check_output(output, force)
+    _check_output(output)
     page, warnings = _page(options, *models_and_gpus(options))
     text = page.html()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -78,18 +76,16 @@ def _require_libraries() -> None:
             raise RuntimeMissingError(f"a report needs {name}, which is not installed", hint=hint)
 
 
-def _check_output(output: Path, force: bool) -> None:
+def _check_output(output: Path) -> None:
     """Refuse to replace a file that no report wrote, and to write where nothing can be written."""
     from attn_select_cli.output import require_writable
     from attn_select_measure.report_page.page import MARK
 
     require_writable(output, "--output")
-    if output.exists() and not force:
+    if output.exists():
         with output.open("rb") as file:
             if MARK.encode() not in file.read(100):
-                raise click.BadParameter(
-                    f"{output} exists and is no report: --force replaces it", param_hint="--output"
-                )
+                raise click.BadParameter(f"{output} exists and is no report", param_hint="--output")
 
 
 def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> tuple[Page, list[str]]:
@@ -98,9 +94,10 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
     from attn_select.backends.registry import load_plugins
     from attn_select.times.prediction import load_survey, survey_for
     from attn_select_cli.explanation import build_explanations, warnings_of
+    from attn_select_cli.matrix import cell_text
     from attn_select_cli.output import counted
     from attn_select_cli.progress import progress
-    from attn_select_measure.report_page.looks import looks
+    from attn_select_measure.charts import looks
     from attn_select_measure.report_page.page import Cell, Page
     from attn_select_measure.report_page.predicted import Layer, chart_groups
 
@@ -115,7 +112,7 @@ def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[
             lacking[gpu] = None
         for each in explanation.layers:
             name = f"{each.kind} × {each.count}"
-            cells.append(Cell(model, name, gpu, _names(each.selection.selected), f"{model} {gpu}"))
+            cells.append(Cell(model, name, gpu, cell_text(each.selection.selected).split(" / "), f"{model} {gpu}"))
             if survey is not None:
                 layers.append(Layer(f"{model} {each.kind}", explanation.device, each.selection, survey))
     documents = {f"{model} {gpu}": one.to_dict() for (model, gpu), one in zip(pairs, explanations, strict=True)}
@@ -139,7 +136,3 @@ def _notes(options: Mapping[str, Any], lacking: Iterable[str], groups: Iterable[
             empty.setdefault(group.title, []).append(group.gpu)
     notes += [f"No charts of {title} on {', '.join(on)}: no survey has such layers." for title, on in empty.items()]
     return notes
-
-
-def _names(selected: Mapping[Phase, str | None]) -> list[str]:
-    return list(dict.fromkeys(name or "none" for name in selected.values()))

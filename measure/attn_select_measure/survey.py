@@ -122,11 +122,11 @@ def command(
     require_writable(out, "--out")
     if fit is not None:
         from attn_select_cli.progress import progress
-        from attn_select_measure.survey_fit import fit_count, fit_survey, save
+        from attn_select_measure.survey_fit import fit_survey, save
         from attn_select_measure.survey_records import read_survey
 
         records = read_survey(fit)
-        with progress(f"fitting {len(records)} workloads", fit_count(records)) as shown:
+        with progress(f"fitting {len(records)} workloads") as shown:
             save(fit_survey(records, shown.advance), out)
         return 0
     surveying = torch_module("attn_select_measure.surveying", "timing a layer")

@@ -106,16 +106,6 @@ def fit_survey(records: Sequence[Record], done: Done = lambda: None) -> dict[str
     }
 
 
-def fit_count(records: Sequence[Record]) -> int:
-    """Return how many fits ``fit_survey`` makes, at most."""
-    families = _by_family(records, _rates(records)).values()
-    return sum(1 + min(_FOLDS, len(_groups(timed))) for timed in families)
-
-
-def _groups(timed: Sequence[Timed]) -> list[str]:
-    return sorted({each.group for each in timed})
-
-
 def extended(data: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
     """Return a survey's data with more workloads of its GPU; scales, amplitude and noise stay as they were fitted."""
     # Backends that the survey has no times of are left out.
@@ -298,7 +288,7 @@ def _margin(records: Sequence[Record], families: Mapping[str, Any], rates: Rates
 
 def _left_out(timed: Sequence[Timed], backends: Sequence[str], done: Done) -> list[tuple[Timed, dict[str, float]]]:
     """Return each workload with the times that those of other heads and sizes predict, left out in ten parts."""
-    groups = _groups(timed)
+    groups = sorted({each.group for each in timed})
     random.Random(0).shuffle(groups)
     found = []
     for fold in range(min(_FOLDS, len(groups))):

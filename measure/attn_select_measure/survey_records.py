@@ -22,7 +22,6 @@ from attn_select.times.prediction import PACKAGED_FOLDER, SUFFIX, read_survey_fi
 
 VERSION = 1  # Of the lines' format
 PAIR = " + "  # Between the backend of a step's prefills and that of its decodes, where they differ
-MOST_KNOWN_STALE = 3  # Backends whose packaged times may be of older kernels
 Record = dict[str, Any]
 
 
@@ -117,14 +116,9 @@ def check_packaged(registry: Registry, environment: Environment) -> list[Checked
     for path in sorted(PACKAGED_FOLDER.glob(f"*{SUFFIX}")):
         for name, surveyed in sorted(read_survey_file(path, path.name).backends.items()):
             changed, missing = _judged(name, surveyed.fingerprint, registry, environment)
-            entry = known.get(name, {})
-            known_why = f"{entry['reason']} ({entry['date']})" if changed and entry.keys() == {"reason", "date"} else ""
+            why = f"{known[name]['reason']} ({known[name]['date']})" if changed and name in known else ""
             counts = surveyed.times, surveyed.times * bool(changed), surveyed.times * (bool(missing) and not changed)
-            found.append(Checked(name, *counts, tuple(changed or missing), known_why))
-    idle = sorted(known.keys() - {each.backend for each in found if each.known})
-    if idle or len(known) > MOST_KNOWN_STALE:
-        text = f"known_stale.toml names {', '.join(sorted(known))}: expected at most {MOST_KNOWN_STALE} backends whose"
-        raise MeasurementError(f"{text} packaged times are stale, each with reason and date")
+            found.append(Checked(name, *counts, tuple(changed or missing), why))
     return found
 
 

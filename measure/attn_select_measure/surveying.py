@@ -37,7 +37,6 @@ MOST_JOBS = 14
 COMPILE_SECONDS = 120.0
 WORKLOADS_PER_JOB = 4  # Workloads whose first calls run together, for each process
 COMPILE_SHARE = 0.4  # Of the time that is left, for the first calls of the next workloads at most
-FIRST_PACE = 2.0  # Seconds that a workload is thought to take before one was timed
 
 
 class DeviceLost(Exception):
@@ -145,7 +144,7 @@ class _Run:
         doing: deque[str],
     ) -> None:
         self._settings, self._bench, self._began, self._say, self._doing = settings, bench, began, say, doing
-        self._left, self._done, self._timed_s, self._longest_s = workloads, 0, 0.0, 0.0
+        self._left, self._done, self._longest_s = workloads, 0, 0.0
         self._first_calls: FirstCalls | None = None
 
     def close(self) -> None:
@@ -159,24 +158,20 @@ class _Run:
 
     def all(self, todo: Sequence[Work]) -> bool:
         """Time the workloads until time is up; return whether all were timed."""
-        start = 0
-        while start < len(todo):
-            pace = self._timed_s / self._done if self._done else FIRST_PACE
-            count = min(max(1, WORKLOADS_PER_JOB * self._settings.jobs), len(todo) - start)
-            if self._remaining < 2 * max(pace, self._longest_s):
+        count = max(1, WORKLOADS_PER_JOB * self._settings.jobs)
+        for start in range(0, len(todo), count):
+            if self._remaining <= self._longest_s:
                 return False
-            count = int(max(1, min(count, self._remaining * (1 - COMPILE_SHARE) / pace)))
             some = [(work, self._candidates(work)) for work in todo[start : start + count]]
             ended = self._compile(some)
             for work, candidates in some:
                 if not candidates and "timed" in work.row:
                     self._left -= 1
                     continue
-                if self._remaining < self._longest_s:
+                if self._remaining <= self._longest_s:
                     return False
                 if not self._time(work, candidates, ended):
                     raise KeyboardInterrupt
-            start += count
         return True
 
     def _compile(self, some: Sequence[tuple[Work, list[Candidate]]]) -> dict[Key, Ended]:
@@ -200,15 +195,11 @@ class _Run:
             return {}
         if self._first_calls is None:
             self._first_calls = FirstCalls(self._settings.jobs, self._bench.environment or Environment())
-        began = time.monotonic()
         seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
         self._say(f"{len(tasks)} first calls of the next {len(some)} workloads, which may take {seconds:.0f} s")
         found = self._first_calls.run(tasks, seconds)
-        failed = sum(each.failure is not None for each in found.values())
-        raised = Counter(f"{key[2]}: {each.error}" for key, each in found.items() if each.error is not None)
-        told = f"{len(tasks)} first calls of {len(some)} workloads in {time.monotonic() - began:.0f} s"
-        self._say(f"{told}; {failed} did not end, {sum(raised.values())} raised an error")
-        for text, count in raised.items():
+        told = {key: each.failure or each.error for key, each in found.items()}
+        for text, count in Counter(f"{key[2]}: {why}" for key, why in told.items() if why is not None).items():
             self._say(f"  {count} times {text}")
         return found
 
@@ -275,7 +266,7 @@ class _Run:
         append_record(self._settings.out, record if "timed" not in work.row else merged(work.row, record))
         spent = time.monotonic() - began
         self._done, self._left = self._done + 1, self._left - 1
-        self._timed_s, self._longest_s = self._timed_s + spent, max(spent, 0.9 * self._longest_s)
+        self._longest_s = max(spent, 0.9 * self._longest_s)
         self._say(self._line(work, found))
         if lost is not None:
             raise DeviceLost(lost)

@@ -63,7 +63,7 @@ def command(
 ) -> int:
     """Time a model's own layers on this device, and add them to the device's survey where choices become better."""
     from attn_select.decide.selector import clear_cache
-    from attn_select.errors import MeasurementError, UnknownNameError
+    from attn_select.errors import MeasurementError
     from attn_select.times.prediction import SUFFIX, family_of, user_path
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
@@ -75,9 +75,6 @@ def command(
     explanation = build_explanation({**options, "backend": (), "gpu": "auto"})
     print_warnings(explanation.all_warnings)
     backends, device = tuple(options["backend"]), explanation.device
-    for name in backends:
-        if name not in explanation.situation.names:
-            raise UnknownNameError("backend", name, explanation.situation.names)
     if device.is_cpu:
         raise MeasurementError("there is nothing to tune on a CPU: rules alone decide there")
     path = out or user_path(device)

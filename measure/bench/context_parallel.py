@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from attn_select import AttentionConfig, Environment, select
-from attn_select.decide.selection import Selection
 from attn_select.machine.environment import parse_pins
 from attn_select.reference.timed_steps import AttentionStep
 from attn_select.runtime import ContextParallel
@@ -41,10 +40,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "mla16": {"num_heads": 16, "block_size": 64, **MLA},
 }
 """All ranks' heads together."""
-TINY: dict[str, dict[str, Any]] = {
-    "gqa": {"num_heads": 16, "num_kv_heads": 2, "head_size": 32},
-    "mla": {"num_heads": 8, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
-}
 BATCHES = ((1, 1 << 20), (4, 1 << 20), (32, 1 << 17))
 """Requests, and tokens of each."""
 BACKENDS = {"gqa": ("FLASH_ATTN", "TRITON_ATTN"), "mla": ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA")}
@@ -77,12 +72,7 @@ def conformance(arguments: argparse.Namespace, lines: Lines) -> None:
     for text in arguments.suites:
         start = time.time()
         suite = suite_of(text)
-        options = {
-            "cuda_graphs": torch.cuda.is_available(),
-            "fields": json.loads(arguments.fields),
-            "merge": arguments.merge,
-        }
-        wrong = check_on_group(suite, None, arguments.layers, **options)
+        wrong = check_on_group(suite, None, arguments.layers, cuda_graphs=True, merge=arguments.merge)
         lines.write(
             kind="conformance", suite=text.rpartition(":")[2], backend=suite.spec.name, layers=arguments.layers,
             failed=len(wrong), wrong=[each[:700] for each in wrong[:4]], seconds=round(time.time() - start, 1),
@@ -91,8 +81,6 @@ def conformance(arguments: argparse.Namespace, lines: Lines) -> None:
 
 def timed(step: Call, repeat: int = 20) -> float:
     """Return the time of a step in us, the slowest rank's; a graph holds ``repeat`` of them."""
-    if not torch.cuda.is_available():
-        return medians(timed_rounds({"step": step}, "cpu"), 1)["step"]
     step()  # compiles, so that a capture finds all there
     graph = captured([step] * repeat)
     dist.barrier()
@@ -102,60 +90,54 @@ def timed(step: Call, repeat: int = 20) -> float:
 
 
 def layer_time(
-    config: AttentionConfig, backend: str | None, batch: tuple[int, int], ranks: Any, pins: dict[str, str]
-) -> tuple[float, Selection]:
-    """Return the time of a decode of one layer, and the selection that it runs."""
+    config: AttentionConfig, backend: str, batch: tuple[int, int], ranks: Any, pins: dict[str, str]
+) -> float:
+    """Return the time of a decode of one layer."""
     requests, tokens = batch
-    where = None if torch.cuda.is_available() else "cpu"
-    choice: Any = None if backend is None else {"decode": backend}
-    selection = select(config, where, backend=choice, environment=Environment(pins=pins) if pins else None)
+    choice: Any = {"decode": backend}
+    selection = select(config, backend=choice, environment=Environment(pins=pins) if pins else None)
     step = AttentionStep(selection, [(1, tokens)] * requests, ["decode"], None, ranks)
     memory = step.memory(step.cache_bytes, 1)
     assert memory is not None
     step.make_layers(memory.caches(step))
     (call,) = step.calls()
-    return timed(call), selection
+    return timed(call)
 
 
 def decode(arguments: argparse.Namespace, lines: Lines) -> None:
-    batches = BATCHES if torch.cuda.is_available() else ((1, 200), (4, 100))
-    layers = LAYERS if torch.cuda.is_available() else TINY
-    names, pins = arguments.layer or list(layers), parse_pins(arguments.pins)
-    for number, batch in enumerate(batches):
-        for name in names:
-            known = BACKENDS[name[:3]] if torch.cuda.is_available() else (None,)
-            for backend in arguments.backend or known[: len(known) if number == 0 else arguments.most]:
+    pins = parse_pins(arguments.pins)
+    for batch in BATCHES:
+        for name in arguments.layer or LAYERS:
+            for backend in arguments.backend or BACKENDS[name[:3]]:
                 try:
-                    decode_times(AttentionConfig(**layers[name]), name, backend, batch, pins, arguments, lines)
+                    decode_times(AttentionConfig(**LAYERS[name]), name, backend, batch, pins, arguments, lines)
                 except Exception as error:  # the next one may run
                     text = f"{type(error).__name__}: {error}"
-                    lines.write(kind="decode", layer=name, backend=str(backend), batch=batch, error=text[:500])
+                    lines.write(kind="decode", layer=name, backend=backend, batch=batch, error=text[:500])
                 finally:
-                    torch.cuda.empty_cache() if torch.cuda.is_available() else None
+                    torch.cuda.empty_cache()
 
 
 def decode_times(
-    whole: AttentionConfig, name: str, backend: str | None, batch: tuple[int, int], pins: dict[str, str],
+    whole: AttentionConfig, name: str, backend: str, batch: tuple[int, int], pins: dict[str, str],
     arguments: argparse.Namespace, lines: Lines,
 ) -> None:  # fmt: skip
     """Time one layer with its whole cache, with shares of it, and on all ranks; compare with what is predicted."""
     size, (requests, tokens) = dist.get_world_size(), batch
-
-    alone, alone_by = layer_time(whole, backend, batch, None, pins)
+    alone = layer_time(whole, backend, batch, None, pins)
     counts = sorted({size, *arguments.shares})
-    shares = {count: layer_time(whole, backend, (requests, tokens // count), None, pins)[0] for count in counts}
+    shares = {count: layer_time(whole, backend, (requests, tokens // count), None, pins) for count in counts}
     parts = {
         count: whole.model_copy(update={"num_heads": whole.num_heads // count, "decode_context_parallel_size": count})
         for count in shares
     }
     predicted = {count: share + collectives_us(parts[count], requests) for count, share in shares.items()}
-    result = {}
-    for way in arguments.ways:
-        options = ContextParallel(None, merge=way, interleave=arguments.interleave)
-        result[way] = layer_time(parts[size], backend, batch, options, pins)[0]
+    result = {
+        way: layer_time(parts[size], backend, batch, ContextParallel(None, merge=way), pins) for way in arguments.ways
+    }
     first = result[arguments.ways[0]]
     lines.write(
-        kind="decode", layer=name, backend=str(alone_by.selected["decode"]), requests=requests, tokens=tokens,
+        kind="decode", layer=name, backend=backend, requests=requests, tokens=tokens,
         ranks=size, alone_us=round(alone, 2), shares_us={count: round(share, 2) for count, share in shares.items()},
         predicted_us={count: round(time_us, 2) for count, time_us in predicted.items()},
         ranks_us={way: round(time_us, 2) for way, time_us in result.items()},
@@ -183,7 +165,7 @@ def exchange(merger: Merger, query: torch.Tensor, width: int) -> Callable[[], No
 
 def exchange_time(config: AttentionConfig, tokens: int) -> float:
     """Return the time in us of all that ranks do together in a decode of one layer: what no kernel can save."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
     merger = Merger(ContextParallel(None).collectives, config.num_kv_heads, True)
     heads, width = config.num_heads, config.kv_lora_rank or config.value_head_size
     sizes = heads * merger.collectives.size, config.head_size, width, torch.bfloat16, device
@@ -195,7 +177,7 @@ def exchange_time(config: AttentionConfig, tokens: int) -> float:
 def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) -> dict[str, float]:
     """Return the times in us of the ways to merge one case's results, and of the collectives by themselves."""
     (heads, kv_heads, query_width, width), collectives, size = MERGES[name], ranks.collectives, ranks.size
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     merger = Merger(collectives, kv_heads, True)
     partial = torch.randn(tokens, heads * size, width, **made)
@@ -222,7 +204,7 @@ def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) 
 
 def merge(arguments: argparse.Namespace, lines: Lines) -> None:
     ranks = ContextParallel(None)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
     for name, (heads, kv_heads, query_width, width) in MERGES.items():
         shared = Merger(ranks.collectives, kv_heads, True)
         sizes = heads * ranks.size, query_width, width, torch.bfloat16, device
@@ -240,23 +222,17 @@ def main() -> None:
     part.add_argument("suites", nargs="+", metavar="FILE:CLASS")
     part.add_argument("--layers", type=int, default=10)
     part.add_argument("--merge", help="of all layers; else drawn")
-    part.add_argument("--fields", default="{}", metavar="JSON", help="of all layers")
     part = commands.add_parser("decode")
     part.add_argument("--layer", action="append", choices=LAYERS)
     part.add_argument("--backend", action="append")
     part.add_argument("--ways", nargs="+", default=["auto", "a2a", "ag_rs"], help="the first is compared")
     part.add_argument("--shares", nargs="*", type=int, default=[4, 8], help="other numbers of ranks to predict")
     part.add_argument("--with", dest="pins", action="append", default=[], metavar="NAME==VERSION", help="a library")
-    part.add_argument("--interleave", type=int, default=1)
-    part.add_argument("--most", type=int, default=2, help="backends for all batches but the first")
     commands.add_parser("merge")
     arguments = parser.parse_args()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    else:
-        dist.init_process_group("gloo")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     with torch.inference_mode():
         run = {"conformance": conformance, "decode": decode, "merge": merge}[arguments.command]
         run(arguments, Lines(arguments.out, rank))

@@ -20,7 +20,7 @@ from attn_select.times import prediction
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.prediction import load_survey
 from attn_select_measure import charts
-from attn_select_measure.report_page.looks import looks
+from attn_select_measure.charts import looks
 
 DRAWN = r'<svg role="img"'
 """How a chart begins."""
@@ -90,7 +90,7 @@ def test_a_cache_is_summed_over_the_layers_that_own_one(run: Any) -> None:
     trial = Path(__file__).parents[2] / "tests" / "models" / "data" / "trial"
     (text,) = opened(written(run, "--model", str(trial / "g3n.json"), "--gpu", "h100")).values()
     assert "2 KiB per token and layer, 32 KiB for the 16 of 24 that own one" in text
-    (sparse,) = opened(written(run, "--model", "deepseek-v3.2", "--gpu", "h100", "--force")).values()
+    (sparse,) = opened(written(run, "--model", "deepseek-v3.2", "--gpu", "h100")).values()
     layer = run("explain", "--model", "deepseek-v3.2", "--gpu", "h100", "--json").json["layers"][0]
     plan = layer["plan"]
     total = plan["bytes_per_token"] * layer["cache_count"] + plan["indexer_bytes_per_token"] * layer["indexer_count"]
@@ -140,14 +140,13 @@ def test_no_two_backends_of_one_sort_look_alike() -> None:
             by_sort.setdefault(sort, []).append(index)
     assert all(len(set(each)) == len(each) for each in by_sort.values())
     assert max(found.values()) < len(charts.COLOURS) == len(charts.SIGNS)
-    assert found["FLASH_ATTN"] == found["FLASH_ATTN_MLA"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--times", "bad.json"), "bad.json: no survey that can be read"),
-        (("--output", "bad.json"), "bad.json exists and is no report: --force replaces it"),
+        (("--output", "bad.json"), "bad.json exists and is no report"),
         (("--output", "bad.json/where.html"), "bad.json takes no files"),
         (("--model", "lama"), "lama"),
     ],
@@ -161,14 +160,13 @@ def test_wrong_input(run: Any, tmp_path: Path, arguments: tuple[str, ...], said:
     assert not (tmp_path / "attn-select-report.html").exists()
 
 
-def test_a_report_is_replaced_and_another_file_by_force_alone(run: Any, tmp_path: Path) -> None:
+def test_a_report_is_replaced_and_no_other_file(run: Any, tmp_path: Path) -> None:
     arguments = ("report", "--model", "bert-base", "--gpu", "a100", "--output", "page.html")
     assert run(*arguments).code == 0
     assert run(*arguments).code == 0
     (tmp_path / "page.html").write_text("a diary")
     assert run(*arguments).code == 2
-    assert run(*arguments, "--force").code == 0
-    assert "bert-base" in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "page.html").read_text() == "a diary"
 
 
 def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> None:

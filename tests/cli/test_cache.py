@@ -30,60 +30,69 @@ def test_a_hybrid_model_has_states_and_blocks(run: Any) -> None:
 
 
 def test_sides_with_states_name_their_differences(run: Any) -> None:
-    sides = ("cache", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--gpu", "b200")
-    result = run(*sides, "--json")
-    assert (result.code, result.json["fits"]) == (1, False)
-    differences = {each["fact"]: each for each in result.json["differences"]}
-    assert set(differences) == {"state_layout", "layout"}
-    assert all(each["converted"] and each["option"] == "--backend" for each in differences.values())
-    told = run(*sides).out
-    assert "attn_select.runtime.states.convert_states turns one side's states into the other's." in told
+    result = run("cache", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--to", "--gpu b200")
+    assert result.code == 1
+    *_, states, blocks, verdict = result.out.splitlines()
+    assert states == "gated_delta_net: state_layout  STATE_VK -> STATE_KV"
+    assert blocks == "full_attention: layout  FLASH_ATTN_NHD -> FLASHINFER_HND"
+    assert "attn_select.runtime.convert_kv_cache and .states.convert_states" in verdict
 
 
-def test_states_of_other_ranks_and_dtypes(run: Any) -> None:
+def test_states_of_other_ranks_and_other_gpus(run: Any) -> None:
     layer = ("cache", "--recurrence", "kda", "--num-heads", "4", "--head-size", "64", "--gpu", "h200")
-    ranks = run(*layer, "--to", "-tp 2", "--json").json
-    assert [(each["fact"], each["option"], each["converted"]) for each in ranks["differences"]] == [
-        ("num_v_heads", "--tensor-parallel", False)
-    ]
+    ranks = run(*layer, "--to", "-tp 2")
+    assert ranks.code == 1
+    assert "kda: num_v_heads  4 -> 2" in ranks.out
+    assert "which no conversion changes" in ranks.out
     alike = run(*layer, "--to", "--gpu h100")
     assert alike.code == 0
     assert "Both sides fit: blocks and states can be copied byte by byte." in alike.out
 
 
 def test_sides_of_one_layout_fit(run: Any) -> None:
-    result = run("cache", *MODEL, "--gpu", "h100", "--gpu", "a100")
+    result = run("cache", *MODEL, "--gpu", "h100", "--to", "--gpu a100")
     assert result.code == 0
     assert "Both sides fit: blocks and states can be copied byte by byte." in result.out
 
 
-def test_another_layout_names_its_option_and_the_conversion(run: Any) -> None:
-    result = run("cache", *MODEL, "--gpu", "a100", "--gpu", "b200")
-    assert result.code == 1
-    assert "full_attention: layout  FLASH_ATTN_NHD -> FLASHINFER_HND\n  --backend changes it" in result.out
-    assert "attn_select.runtime.convert_kv_cache turns one side's blocks into the other's." in result.out
-
-
 def test_other_heads_cannot_be_made_to_fit(run: Any) -> None:
     layer = ("--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128")
-    result = run("cache", *layer, "--gpu", "h100", "--to", "--num-kv-heads 4 --kv-cache-dtype fp8", "--json")
+    result = run("cache", *layer, "--gpu", "h100", "--to", "--num-kv-heads 4 --kv-cache-dtype fp8")
     assert result.code == 1
-    differences = {each["fact"]: each["converted"] for each in result.json["differences"]}
-    assert differences == {"dtype": True, "scales": True, "num_kv_heads": False}
+    facts = [line.split(" ")[1] for line in result.out.splitlines() if "->" in line]
+    assert facts == ["dtype", "scales", "num_kv_heads"]
+    assert "which no conversion changes" in result.out
+
+
+def test_a_side_with_other_kinds_of_layers_does_not_fit(run: Any) -> None:
+    layer = ("--num-heads", "8", "--head-size", "128", "--gpu", "h100")
+    result = run("cache", *layer, "--to", "--sliding-window 128")
+    assert result.code == 1
+    assert "no such layers on the decode side" in result.out
+
+
+def test_a_layer_without_a_backend_is_no_fit(run: Any) -> None:
+    result = run("cache", *MODEL, "--gpu", "h100", "--to", "--backend FLASHMLA")
+    assert result.code == 1
+    assert "Both sides fit" not in result.out
+    assert "No backend: `attn-select explain`" in result.out
 
 
 def test_a_model_whose_layers_keep_no_cache(run: Any) -> None:
-    result = run("cache", "--model", "bert-base", "--gpu", "a100", "--gpu", "h100")
+    result = run("cache", "--model", "bert-base", "--gpu", "a100", "--to", "--gpu h100")
     assert result.code == 0
-    assert "No cache: these layers keep none." in result.out
+    assert "no cache" in result.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--gpu", "h100") * 3, "--gpu is given 3 times: a cache has a prefill side and a decode side"),
-        (("--to", ""), "--to is empty: name an option that differs, such as --to '--block-size 64'"),
-        (("--to", "--model deepseek-v3"), "--to names a model: both sides of a cache run the same one"),
+        (("--to", "b200"), "--to 'b200' is no option: write an option and its value, such as --to '--gpu b200'"),
+        (("--to", ""), "--to '': expected options that differ, and no model: both sides run the same"),
+        (
+            ("--to", "--model deepseek-v3"),
+            "--to '--model deepseek-v3': expected options that differ, and no model: both sides run the same",
+        ),
     ],
 )
 def test_wrong_use_is_named(run: Any, arguments: tuple[str, ...], said: str) -> None:

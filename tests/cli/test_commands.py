@@ -61,9 +61,6 @@ def test_matrix_shows_the_decisions_of_explain(run: Any) -> None:
     lines = text.out.splitlines()
     column = lines[0].index("h100")
     assert all(line[column - 2 : column] == "  " for line in lines if len(line) > column)
-    markdown = run(*arguments, "--format", "markdown").out
-    assert markdown.startswith("| model ")
-    assert len({line.count("|") for line in markdown.splitlines()}) == 1
 
 
 def test_matrix_is_exit_1_where_a_cell_has_no_backend(run: Any) -> None:
@@ -159,11 +156,10 @@ def test_models_and_gpus(run: Any) -> None:
     models = run("models", "--json").json["models"]
     assert {"llama-3-8b", "deepseek-v3", "whisper-large-v3", "bert-base"} <= {m["name"] for m in models}
     assert all(m["source"] for m in models)
-    assert "deepseek-v3.2" in run("models", "deepseek").out
-    assert run("models", "no-such-thing").code == 1
+    assert "deepseek-v3.2" in run("models").out
     gpus = run("gpus", "--json").json["gpus"]
     assert {"t4", "a100", "h20", "h100", "l40s", "rtx4090", "rtx5090", "b200", "b300"} <= {g["name"] for g in gpus}
-    assert "b200" in run("gpus", "10.0").out
+    assert "b200" in run("gpus").out
 
 
 def test_doctor(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

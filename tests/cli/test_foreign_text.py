@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 COMMANDS = {
     "explain": ("explain", "--gpu", "h200"),
     "vllm": ("flags", "--gpu", "h200", "--engine", "vllm"),
-    "markdown": ("matrix", "--gpu", "h200", "--format", "markdown"),
+    "matrix": ("matrix", "--gpu", "h200"),
     "json": ("explain", "--gpu", "h200", "--json"),
 }
 

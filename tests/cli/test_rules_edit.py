@@ -1,17 +1,14 @@
-"""``rules init, prefer, avoid, deny, undo``: what they write, show, refuse and take back."""
+"""``rules prefer, avoid, deny``: what they write, show and refuse."""
 
 from __future__ import annotations
 
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attn_select.errors import RulesError
 from attn_select.machine import files
-from attn_select_cli import rules_file
 
 WRITTEN_BY_HAND = """\
 # ours
@@ -68,11 +65,6 @@ def test_nothing_is_written_without_a_yes(run: Any, user_file: Path) -> None:
     assert result.code == 1
     assert "FLASH_ATTN" in result.out
     assert "--yes" in result.out
-    as_json = run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--gpu", "a100", "--json")
-    assert as_json.code == 1
-    assert as_json.json["written"] is False
-    change = as_json.json["changes"][0]
-    assert (change["model"], change["gpu"], change["from"]) == ("llama-3-8b", "a100", "FLASH_ATTN")
     assert not user_file.parent.exists()
 
 
@@ -97,6 +89,7 @@ def test_a_terminal_is_asked(run_on_terminal: Any, user_file: Path) -> None:
         (["--when", "compute_capability=9.x", "--when", "mla=false"], {"compute_capability": "9.x", "mla": False}),
         (["--gpu", "sm90", "--gpu", "8.9"], {"compute_capability": ["9.0", "8.9"]}),
         (["--gpu", "NVIDIA H100 80GB HBM3", "--gpu", "cpu"], {"gpu": ["h100", "cpu"]}),
+        (["--gpu", "h100", "--when", "gpu=h20"], {"gpu": ["h100", "h20"]}),
     ],
 )
 def test_conditions(run: Any, user_file: Path, arguments: list[str], when: dict[str, Any]) -> None:
@@ -112,10 +105,9 @@ def test_conditions(run: Any, user_file: Path, arguments: list[str], when: dict[
         (["FLASHINFER", "--when", "num_head=8"], "did you mean num_heads"),
         (["FLASHINFER", "--when", "num_heads=many"], "num_heads = 'many'"),
         (["FLASHINFER", "--when", "<=8"], "expected FIELD=VALUE"),
-        (["FLASHINFER", "--when", "head_size"], "--when 'head_size': expected a value"),
-        (["FLASHINFER", "--when", "gpu"], "--when 'gpu': expected a value"),
+        (["FLASHINFER", "--when", "head_size"], "head_size = True"),
+        (["FLASHINFER", "--when", "gpu"], "gpu = True"),
         (["FLASHINFER", "--gpu", "h100", "--gpu", "sm90"], "need a rule each"),
-        (["FLASHINFER", "--gpu", "h100", "--when", "gpu=h20"], "--gpu names the devices already"),
         (["FLASHINFER", "--gpu", "h1000"], "did you mean"),
         (["FLASHINFER", "--for", "--nonsense"], "--nonsense"),
         (["FLASHINFER", "--name", "a\tb"], "printable"),
@@ -136,7 +128,7 @@ def test_a_rule_that_takes_no_effect_is_told_beforehand(run: Any, user_file: Pat
 def test_a_preference_below_a_denial_names_the_denial(run: Any, user_file: Path) -> None:
     assert run("rules", "deny", "FLASHINFER", "--name", "bad-release", "--yes", "--model", "llama-3-8b").code == 0
     result = run("rules", "prefer", "FLASHINFER", "--gpu", "h20", "--yes", "--model", "llama-3-8b")
-    assert f"no effect on FLASHINFER: rule 'bad-release' ({user_file}:7) denies it" in result.err
+    assert f"no effect on FLASHINFER: rule 'bad-release' ({user_file}:6) denies it" in result.err
     assert "'bad-release'" in run("rules", "check").out
     other = run("rules", "prefer", "FLASH_ATTN", "--yes", "--model", "llama-3-8b")
     assert "no effect" not in other.err
@@ -159,31 +151,9 @@ def test_a_broken_file_is_left_alone(run: Any, user_file: Path) -> None:
     assert "is not UTF-8 (byte 0xff): save it as UTF-8" in run("rules", "prefer", "FLASHINFER", "--yes").err
 
 
-def test_undo_takes_the_last_change_back_and_then_itself(run: Any, user_file: Path) -> None:
-    assert run("rules", "undo", "--yes").code == 2
-    run("rules", "init")
-    first = user_file.read_text()
-    assert run("rules", "check").code == 0
-    assert "exists" in run("rules", "init").err
-    assert run("rules", "deny", "FLASH_ATTN", "--model", "llama-3-8b", "--yes").code == 0
-    second = user_file.read_text()
-    assert second.startswith(first.rstrip())
-    undo = ("rules", "undo", "--model", "llama-3-8b", "--gpu", "a100", "--yes")
-    result = run(*undo)
-    assert (result.code, user_file.read_text()) == (0, first)
-    assert "FLASH_ATTN" in result.out
-    assert (run(*undo).code, user_file.read_text()) == (0, second)
-
-
-def test_undo_of_a_new_file_removes_it(run: Any, user_file: Path) -> None:
-    run("rules", "init")
-    assert run("rules", "undo", "--model", "llama-3-8b", "--yes").code == 0
-    assert not user_file.exists()
-
-
 def test_another_file_than_the_users(run: Any, user_file: Path, tmp_path: Path) -> None:
     result = run("rules", "deny", "FLASH_ATTN", "--gpu", "h100", "--file", "mine.toml", "--yes")
-    assert "rules undo --file mine.toml" in result.out
+    assert "written to mine.toml" in result.out
     assert "FLASH_ATTN" in result.out
     assert rules(tmp_path / "mine.toml")[0]["deny"] == ["FLASH_ATTN"]
     assert not user_file.exists()
@@ -201,40 +171,31 @@ def test_a_link_and_permissions_stay(run: Any, user_file: Path, tmp_path: Path) 
     assert kept.read_text().startswith(WRITTEN_BY_HAND.rstrip())
 
 
-def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_link_is_not_followed(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, victim = tmp_path / "rules.toml", tmp_path / "victim"
     victim.write_text("mine")
     monkeypatch.setattr(files.secrets, "token_hex", lambda size: "guessed")
-    for name in (f".{path.name}.{os.getpid()}", f".{path.name}.guessed", f".{path.name}.previous.guessed"):
-        (tmp_path / name).symlink_to(victim)
-    with pytest.raises(RulesError, match="cannot be written: File exists"):
-        rules_file.write(path, "version = 1\n")
+    (tmp_path / f".{path.name}.guessed").symlink_to(victim)
+    result = run("rules", "deny", "FLASH_ATTN", "--file", str(path), "--model", "llama-3-8b", "--yes")
+    assert result.code == 2
+    assert "cannot be written: File exists" in result.err
     assert victim.read_text() == "mine"
 
 
-def test_replacing_a_rule_keeps_all_else() -> None:
-    old = {"name": "b", "deny": ["FLASHMLA"], "when": {"library": {"flash-mla": "<1"}}}
-    assert rules_file.with_rule(WRITTEN_BY_HAND, old) == WRITTEN_BY_HAND
-    new = {"name": "b", "avoid": ["FLASHMLA"], "when": {"library": {"flash-mla": "<2"}, "gpu": "h20"}}
-    text = rules_file.with_rule(WRITTEN_BY_HAND, new)
-    assert tomllib.loads(text)["rules"] == [tomllib.loads(WRITTEN_BY_HAND)["rules"][0], new]
-    for comment in (
-        "# ours",
-        "# the format",
-        "# about a\n[[rules]]",
-        "# about b\n[[rules]]",
-        "# old ones",
-        "# the end",
-    ):
-        assert comment in text
-    first = {"name": "a", "prefer": ["FLASHINFER"]}
-    assert rules_file.with_rule(WRITTEN_BY_HAND, first) == WRITTEN_BY_HAND.replace("TRITON_ATTN", "FLASHINFER")
+def test_a_rule_goes_to_the_end_and_all_else_stays(run: Any, user_file: Path) -> None:
+    user_file.parent.mkdir(parents=True)
+    user_file.write_text(WRITTEN_BY_HAND)
+    words = ("--because", 'x\\y "z" \u00e9', "--when", 'dtype=["float16", "bfloat16"]', "--when", "library.a-b=0.6")
+    assert run("rules", "prefer", "FLASHINFER", "--name", 'c "q"', *words, "--model", "llama-3-8b", "--yes").code == 0
+    assert user_file.read_text().startswith(WRITTEN_BY_HAND.rstrip())
+    when = {"dtype": ["float16", "bfloat16"], "library": {"a-b": "0.6"}}
+    rule = {"name": 'c "q"', "when": when, "prefer": ["FLASHINFER"], "because": 'x\\y "z" \u00e9'}
+    assert rules(user_file)[2] == rule
 
 
-def test_adding_a_rule() -> None:
-    long = {"dtype": ["float16", "bfloat16"], "library": {f"library-{i}": ">=1.0,<2.0" for i in range(5)}}
-    for when in ({"gpu": "h20", "library": {"flashinfer-python": "0.6"}}, long):
-        rule = {"name": 'c "quoted"', "when": when, "prefer": ["FLASHINFER"], "because": "x\\y"}
-        text = rules_file.with_rule(WRITTEN_BY_HAND, rule)
-        assert text.startswith(WRITTEN_BY_HAND.rstrip())
-        assert tomllib.loads(text)["rules"][2] == rule
+def test_a_name_that_the_file_has_already_is_refused(run: Any, user_file: Path) -> None:
+    named = ("rules", "deny", "FLASHINFER", "--name", "mine", "--model", "llama-3-8b", "--yes")
+    assert run(*named).code == 0
+    before = user_file.read_text()
+    assert run(*named, "--gpu", "h100").code == 2
+    assert user_file.read_text() == before

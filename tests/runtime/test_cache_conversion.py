@@ -168,4 +168,4 @@ def test_latents_are_no_keys_and_values_of_one_head() -> None:
     headed = AttentionConfig(num_heads=1, head_size=48, v_head_size=32, dtype="float32")
     with pytest.raises(ConfigError, match="store other heads: mla = True and False") as caught:
         convert_kv_cache(torch.zeros(2, 16, 48), latent, CacheFormat(headed, layouts.FLASHINFER_NHD, 16, 16))
-    assert caught.value.hint == "`attn-select cache` names options that help"
+    assert caught.value.hint == "`attn-select cache --help` names options that help"

@@ -1,4 +1,4 @@
-"""Line numbers of a TOML file's headers and keys, which neither tomllib nor tomlkit gives.
+"""Line numbers of a TOML file's headers and keys, which tomllib does not give.
 
 ``header_lines`` is quick and runs for every file: headers stand at the start of a line, outside strings and arrays, so
 one pass over strings, comments and brackets finds them all. ``key_lines`` looks at every key and runs only where an

@@ -76,7 +76,7 @@ def _require_same_layer(source: CacheFormat, target: CacheFormat) -> None:
     if differ:
         each = ", ".join(f"{name} = {here} and {there}" for name, (here, there) in differ.items())
         text = f"source and target store other heads: {each}. Converted are {', '.join(source.converted)}"
-        raise ConfigError(text, fields=[*differ], hint="`attn-select cache` names options that help")
+        raise ConfigError(text, fields=[*differ], hint="`attn-select cache --help` names options that help")
 
 
 def _require_blocks(blocks: Tensor, source: CacheFormat) -> int:
