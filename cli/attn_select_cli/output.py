@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -15,11 +15,10 @@ from attn_select.decide.lines import STYLES, plain
 from attn_select.decide.text import warning_lines
 from attn_select.errors import printable
 from attn_select_cli.table import Block, Table
-from attn_select_cli.terminal import fitted
 
 
 def print_lines(blocks: Sequence[Block], err: bool = False) -> None:
-    """Print styled lines and tables: as plain text, or on a terminal wrapped to its width and coloured.
+    """Print styled lines and tables: as plain text, or on a terminal wrapped to its width and coloured through rich.
 
     ``NO_COLOR`` (https://no-color.org) and ``TERM=dumb`` leave the colours out. They go to stdout, or with ``err`` to
     stderr.
@@ -29,15 +28,16 @@ def print_lines(blocks: Sequence[Block], err: bool = False) -> None:
         lines = (line for block in blocks for line in (block.lines() if isinstance(block, Table) else [block]))
         click.echo(plain(lines), err=err)
         return
-    colours = {} if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else STYLES
-    for line in fitted(blocks, columns(stream)):
-        pieces = ((printable(text), colours.get(style)) for text, style in line)
-        click.echo("".join(f"\x1b[{code}m{text}\x1b[0m" if code and text else text for text, code in pieces), err=err)
+    from rich.console import Console
+    from rich.text import Text
 
+    from attn_select_cli.terminal import fitted
 
-def columns(stream: TextIO) -> int:
-    """Return the width of a terminal; 80 where it does not say."""
-    return os.get_terminal_size(stream.fileno()).columns or 80
+    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    console = Console(file=stream, highlight=False, color_system="auto" if colours else None)
+    for line in fitted(blocks, console.width):
+        pieces = ((printable(text), STYLES.get(style, "") if colours else "") for text, style in line)
+        console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
 def print_warnings(warnings: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from unicodedata import combining, east_asian_width
 
 from attn_select.decide.lines import HANG, Line
 from attn_select_cli.table import GAP, Block, Table
@@ -115,4 +114,6 @@ def _records(table: Table) -> list[Line]:
 
 def cells(text: str) -> int:
     """Return the columns that text takes on a terminal."""
-    return sum(2 if east_asian_width(each) in "WF" else not combining(each) for each in text)
+    from rich.cells import cell_len
+
+    return cell_len(text)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from attn_select.decide.lines import HANG
-from attn_select_cli import progress
 from attn_select_cli.table import Table
-from attn_select_cli.terminal import cells, fitted, wrapped
+from attn_select_cli.terminal import fitted, wrapped
 
 EXPLAIN = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dtype", "fp8")
 TABLE = Table(["model", "layers", "h100"], [["llama-3-8b", "full attention of 32", "FLASH_ATTN"]])
@@ -65,22 +64,3 @@ def test_a_remedy_stays_in_one_piece_and_a_long_word_is_not_cut() -> None:
 )
 def test_a_table_changes_its_form_with_the_width(width: int, expected: list[str]) -> None:
     assert text_of(fitted([TABLE], width)) == expected
-
-
-def test_wide_and_combining_letters_are_counted_as_they_are_shown() -> None:
-    assert [cells(text) for text in ("abc", "\u6f22\u5b57", "e\u0301")] == [3, 4, 1]
-
-
-def test_a_terminal_has_one_line_of_progress_that_goes_in_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr(progress, "ON_TERMINAL", 0.0)
-    monkeypatch.setattr(progress, "columns", lambda stream: 24)
-    with progress.progress("working", 2) as shown:
-        shown.advance()
-        shown.advance(1, "something long")
-    *_, half, done, gone = capsys.readouterr().err.split("\r\x1b[K")
-    assert half == "working: 50 %, 0 s, abo"
-    assert done == "something long: 100 %, "
-    assert gone == ""

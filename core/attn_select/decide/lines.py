@@ -14,15 +14,14 @@ from attn_select.errors import printable
 
 Line = list[tuple[str, str]]
 STYLES = {
-    "title": "1",
-    "selected": "1;32",
-    "valid": "32",
-    "rejected": "31",
-    "dim": "2",
-    "remedy": "36",
-    "warning": "33",
+    "title": "bold",
+    "selected": "bold green",
+    "valid": "green",
+    "rejected": "red",
+    "dim": "dim",
+    "remedy": "cyan",
+    "warning": "yellow",
 }
-"""What a terminal takes for each style (ECMA-48, Select Graphic Rendition): bold, dim, colours."""
 HANG = ("", "hang")
 MARGIN = 19
 """Column of the text beside ``prefill``, ``decode`` and ``KV cache``."""
