@@ -63,7 +63,7 @@ def run_steps(
 
 
 @pytest.mark.parametrize("queries", ["sharded", "replicated"])
-@pytest.mark.parametrize("merge", ["auto", "a2a", "ag_rs"])
+@pytest.mark.parametrize("merge", ["auto", "a2a"])
 @pytest.mark.parametrize(
     ("config", "sinks"), [(DENSE, False), (DENSE, True), (LATENT, False)], ids=["dense", "sinks", "mla"]
 )

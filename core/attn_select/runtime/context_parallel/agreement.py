@@ -75,8 +75,8 @@ def _check_selection(selection: Selection, context_parallel: ContextParallel) ->
             fields=["decode_context_parallel_size"],
             hint=f"select with decode_context_parallel_size = {context_parallel.size}, or start {ranks} ranks",
         )
-    if selection.config.batch_invariant and (merge := context_parallel.merge) in ("ag_rs", "symm"):
-        text = f"merge = {merge!r} with batch_invariant = True: how results are summed depends on the batch"
+    if selection.config.batch_invariant and context_parallel.merge == "symm":
+        text = "merge = 'symm' with batch_invariant = True: how results are summed depends on the batch"
         raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
 
 
@@ -108,7 +108,7 @@ def share_memory(
     heads = context_parallel.gathered_heads(config.num_heads)
     shared = merger.share_memory(tokens, heads, config.head_size, width, PLAIN_DTYPES[config.dtype], device)
     if merge == "symm" and not shared:
-        text = "merge = 'symm': these ranks cannot read each other's memory (accepted: auto, ag_rs, a2a)"
+        text = "merge = 'symm': these ranks cannot read each other's memory (accepted: auto, a2a)"
         raise ConfigError(text, fields=["merge"], hint="it needs CUDA devices of one host with peer access")
 
 

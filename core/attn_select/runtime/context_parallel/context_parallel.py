@@ -50,11 +50,3 @@ class ContextParallel:
     def gathered_heads(self, num_heads: int) -> int:
         """Return the query heads that every rank's kernel computes, of ``num_heads`` per rank."""
         return num_heads * self.size if self.sharded else num_heads
-
-    @property
-    def merge_way(self) -> str:
-        """How results are merged that do not go by ``symm``: ``a2a`` unless ``ag_rs`` is asked for."""
-        # ``a2a`` is one collective less than ``ag_rs``, and rounds once. On two H200 over NVLink it took less time in
-        # 17 of 18 sizes from 1 to 2048 tokens, 11.4 to 118 us against 15.4 to 135 at 32 heads of 128, and 12.1 to 707
-        # against 15.1 to 740 at 64 heads of 512. In the other (128 tokens, 64 heads of 512) it took 2 % more.
-        return "ag_rs" if self.merge == "ag_rs" else "a2a"

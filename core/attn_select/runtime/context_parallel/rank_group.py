@@ -319,5 +319,4 @@ class AttentionAcrossRanks:
         gathered = group.merger.gather_queries(query)
         partial, partial_lse = group.merger.partials(query, self._heads, self._width)
         self.shared.forward(gathered, key, value, kv_cache, metadata, partial, partial_lse)
-        way = group.context_parallel.merge_way
-        group.merger.merge(way, partial, partial_lse, outputs.output, outputs.lse, self.gathered_sinks)
+        group.merger.merge(partial, partial_lse, outputs.output, outputs.lse, self.gathered_sinks)

@@ -309,16 +309,16 @@ class LatentsAcrossRanks:
         """Decode over all ranks' latents, from ``(T, num_heads, R + Pr)`` absorbed queries of this rank's heads."""
         # ``attend`` runs the kernel on this rank's share, ``project`` multiplies latents with ``W_UV``. Outputs are
         # ``(T, num_heads, V)``, and the LSE.
-        group, merger, way = self.group, self.group.merger, self.group.context_parallel.merge_way
+        group, merger = self.group, self.group.merger
         query = merger.gather_queries(query)
         partial, lse = merger.partials(query, self._heads, group.merged_width)
         # Values are narrower than latents and every rank has all heads: what is sent is projected before it is merged.
         if group.merged_width < self._rank:
             latents = Outputs(query.new_empty(len(query), self._heads, self._rank), lse)
             project(attend(query, latents), partial)
-            merger.merge(way, partial, lse, outputs.output, outputs.lse, self.sinks)
+            merger.merge(partial, lse, outputs.output, outputs.lse, self.sinks)
             return
         partial = attend(query, Outputs(partial, lse))
         merged = outputs.output.new_empty(*outputs.output.shape[:2], self._rank)
-        merger.merge(way, partial, lse, merged, outputs.lse, self.sinks)
+        merger.merge(partial, lse, merged, outputs.lse, self.sinks)
         project(merged, outputs.output)
