@@ -27,7 +27,8 @@ from attn_select.errors import ConfigError
 from attn_select.runtime import checks, ops
 from attn_select.runtime.attention import foreign_metadata
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata
+from attn_select.runtime.mla_group import MLALayerGroup
+from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
 
@@ -101,7 +102,7 @@ class SparseIndexer:
         key: Tensor,
         weights: Tensor,
         index_cache: Tensor,
-        attn_metadata: MLAMetadata,
+        attn_metadata: AttentionMetadata,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """Write the step's keys into the cache, and return the slots that each token attends to.
@@ -151,7 +152,7 @@ class SparseIndexer:
                 f"(num_blocks, {self.block_size}, {width})"
             )
 
-    def _rows(self, metadata: MLAMetadata) -> IndexedRows:
+    def _rows(self, metadata: AttentionMetadata) -> IndexedRows:
         """Return what each token may choose from; the first layer of a step makes it for all."""
         if metadata.indexed_rows is None:
             metadata.indexed_rows = indexed_rows(metadata.common)

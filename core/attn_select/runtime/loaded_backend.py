@@ -41,13 +41,11 @@ class LoadedBackend:
     # Cuts batches where the layers attend inside chunks and the kernel does not mask them.
     chunks: VirtualBatches | None = None
 
-    def build(self, prefix: int, common: CommonAttentionMetadata, fast: bool) -> Any:
+    def build(self, common: CommonAttentionMetadata, prefix: int, fast: bool, captured: bool) -> Any:
         """Return what the builder builds for a step; BackendError or PluginError where it raised or returned None."""
+        if captured:
+            return self._built("build_for_cudagraph_capture()", self.builder.build_for_cudagraph_capture, common)
         return self._built("build()", self.builder.build, prefix, common, fast)
-
-    def build_for_capture(self, common: CommonAttentionMetadata) -> Any:
-        """Return what the builder builds for a graph. Raises as ``build`` does."""
-        return self._built("build_for_cudagraph_capture()", self.builder.build_for_cudagraph_capture, common)
 
     def build_prefill(self, varlen: VarlenMetadata) -> Any:
         """Return what the builder builds for a call of ``forward_mha``. Raises as ``build`` does."""

@@ -22,8 +22,8 @@ from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.mla_context import Spans
-from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata
-from attn_select.runtime.step_metadata import Part
+from attn_select.runtime.mla_group import MLALayerGroup
+from attn_select.runtime.step_metadata import AttentionMetadata, Part
 from attn_select.runtime.terms import GivenTerms, Outputs, Terms, check_float
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
@@ -120,7 +120,7 @@ class MLAAttention(nn.Module):
         kv_c_normed: Tensor | None,
         k_pe: Tensor | None,
         kv_cache: Tensor | None = None,
-        attn_metadata: MLAMetadata | None = None,
+        attn_metadata: AttentionMetadata | None = None,
         output: Tensor | None = None,
         topk_indices: Tensor | None = None,
         output_lse: Tensor | None = None,
@@ -291,7 +291,7 @@ class MLAAttention(nn.Module):
         keys[..., self.nope :] = k_pe.unsqueeze(1)
         return keys, both[..., self.nope :]
 
-    def _check(self, metadata: MLAMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
+    def _check(self, metadata: AttentionMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
         group, tokens, wanted = self.group, metadata.num_actual_tokens, self.group.config.sparse
         if getattr(metadata, "group", None) is not group:
             raise foreign_metadata(self.layer_name, metadata)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-
 from attn_select.decide.selection import Selection
 from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.context_parallel.collectives import Collectives, RankError
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
-from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 MOST = 300
 """Characters of each rank's value in an error."""
@@ -66,7 +60,7 @@ def do_alike(
         raise problem
 
 
-def _check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
+def check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
     """Raise ConfigError for a selection that these ranks cannot run, or cannot merge batch-invariantly."""
     ranks = selection.config.decode_context_parallel_size
     if ranks != context_parallel.size:
@@ -78,38 +72,6 @@ def _check_selection(selection: Selection, context_parallel: ContextParallel) ->
     if selection.config.batch_invariant and context_parallel.merge == "symm":
         text = "merge = 'symm' with batch_invariant = True: how results are summed depends on the batch"
         raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
-
-
-def make_alike(
-    context_parallel: ContextParallel, selection: Selection, capacity: Capacity, make: Callable[[], None]
-) -> None:
-    """Make the parts of a group on every rank; RankError where another rank cannot, or makes others."""
-
-    def checked() -> None:
-        _check_selection(selection, context_parallel)
-        make()
-
-    ranks = context_parallel.collectives
-    do_alike(ranks, "attention_group", checked, lambda: facts_of(selection, context_parallel, capacity))
-
-
-def share_memory(
-    merger: Merger,
-    config: AttentionConfig,
-    context_parallel: ContextParallel,
-    tokens: int,
-    width: int,
-    device: torch.device,
-) -> None:
-    """Let steps go by ``symm`` where that is asked for, or ``auto`` and possible. Every rank calls it."""
-    merge = context_parallel.merge
-    if merge not in ("auto", "symm") or (merge == "auto" and config.batch_invariant):
-        return
-    heads = context_parallel.gathered_heads(config.num_heads)
-    shared = merger.share_memory(tokens, heads, config.head_size, width, PLAIN_DTYPES[config.dtype], device)
-    if merge == "symm" and not shared:
-        text = "merge = 'symm': these ranks cannot read each other's memory (accepted: auto, a2a)"
-        raise ConfigError(text, fields=["merge"], hint="it needs CUDA devices of one host with peer access")
 
 
 def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
@@ -125,18 +87,7 @@ def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: 
     }
 
 
-def check_step(group: LayerGroup, ranks: Collectives, common: CommonAttentionMetadata) -> None:
-    """Check a batch; in checked mode also that all ranks have the same one."""
-    # Raises BatchError for this rank's own error, RankError for another rank's, or for what differs.
-    if not group.checked:
-        group.check_batch(common)
-        return
-    size = group.block_size
-    assert size is not None
-    do_alike(ranks, "a step", lambda: group.check_batch(common), lambda: _batch_facts(common, size))
-
-
-def _batch_facts(common: CommonAttentionMetadata, block_size: int) -> dict[str, str]:
+def batch_facts(common: CommonAttentionMetadata, block_size: int) -> dict[str, str]:
     """Return what all ranks must have in common in a step (checked mode), by the scheduler's tables. Synchronises."""
     facts = {"query_lens": str(common.query_lens_cpu.tolist()), "seq_lens": str(common.seq_lens_cpu.tolist())}
     if common.block_table_tensor is not None:

@@ -17,7 +17,7 @@ from attn_select.runtime.rank_memory import RankLayout, RankMemory
 from attn_select.times.ranks import MOST_SHARED_BYTES, shared_tokens
 
 WAYS = ("a2a", "symm")
-"""``a2a``: outputs and LSEs are exchanged head by head in one message, and each rank merges the results of its own heads
+"""``a2a``: outputs and LSEs are exchanged head by head in one message, and each rank merges its own heads' results
 in float32.
 ``symm``: heads and results lie in memory that all ranks read and write, so neither takes a collective; steps of more
 tokens than it holds go by ``a2a``."""
