@@ -258,7 +258,7 @@ class Attention(nn.Module):
         # Inline, and each shape asked for once: this runs for every layer of every step.
         tokens, group, dtype = metadata.num_actual_tokens, self.group, self._dtype
         if getattr(metadata, "group", None) is not group:
-            raise foreign_metadata(self.layer_name, metadata)
+            raise foreign_metadata(f"layer {self.layer_name!r}: attn_metadata", metadata)
         shape = query.shape
         if shape[1:] != self._query_shape or shape[0] < tokens or query.dtype is not dtype:
             checks.check_rows("query", query, self._query_shape, dtype, tokens)
@@ -335,14 +335,14 @@ def _check_shared(layer: Attention, target: Attention) -> None:
         raise ConfigError(text, fields=["kv_sharing_target"])
 
 
-def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
-    """Return the error of a layer that was given another thing than its own group's metadata."""
+def foreign_metadata(argument: str, metadata: object) -> BatchError:
+    """Return the error of a layer whose argument is another thing than its own group's metadata."""
     what = "was built by another group than the layer's"
     if isinstance(metadata, CommonAttentionMetadata):
         what = "is the step's CommonAttentionMetadata, which group.build makes the layers' metadata of"
     elif not hasattr(metadata, "group"):
         what = f"is a {type(metadata).__name__}"
     return BatchError(
-        f"layer {layer_name!r}: attn_metadata {what}",
+        f"{argument} {what}",
         hint="build the step's metadata once per group, and give each layer what layer.group.build(common) returned",
     )

@@ -125,7 +125,7 @@ class SparseIndexer:
         """
         metadata = attn_metadata
         if getattr(metadata, "group", None) is not self.group:
-            raise foreign_metadata("the indexer", metadata)
+            raise foreign_metadata("the indexer: attn_metadata", metadata)
         tokens = metadata.num_actual_tokens
         if topk_indices is None:
             topk_indices = query.new_empty(query.shape[0], self.top_k, dtype=torch.int32)

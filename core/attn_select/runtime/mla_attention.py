@@ -294,7 +294,7 @@ class MLAAttention(nn.Module):
     def _check(self, metadata: AttentionMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
         group, tokens, wanted = self.group, metadata.num_actual_tokens, self.group.config.sparse
         if getattr(metadata, "group", None) is not group:
-            raise foreign_metadata(self.layer_name, metadata)
+            raise foreign_metadata(f"layer {self.layer_name!r}: attn_metadata", metadata)
         for name, (shape, dtype) in self._accepted.items():
             tensor = given[name]
             if name == "topk_indices" and (tensor is not None) != wanted:

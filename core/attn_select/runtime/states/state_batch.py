@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,28 +109,34 @@ def build_states(
             return None
         own = common.requests(first, last)
         each = slots.write[first:last]
-        table = None
-        if any(len(writes) > 1 for writes in each):
-            host = np.full((last - first, config.max_decode_query_len), NOWHERE, dtype=np.int64)
-            for row, writes in enumerate(each):
-                # One slot belongs to the last token, whichever it is.
-                end = int(bounds[first + row + 1] - bounds[first + row])
-                host[row, end - len(writes) : end] = writes
-            table = to_device(torch.from_numpy(host), device)
+        columns = config.max_decode_query_len if any(len(writes) > 1 for writes in each) else 0
+        lens = np.diff(bounds[first : last + 1])
         return StatePart(
             int(bounds[first]),
             own.num_actual_tokens,
             own.query_start_loc,
             own.query_start_loc_cpu,
             own.max_query_len,
-            to_device(torch.tensor(slots.read[first:last], dtype=torch.int64), device),
-            to_device(torch.tensor([writes[-1] for writes in each], dtype=torch.int64), device),
-            table,
+            *slot_tables(slots.read[first:last], each, lens, columns, device),
         )
 
     conv = _conv_indices(config.conv_kernel_size, bounds, slots, device) if config.conv_kernel_size else None
     parts = (part(0, decodes), part(decodes, common.num_reqs))
     return StateMetadata(group, common.num_actual_tokens, *parts, conv, common, slots)
+
+
+def slot_tables(
+    read: list[int], write: list[list[int]], query_lens: Iterable[int], columns: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the slots of ``StatePart``; ``columns``: of the slots of each token, 0: there are none."""
+    last = torch.tensor([writes[-1] for writes in write], dtype=torch.int64)
+    found = to_device(torch.tensor(read, dtype=torch.int64), device), to_device(last, device)
+    if not columns:
+        return *found, None
+    table = np.full((len(read), columns), NOWHERE, dtype=np.int64)
+    for row, (writes, end) in enumerate(zip(write, query_lens, strict=True)):
+        table[row, end - len(writes) : end] = writes  # one slot belongs to the last token, whichever it is
+    return *found, to_device(torch.from_numpy(table), device)
 
 
 def _conv_indices(width: int, bounds: Indices, slots: StateSlots, device: torch.device) -> ConvIndices:
