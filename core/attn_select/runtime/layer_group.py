@@ -237,7 +237,7 @@ class LayerGroup(ABC):
             raise ConfigError(text, fields=["attn_type"])
         return self.kv_layout, self.kernel_block_size, own // self.kernel_block_size
 
-    def _num_blocks(self, kv_cache: Tensor | None) -> int:
+    def num_blocks_of(self, kv_cache: Tensor | None) -> int:
         """Return how many of the allocator's blocks a layer's cache holds. Raises as ``check_cache`` does."""
         layout, kernel_block_size, ratio = self._blocks()
         return checks.check_cache(kv_cache, layout, self.config, self.device, kernel_block_size) // ratio
@@ -268,7 +268,7 @@ class LayerGroup(ABC):
                 are not read, so only their dtype is checked.
         """
         layout, _, ratio = self._blocks()
-        in_cache = self._num_blocks(kv_cache)
+        in_cache = self.num_blocks_of(kv_cache)
         if isinstance(block_ids, Tensor):
             if block_ids.dtype not in _INTEGERS or block_ids.ndim != 1:
                 kind = f"{block_ids.dtype} {tuple(block_ids.shape)}"
@@ -388,7 +388,7 @@ class LayerGroup(ABC):
         checks.check_scales(scales)
         if self.kv_layout is None or self.block_size is None:
             return
-        cache_blocks = self._num_blocks(kv_cache)
+        cache_blocks = self.num_blocks_of(kv_cache)
         assert kv_cache is not None
         checks.check_strides("kv_cache", kv_cache, self.device)
         checks.check_blocks(common, self.config, kv_cache, self.kv_layout, cache_blocks, self.block_size)

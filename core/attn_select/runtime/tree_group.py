@@ -25,7 +25,7 @@ from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.step_metadata import AttentionMetadata
-from attn_select.runtime.terms import Outputs, Terms
+from attn_select.runtime.terms import Inputs, Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
 
@@ -159,21 +159,13 @@ class DraftTreeAttention:
             layer(part, caller_writes=True, **terms.given(part.config)) for part in (group.plain, group.context)
         )
 
-    def merged(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: DraftTreeMetadata,
-        outputs: Outputs,
-    ) -> None:
+    def merged(self, inputs: Inputs, metadata: DraftTreeMetadata, outputs: Outputs) -> None:
         """Compute the parts and write what they give together, in the query's dtype."""
-        tokens = metadata.num_actual_tokens
-        decodes = metadata.num_decode_tokens
+        query, key, value, kv_cache = inputs
+        tokens, decodes = metadata.num_actual_tokens, metadata.num_decode_tokens
         if not decodes:
             if metadata.plain is not None:
-                self.plain.forward(query, key, value, kv_cache, metadata.plain, outputs.output, outputs.lse)
+                self.plain.forward(*inputs, metadata.plain, outputs.output, outputs.lse)
             return
         if key is not None and value is not None:
             # All tokens are written first: the trees' own tokens are read back from the cache, as it rounds them.

@@ -30,7 +30,7 @@ from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.mla_context import shifted
 from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.step_metadata import AttentionMetadata
-from attn_select.runtime.terms import Outputs, Terms
+from attn_select.runtime.terms import Inputs, Outputs, Terms
 
 
 @dataclass(slots=True)
@@ -188,22 +188,14 @@ class AttentionAcrossRanks:
         self._heads = group.shared.config.num_heads
         self._width = config.value_head_size
 
-    def merged(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: ContextParallelMetadata,
-        outputs: Outputs,
-    ) -> None:
+    def merged(self, inputs: Inputs, metadata: ContextParallelMetadata, outputs: Outputs) -> None:
         """Compute the parts and write what they give together, in the query's dtype."""
-        tokens = metadata.num_actual_tokens
+        tokens, (query, key, value, kv_cache) = metadata.num_actual_tokens, inputs
         query, outputs = query[:tokens], outputs.first(tokens)
         output, lse = outputs.output, outputs.lse
         if metadata.own is None:
             assert metadata.shared is not None
-            self._shared(query, key, value, kv_cache, metadata.shared, outputs)
+            self._shared((query, key, value, kv_cache), metadata.shared, outputs)
             return
         assert self.own is not None
         if key is None:
@@ -229,21 +221,13 @@ class AttentionAcrossRanks:
             return
         # The shared part counts the sinks, and its LSE includes them; the own part must not count them again.
         merged_lse = torch.empty_like(own_lse)
-        self._shared(query, key, value, kv_cache, metadata.shared, Outputs(output, merged_lse))
+        self._shared((query, key, value, kv_cache), metadata.shared, Outputs(output, merged_lse))
         ops.merge_attn_states(output, output, merged_lse, own, own_lse, lse)
 
-    def _shared(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        outputs: Outputs,
-    ) -> None:
+    def _shared(self, inputs: Inputs, metadata: AttentionMetadata, outputs: Outputs) -> None:
         """Attend to the cache on all ranks."""
-        group = self.group
-        gathered = group.merger.gather_queries(query)
-        partial, partial_lse = group.merger.partials(query, self._heads, self._width)
-        self.shared.forward(gathered, key, value, kv_cache, metadata, partial, partial_lse)
-        group.merger.merge(partial, partial_lse, outputs.output, outputs.lse, self.gathered_sinks)
+        merger, (query, *others) = self.group.merger, inputs
+        gathered = merger.gather_queries(query)
+        partial, partial_lse = merger.partials(query, self._heads, self._width)
+        self.shared.forward(gathered, *others, metadata, partial, partial_lse)
+        merger.merge(partial, partial_lse, outputs.output, outputs.lse, self.gathered_sinks)
