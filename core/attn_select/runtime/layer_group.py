@@ -336,7 +336,7 @@ class LayerGroup(ABC):
         checks.check_shapes(common, self.config, self.block_size)
         if self.checked:
             self._last_batch = common
-            checks.check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
+            checks.check_common(common, self.config, self.device, capacity.max_model_len)
 
     def check_prefix(self, common: CommonAttentionMetadata, prefix: int) -> None:
         """Compare a common prefix with the blocks and with what every request had cached."""

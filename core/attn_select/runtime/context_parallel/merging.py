@@ -123,18 +123,6 @@ class Merger:
                     own.copy_(brought)
             ops.merge_rank_memory(output, output_lse, sinks, memory, self.kv_heads, self.sharded)
             return
-        self._exchange(partial, partial_lse, output, output_lse, sinks)
-
-    def _by_rank(self, rows: Tensor) -> Tensor:
-        """Return ``(T, N * H, …)`` as ``(N, T, Hkv, H / Hkv, …)``: each rank's own heads."""
-        tokens, heads = rows.shape[:2]
-        size, kv_heads = self.collectives.size, self.kv_heads
-        grouped = rows.view(tokens, kv_heads, size, heads // (size * kv_heads), *rows.shape[2:])
-        return grouped.permute(2, 0, 1, *range(3, grouped.ndim))
-
-    def _exchange(
-        self, partial: Tensor, partial_lse: Tensor, output: Tensor, output_lse: Tensor | None, sinks: Tensor | None
-    ) -> None:
         size, (tokens, heads, width) = self.collectives.size, output.shape
         rows = tokens * heads
         # A message to a rank: its outputs, then its LSEs at the next multiple of four bytes, since they are float32.
@@ -159,6 +147,13 @@ class Merger:
         if sinks is not None and self.sharded:
             sinks = self._by_rank(sinks.view(1, -1))[self.collectives.rank].reshape(heads)
         ops.merge_rank_states(parts.view(*shape, width), lses.view(shape), -1, sinks, output, output_lse)
+
+    def _by_rank(self, rows: Tensor) -> Tensor:
+        """Return ``(T, N * H, …)`` as ``(N, T, Hkv, H / Hkv, …)``: each rank's own heads."""
+        tokens, heads = rows.shape[:2]
+        size, kv_heads = self.collectives.size, self.kv_heads
+        grouped = rows.view(tokens, kv_heads, size, heads // (size * kv_heads), *rows.shape[2:])
+        return grouped.permute(2, 0, 1, *range(3, grouped.ndim))
 
 
 def _unpacked(messages: Tensor, at: int, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

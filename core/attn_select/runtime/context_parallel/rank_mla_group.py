@@ -9,7 +9,7 @@ MLA all queries are decodes, each over the chosen tokens that lie here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import torch
@@ -180,13 +180,7 @@ class ContextParallelMLAGroup(RankGroup, MLALayerGroup):
         here = to_device(numbers, self.device)
         order_here, starts_here, bounds_here = here.split_with_sizes([len(order), len(starts), len(starts) + 1])
         return RankChunk(
-            rows=chunk.rows,
-            block_table=chunk.block_table,
-            starts=chunk.starts,
-            start_loc=chunk.start_loc,
-            num_tokens=chunk.num_tokens,
-            spans=chunk.spans,
-            metadata=chunk.metadata,
+            **{each.name: getattr(chunk, each.name) for each in fields(chunk)},
             local_tokens=int(bounds[shares.rank, -1]),
             most_tokens=most,
             local_starts=starts_here,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.state import StateConfig
+from attn_select.runtime.checks import request_of
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.states.state_pool import StateSlots
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
@@ -49,6 +50,6 @@ def check_decays(log_decay: Tensor, common: CommonAttentionMetadata) -> None:
     wrong = ~(rows <= 0).all(dim=1)
     if bool(wrong.any()):
         token = int(wrong.int().argmax())
-        request = int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
+        request = request_of(token, common)
         value = float(rows[token][~(rows[token] <= 0)][0])
         raise BatchError(f"log_decay[{token}] = {value} (of request {request}): accepted are numbers up to 0")
