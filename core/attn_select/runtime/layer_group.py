@@ -22,7 +22,7 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.integers import integers, size
 from attn_select.runtime.loaded_backend import LoadedBackend, load_backends
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_by_phase
 from attn_select.runtime.overlaps import check_no_self_overlap, check_overlaps
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.terms import Terms
@@ -167,14 +167,7 @@ class LayerGroup(ABC):
         if self.whole is not None:
             return [(self.whole, slice(0, tokens), common)]
         longest = self.config.max_decode_query_len if "decode" in self.backends else 1
-        split = split_decodes_and_prefills(common, self.reorder_batch_threshold or longest)
-        decodes, first = split.num_decodes, split.num_decode_tokens
-        found: list[tuple[Phase, slice, CommonAttentionMetadata]] = []
-        if first:
-            found.append(("decode", slice(0, first), common.requests(0, decodes)))
-        if split.num_prefills:
-            found.append(("prefill", slice(first, tokens), common.requests(decodes, common.num_reqs)))
-        return found
+        return split_by_phase(common, self.reorder_batch_threshold or longest)
 
     def backend_for(self, phase: Phase) -> LoadedBackend:
         """Return the backend of a phase; BatchError where the backends of this phase were not loaded."""

@@ -73,4 +73,4 @@ class StaticStates:
             taps, windows = conv_rows(width, bounds.long().numpy(), [each] * size)
             written = write if tokens is None else tokens.view(-1)
             conv = ConvIndices(read, taps.to(device), written, windows.to(device))
-        return StateMetadata(self.group, size * each, part, None, conv)
+        return StateMetadata(self.group, size * each, (("decode", part),), conv)
