@@ -5,59 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from attn_select.decide.selection import Selection
-from attn_select.errors import ConfigError
+from attn_select.errors import ConfigError, shorten
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.context_parallel.collectives import Collectives, RankError
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
 from attn_select.runtime.metadata import CommonAttentionMetadata
 
-MOST = 300
-"""Characters of each rank's value in an error."""
 
-
-def agree(collectives: Collectives, what: str, facts: Mapping[str, str], problem: str | None = None) -> None:
-    """Compare facts, by name, with those of all other ranks; RankError where one differs. Synchronises."""
-    # ``problem`` is what keeps this rank from going on: it is told, so that the others need not wait for this rank.
-    found = collectives.gather_objects((problem, dict(facts)))
+def do_alike(collectives: Collectives, what: str, do: Callable[[], Mapping[str, str]]) -> None:
+    """Do what every rank does, and compare the facts of it, which it returns, with the others'. Synchronises."""
+    # Raises what ``do`` raised here, and tells the other ranks; RankError where another rank failed, or a fact
+    # differs.
+    problem: Exception | None = None
+    facts: Mapping[str, str] = {}
+    try:
+        facts = do()
+    except Exception as error:
+        problem = error
+    # Every rank gathers whatever happened: one that left early would let the others wait for ever.
+    told = None if problem is None else f"{type(problem).__name__}: {problem}"
+    found = collectives.gather_objects((told, dict(facts)))
+    if problem is not None:
+        raise problem
     if problems := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]:
         raise RankError(f"{what}: {'; '.join(problems)}")
     for name in facts:
         values = [other.get(name) for _, other in found]
         if any(value != values[0] for value in values):
-            each = ", ".join(f"rank {rank}: {_short(value)}" for rank, value in enumerate(values))
+            each = ", ".join(f"rank {rank}: {shorten(value, 300)}" for rank, value in enumerate(values))
             raise RankError(
                 f"{what}: the ranks of the group have different {name} ({each})",
                 hint="select once and send the selection to all ranks (it can be pickled), and give all the same batch",
             )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= MOST else f"{text[:MOST]} …"
-
-
-def do_alike(
-    collectives: Collectives, what: str, do: Callable[[], None], facts: Callable[[], Mapping[str, str]]
-) -> None:
-    """Do what every rank does, and compare the facts of it afterwards. Synchronises."""
-    # Raises what ``do`` raised here, and tells the other ranks; RankError where another rank failed, or a fact
-    # differs.
-    problem: Exception | None = None
-    found: Mapping[str, str] = {}
-    try:
-        do()
-        found = facts()
-    except Exception as error:
-        problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    # Every rank gathers whatever happened: one that left early would let the others wait for ever.
-    try:
-        agree(collectives, what, found, text)
-    except RankError:
-        if problem is None:
-            raise
-    if problem is not None:
-        raise problem
 
 
 def check_selection(selection: Selection, context_parallel: ContextParallel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -57,7 +57,7 @@ class RankGroup(LayerGroup):
         self.context_parallel, bounds = context_parallel, capacity or Capacity()
         made = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False, **options}
 
-        def make() -> None:
+        def make() -> dict[str, str]:
             check_selection(selection, context_parallel)
             size, ranks = selection.block_size, context_parallel
             assert size is not None  # configs without a cache have no context parallelism
@@ -68,9 +68,9 @@ class RankGroup(LayerGroup):
             self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
             self.local = LocalBatches(self.shares, self.local_bounds, self.device, captured=cuda_graphs)
             self.merger = Merger(ranks.collectives, 1 if self.config.mla else self.config.num_kv_heads, ranks.sharded)
+            return facts_of(selection, context_parallel, bounds)
 
-        ranks = context_parallel.collectives
-        do_alike(ranks, "attention_group", make, lambda: facts_of(selection, context_parallel, bounds))
+        do_alike(context_parallel.collectives, "attention_group", make)
         self._share_memory()
 
     @abstractmethod
@@ -95,10 +95,13 @@ class RankGroup(LayerGroup):
         if not self.checked:
             super().check_batch(common)
             return
-        size = self.block_size
-        assert size is not None
         check = super().check_batch
-        do_alike(self.context_parallel.collectives, "a step", lambda: check(common), lambda: batch_facts(common, size))
+
+        def checked() -> dict[str, str]:
+            check(common)
+            return batch_facts(common, cast(int, self.block_size))
+
+        do_alike(self.context_parallel.collectives, "a step", checked)
 
     @property
     def workspace_bytes(self) -> dict[str, int]:
