@@ -7,6 +7,7 @@ from typing import Any
 from attn_select.errors import ConfigError
 from attn_select.runtime.context_parallel.collectives import Collectives, ProcessGroupCollectives
 from attn_select.runtime.context_parallel.merging import WAYS
+from attn_select.runtime.integers import size
 
 QUERIES = ("sharded", "replicated")
 
@@ -32,14 +33,12 @@ class ContextParallel:
     """
 
     def __init__(self, group: Any = None, interleave: int = 1, merge: str = "auto", queries: str = "sharded") -> None:
-        if interleave < 1:
-            raise ConfigError(f"interleave = {interleave}: accepted are integers from 1", fields=["interleave"])
+        self.interleave, self.merge, self.queries = size("interleave", interleave), merge, queries
         for name, value, accepted in (("merge", merge, ("auto", *WAYS)), ("queries", queries, QUERIES)):
             if value not in accepted:
                 raise ConfigError(f"{name} = {value!r}: accepted are {', '.join(accepted)}", fields=[name])
         given = group if hasattr(group, "gather_objects") else ProcessGroupCollectives(group)
         self.collectives: Collectives = given
-        self.interleave, self.merge, self.queries = interleave, merge, queries
         self.rank, self.size = given.rank, given.size
 
     @property
