@@ -80,7 +80,6 @@ def check_common(
 ) -> None:
     """Check the contents of a batch whose shapes are right. Synchronises."""
     count = common.num_reqs
-    _check_device("block_table_tensor", common.block_table_tensor, device)
     _check_device("slot_mapping", common.slot_mapping, device)
     check_copies(common, device)
     bounds, query_lens, seq_lens = common.query_start_loc_cpu, common.query_lens_cpu, common.seq_lens_cpu

@@ -24,9 +24,11 @@ def do_alike(collectives: Collectives, what: str, do: Callable[[], Mapping[str, 
         problem = error
     # Every rank gathers whatever happened: one that left early would let the others wait for ever.
     told = None if problem is None else f"{type(problem).__name__}: {problem}"
-    found = collectives.gather_objects((told, dict(facts)))
-    if problem is not None:
-        raise problem
+    try:
+        found = collectives.gather_objects((told, dict(facts)))
+    finally:
+        if problem is not None:
+            raise problem
     if problems := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]:
         raise RankError(f"{what}: {'; '.join(problems)}")
     for name in facts:
