@@ -101,19 +101,21 @@ class CommonAttentionMetadata:
         bounds = self.query_start_loc[first : last + 1]
         if start:
             bounds, bounds_cpu = bounds - start, bounds_cpu - start
-        by_request = ("seq_lens", "seq_lens_cpu", "block_table_tensor", "mm_prefix_ranges")
-        rows = {name: each[first:last] for name in by_request if (each := getattr(self, name)) is not None}
-        rows |= {n: each[start:end] for n in ("slot_mapping", "tree_mask") if (each := getattr(self, n)) is not None}
         return replace(
             self,
             query_start_loc=bounds,
             query_start_loc_cpu=bounds_cpu,
+            seq_lens=self.seq_lens[first:last],
+            seq_lens_cpu=self.seq_lens_cpu[first:last],
             num_reqs=last - first,
             num_actual_tokens=end - start,
             max_query_len=int(bounds_cpu.diff().max()) if last > first else 0,
             max_seq_len=int(self.seq_lens_cpu[first:last].max()) if last > first else 0,
+            block_table_tensor=None if self.block_table_tensor is None else self.block_table_tensor[first:last],
+            slot_mapping=None if self.slot_mapping is None else self.slot_mapping[start:end],
+            mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],
+            tree_mask=None if self.tree_mask is None else self.tree_mask[start:end],
             num_decodes=None if self.num_decodes is None else max(0, min(self.num_decodes, last) - first),
-            **rows,
         )
 
 
