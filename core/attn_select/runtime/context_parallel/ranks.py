@@ -55,15 +55,15 @@ class RankGroup(LayerGroup):
         **options: Any,
     ) -> None:
         self.context_parallel, bounds = context_parallel, capacity or Capacity()
-        made = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False, **options}
+        graphs = {"cuda_graphs": cuda_graphs}
 
         def make() -> dict[str, str]:
             check_selection(selection, context_parallel)
             size, ranks = selection.block_size, context_parallel
             assert size is not None  # configs without a cache have no context parallelism
-            parts = self.make_parts(selection, device, bounds, **made)
-            of_whole: dict[str, Any] = {"cuda_graphs": cuda_graphs, "parts": parts, "block_size": size * ranks.size}
-            super(RankGroup, self).__init__(selection, None, bounds, **of_whole)
+            parts = self.make_parts(selection, device, bounds, phases=phases, checked=False, **graphs, **options)
+            positions = size * ranks.size
+            super(RankGroup, self).__init__(selection, None, bounds, parts=parts, block_size=positions, **graphs)
             self.interleave = ranks.interleave
             self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
             self.local = LocalBatches(self.shares, self.local_bounds, self.device, captured=cuda_graphs)
