@@ -55,7 +55,7 @@ class RankGroup(LayerGroup):
         **options: Any,
     ) -> None:
         self.context_parallel, bounds = context_parallel, capacity or Capacity()
-        graphs = {"cuda_graphs": cuda_graphs}
+        graphs: dict[str, Any] = {"cuda_graphs": cuda_graphs}
 
         def make() -> dict[str, str]:
             check_selection(selection, context_parallel)
