@@ -158,7 +158,7 @@ def exchange(merger: Merger, query: torch.Tensor, width: int) -> Callable[[], No
 
     def step() -> None:
         gathered = merger.gather_queries(query)
-        merger.merge("a2a", *merger.partials(gathered, heads * size, width), output)
+        merger.merge(*merger.partials(gathered, heads * size, width), output)
 
     return step
 
@@ -186,18 +186,14 @@ def merge_times(ranks: ContextParallel, name: str, tokens: int, shared: Merger) 
     query = torch.randn(tokens, heads, query_width, **made)
     rows = partial.view(size, -1)
     gathered, moved = query.new_empty(size, *query.shape), torch.empty_like(rows)
-    lses = lse.new_empty(size, *lse.shape)
 
     steps: dict[str, Callable[[], Any]] = {
-        "ag_rs": lambda: merger.merge("ag_rs", partial, lse, output, output_lse),
-        "a2a": lambda: merger.merge("a2a", partial, lse, output, output_lse),
+        "a2a": lambda: merger.merge(partial, lse, output, output_lse),
         "gather_heads": lambda: merger.gather_heads(query),
-        "both by a2a": lambda: (merger.gather_heads(query), merger.merge("a2a", partial, lse, output, output_lse)),
+        "both by a2a": lambda: (merger.gather_heads(query), merger.merge(partial, lse, output, output_lse)),
         **({"both by symm": exchange(shared, query, width)} if shared.holds(tokens) else {}),
         "nccl all_gather of queries": lambda: collectives.all_gather(gathered, query),
         "nccl all_to_all of outputs": lambda: collectives.all_to_all(moved, rows),
-        "nccl reduce_scatter of outputs": lambda: collectives.reduce_scatter(moved[0], rows),
-        "nccl all_gather of LSEs": lambda: collectives.all_gather(lses, lse),
     }
     return {label: round(timed(step), 2) for label, step in steps.items()}
 
@@ -225,7 +221,7 @@ def main() -> None:
     part = commands.add_parser("decode")
     part.add_argument("--layer", action="append", choices=LAYERS)
     part.add_argument("--backend", action="append")
-    part.add_argument("--ways", nargs="+", default=["auto", "a2a", "ag_rs"], help="the first is compared")
+    part.add_argument("--ways", nargs="+", default=["auto", "a2a"], help="the first is compared")
     part.add_argument("--shares", nargs="*", type=int, default=[4, 8], help="other numbers of ranks to predict")
     part.add_argument("--with", dest="pins", action="append", default=[], metavar="NAME==VERSION", help="a library")
     commands.add_parser("merge")

@@ -11,10 +11,10 @@ from torch import Tensor
 from attn_select import select
 from attn_select.decide.selection import Selection
 from attn_select.runtime import (
+    AttentionMetadata,
     CommonAttentionMetadata,
     MLAAttention,
     MLAAttentionGroup,
-    MLAMetadata,
     Scales,
 )
 from attn_select.runtime.kv_cache import in_blocks_of
@@ -40,7 +40,7 @@ class Ran:
     problem: Problem
     group: MLAAttentionGroup
     layer: MLAAttention
-    metadata: MLAMetadata
+    metadata: AttentionMetadata
     kv_cache: Tensor
     output: Tensor
     lse: Tensor | None

@@ -52,7 +52,7 @@ def test_every_position_lies_on_one_rank_in_a_slot_of_its_own(size: int, interle
 def test_arguments_are_checked() -> None:
     for given, text in (
         ({"interleave": 0}, "interleave = 0: accepted are integers from 1"),
-        ({"merge": "ring"}, "merge = 'ring': accepted are auto, ag_rs, a2a, symm"),
+        ({"merge": "ring"}, "merge = 'ring': accepted are auto, a2a, symm"),
         ({"queries": "split"}, "queries = 'split': accepted are sharded, replicated"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -61,7 +61,7 @@ def test_arguments_are_checked() -> None:
         ContextParallel()
 
 
-@pytest.mark.parametrize("way", ["ag_rs", "a2a", "symm"])
+@pytest.mark.parametrize("way", ["a2a", "symm"])
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("with_sinks", [True, False])
@@ -83,7 +83,7 @@ def test_merged_results_are_those_over_all_keys(way: str, sharded: bool, kv_head
         merger = Merger(collectives, kv_heads, sharded)
         if way == "symm":
             assert merger.share_memory(tokens, every, 16, width, torch.float32, torch.device("cpu"))
-        merger.merge(way, partial[collectives.rank], lse[collectives.rank], output, output_lse, sinks)
+        merger.merge(partial[collectives.rank], lse[collectives.rank], output, output_lse, sinks)
         return output, output_lse
 
     held = torch.arange(every).view(kv_heads, size if sharded else 1, -1)
@@ -116,7 +116,7 @@ def test_steps_one_after_the_other_through_the_same_memory(sharded: bool) -> Non
             own.copy_(partial[collectives.rank])
             own_lse.copy_(lse[collectives.rank])
             output = torch.full((tokens, heads, width), torch.nan)
-            merger.merge("a2a", own, own_lse, output)
+            merger.merge(own, own_lse, output)
             held = torch.arange(every).view(kv_heads, size if sharded else 1, -1)
             held = held[:, collectives.rank if sharded else 0].flatten()
             wanted = (lse.softmax(0).unsqueeze(-1) * partial).sum(0)[:, held]

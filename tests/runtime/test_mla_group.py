@@ -161,7 +161,7 @@ def test_own_tokens_come_first(choose: Choose, make_batch: MakeBatch) -> None:
     assert (own.causal, own.counts_sinks, own.query_offsets_cpu.tolist()) == (True, True, [0, 0])
     assert own.query_start_loc.tolist() == own.key_start_loc.tolist() == [0, 4, 7]
     decode, prefill = metadata.parts
-    assert (decode.rows, prefill.rows, metadata.num_decode_tokens) == (slice(0, 1), slice(1, 8), 1)
+    assert (decode.rows, prefill.rows) == (slice(0, 1), slice(1, 8))
     assert (decode.metadata, prefill.metadata, [chunk.metadata for chunk in prefill.chunks]) == (1, 2, [3])
     assert backend.built[0][1].num_reqs == 1
 
@@ -191,11 +191,11 @@ def test_what_counts_as_a_decode(
     group = MLAAttentionGroup(choose(AttentionConfig(**MLA, **fields), toy(**backend)))
     assert group.reorder_batch_threshold == threshold
     if threshold is None:
-        assert group.build(make_batch([(9, 9), (1, 5)])).num_decode_tokens == 10
+        assert group.build(make_batch([(9, 9), (1, 5)])).parts[0].rows == slice(0, 10)
         return
-    assert group.build(make_batch([(threshold, 9), (threshold + 1, 9)])).num_decode_tokens == (
-        threshold if not backend.get("sparse") else 2 * threshold + 1
-    )
+    decodes = group.build(make_batch([(threshold, 9), (threshold + 1, 9)])).parts[0]
+    assert decodes.phase == "decode"
+    assert decodes.rows.stop == (threshold if not backend.get("sparse") else 2 * threshold + 1)
 
 
 def test_one_sparse_backend_builds_once(choose: Choose, make_batch: MakeBatch) -> None:

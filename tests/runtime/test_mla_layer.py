@@ -61,7 +61,7 @@ def test_context_in_chunks(name: str, workspace: int, run_config: Callable[..., 
     config = AttentionConfig(**SMALL, dtype="float32", **EXTRAS[name])
     ran = run_config(config, MIXED, workspace_tokens=workspace)
     (decode, prefill), window = ran.metadata.parts, config.sliding_window
-    assert (decode.phase, prefill.phase, ran.metadata.num_decode_tokens) == ("decode", "prefill", 3)
+    assert (decode.phase, prefill.phase, decode.rows.stop) == ("decode", "prefill", 3)
     contexts = [64, 32, 5]
     if window is not None and not config.mm_prefix:
         contexts = [min(context, window - 1) for context in contexts]

@@ -196,7 +196,7 @@ def with_argument(name: str, value: Any) -> Callable[[Served, dict[str, Any]], N
 
 ALWAYS: dict[str, tuple[Callable[[Served, dict[str, Any]], None], str]] = {
     "metadata of another group": (other_group, "metadata was built by another group than the layer's"),
-    "the batch for the metadata": (of_common, "metadata is a CommonAttentionMetadata"),
+    "the batch for the metadata": (of_common, "metadata is the step's CommonAttentionMetadata"),
     "another dtype": (
         with_state(torch.Tensor.half),
         r"cache.state is torch.float16 \(6, 2, 8, 8\) on cpu: accepted is",

@@ -13,7 +13,7 @@ from attn_select import ConfigError  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.layer.state_format import StateFormat  # noqa: E402
 from attn_select.runtime import prepare_batch  # noqa: E402
-from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StateSlots, convert_states  # noqa: E402
+from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StatePool, convert_states  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
 
@@ -33,24 +33,28 @@ def test_a_request_goes_on_on_the_other_side() -> None:
     weight = torch.randn(CONFIG.conv_dim, 4)
     channels, decay, strength = torch.randn(9, CONFIG.width), -torch.rand(9, 4), torch.rand(9, 4)
 
-    def side(layout: str) -> tuple[StateGroup, LinearAttention, StateCache]:
-        group = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu", layout=layout))
-        return group, LinearAttention(group, weight), group.allocate(3)
+    def side(layout: str) -> tuple[StateGroup, LinearAttention, StateCache, StatePool]:
+        group, pool = StateGroup(selection_of(TORCH_STATE, CONFIG, "cpu", layout=layout)), StatePool(3)
+        pool.add("a")
+        return group, LinearAttention(group, weight), group.allocate(3), pool
 
-    def run(made: Any, first: int, last: int, read: int, write: int) -> Any:
-        group, layer, cache = made
-        common = prepare_batch([last - first], [last])
-        metadata = group.build(common, StateSlots([read], [[write]]))
+    def run(made: Any, first: int, last: int) -> Any:
+        group, layer, cache, pool = made
+        metadata = group.build(prepare_batch([last - first], [last]), pool.step({"a": last - first}))
         rows = slice(first, last)
         return layer(channels[rows], Gates(decay[rows], strength[rows]), cache, metadata)
 
     whole, prefill, decode = side("STATE_KV"), side("STATE_KV"), side("STATE_VK")
-    expected = run(whole, 0, 9, -1, 0)
-    run(prefill, 0, 8, -1, 2)
-    sent = StateCache(prefill[2].state[2:], prefill[2].conv[2:])
+    expected = run(whole, 0, 9)
+    run(prefill, 0, 8)
+    (slot,) = prefill[3].slots_of("a")
+    sent = StateCache(prefill[2].state[slot : slot + 1], prefill[2].conv[slot : slot + 1])
     received = convert_states(sent, StateFormat(CONFIG, "STATE_KV"), StateFormat(CONFIG, "STATE_VK"))
-    decode[2].state[1:2], decode[2].conv[1:2] = received.state, received.conv
-    torch.testing.assert_close(run(decode, 8, 9, 1, 0), expected[8:])
+    slots = decode[3].step({"a": 8})
+    decode[3].commit(slots)
+    for kept, given in ((decode[2].state, received.state), (decode[2].conv, received.conv)):
+        kept[slots.write[0]] = given
+    torch.testing.assert_close(run(decode, 8, 9), expected[8:])
 
 
 @pytest.mark.parametrize("layouts", [("STATE_KV", "STATE_KV"), ("STATE_KV", "STATE_VK"), ("STATE_VK", "STATE_KV")])

@@ -15,7 +15,7 @@ from attn_select.backends.spec import BackendPlan  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.reference.state_serving import StateServing, state_bound  # noqa: E402
 from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
-from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StateSlots, StaticStates  # noqa: E402
+from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StatePool, StaticStates  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402
 from attn_select_torch.facts.torch_state import TORCH_STATE  # noqa: E402
 
@@ -68,13 +68,18 @@ def test_padding_changes_no_slot(each: int) -> None:
     cache.state.fill_(7.0)
     cache.conv.fill_(7.0)
     static = StaticStates(group, each, 4)
-    writes = [[2], [4]] if each == 1 else [[2, 0, 3], [4]]  # the second request is new: it keeps its last state alone
-    static.load(prepare_batch([each, each], [9, each]), StateSlots([1, -1], writes), 4)
+    pool = StatePool(6, 2)
+    pool.add("a")
+    pool.add("b")
+    pool.commit(pool.step({"a": 9}))
+    slots = pool.step({"a": each, "b": each})  # the second request is new: it keeps its last state alone
+    assert [len(writes) for writes in slots.write] == [each, 1]
+    static.load(prepare_batch([each, each], [9 + each, each]), slots, 4)
     rows = 4 * each
     channels = torch.randn(rows, group.config.conv_dim)
     found = layer(channels, Gates(-torch.rand(rows, 4), torch.rand(rows, 4)), cache, static.metadata(4))
     assert found[: 2 * each].isfinite().all()
-    written = {slot for each in writes for slot in each}
+    written = {slot for writes in slots.write for slot in writes}
     for slot in range(6):
         for states in (cache.state, cache.conv):
             assert bool((states[slot] == 7.0).all()) is (slot not in written)
@@ -83,8 +88,8 @@ def test_padding_changes_no_slot(each: int) -> None:
 def test_what_static_states_refuse() -> None:
     group = StateGroup(capturable("UNIFORM_BATCH"), cuda_graphs=True)
     group.allocate(6)
-    static = StaticStates(group, 1, 4)
+    static, pool = StaticStates(group, 1, 4), StatePool(6)
+    pool.add("a")
+    pool.add("b")
     with pytest.raises(BatchError, match="request 1 has a query of 3 tokens: these graphs were captured for uniform"):
-        static.load(prepare_batch([1, 3], [3, 3]), StateSlots([0, 1], [[0], [1]]), 4)
-    with pytest.raises(BatchError, match="slot 6 to write: accepted are integers from 0 to 5"):  # the padding's own
-        static.load(prepare_batch([1], [3]), StateSlots([0], [[6]]), 4)
+        static.load(prepare_batch([1, 3], [3, 3]), pool.step({"a": 1, "b": 3}), 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 from attn_select import ConfigError, select  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
 from attn_select.runtime import BatchError, prepare_batch  # noqa: E402
-from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StatePool, StateSlots  # noqa: E402
+from attn_select.runtime.states import Gates, LinearAttention, StateGroup, StatePool  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = StateConfig(
@@ -42,6 +43,16 @@ def test_values_are_added_to_the_output() -> None:
     values = channels[:, 2 * 2 * 8 :].view(3, 4, 16)
     expected = plain(channels, gates, cache, metadata) + skip[:, None] * values
     torch.testing.assert_close(skipping(channels, gates, cache, metadata), expected)
+
+
+def test_a_copied_layer_stays_in_its_group() -> None:
+    made = group()
+    layer, cache, pool = LinearAttention(made), made.allocate(1), StatePool(1)
+    pool.add("a")
+    metadata = made.build(prepare_batch([3], [3]), pool.step({"a": 3}))
+    channels, *numbers = inputs(3)
+    found = copy.deepcopy(layer)(channels, Gates(*numbers), cache, metadata)
+    assert torch.equal(found, layer(channels, Gates(*numbers), cache, metadata))
 
 
 @pytest.mark.parametrize(
@@ -76,23 +87,21 @@ def test_wrong_tensors_are_named(position: int, wrong: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "text"),
+    ("pool", "num_tokens", "text"),
     [
-        (StateSlots([-1], [[0]]), "of a batch of 2: accepted is one entry per request"),
-        (StateSlots([-1, -1], [[0], [0]]), "slot 0 is written twice in one step"),
-        (StateSlots([-1, 4], [[0], [1]]), "slot 4 to read: accepted are integers from -1 to 2"),
-        (StateSlots([-1, -1], [[0], [3]]), "slot 3 to write: accepted are integers from 0 to 2"),
-        (StateSlots([1, 2], [[0], [1]]), "request 0 reads slot 1, which request 1 writes"),
-        (StateSlots([-1, -1], [[0, 2], [1]]), "request 0 of 1 tokens writes 2 states"),
-        (StateSlots([0.5, -1], [[0], [1]]), "slot 0.5 to read: accepted are integers"),  # type: ignore[list-item]
-        (StateSlots([-1, -1], [[True], [0]]), "slot True to write: accepted are integers"),
+        (StatePool(3), {"a": 1}, "slots of 1 requests, of a batch of 2"),
+        (StatePool(3), {"a": 1, "b": 3}, "request 1 has 4 tokens in the batch, and 3 by the pool's step"),
+        (StatePool(4), {"a": 1, "b": 4}, "the slots are of a pool of 4: the group's layers have 3 slots"),
+        (StatePool(3, 2), {"a": 1, "b": 4}, "the slots are of a pool with num_speculative_tokens = 2"),
     ],
 )
-def test_wrong_slots_are_named(slots: StateSlots, text: str) -> None:
+def test_slots_of_another_step_or_pool_are_named(pool: StatePool, num_tokens: dict[str, int], text: str) -> None:
     made = group()
     made.allocate(3)
+    for name in num_tokens:
+        pool.add(name)
     with pytest.raises(BatchError) as caught:
-        made.build(prepare_batch([1, 4], [1, 4]), slots)
+        made.build(prepare_batch([1, 4], [1, 4]), pool.step(num_tokens))
     assert text in caught.value.message
 
 

@@ -28,7 +28,7 @@ from attn_select.reference.state_problems import StateProblem
 from attn_select.reference.state_serving import state_bound
 from attn_select.runtime import Capacity, ContextParallel, attention_group, prepare_batch
 from attn_select.runtime.kv_cache import cache_dtype, kv_cache_shape
-from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StateSlots
+from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StatePool
 from attn_select.runtime.states.state_batch import StateMetadata
 from attn_select.runtime.states.state_group import MOST_EXTRA_SLOTS
 from attn_select.runtime.states.state_pool import FROM_ZERO
@@ -237,14 +237,14 @@ class StateStep:
         requests = sorted(requests)
         lens = [query for query, _ in requests]
         self.common = prepare_batch(lens, [seq for _, seq in requests], device=self.group.device)
-        self._slots = StateSlots([], [])
-        self._num_slots = len(lens)
-        for request, (query, seq) in enumerate(requests):
-            has_state = seq > query
-            kept = query if has_state and query <= config.max_decode_query_len else 1
-            self._slots.read.append(request if has_state else FROM_ZERO)
-            self._slots.write.append([self._num_slots + each for each in range(kept)])
-            self._num_slots += kept
+        # Enough that no request writes over the state that it reads: the step runs again and again.
+        drafts = config.max_decode_query_len
+        self._num_slots = sum(1 + (query if query < seq and query <= drafts else 1) for query, seq in requests)
+        pool = StatePool(self._num_slots, config.num_speculative_tokens)
+        for request in range(len(lens)):
+            pool.add(request)
+        pool.commit(pool.step({r: seq - query for r, (query, seq) in enumerate(requests) if query < seq}))
+        self._slots = pool.step(dict(enumerate(lens)))
         self.cache_bytes = self._num_slots * bytes_per_slot(config)
         draw = torch.Generator(self.group.device).manual_seed(1)
         self._problem = StateProblem(config, draw, self.group.device)

@@ -52,7 +52,7 @@ from attn_select.runtime.metadata import (
     split_decodes_and_prefills,
 )
 from attn_select.runtime.mla_attention import MLAAttention
-from attn_select.runtime.mla_group import MLAAttentionGroup, MLALayerGroup, MLAMetadata
+from attn_select.runtime.mla_group import MLAAttentionGroup, MLALayerGroup
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
@@ -108,7 +108,6 @@ __all__ = [
     "MLAAttentionGroup",
     "MLAAttentionImpl",
     "MLALayerGroup",
-    "MLAMetadata",
     "OutOfBlocksError",
     "Outputs",
     "PoolError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from attn_select.errors import ConfigError, show
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
-from attn_select.runtime.backend import AttentionImpl
 from attn_select.runtime.backend_faults import blame, returned_nothing
 from attn_select.runtime.custom_op import current_metadata, register_layer
 from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.step_metadata import AttentionMetadata
-from attn_select.runtime.terms import GivenTerms, Outputs, Terms
+from attn_select.runtime.terms import GivenTerms, Inputs, Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 OUTPUT_DTYPES = {"fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
@@ -27,7 +26,51 @@ OUTPUT_DTYPES = {"fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
 WRITTEN = "the output that it wrote"
 
 
-class Attention(nn.Module):
+class GroupLayer(nn.Module):
+    """What layers of all kinds have of their group: the impls of its backends, and the views of a cache for them."""
+
+    group: LayerGroup
+    layer_name: str
+
+    def __init__(self, group: LayerGroup, terms: Terms) -> None:
+        super().__init__()
+        self.group, self.terms = group, terms
+        self.impls: dict[Phase, Any] = {}
+        # Only where a phase's kernel reads other blocks than the cache is laid out in: elsewhere no view is made per
+        # call.
+        self._block_sizes = {
+            phase: own.context.block_size
+            for phase, own in group.backends.items()
+            if own.context.block_size not in (None, group.kernel_block_size)
+        }
+        self._silent = [s.spec.name for s in group.distinct if not all(p.returns_lse for p in s.context.plans.values())]
+        self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
+
+    def _make_impls(self) -> None:
+        for own in self.group.distinct:
+            # What is merged across ranks counts its sinks there.
+            impl = own.impl(self.terms.under(own.context.config))
+            self.impls |= dict.fromkeys(own.context.plans, impl)
+
+    def _cache_for(self, phase: Phase, kv_cache: Any) -> Any:
+        """Return the cache in the blocks of a phase's kernel."""
+        if phase not in self._block_sizes or kv_cache is None:
+            return kv_cache
+        layout = cast(str, self.group.kv_layout)
+        return in_blocks_of(self._block_sizes[phase], kv_cache, layout, self.group.config)
+
+    def _check_cache(self, kv_cache: Tensor | None) -> None:
+        self.group.num_blocks_of(kv_cache)  # raises
+        assert kv_cache is not None
+        self._cache_seen = kv_cache.shape, kv_cache.dtype  # engines bring the same one every time
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy of a layer: it gets a name of its own, by which compiled graphs find it."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.layer_name = register_layer(self, "")
+
+
+class Attention(GroupLayer):
     """One attention layer of a group, for inference: no gradient flows through it.
 
     Args:
@@ -46,8 +89,6 @@ class Attention(nn.Module):
             ``Terms.of`` raises it for.
     """
 
-    layer_name: str
-
     def __init__(
         self,
         group: LayerGroup,
@@ -57,12 +98,10 @@ class Attention(nn.Module):
         layer_name: str = "",
         **terms: Unpack[GivenTerms],
     ) -> None:
-        super().__init__()
         config = group.config
         if config.mla:
             raise ConfigError("the group's layers are MLA: make them with MLAAttention", fields=["kv_lora_rank"])
-        self.group = group
-        self.terms = Terms.of(config, group.device, checked=group.checked, **terms)
+        super().__init__(group, Terms.of(config, group.device, checked=group.checked, **terms))
         self.kv_sharing_target: str | None = None
         if kv_sharing_target is not None:
             _check_shared(self, kv_sharing_target)
@@ -70,21 +109,11 @@ class Attention(nn.Module):
         self._in_parts = group.layer_in_parts(Attention, self.terms)
         elsewhere = caller_writes or kv_sharing_target is not None or config.attn_type == "encoder_decoder"
         self._may_write_nothing = config.has_cache and elsewhere
-        self.impls: dict[Phase, AttentionImpl[Any]] = {}
-        # Layers that run in parts make their impls inside the parts: here none is made twice.
-        for own in group.distinct if self._in_parts is None else ():
-            self.impls |= dict.fromkeys(own.context.plans, own.impl(self.terms))
+        if self._in_parts is None:  # else the impls are made inside the parts
+            self._make_impls()
         # Where one of two backends writes the cache in its forward, the other's tokens still have to be written.
         separate = [phase for phase, s in group.backends.items() if not s.backend.forward_includes_kv_cache_update]
         self._writer: Phase | None = separate[0] if separate and config.has_cache else None
-        # Only where a phase's kernel reads other blocks than the cache is laid out in: elsewhere no view is made per
-        # call.
-        self._block_sizes = {
-            phase: own.context.block_size
-            for phase, own in group.backends.items()
-            if own.context.block_size not in (None, group.kernel_block_size)
-        }
-        self._silent = [s.spec.name for s in group.distinct if not all(p.returns_lse for p in s.context.plans.values())]
         self._dtype = PLAIN_DTYPES[config.dtype]
         self._quantizes = config.output_quantization != "none"
         self._output_dtype = OUTPUT_DTYPES.get(config.output_quantization, self._dtype)
@@ -93,7 +122,6 @@ class Attention(nn.Module):
         self._value_shape = (config.num_kv_heads, config.value_head_size)
         packed = 2 if config.output_quantization == "fp4" else 1
         self._output_shape = (config.num_heads, config.value_head_size // packed)
-        self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
         self.layer_name = register_layer(self, layer_name)
 
     def forward(
@@ -157,7 +185,7 @@ class Attention(nn.Module):
             named |= {"output_scale": output_scale, "output_block_scale": output_block_scale}
             self.group.check_contents(self.terms.scales, named, kv_cache, attn_metadata.common)
         if self._in_parts is not None:
-            self._merged(query, key, value, kv_cache, attn_metadata, outputs)
+            self._merged((query, key, value, kv_cache), attn_metadata, outputs)
             return output
         if key is not None and value is not None and self._writer is not None:
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)
@@ -178,22 +206,14 @@ class Attention(nn.Module):
                 returned_nothing(self.group.backends[part.phase].spec, "forward()", WRITTEN)
         return output
 
-    def _merged(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        outputs: Outputs,
-    ) -> None:
+    def _merged(self, inputs: Inputs, metadata: AttentionMetadata, outputs: Outputs) -> None:
         """Compute the layer in parts, whose outputs are quantised after they are merged."""
         if outputs.scale is None:
-            self._in_parts.merged(query, key, value, kv_cache, metadata, outputs)
+            self._in_parts.merged(inputs, metadata, outputs)
             return
         tokens, output = metadata.num_actual_tokens, outputs.output
-        unscaled = output.new_empty(tokens, *output.shape[1:], dtype=query.dtype)
-        self._in_parts.merged(query, key, value, kv_cache, metadata, Outputs(unscaled, outputs.lse))
+        unscaled = output.new_empty(tokens, *output.shape[1:], dtype=inputs[0].dtype)
+        self._in_parts.merged(inputs, metadata, Outputs(unscaled, outputs.lse))
         stored = ops.quantize_fp8(unscaled, outputs.scale, output.dtype)
         output[:tokens].view(torch.uint8).copy_(stored.view(torch.uint8))
 
@@ -208,20 +228,6 @@ class Attention(nn.Module):
             except Exception as error:
                 blame(self.group.backends[writer].spec, "do_kv_cache_update()", error)
                 raise
-
-    def _cache_for(self, phase: Phase, kv_cache: Tensor | None) -> Tensor | None:
-        """Return the cache in the blocks of a phase's kernel."""
-        if phase not in self._block_sizes or kv_cache is None:
-            return kv_cache
-        size, layout = self._block_sizes[phase], self.group.kv_layout
-        assert size is not None
-        assert layout is not None
-        return in_blocks_of(size, kv_cache, layout, self.group.config)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy of a layer: it gets a name of its own, by which compiled graphs find it."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.layer_name = register_layer(self, "")
 
     def dummy_inputs(self, tokens: int) -> dict[str, Tensor | None]:
         """Return what ``forward`` is called with in a step of so many tokens, zeros, for ``LayerGroup.warm_up``."""
@@ -258,7 +264,7 @@ class Attention(nn.Module):
         # Inline, and each shape asked for once: this runs for every layer of every step.
         tokens, group, dtype = metadata.num_actual_tokens, self.group, self._dtype
         if getattr(metadata, "group", None) is not group:
-            raise foreign_metadata(self.layer_name, metadata)
+            raise foreign_metadata(f"layer {self.layer_name!r}: attn_metadata", metadata)
         shape = query.shape
         if shape[1:] != self._query_shape or shape[0] < tokens or query.dtype is not dtype:
             checks.check_rows("query", query, self._query_shape, dtype, tokens)
@@ -284,11 +290,7 @@ class Attention(nn.Module):
                 hint=hint if group.kv_layout is not None else None,
             )
         if group.kv_layout is not None and (kv_cache is None or (kv_cache.shape, kv_cache.dtype) != self._cache_seen):
-            size = group.kernel_block_size
-            assert size is not None
-            checks.check_cache(kv_cache, group.kv_layout, group.config, group.device, size)
-            assert kv_cache is not None
-            self._cache_seen = kv_cache.shape, kv_cache.dtype  # engines bring the same one every time
+            self._check_cache(kv_cache)
 
     def _check_extras(self, metadata: AttentionMetadata, outputs: Outputs) -> None:
         """Check what few calls have: the LSE and the scales of quantised outputs."""
@@ -335,14 +337,14 @@ def _check_shared(layer: Attention, target: Attention) -> None:
         raise ConfigError(text, fields=["kv_sharing_target"])
 
 
-def foreign_metadata(layer_name: str, metadata: object) -> BatchError:
-    """Return the error of a layer that was given another thing than its own group's metadata."""
+def foreign_metadata(argument: str, metadata: object) -> BatchError:
+    """Return the error of a layer whose argument is another thing than its own group's metadata."""
     what = "was built by another group than the layer's"
     if isinstance(metadata, CommonAttentionMetadata):
         what = "is the step's CommonAttentionMetadata, which group.build makes the layers' metadata of"
     elif not hasattr(metadata, "group"):
         what = f"is a {type(metadata).__name__}"
     return BatchError(
-        f"layer {layer_name!r}: attn_metadata {what}",
+        f"{argument} {what}",
         hint="build the step's metadata once per group, and give each layer what layer.group.build(common) returned",
     )

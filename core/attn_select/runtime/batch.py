@@ -247,14 +247,8 @@ def prepare_batch(
             sequence is long, its row of the table holds too few blocks, or (in checked mode) the row is stale.
     """
     target = block_table.device if device is None and block_table is not None else torch.device(device or "cpu")
-    if not isinstance(query_lens, (list, tuple)):
-        query_lens = _lens("query_lens", query_lens)
-    if not isinstance(seq_lens, (list, tuple)):
-        seq_lens = _lens("seq_lens", seq_lens)
-    if new_lens is None:
-        new_lens = query_lens
-    elif not isinstance(new_lens, (list, tuple)):
-        new_lens = _lens("new_lens", new_lens)
+    query_lens, seq_lens = _lens("query_lens", query_lens), _lens("seq_lens", seq_lens)
+    new_lens = query_lens if new_lens is None else _lens("new_lens", new_lens)
     num_reqs = len(query_lens)
     if not num_reqs or len(seq_lens) != num_reqs or len(new_lens) != num_reqs:
         raise BatchError(
@@ -312,8 +306,10 @@ def prepare_batch(
     )
 
 
-def _lens(name: str, lens: object) -> list[int]:
-    """Return lengths that come in something else than a list as one."""
+def _lens(name: str, lens: object) -> list[int] | tuple[int, ...]:
+    """Return lengths that come in something else than a list or tuple as a list."""
+    if isinstance(lens, (list, tuple)):
+        return lens
     found = integers(lens)
     if found is None:
         raise BatchError(f"{name} = {show(lens)}: accepted is a sequence of integers on the host, one per request")

@@ -62,17 +62,13 @@ def check_shapes(common: CommonAttentionMetadata, config: AttentionConfig, block
     if slots.dtype is not torch.int64 or slots.ndim != 1 or slots.shape[0] < least:
         text = f"slot_mapping is {_kind(slots)}: accepted is torch.int64, a slot for each of {least} tokens"
         raise BatchError(text)
-    if block_size is not None and count and common.max_seq_len > table.shape[1] * block_size:
-        _check_width(common, table.shape[1], block_size)  # max_seq_len may be any bound above the longest
-
-
-def _check_width(common: CommonAttentionMetadata, width: int, block_size: int) -> None:
-    request = int(common.seq_lens_cpu.argmax())
-    longest = int(common.seq_lens_cpu[request])
-    if longest > width * block_size:
+    if block_size is None or not count or common.max_seq_len <= (room := table.shape[1] * block_size):
+        return
+    request = int(common.seq_lens_cpu.argmax())  # max_seq_len may be any bound above the longest
+    if (longest := int(common.seq_lens_cpu[request])) > room:
         raise BatchError(
-            f"seq_lens[{request}] = {longest}: block_table_tensor has {width} blocks of {block_size} tokens per "
-            f"request, {width * block_size} tokens"
+            f"seq_lens[{request}] = {longest}: block_table_tensor has {table.shape[1]} blocks of {block_size} tokens "
+            f"per request, {room} tokens"
         )
 
 
@@ -80,13 +76,11 @@ def check_common(
     common: CommonAttentionMetadata,
     config: AttentionConfig,
     device: torch.device,
-    block_size: int | None,
     max_model_len: int,
 ) -> None:
     """Check the contents of a batch whose shapes are right. Synchronises."""
     count = common.num_reqs
-    for name in ("block_table_tensor", "slot_mapping"):
-        _check_device(name, getattr(common, name), device)
+    _check_device("slot_mapping", common.slot_mapping, device)
     check_copies(common, device)
     bounds, query_lens, seq_lens = common.query_start_loc_cpu, common.query_lens_cpu, common.seq_lens_cpu
     if int(bounds[0]) != 0 or int(bounds[-1]) > common.num_actual_tokens:
@@ -120,12 +114,8 @@ def check_common(
             raise BatchError(text)
     if common.mm_prefix_ranges is not None:
         _ranges(common.mm_prefix_ranges, count)
-    if not config.has_cache or common.block_table_tensor is None or block_size is None:
-        return
-    table = common.block_table_tensor
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        raise BatchError(f"block_table_tensor has strides {table.stride()}: the last dimension must be contiguous")
-    _check_width(common, table.shape[1], block_size)
+    if config.has_cache and common.block_table_tensor is not None:
+        check_strides("block_table_tensor", common.block_table_tensor, device)
 
 
 def check_copies(common: CommonAttentionMetadata, device: torch.device) -> None:
@@ -167,9 +157,7 @@ def check_blocks(
     outside = ((slots < -1) | (slots >= num_blocks * block_size)).nonzero().flatten()
     if len(outside):
         token = int(outside[0])
-        # Counts the requests that end at or before the token (right=True), which is the number of its own request.
-        request = int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
-        owner = f"of request {request}" if config.attn_type == "decoder" else "of the encoder"
+        owner = f"of request {request_of(token, common)}" if config.attn_type == "decoder" else "of the encoder"
         raise BatchError(
             f"slot_mapping[{token}] = {int(slots[token])} (a token {owner}): accepted are 0 to "
             f"{num_blocks * block_size - 1}, and -1 for none"
@@ -206,6 +194,11 @@ def _check_slots(slots: Tensor, rows: Tensor, common: CommonAttentionMetadata, b
         )
 
 
+def request_of(token: int, common: CommonAttentionMetadata) -> int:
+    """Return the request of a token: as many requests end at or before it (right=True) as stand before its own."""
+    return int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
+
+
 def check_finite(name: str, tensor: Tensor, common: CommonAttentionMetadata, of_requests: bool) -> None:
     """Check that no token holds NaN or infinity in ``tensor`` ``(T', ...)``. Synchronises."""
     # ``of_requests``: its rows are the batch's tokens, and what lies behind them is padding; else they are the
@@ -214,7 +207,7 @@ def check_finite(name: str, tensor: Tensor, common: CommonAttentionMetadata, of_
     wrong = ~tensor[: int(bounds[-1]) if of_requests else len(tensor)].flatten(1).isfinite().all(dim=1)
     if bool(wrong.any()):
         token = int(wrong.int().argmax())
-        request = int(torch.searchsorted(bounds[1:], token, right=True))
+        request = request_of(token, common)
         owner = f"token {token - int(bounds[request])} of request {request}" if of_requests else "the encoder's"
         raise BatchError(f"{name}[{token}] holds NaN or infinity ({owner}): accepted are finite numbers")
 

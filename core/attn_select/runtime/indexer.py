@@ -26,8 +26,10 @@ from torch import Tensor
 from attn_select.errors import ConfigError
 from attn_select.runtime import checks, ops
 from attn_select.runtime.attention import foreign_metadata
+from attn_select.runtime.integers import size
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata
+from attn_select.runtime.mla_group import MLALayerGroup
+from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select.runtime.torch_indexer import IndexedRows
 
@@ -64,12 +66,9 @@ class SparseIndexer:
             )
         if cache_dtype not in ("fp8_e4m3", "auto"):
             raise ConfigError(f"cache_dtype = {cache_dtype!r}: accepted are fp8_e4m3, auto", fields=["cache_dtype"])
-        multiple = 4 if cache_dtype == "fp8_e4m3" else 1
-        for name, value, unit in (("num_heads", num_heads, 1), ("head_dim", head_dim, multiple)):
-            if value < 1 or value % unit:
-                wanted = "integers from 1" if unit == 1 else f"multiples of {unit}"
-                raise ConfigError(f"{name} = {value}: accepted are {wanted}", fields=[name])
-        self.group, self.num_heads, self.head_dim = group, num_heads, head_dim
+        self.group, self.num_heads, self.head_dim = group, size("num_heads", num_heads), size("head_dim", head_dim)
+        if cache_dtype == "fp8_e4m3" and self.head_dim % 4:
+            raise ConfigError(f"head_dim = {head_dim}: accepted are multiples of 4", fields=["head_dim"])
         self.block_size = group.block_size
         self.top_k = cast(int, group.config.sparse_top_k)
         self._dtype = PLAIN_DTYPES[group.config.dtype]
@@ -90,10 +89,10 @@ class SparseIndexer:
         Raises:
             ConfigError: ``num_blocks`` is below 1.
         """
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks = {num_blocks}: accepted are integers from 1", fields=["num_blocks"])
         dtype, width = self._stored
-        return torch.zeros(num_blocks, self.block_size, width, dtype=dtype, device=self.group.device)
+        return torch.zeros(
+            size("num_blocks", num_blocks), self.block_size, width, dtype=dtype, device=self.group.device
+        )
 
     def __call__(
         self,
@@ -101,7 +100,7 @@ class SparseIndexer:
         key: Tensor,
         weights: Tensor,
         index_cache: Tensor,
-        attn_metadata: MLAMetadata,
+        attn_metadata: AttentionMetadata,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """Write the step's keys into the cache, and return the slots that each token attends to.
@@ -124,7 +123,7 @@ class SparseIndexer:
         """
         metadata = attn_metadata
         if getattr(metadata, "group", None) is not self.group:
-            raise foreign_metadata("the indexer", metadata)
+            raise foreign_metadata("the indexer: attn_metadata", metadata)
         tokens = metadata.num_actual_tokens
         if topk_indices is None:
             topk_indices = query.new_empty(query.shape[0], self.top_k, dtype=torch.int32)
@@ -151,7 +150,7 @@ class SparseIndexer:
                 f"(num_blocks, {self.block_size}, {width})"
             )
 
-    def _rows(self, metadata: MLAMetadata) -> IndexedRows:
+    def _rows(self, metadata: AttentionMetadata) -> IndexedRows:
         """Return what each token may choose from; the first layer of a step makes it for all."""
         if metadata.indexed_rows is None:
             metadata.indexed_rows = indexed_rows(metadata.common)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.integers import integers, size
 from attn_select.runtime.loaded_backend import LoadedBackend, load_backends
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, split_by_phase
 from attn_select.runtime.overlaps import check_no_self_overlap, check_overlaps
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.terms import Terms
@@ -49,7 +50,8 @@ class LayerGroup(ABC):
             is refused.
         checked: whether batches and tensors are read back and checked; None: as ``ATTN_SELECT_CHECK`` says. A group
             that is a part of another one is not checked: the outer group checks what layers are given.
-        backends: by phase, where they are loaded already, by the parts that run the steps.
+        parts: groups that run the steps, where this one runs none by itself; the first that has a phase lends its
+            backend.
         block_size: tokens per block of the batches' tables; None: the selection's.
 
     Attributes:
@@ -82,16 +84,20 @@ class LayerGroup(ABC):
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
         checked: bool | None = None,
-        backends: Mapping[Phase, LoadedBackend] | None = None,
+        parts: Sequence[LayerGroup] = (),
         block_size: int | None = None,
     ) -> None:
         self.selection, self.config, self.cuda_graphs = selection, selection.config, cuda_graphs
-        self.capacity = capacity or Capacity()
-        if backends is None:
-            device, backends = load_backends(selection, device, self.capacity, cuda_graphs=cuda_graphs, phases=phases)
-        assert device is not None  # of the parts that brought the backends
-        self.device = torch.device(device)
-        self.backends, self.distinct = backends, tuple(dict.fromkeys(backends.values()))
+        self.capacity, self.parts = capacity or Capacity(), tuple(parts)
+        self.device: torch.device
+        self.backends: dict[Phase, LoadedBackend] = {}
+        if not parts:
+            self.device, self.backends = load_backends(
+                selection, device, self.capacity, cuda_graphs=cuda_graphs, phases=phases
+            )
+        for part in parts:
+            self.device, self.backends = part.device, {**part.backends, **self.backends}
+        backends, self.distinct = self.backends, tuple(dict.fromkeys(self.backends.values()))
         self.unified = len(self.distinct) == 1 and len(backends) == len(self.config.phases)
         self.whole = next(iter(backends)) if self.unified else None
         sizes = [own.context.block_size for own in self.distinct if own.context.block_size is not None]
@@ -114,7 +120,6 @@ class LayerGroup(ABC):
         # The selection's format, with this group's ``interleave``.
         return CacheFormat(self.config, layout, size, self.kernel_block_size, self.interleave)
 
-    @abstractmethod
     def build(
         self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
     ) -> Any:
@@ -123,11 +128,11 @@ class LayerGroup(ABC):
         Args:
             common_attn_metadata: the batch; tables in the allocator's blocks.
             common_prefix_len: tokens that all requests share (``cascade.common_prefix_len``); used where the backend's
-                ``use_cascade_attention`` says so.
+                ``use_cascade_attention`` says so, never with MLA, trees of drafts or ranks.
             fast_build: prefer a quick build over a quick kernel.
 
         Returns:
-            ``AttentionMetadata``, with MLA ``MLAMetadata``.
+            ``AttentionMetadata``.
 
         Raises:
             BatchError: the batch exceeds the capacity, its tables have another block size than the group, decodes do
@@ -135,10 +140,24 @@ class LayerGroup(ABC):
                 of the block size or longer than what a request had cached, or (in checked mode) anything else is
                 wrong with the batch.
         """
+        self.check_batch(common_attn_metadata)
+        return self.build_step(common_attn_metadata, common_prefix_len, fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Build what a graph is captured with. All requests are of one phase unless one backend serves both.
+
+        Raises:
+            BatchError: as ``build``; with MLA also for queries longer than a decode's: replayed steps would be
+                prefills.
+        """
+        self.check_batch(common_attn_metadata)
+        return self.build_step(common_attn_metadata, captured=True)
 
     @abstractmethod
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Build what a graph is captured with. All requests are of one phase unless one backend serves both."""
+    def build_step(
+        self, common: CommonAttentionMetadata, prefix: int = 0, fast: bool = False, captured: bool = False
+    ) -> Any:
+        """Build the metadata of a batch that was checked, as ``build`` does or ``build_for_cudagraph_capture``."""
 
     def phases_of(self, common: CommonAttentionMetadata) -> list[tuple[Phase, slice, CommonAttentionMetadata]]:
         """Return each phase that has tokens in a batch, with its tokens and its requests; decodes come first."""
@@ -148,14 +167,7 @@ class LayerGroup(ABC):
         if self.whole is not None:
             return [(self.whole, slice(0, tokens), common)]
         longest = self.config.max_decode_query_len if "decode" in self.backends else 1
-        split = split_decodes_and_prefills(common, self.reorder_batch_threshold or longest)
-        decodes, first = split.num_decodes, split.num_decode_tokens
-        found: list[tuple[Phase, slice, CommonAttentionMetadata]] = []
-        if first:
-            found.append(("decode", slice(0, first), common.requests(0, decodes)))
-        if split.num_prefills:
-            found.append(("prefill", slice(first, tokens), common.requests(decodes, common.num_reqs)))
-        return found
+        return split_by_phase(common, self.reorder_batch_threshold or longest)
 
     def backend_for(self, phase: Phase) -> LoadedBackend:
         """Return the backend of a phase; BatchError where the backends of this phase were not loaded."""
@@ -171,18 +183,23 @@ class LayerGroup(ABC):
         return level if level != "ALWAYS" or self.unified else "UNIFORM_BATCH"
 
     @property
-    @abstractmethod
     def reorder_batch_threshold(self) -> int | None:
         """Queries up to this many tokens count as decodes and must come first; None: any order is accepted."""
+        wanted = [own.builder.reorder_batch_threshold for own in self.distinct]
+        if len(self.distinct) > 1:
+            wanted.append(self.config.max_decode_query_len)
+        return min((threshold for threshold in wanted if threshold is not None), default=None)
 
     @property
     def workspace_bytes(self) -> dict[str, int]:
         """Scratch device memory that each backend reserves at most, bytes, as the plans say."""
-        found: dict[str, int] = {}
-        for own in self.distinct:
+        found: Counter[str] = Counter()
+        for part in self.parts:  # each has builders, and so buffers, of its own
+            found.update(part.workspace_bytes)
+        for own in () if self.parts else self.distinct:
             by_kernel = {plan.kernel: plan.workspace_bytes for plan in own.context.plans.values()}
             found[own.spec.name] = sum(by_kernel.values())
-        return found
+        return dict(found)
 
     def layer_in_parts(self, layer: type[Any], terms: Terms) -> Any:
         """Return what computes a layer in parts (ranks, trees of drafts), ``merged``; None where kernels alone do."""
@@ -213,7 +230,7 @@ class LayerGroup(ABC):
             raise ConfigError(text, fields=["attn_type"])
         return self.kv_layout, self.kernel_block_size, own // self.kernel_block_size
 
-    def _num_blocks(self, kv_cache: Tensor | None) -> int:
+    def num_blocks_of(self, kv_cache: Tensor | None) -> int:
         """Return how many of the allocator's blocks a layer's cache holds. Raises as ``check_cache`` does."""
         layout, kernel_block_size, ratio = self._blocks()
         return checks.check_cache(kv_cache, layout, self.config, self.device, kernel_block_size) // ratio
@@ -244,7 +261,7 @@ class LayerGroup(ABC):
                 are not read, so only their dtype is checked.
         """
         layout, _, ratio = self._blocks()
-        in_cache = self._num_blocks(kv_cache)
+        in_cache = self.num_blocks_of(kv_cache)
         if isinstance(block_ids, Tensor):
             if block_ids.dtype not in _INTEGERS or block_ids.ndim != 1:
                 kind = f"{block_ids.dtype} {tuple(block_ids.shape)}"
@@ -312,7 +329,7 @@ class LayerGroup(ABC):
         checks.check_shapes(common, self.config, self.block_size)
         if self.checked:
             self._last_batch = common
-            checks.check_common(common, self.config, self.device, self.block_size, capacity.max_model_len)
+            checks.check_common(common, self.config, self.device, capacity.max_model_len)
 
     def check_prefix(self, common: CommonAttentionMetadata, prefix: int) -> None:
         """Compare a common prefix with the blocks and with what every request had cached."""
@@ -364,7 +381,7 @@ class LayerGroup(ABC):
         checks.check_scales(scales)
         if self.kv_layout is None or self.block_size is None:
             return
-        cache_blocks = self._num_blocks(kv_cache)
+        cache_blocks = self.num_blocks_of(kv_cache)
         assert kv_cache is not None
         checks.check_strides("kv_cache", kv_cache, self.device)
         checks.check_blocks(common, self.config, kv_cache, self.kv_layout, cache_blocks, self.block_size)

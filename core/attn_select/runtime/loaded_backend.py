@@ -1,10 +1,10 @@
-"""``LoadedBackend``: a backend of a selection with its builder, which builds steps and makes the impls of layers."""
+"""``LoadedBackend``: a backend of a selection, which makes the impls of layers, and its builder of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -24,30 +24,44 @@ from attn_select.runtime.backend_faults import call, load_backend
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.kernel_blocks import KernelTables, width_multiple
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata, split_decodes_and_prefills
-from attn_select.runtime.terms import Terms
 from attn_select.runtime.virtual_batches import VirtualBatches, most_requests
+
+B = TypeVar("B")
+C = TypeVar("C")
 
 
 @dataclass(slots=True, eq=False)
-class LoadedBackend:
-    """One backend of a group: what was chosen, loaded, and the builder that all layers share."""
+class Loaded(Generic[B, C]):
+    """A backend that runs one or more phases of a group: what was chosen, loaded, and what it was made for."""
 
     spec: BackendSpec
-    backend: type[AttentionBackend]
-    context: BackendContext
+    backend: type[B]
+    context: C
+
+    def impl(self, *terms: Any) -> Any:
+        """Return the impl of one layer; BackendError or PluginError where it raised, or lacks a phase's path."""
+        backend: Any = self.backend
+        try:
+            return call(self.spec, "its impl", "", backend.impl_cls, self.context, *terms)
+        except PluginError as error:
+            raise PluginError(self.spec.bug(error.message)) from None
+
+
+@dataclass(slots=True, eq=False)
+class LoadedBackend(Loaded[AttentionBackend, BackendContext]):
+    """A backend of a group, and the builder that all layers share."""
+
     builder: AttentionMetadataBuilder[Any]
     # None where the backend reads no cache.
     tables: KernelTables | None = None
     # Cuts batches where the layers attend inside chunks and the kernel does not mask them.
     chunks: VirtualBatches | None = None
 
-    def build(self, prefix: int, common: CommonAttentionMetadata, fast: bool) -> Any:
+    def build(self, common: CommonAttentionMetadata, prefix: int, fast: bool, captured: bool) -> Any:
         """Return what the builder builds for a step; BackendError or PluginError where it raised or returned None."""
+        if captured:
+            return self._built("build_for_cudagraph_capture()", self.builder.build_for_cudagraph_capture, common)
         return self._built("build()", self.builder.build, prefix, common, fast)
-
-    def build_for_capture(self, common: CommonAttentionMetadata) -> Any:
-        """Return what the builder builds for a graph. Raises as ``build`` does."""
-        return self._built("build_for_cudagraph_capture()", self.builder.build_for_cudagraph_capture, common)
 
     def build_prefill(self, varlen: VarlenMetadata) -> Any:
         """Return what the builder builds for a call of ``forward_mha``. Raises as ``build`` does."""
@@ -66,13 +80,6 @@ class LoadedBackend:
         if num_decodes is None and (threshold := self.builder.reorder_batch_threshold) is not None:
             num_decodes = split_decodes_and_prefills(common, threshold).num_decodes
         return self.chunks.cut(common, num_decodes)
-
-    def impl(self, terms: Terms) -> Any:
-        """Return the impl of one layer; BackendError or PluginError where it raised, or lacks a phase's path."""
-        try:
-            return call(self.spec, "its impl", "", self.backend.impl_cls, self.context, terms)
-        except PluginError as error:
-            raise PluginError(self.spec.bug(error.message)) from None
 
 
 def load_backends(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import AttnSelectError
+from attn_select.layer.config import Phase
 
 Ranges = Sequence[tuple[int, int]]
 """Inclusive ``(first, last)`` positions of one request's image tokens."""
@@ -208,6 +209,20 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
                 hint="order the batch with attn_select.runtime.decodes_first(query_lens, threshold)",
             )
     return Split(first, num_reqs - first, bounds[first], tokens - bounds[first])
+
+
+def split_by_phase(
+    common: CommonAttentionMetadata, threshold: int
+) -> list[tuple[Phase, slice, CommonAttentionMetadata]]:
+    """Return decodes, then prefills, each where there are tokens of them, with their tokens and their requests."""
+    split = split_decodes_and_prefills(common, threshold)
+    decodes, first = split.num_decodes, split.num_decode_tokens
+    found: list[tuple[Phase, slice, CommonAttentionMetadata]] = []
+    if first:
+        found.append(("decode", slice(0, first), common.requests(0, decodes)))
+    if split.num_prefills:
+        found.append(("prefill", slice(first, common.num_actual_tokens), common.requests(decodes, common.num_reqs)))
+    return found
 
 
 def decodes_first(query_lens: Sequence[int], decode_threshold: int = 1) -> list[int]:

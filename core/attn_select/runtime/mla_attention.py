@@ -10,25 +10,23 @@ from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
 from attn_select.runtime import checks, ops
-from attn_select.runtime.attention import WRITTEN, foreign_metadata
-from attn_select.runtime.backend import MLAAttentionImpl
+from attn_select.runtime.attention import WRITTEN, GroupLayer, foreign_metadata
 from attn_select.runtime.backend_faults import call
 from attn_select.runtime.custom_op import current_metadata, register_layer
-from attn_select.runtime.kv_cache import in_blocks_of
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.mla_context import Spans
-from attn_select.runtime.mla_group import MLALayerGroup, MLAMetadata
-from attn_select.runtime.step_metadata import Part
+from attn_select.runtime.mla_group import MLALayerGroup
+from attn_select.runtime.step_metadata import AttentionMetadata, Part
 from attn_select.runtime.terms import GivenTerms, Outputs, Terms, check_float
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
-class MLAAttention(nn.Module):
+class MLAAttention(GroupLayer):
     """One MLA layer of a group, for inference: no gradient flows through it.
 
     Args:
@@ -56,15 +54,13 @@ class MLAAttention(nn.Module):
         layer_name: str = "",
         **terms: Unpack[GivenTerms],
     ) -> None:
-        super().__init__()
         if not isinstance(group, MLALayerGroup):
             raise ConfigError("the group's layers are not MLA: make them with Attention", fields=["kv_lora_rank"])
         config = group.config
-        self.group = group
+        super().__init__(group, Terms.of(config, group.device, checked=group.checked, **terms))
         self.rank = cast(int, config.kv_lora_rank)
         self.nope, self.rope = cast(int, config.qk_nope_head_dim), cast(int, config.qk_rope_head_dim)
         self.value_size, self.heads = cast(int, config.v_head_dim), config.num_heads
-        self.terms = Terms.of(config, group.device, checked=group.checked, **terms)
         dtype = PLAIN_DTYPES[config.dtype]
         self._accepted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "query": ((self.heads, self.nope + self.rope), dtype),
@@ -74,16 +70,9 @@ class MLAAttention(nn.Module):
             "topk_indices": ((cast(int, config.sparse_top_k),), torch.int32),
             "output_lse": ((self.heads,), torch.float32),
         }
-        self._layout = cast(str, group.kv_layout)
-        self._cache_seen: tuple[torch.Size, torch.dtype] | None = None
-        self._silent = [s.spec.name for s in group.distinct if not all(p.returns_lse for p in s.context.plans.values())]
         self._absorb(kv_b_proj)
         self._in_parts = group.layer_in_parts(MLAAttention, self.terms)
-        self.impls: dict[Phase, MLAAttentionImpl] = {}
-        for own in group.distinct:
-            # What is merged across ranks counts its sinks there.
-            impl: MLAAttentionImpl = own.impl(self.terms.under(own.context.config))
-            self.impls |= dict.fromkeys(own.context.plans, impl)
+        self._make_impls()
         # Both phases' backends read one cache, so the first that has it writes for both.
         readers = [phase for phase in self.impls if group.backends[phase].context.kv_layout is not None]
         self._writer: Phase | None = readers[0] if readers else None
@@ -100,6 +89,7 @@ class MLAAttention(nn.Module):
         self.register_buffer("kv_b_proj", weight, persistent=False)
         self._viewed: Tensor | None = None
 
+    group: MLALayerGroup
     kv_b_proj: Tensor
     """``(num_heads * (P + V), R)``."""
     _views: tuple[Tensor, Tensor]
@@ -120,7 +110,7 @@ class MLAAttention(nn.Module):
         kv_c_normed: Tensor | None,
         k_pe: Tensor | None,
         kv_cache: Tensor | None = None,
-        attn_metadata: MLAMetadata | None = None,
+        attn_metadata: AttentionMetadata | None = None,
         output: Tensor | None = None,
         topk_indices: Tensor | None = None,
         output_lse: Tensor | None = None,
@@ -180,11 +170,6 @@ class MLAAttention(nn.Module):
                 self._mha(part, own, cache, outputs)
         return output
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy of a layer: it gets a name of its own, by which compiled graphs find it."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.layer_name = register_layer(self, "")
-
     def dummy_inputs(self, tokens: int) -> dict[str, Tensor]:
         """As ``Attention.dummy_inputs``; with sparse MLA every token attends to the cache's first slot."""
         names = ("query", "kv_c_normed", "k_pe", *(["topk_indices"] if self.group.config.sparse else []))
@@ -205,24 +190,17 @@ class MLAAttention(nn.Module):
         group = self.group
         if self._writer is None:
             new = (kv_c_normed[: len(slot_mapping)], k_pe[: len(slot_mapping)])
-            ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, self._layout, group.config, self.terms.scales)
+            ops.concat_and_cache_mla(*new, kv_cache, slot_mapping, group.kv_layout, group.config, self.terms.scales)
             return
-        impl = self.impls[self._writer]
-        spec, update, view = group.backends[self._writer].spec, impl.do_kv_cache_update, self._view(impl, kv_cache)
+        spec, update = group.backends[self._writer].spec, self.impls[self._writer].do_kv_cache_update
+        view = self._cache_for(self._writer, kv_cache)
         call(spec, "do_kv_cache_update()", "", update, kv_c_normed, k_pe, view, slot_mapping)
-
-    def _view(self, impl: MLAAttentionImpl, kv_cache: Tensor) -> Tensor:
-        """Return the cache in the backend's blocks."""
-        size = impl.context.block_size
-        if size is None or size == kv_cache.shape[1]:
-            return kv_cache
-        return in_blocks_of(size, kv_cache, self._layout, self.group.config)
 
     def _mqa(self, part: Part, query: Tensor, kv_cache: Tensor, outputs: Outputs, indices: Tensor | None) -> None:
         impl = self.impls[part.phase]
         w_uk, w_uv = self._sides()
         nope, rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
-        view, absorbed = self._view(impl, kv_cache), None
+        view, absorbed = self._cache_for(part.phase, kv_cache), None
         # Kernels that take the parts save the copy of the rope part; in parts (ranks) the joined query is gathered
         # whole.
         if impl.takes_query_parts and self._in_parts is None and _aligned(rope):
@@ -291,10 +269,10 @@ class MLAAttention(nn.Module):
         keys[..., self.nope :] = k_pe.unsqueeze(1)
         return keys, both[..., self.nope :]
 
-    def _check(self, metadata: MLAMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
+    def _check(self, metadata: AttentionMetadata, kv_cache: Tensor | None, given: dict[str, Tensor | None]) -> None:
         group, tokens, wanted = self.group, metadata.num_actual_tokens, self.group.config.sparse
         if getattr(metadata, "group", None) is not group:
-            raise foreign_metadata(self.layer_name, metadata)
+            raise foreign_metadata(f"layer {self.layer_name!r}: attn_metadata", metadata)
         for name, (shape, dtype) in self._accepted.items():
             tensor = given[name]
             if name == "topk_indices" and (tensor is not None) != wanted:
@@ -306,9 +284,7 @@ class MLAAttention(nn.Module):
             elif name in ("kv_c_normed", "k_pe"):
                 raise BatchError(f"{name} is None: accepted is (at least {tokens} tokens, {shape[0]})")
         if kv_cache is None or (kv_cache.shape, kv_cache.dtype) != self._cache_seen:
-            checks.check_cache(kv_cache, self._layout, group.config, group.device, cast(int, group.kernel_block_size))
-            assert kv_cache is not None
-            self._cache_seen = kv_cache.shape, kv_cache.dtype  # engines bring the same one every time
+            self._check_cache(kv_cache)
         if self._silent and given["output_lse"] is not None:
             raise BatchError(f"output_lse given, but {' and '.join(self._silent)} returns no LSE")
         if group.checked:

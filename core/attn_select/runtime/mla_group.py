@@ -9,8 +9,7 @@ and per head ``2 * qk_nope_head_dim + qk_rope_head_dim + v_head_dim`` of keys an
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -29,28 +28,46 @@ from attn_select.runtime.mla_context import ContextChunk, context_chunks, contex
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.step_metadata import AttentionMetadata, Part
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-from attn_select.runtime.torch_indexer import IndexedRows
 
 WORKSPACE_TOKENS = 8192
 """Cached tokens that are decompressed at a time unless a group says otherwise: at 128 heads of DeepSeek-V3 in bfloat16
 9 MiB of latents and 896 MiB of keys and values."""
 
 
-@dataclass(slots=True)
-class MLAMetadata(AttentionMetadata):
-    """One step's batch as MLA layers want it: decodes, then prefills, where there are any.
-
-    Attributes:
-        num_decode_tokens: the first tokens, which are decodes; with sparse MLA by one backend all.
-        indexed_rows: which keys each token may choose from; made by the first ``SparseIndexer`` that is called.
-    """
-
-    num_decode_tokens: int = 0
-    indexed_rows: IndexedRows | None = None
-
-
 class MLALayerGroup(LayerGroup):
     """What MLA layers ask of a group beside what all layers do."""
+
+    def build_step(
+        self, common: CommonAttentionMetadata, prefix: int = 0, fast: bool = False, captured: bool = False
+    ) -> AttentionMetadata:
+        """As ``LayerGroup.build_step``; MLA layers use no cascade, so ``prefix`` changes nothing."""
+        slots, parts = self.written_slots(common), []
+        for phase, rows, requests in self.phases_of(common):
+            if phase == "decode" or self.config.sparse:
+                parts.append(self.latent_part(phase, rows, requests, slots, fast, captured))
+                continue
+            if captured:
+                raise BatchError(
+                    f"queries of {common.max_query_len} tokens: MLA layers are captured in decode alone, here up to "
+                    f"{self.reorder_batch_threshold or 0} tokens",
+                    hint="a decode has 1 + num_speculative_tokens tokens at most",
+                )
+            parts.append(self.dense_prefill(rows, requests))
+        return AttentionMetadata(self, common, common.num_actual_tokens, slots, tuple(parts))
+
+    @abstractmethod
+    def written_slots(self, common: CommonAttentionMetadata) -> Tensor:
+        """Return where the step's latents go in this group's own cache, int64 ``(T,)``."""
+
+    @abstractmethod
+    def latent_part(
+        self, phase: Phase, rows: slice, common: CommonAttentionMetadata, slots: Tensor, fast: bool, captured: bool
+    ) -> Part:
+        """Return requests that are computed on latents; ``slots`` are the step's."""
+
+    @abstractmethod
+    def dense_prefill(self, rows: slice, common: CommonAttentionMetadata) -> Part:
+        """Return prefills, which are computed on decompressed keys and values."""
 
     @abstractmethod
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
@@ -59,16 +76,6 @@ class MLALayerGroup(LayerGroup):
     @abstractmethod
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache."""
-
-    def check_capture(self, common: CommonAttentionMetadata) -> None:
-        """Raise BatchError for queries longer than a decode's: replayed steps would be prefills."""
-        self.check_batch(common)
-        longest, threshold = common.max_query_len, self.reorder_batch_threshold
-        if threshold is not None and longest > threshold and self.whole is None:
-            raise BatchError(
-                f"queries of {longest} tokens: MLA layers are captured in decode alone, here up to {threshold} tokens",
-                hint="a decode has 1 + num_speculative_tokens tokens at most",
-            )
 
     @property
     def reorder_batch_threshold(self) -> int | None:
@@ -79,11 +86,6 @@ class MLALayerGroup(LayerGroup):
         thresholds = [builder.reorder_batch_threshold for builder in decoders]
         wanted = min((threshold for threshold in thresholds if threshold is not None), default=None)
         return self.config.max_decode_query_len if wanted is None and self.whole is None else wanted
-
-    def metadata_of(self, common: CommonAttentionMetadata, slots: Tensor | None, parts: Sequence[Part]) -> MLAMetadata:
-        """Return a step's metadata, given where its latents go."""
-        decodes = sum(part.rows.stop for part in parts if part.phase == "decode")
-        return MLAMetadata(self, common, common.num_actual_tokens, slots, tuple(parts), decodes)
 
 
 class MLAAttentionGroup(MLALayerGroup):
@@ -126,45 +128,31 @@ class MLAAttentionGroup(MLALayerGroup):
             device=self.device,
         )
 
-    def build(
-        self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
-    ) -> MLAMetadata:
-        """As ``LayerGroup.build``; MLA layers use no cascade, so ``common_prefix_len`` changes nothing."""
-        common, parts = common_attn_metadata, []
-        self.check_batch(common)
-        for phase, rows, requests in self.phases_of(common):
-            if phase == "decode" or self.config.sparse:
-                parts.append(self.latent_part(phase, requests, rows, fast_build))
-            else:
-                parts.append(self.dense_prefill(requests, rows, self.kernel_block_size))
-        return self.metadata_of(common, common.slot_mapping, parts)
+    def written_slots(self, common: CommonAttentionMetadata) -> Tensor:
+        """As ``MLALayerGroup.written_slots``: the batch's."""
+        return cast(Tensor, common.slot_mapping)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
-        """As ``LayerGroup.build_for_cudagraph_capture``; only decodes are captured: longer queries are a BatchError."""
-        common = common_attn_metadata
-        self.check_capture(common)
-        backend = self.backend_for("decode")
-        spans = spans_of(self.config, common.query_start_loc_cpu)
-        rows = slice(0, common.num_actual_tokens)
-        part = Part("decode", rows, backend.build_for_capture(backend.batch(common)), spans)
-        return self.metadata_of(common, common.slot_mapping, [part])
-
-    def latent_part(self, phase: Phase, common: CommonAttentionMetadata, rows: slice, fast_build: bool) -> Part:
-        """Return requests that are computed on latents."""
+    def latent_part(
+        self, phase: Phase, rows: slice, common: CommonAttentionMetadata, slots: Tensor, fast: bool, captured: bool
+    ) -> Part:
+        """As ``MLALayerGroup.latent_part``."""
         backend = self.backend_for(phase)
         spans = spans_of(self.config, common.query_start_loc_cpu)
-        return Part(phase, rows, backend.build(0, backend.batch(common), fast_build), spans)
+        return Part(phase, rows, backend.build(backend.batch(common), 0, fast, captured), spans)
 
-    def dense_prefill(
+    def dense_prefill(self, rows: slice, common: CommonAttentionMetadata) -> Part:
+        """As ``MLALayerGroup.dense_prefill``."""
+        return self.prefill_in_chunks(rows, common, self.kernel_block_size)
+
+    def prefill_in_chunks(
         self,
-        common: CommonAttentionMetadata,
         rows: slice,
+        common: CommonAttentionMetadata,
         cache_block_size: int | None,
         finished: Callable[[ContextChunk, Tensor, Tensor], ContextChunk] | None = None,
     ) -> Part:
-        """Return prefills, which are computed on decompressed keys and values, their cached contexts in chunks."""
-        # The cache has ``cache_block_size`` tokens per block. ``finished`` makes of each chunk what ``load_chunk``
-        # takes, given its requests' first positions and lengths.
+        """Return prefills whose cached contexts, in blocks of ``cache_block_size`` tokens, are cut in chunks."""
+        # ``finished`` makes of each chunk what ``load_chunk`` takes, given its requests' first positions and lengths.
         backend, config, context = self.backend_for("prefill"), self.config, common.num_computed_tokens_cpu
         new = VarlenMetadata.of_new_tokens(common, causal=common.causal and not config.non_causal)
         new.mm_prefix_ranges = shifted(common.mm_prefix_ranges, context)
@@ -187,11 +175,11 @@ class MLAAttentionGroup(MLALayerGroup):
         return Part("prefill", rows, own, spans, chunks)
 
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
-        """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
+        """As ``MLALayerGroup.load_chunk``."""
         where = (chunk.block_table, chunk.starts, chunk.start_loc, chunk.num_tokens, kv_cache.shape[1])
         ops.gather_cache_mla(kv_cache, self.workspace, *where, self.config, scales)
         return self.workspace[: chunk.num_tokens]
 
     def own_slots(self, topk_indices: Tensor) -> Tensor:
-        """Return the chosen slots ``(T, sparse_top_k)`` in this group's own cache: all of them."""
+        """As ``MLALayerGroup.own_slots``: all of them."""
         return topk_indices

@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_select.layer.config import Phase
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.mla_context import ContextChunk, Spans
+from attn_select.runtime.torch_indexer import IndexedRows
 
 
 @dataclass(slots=True)
@@ -35,7 +36,9 @@ class AttentionMetadata:
         common: the batch, tables in the allocator's blocks.
         num_actual_tokens: tokens; what lies behind is padding.
         slot_mapping: int64 slots of the step's keys and values, or latents; None without a cache.
-        parts: one, or decodes and prefills apart where different backends serve them.
+        parts: one, or decodes and prefills apart where different backends serve them, decodes first; none without
+            tokens.
+        indexed_rows: which keys each token may choose from; made by the first ``SparseIndexer`` that is called.
     """
 
     group: Any
@@ -43,3 +46,4 @@ class AttentionMetadata:
     num_actual_tokens: int
     slot_mapping: Tensor | None
     parts: tuple[Part, ...]
+    indexed_rows: IndexedRows | None = None

@@ -113,6 +113,10 @@ class Terms:
         return cast(GivenTerms, {name: getattr(own, name) for name in GivenTerms.__annotations__})
 
 
+Inputs = tuple[Tensor, Tensor | None, Tensor | None, Any]
+"""The query, key, value and cache of a step of a layer."""
+
+
 @dataclass(slots=True, eq=False)
 class Outputs:
     """What a step of a layer writes: T tokens, and behind them padding that is left alone.

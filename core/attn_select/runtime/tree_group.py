@@ -25,7 +25,7 @@ from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.step_metadata import AttentionMetadata
-from attn_select.runtime.terms import Outputs, Terms
+from attn_select.runtime.terms import Inputs, Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
 
@@ -63,41 +63,35 @@ class DraftTreeGroup(LayerGroup):
         # Two groups, since both kinds of batches are in one step: each has builders, and so buffers, of its own.
         self.plain = AttentionGroup(part, device, capacity, **made)
         self.context = AttentionGroup(part, device, capacity, **made)
-        plain = self.plain
-        bounds = plain.capacity
-        super().__init__(selection, plain.device, bounds, cuda_graphs=cuda_graphs, backends=plain.backends)
-        requests, columns = bounds.max_num_seqs, self.reorder_batch_threshold
+        super().__init__(selection, None, capacity, cuda_graphs=cuda_graphs, parts=(self.plain, self.context))
+        requests, columns = self.capacity.max_num_seqs, self.reorder_batch_threshold
         self._static = StaticBuffers(self.device, captured=cuda_graphs)
         self._static.reserve("lens", requests)
         self._static.reserve("own", requests * columns, columns, dtype=torch.int64)
         self._static.reserve("visible", requests * columns, columns, dtype=torch.bool)
 
-    def build(
-        self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
+    def build_step(
+        self, common: CommonAttentionMetadata, prefix: int = 0, fast: bool = False, captured: bool = False
     ) -> DraftTreeMetadata:
-        """As ``AttentionGroup.build``. Where a tree is in the batch, ``common_prefix_len`` changes nothing."""
-        common = common_attn_metadata
-        self.check_batch(common)
+        """As ``LayerGroup.build_step``. Where a tree is in the batch, ``prefix`` changes nothing."""
         if common.tree_mask is None or "decode" not in self.backends:
-            plain = self.plain.build(replace(common, tree_mask=None), common_prefix_len, fast_build)
+            plain = self.plain.build_step(replace(common, tree_mask=None), prefix, fast, captured)
             return self._metadata_of(common, plain)
         split = split_decodes_and_prefills(common, self.reorder_batch_threshold)
         decodes, prefills = common.requests(0, split.num_decodes), common.requests(split.num_decodes, common.num_reqs)
-        beside = self.plain.build(replace(prefills, tree_mask=None), 0, fast_build) if split.num_prefills else None
+        beside = None
+        if split.num_prefills:
+            beside = self.plain.build_step(replace(prefills, tree_mask=None), 0, fast, captured)
         if not split.num_decodes:
             return self._metadata_of(common, beside)
         # Whether there is any context must not change from a captured step to its replays.
         context = None
-        if self.cuda_graphs or int(decodes.num_computed_tokens_cpu.max()) > 0:
-            context = self.context.build(self._context_of(decodes), 0, fast_build)
-        return self._metadata_of(common, beside, context, **self._trees_of(decodes))
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DraftTreeMetadata:
-        """As ``AttentionGroup.build_for_cudagraph_capture``; all requests are decodes."""
-        common = common_attn_metadata
-        self.check_batch(common)
-        context = self.context.build_for_cudagraph_capture(self._context_of(common))
-        return self._metadata_of(common, None, context, **self._trees_of(common))
+        if self.cuda_graphs or captured or int(decodes.num_computed_tokens_cpu.max()) > 0:
+            context = self.context.build_step(self._context_of(decodes), 0, fast, captured)
+        own, visible = _own_tokens(decodes)
+        own, visible = self._static.hold("own", own), self._static.hold("visible", visible)
+        trees = {"num_decode_tokens": decodes.num_actual_tokens, "own": own, "visible": visible}
+        return self._metadata_of(common, beside, context, **trees)
 
     def _context_of(self, decodes: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return decodes as a batch over the keys that were cached before this step, all of them seen."""
@@ -110,11 +104,6 @@ class DraftTreeGroup(LayerGroup):
             tree_mask=None,
         )
 
-    def _trees_of(self, decodes: CommonAttentionMetadata) -> dict[str, Any]:
-        own, visible = _own_tokens(decodes)
-        own, visible = self._static.hold("own", own), self._static.hold("visible", visible)
-        return {"num_decode_tokens": decodes.num_actual_tokens, "own": own, "visible": visible}
-
     def _metadata_of(
         self,
         common: CommonAttentionMetadata,
@@ -126,7 +115,7 @@ class DraftTreeGroup(LayerGroup):
         own = context or plain
         parts = () if own is None else own.parts
         tokens, slots = common.num_actual_tokens, common.slot_mapping
-        return DraftTreeMetadata(self, common, tokens, slots, parts, plain, context, **trees)
+        return DraftTreeMetadata(self, common, tokens, slots, parts, plain=plain, context=context, **trees)
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -138,11 +127,6 @@ class DraftTreeGroup(LayerGroup):
     def reorder_batch_threshold(self) -> int:
         """Decodes, whose drafts form trees, come first."""
         return self.config.max_decode_query_len
-
-    @property
-    def workspace_bytes(self) -> dict[str, int]:
-        """As ``AttentionGroup.workspace_bytes``, of both groups."""
-        return {name: 2 * size for name, size in self.plain.workspace_bytes.items()}
 
     def layer_in_parts(self, layer: type[Any], terms: Terms) -> DraftTreeAttention:
         """Return what computes one layer of this group."""
@@ -175,21 +159,13 @@ class DraftTreeAttention:
             layer(part, caller_writes=True, **terms.given(part.config)) for part in (group.plain, group.context)
         )
 
-    def merged(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: DraftTreeMetadata,
-        outputs: Outputs,
-    ) -> None:
+    def merged(self, inputs: Inputs, metadata: DraftTreeMetadata, outputs: Outputs) -> None:
         """Compute the parts and write what they give together, in the query's dtype."""
-        tokens = metadata.num_actual_tokens
-        decodes = metadata.num_decode_tokens
+        query, key, value, kv_cache = inputs
+        tokens, decodes = metadata.num_actual_tokens, metadata.num_decode_tokens
         if not decodes:
             if metadata.plain is not None:
-                self.plain.forward(query, key, value, kv_cache, metadata.plain, outputs.output, outputs.lse)
+                self.plain.forward(*inputs, metadata.plain, outputs.output, outputs.lse)
             return
         if key is not None and value is not None:
             # All tokens are written first: the trees' own tokens are read back from the cache, as it rounds them.

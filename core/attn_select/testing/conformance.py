@@ -354,7 +354,7 @@ def rank_options(rng: random.Random, selection: Selection) -> dict[str, Any]:
     block_size = selection.block_size or 1
     return {
         "interleave": rng.choice([count for count in (1, 4, block_size) if block_size % count == 0]),
-        "merge": rng.choice(("auto", "a2a") if selection.config.batch_invariant else ("auto", "a2a", "ag_rs")),
+        "merge": rng.choice(("auto", "a2a")),
         "queries": rng.choice(QUERIES),
     }
 

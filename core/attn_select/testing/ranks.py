@@ -59,12 +59,6 @@ class ThreadCollectives:
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
         output.copy_(torch.stack([other[self.rank] for other in self._exchange(parts)]))
 
-    def reduce_scatter(self, output: Tensor, parts: Tensor) -> None:
-        output.copy_(torch.stack([other[self.rank] for other in self._exchange(parts)]).sum(0))
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
-
     def gather_objects(self, own: Any) -> list[Any]:
         return self._exchange(own)
 

@@ -4,69 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-
 from attn_select.decide.selection import Selection
-from attn_select.errors import ConfigError
-from attn_select.layer.config import AttentionConfig
+from attn_select.errors import ConfigError, shorten
 from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.context_parallel.collectives import Collectives, RankError
 from attn_select.runtime.context_parallel.context_parallel import ContextParallel
-from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import CommonAttentionMetadata
-from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
-
-MOST = 300
-"""Characters of each rank's value in an error."""
 
 
-def agree(collectives: Collectives, what: str, facts: Mapping[str, str], problem: str | None = None) -> None:
-    """Compare facts, by name, with those of all other ranks; RankError where one differs. Synchronises."""
-    # ``problem`` is what keeps this rank from going on: it is told, so that the others need not wait for this rank.
-    found = collectives.gather_objects((problem, dict(facts)))
+def do_alike(collectives: Collectives, what: str, do: Callable[[], Mapping[str, str]]) -> None:
+    """Do what every rank does, and compare the facts of it, which it returns, with the others'. Synchronises."""
+    # Raises what ``do`` raised here, and tells the other ranks; RankError where another rank failed, or a fact
+    # differs.
+    problem: Exception | None = None
+    facts: Mapping[str, str] = {}
+    try:
+        facts = do()
+    except Exception as error:
+        problem = error
+    # Every rank gathers whatever happened: one that left early would let the others wait for ever.
+    told = None if problem is None else f"{type(problem).__name__}: {problem}"
+    try:
+        found = collectives.gather_objects((told, dict(facts)))
+    finally:
+        if problem is not None:
+            raise problem
     if problems := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]:
         raise RankError(f"{what}: {'; '.join(problems)}")
     for name in facts:
         values = [other.get(name) for _, other in found]
         if any(value != values[0] for value in values):
-            each = ", ".join(f"rank {rank}: {_short(value)}" for rank, value in enumerate(values))
+            each = ", ".join(f"rank {rank}: {shorten(value, 300)}" for rank, value in enumerate(values))
             raise RankError(
                 f"{what}: the ranks of the group have different {name} ({each})",
                 hint="select once and send the selection to all ranks (it can be pickled), and give all the same batch",
             )
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= MOST else f"{text[:MOST]} …"
-
-
-def do_alike(
-    collectives: Collectives, what: str, do: Callable[[], None], facts: Callable[[], Mapping[str, str]]
-) -> None:
-    """Do what every rank does, and compare the facts of it afterwards. Synchronises."""
-    # Raises what ``do`` raised here, and tells the other ranks; RankError where another rank failed, or a fact
-    # differs.
-    problem: Exception | None = None
-    found: Mapping[str, str] = {}
-    try:
-        do()
-        found = facts()
-    except Exception as error:
-        problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    # Every rank gathers whatever happened: one that left early would let the others wait for ever.
-    try:
-        agree(collectives, what, found, text)
-    except RankError:
-        if problem is None:
-            raise
-    if problem is not None:
-        raise problem
-
-
-def _check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
+def check_selection(selection: Selection, context_parallel: ContextParallel) -> None:
     """Raise ConfigError for a selection that these ranks cannot run, or cannot merge batch-invariantly."""
     ranks = selection.config.decode_context_parallel_size
     if ranks != context_parallel.size:
@@ -75,41 +50,9 @@ def _check_selection(selection: Selection, context_parallel: ContextParallel) ->
             fields=["decode_context_parallel_size"],
             hint=f"select with decode_context_parallel_size = {context_parallel.size}, or start {ranks} ranks",
         )
-    if selection.config.batch_invariant and (merge := context_parallel.merge) in ("ag_rs", "symm"):
-        text = f"merge = {merge!r} with batch_invariant = True: how results are summed depends on the batch"
+    if selection.config.batch_invariant and context_parallel.merge == "symm":
+        text = "merge = 'symm' with batch_invariant = True: how results are summed depends on the batch"
         raise ConfigError(f"{text} (accepted: auto, a2a)", fields=["merge", "batch_invariant"])
-
-
-def make_alike(
-    context_parallel: ContextParallel, selection: Selection, capacity: Capacity, make: Callable[[], None]
-) -> None:
-    """Make the parts of a group on every rank; RankError where another rank cannot, or makes others."""
-
-    def checked() -> None:
-        _check_selection(selection, context_parallel)
-        make()
-
-    ranks = context_parallel.collectives
-    do_alike(ranks, "attention_group", checked, lambda: facts_of(selection, context_parallel, capacity))
-
-
-def share_memory(
-    merger: Merger,
-    config: AttentionConfig,
-    context_parallel: ContextParallel,
-    tokens: int,
-    width: int,
-    device: torch.device,
-) -> None:
-    """Let steps go by ``symm`` where that is asked for, or ``auto`` and possible. Every rank calls it."""
-    merge = context_parallel.merge
-    if merge not in ("auto", "symm") or (merge == "auto" and config.batch_invariant):
-        return
-    heads = context_parallel.gathered_heads(config.num_heads)
-    shared = merger.share_memory(tokens, heads, config.head_size, width, PLAIN_DTYPES[config.dtype], device)
-    if merge == "symm" and not shared:
-        text = "merge = 'symm': these ranks cannot read each other's memory (accepted: auto, ag_rs, a2a)"
-        raise ConfigError(text, fields=["merge"], hint="it needs CUDA devices of one host with peer access")
 
 
 def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: Capacity) -> dict[str, str]:
@@ -125,18 +68,7 @@ def facts_of(selection: Selection, context_parallel: ContextParallel, capacity: 
     }
 
 
-def check_step(group: LayerGroup, ranks: Collectives, common: CommonAttentionMetadata) -> None:
-    """Check a batch; in checked mode also that all ranks have the same one."""
-    # Raises BatchError for this rank's own error, RankError for another rank's, or for what differs.
-    if not group.checked:
-        group.check_batch(common)
-        return
-    size = group.block_size
-    assert size is not None
-    do_alike(ranks, "a step", lambda: group.check_batch(common), lambda: _batch_facts(common, size))
-
-
-def _batch_facts(common: CommonAttentionMetadata, block_size: int) -> dict[str, str]:
+def batch_facts(common: CommonAttentionMetadata, block_size: int) -> dict[str, str]:
     """Return what all ranks must have in common in a step (checked mode), by the scheduler's tables. Synchronises."""
     facts = {"query_lens": str(common.query_lens_cpu.tolist()), "seq_lens": str(common.seq_lens_cpu.tolist())}
     if common.block_table_tensor is not None:

@@ -46,12 +46,6 @@ class Collectives(Protocol):
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
         """Write part ``rank`` of every rank's ``parts (N, …)`` into ``output``, of the same shape."""
 
-    def reduce_scatter(self, output: Tensor, parts: Tensor) -> None:
-        """Write the sum of part ``rank`` of every rank's ``parts (N, …)`` into ``output``."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its sum over the ranks."""
-
     def gather_objects(self, own: Any) -> list[Any]:
         """Return every rank's object; they are pickled. Synchronises."""
 
@@ -59,9 +53,8 @@ class Collectives(Protocol):
         """Return memory that all ranks read and write; None on every rank where they cannot. Synchronises."""
 
 
-# torch 2.13 renamed them.
+# torch 2.13 renamed it.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ProcessGroupCollectives:
@@ -84,12 +77,6 @@ class ProcessGroupCollectives:
 
     def all_to_all(self, output: Tensor, parts: Tensor) -> None:
         self._run("all_to_all", dist.all_to_all_single, output.view(-1), parts.view(-1))
-
-    def reduce_scatter(self, output: Tensor, parts: Tensor) -> None:
-        self._run("reduce_scatter", _reduce_scatter, output.view(-1), parts.view(-1))
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._run("all_reduce", dist.all_reduce, tensor)
 
     def gather_objects(self, own: Any) -> list[Any]:
         found: list[Any] = [None] * self.size

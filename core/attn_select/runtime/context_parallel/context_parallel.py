@@ -7,6 +7,7 @@ from typing import Any
 from attn_select.errors import ConfigError
 from attn_select.runtime.context_parallel.collectives import Collectives, ProcessGroupCollectives
 from attn_select.runtime.context_parallel.merging import WAYS
+from attn_select.runtime.integers import size
 
 QUERIES = ("sharded", "replicated")
 
@@ -32,14 +33,12 @@ class ContextParallel:
     """
 
     def __init__(self, group: Any = None, interleave: int = 1, merge: str = "auto", queries: str = "sharded") -> None:
-        if interleave < 1:
-            raise ConfigError(f"interleave = {interleave}: accepted are integers from 1", fields=["interleave"])
+        self.interleave, self.merge, self.queries = size("interleave", interleave), merge, queries
         for name, value, accepted in (("merge", merge, ("auto", *WAYS)), ("queries", queries, QUERIES)):
             if value not in accepted:
                 raise ConfigError(f"{name} = {value!r}: accepted are {', '.join(accepted)}", fields=[name])
         given = group if hasattr(group, "gather_objects") else ProcessGroupCollectives(group)
         self.collectives: Collectives = given
-        self.interleave, self.merge, self.queries = interleave, merge, queries
         self.rank, self.size = given.rank, given.size
 
     @property
@@ -50,11 +49,3 @@ class ContextParallel:
     def gathered_heads(self, num_heads: int) -> int:
         """Return the query heads that every rank's kernel computes, of ``num_heads`` per rank."""
         return num_heads * self.size if self.sharded else num_heads
-
-    @property
-    def merge_way(self) -> str:
-        """How results are merged that do not go by ``symm``: ``a2a`` unless ``ag_rs`` is asked for."""
-        # ``a2a`` is one collective less than ``ag_rs``, and rounds once. On two H200 over NVLink it took less time in
-        # 17 of 18 sizes from 1 to 2048 tokens, 11.4 to 118 us against 15.4 to 135 at 32 heads of 128, and 12.1 to 707
-        # against 15.1 to 740 at 64 heads of 512. In the other (128 tokens, 64 heads of 512) it took 2 % more.
-        return "ag_rs" if self.merge == "ag_rs" else "a2a"

@@ -1,7 +1,7 @@
 """How the ranks' partial results become one: heads are gathered before attention, outputs merged by LSE after it.
 
 The gathered heads lie KV head by KV head, and within one rank by rank, so that every kernel's rule of which query heads
-share a KV head holds. ``ag_rs`` and ``a2a`` are vLLM's names (``dcp_comm_backend``).
+share a KV head holds. ``a2a`` is vLLM's name (``dcp_comm_backend``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.rank_memory import RankLayout, RankMemory
 from attn_select.times.ranks import MOST_SHARED_BYTES, shared_tokens
 
-WAYS = ("ag_rs", "a2a", "symm")
-"""``ag_rs``: the LSEs are gathered, each rank scales its outputs by its weights, and the outputs are summed while they
-are scattered: two collectives, and the sum is rounded in the outputs' dtype. ``a2a``: outputs and LSEs are exchanged
-head by head in one message, and each rank merges the results of its own heads in float32.
+WAYS = ("a2a", "symm")
+"""``a2a``: outputs and LSEs are exchanged head by head in one message, and each rank merges its own heads' results
+in float32.
 ``symm``: heads and results lie in memory that all ranks read and write, so neither takes a collective; steps of more
 tokens than it holds go by ``a2a``."""
 ALIGNED = 16
@@ -101,7 +100,6 @@ class Merger:
 
     def merge(
         self,
-        way: str,
         partial: Tensor,
         partial_lse: Tensor,
         output: Tensor,
@@ -111,7 +109,7 @@ class Merger:
         """Merge this rank's partial result with the other ranks'."""
         # ``partial`` is ``(T, N * H, D)`` over this rank's keys, of gathered heads, or ``(T, H, D)`` where all ranks
         # have all heads; ``output`` ``(T, H, D)`` has this rank's own heads. ``sinks`` are counted once, of the
-        # partial's heads. ``way`` is ``ag_rs`` or ``a2a``, for steps that do not go by ``symm``.
+        # partial's heads.
         if not partial.shape[0]:
             return
         if (memory := self._memory_for(output)) is not None:
@@ -125,19 +123,6 @@ class Merger:
                     own.copy_(brought)
             ops.merge_rank_memory(output, output_lse, sinks, memory, self.kv_heads, self.sharded)
             return
-        merge = self._exchange if way == "a2a" else self._scatter
-        merge(partial, partial_lse, output, output_lse, sinks)
-
-    def _by_rank(self, rows: Tensor) -> Tensor:
-        """Return ``(T, N * H, …)`` as ``(N, T, Hkv, H / Hkv, …)``: each rank's own heads."""
-        tokens, heads = rows.shape[:2]
-        size, kv_heads = self.collectives.size, self.kv_heads
-        grouped = rows.view(tokens, kv_heads, size, heads // (size * kv_heads), *rows.shape[2:])
-        return grouped.permute(2, 0, 1, *range(3, grouped.ndim))
-
-    def _exchange(
-        self, partial: Tensor, partial_lse: Tensor, output: Tensor, output_lse: Tensor | None, sinks: Tensor | None
-    ) -> None:
         size, (tokens, heads, width) = self.collectives.size, output.shape
         rows = tokens * heads
         # A message to a rank: its outputs, then its LSEs at the next multiple of four bytes, since they are float32.
@@ -163,35 +148,12 @@ class Merger:
             sinks = self._by_rank(sinks.view(1, -1))[self.collectives.rank].reshape(heads)
         ops.merge_rank_states(parts.view(*shape, width), lses.view(shape), -1, sinks, output, output_lse)
 
-    def _scatter(
-        self, partial: Tensor, partial_lse: Tensor, output: Tensor, output_lse: Tensor | None, sinks: Tensor | None
-    ) -> None:
-        size, rank = self.collectives.size, self.collectives.rank
-        tokens, heads, width = output.shape
-        lses = partial_lse.new_empty(size, *partial_lse.shape)
-        self.collectives.all_gather(lses, partial_lse.contiguous())
-        if not self.sharded:
-            weighted, lse = partial.new_empty(partial.shape), output_lse
-            ops.merge_rank_states(partial.unsqueeze(0), lses, rank, sinks, weighted, lse)
-            self.collectives.all_reduce(weighted)
-            output.copy_(weighted)
-            return
-        # Written rank by rank, as reduce_scatter takes it, in the order of each rank's own heads.
-        weighted = partial.new_empty(size, tokens, self.kv_heads, heads // self.kv_heads, width)
-        # Every rank gets all heads' LSEs here, and keeps its own in the end.
-        lse = None if output_lse is None else torch.empty_like(partial_lse, memory_format=torch.contiguous_format)
-        target = weighted.permute(1, 2, 0, 3, 4)
-        shape = target.shape[:-1]
-        ops.merge_rank_states(
-            partial.view(1, *target.shape), lses.view(size, *shape), rank,
-            None if sinks is None else sinks.view(shape[1:]), target, None if lse is None else lse.view(shape),
-        )  # fmt: skip
-        summed = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        self.collectives.reduce_scatter(summed.view(weighted.shape[1:]), weighted)
-        if summed is not output:
-            output.copy_(summed)
-        if output_lse is not None and lse is not None:
-            output_lse.copy_(self._by_rank(lse)[rank].reshape(tokens, heads))
+    def _by_rank(self, rows: Tensor) -> Tensor:
+        """Return ``(T, N * H, …)`` as ``(N, T, Hkv, H / Hkv, …)``: each rank's own heads."""
+        tokens, heads = rows.shape[:2]
+        size, kv_heads = self.collectives.size, self.kv_heads
+        grouped = rows.view(tokens, kv_heads, size, heads // (size * kv_heads), *rows.shape[2:])
+        return grouped.permute(2, 0, 1, *range(3, grouped.ndim))
 
 
 def _unpacked(messages: Tensor, at: int, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

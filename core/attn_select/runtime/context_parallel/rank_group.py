@@ -11,30 +11,26 @@ A step is computed in two parts, each by the selected backends as they are:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from attn_select.decide.selection import Selection
-from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.context_parallel.agreement import check_step, make_alike, share_memory
-from attn_select.runtime.context_parallel.context_parallel import ContextParallel
-from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.context_parallel.shares import LocalBatches, Shares, local_capacity, part_of
+from attn_select.runtime.context_parallel.ranks import RankGroup
+from attn_select.runtime.context_parallel.shares import local_capacity, part_of
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.mla_context import shifted
 from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select.runtime.step_metadata import AttentionMetadata
-from attn_select.runtime.terms import Outputs, Terms
+from attn_select.runtime.terms import Inputs, Outputs, Terms
 
 
 @dataclass(slots=True)
@@ -92,106 +88,53 @@ class OwnBatches:
         )
 
 
-class ContextParallelGroup(LayerGroup):
-    """The group of layers whose cache lies on several ranks. Every rank of the group makes one.
+class ContextParallelGroup(RankGroup):
+    """The group of layers with keys and values per head whose cache lies on several ranks.
 
-    Args:
-        context_parallel: the ranks.
-        selection, device, capacity, cuda_graphs, phases: as for ``AttentionGroup``; the capacity counts whole requests.
+    Arguments and errors are ``RankGroup``'s.
 
     Attributes:
-        block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
         shared, own: the two parts; ``own`` is None where no step has queries of more than one token.
-
-    Raises:
-        ConfigError: as ``AttentionGroup``, and: the selection was made for another number of ranks, or
-            ``interleave`` does not divide the block size.
-        RankError: another rank cannot make its group, or made another one.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        device: torch.device | str | None = None,
-        capacity: Capacity | None = None,
-        *,
-        context_parallel: ContextParallel,
-        **options: Any,
-    ) -> None:
-        bounds = capacity or Capacity()
-        self.context_parallel = context_parallel
-        make_alike(context_parallel, selection, bounds, partial(self._make_parts, selection, device, bounds, **options))
-        tokens, width = bounds.max_num_batched_tokens, self.config.value_head_size
-        share_memory(self.merger, self.config, context_parallel, tokens, width, self.device)
-
-    def _make_parts(
-        self,
-        selection: Selection,
-        device: torch.device | str | None,
-        bounds: Capacity,
-        *,
-        cuda_graphs: bool = False,
-        phases: Sequence[Phase] | None = None,
-    ) -> None:
-        ranks, config, size = self.context_parallel, selection.config, selection.block_size
-        assert size is not None  # configs without a cache have no context parallelism
-        made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
+    def make_parts(
+        self, selection: Selection, device: torch.device | str | None, bounds: Capacity, **made: Any
+    ) -> Sequence[LayerGroup]:
+        """As ``RankGroup.make_parts``."""
+        ranks, config, size = self.context_parallel, selection.config, cast(int, selection.block_size)
         # Queries see all of the context: what drafts see of each other is the own part's.
         shared = part_of(selection, ranks.gathered_heads(config.num_heads), draft_tree=False)
         self.shared = AttentionGroup(shared, device, local_capacity(bounds, size * ranks.size, size), **made)
-        super().__init__(
-            selection,
-            self.shared.device,
-            bounds,
-            cuda_graphs=cuda_graphs,
-            backends=self.shared.backends,
-            block_size=size * ranks.size,
-        )
-        self.interleave = ranks.interleave
-        self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
-        self._local = LocalBatches(self.shares, bounds, self.device, captured=cuda_graphs)
-        self.merger = Merger(ranks.collectives, config.num_kv_heads, ranks.sharded)
+        self.most_queries, self.merged_width = bounds.max_num_batched_tokens, config.value_head_size
+        self.local_bounds = bounds
         # A step's own tokens come apart where the longest query has several: that must not depend on the batch.
         self._always_own = config.batch_invariant
         # A captured step always has both parts, and a backend that writes the cache while it attends must do so.
-        writes = any(own.backend.forward_includes_kv_cache_update for own in self.distinct)
-        self._shared_always = cuda_graphs or writes
+        writes = any(own.backend.forward_includes_kv_cache_update for own in self.shared.distinct)
+        self._shared_always = made["cuda_graphs"] or writes
         self.own: AttentionGroup | None = None
-        decodes_alone = "prefill" not in self.backends and not config.num_speculative_tokens
+        decodes_alone = "prefill" not in self.shared.backends and not config.num_speculative_tokens
         if config.attn_type == "encoder_decoder" or (decodes_alone and not self._always_own):
-            return
-        self._own_batches = OwnBatches(size, bounds, self.device, captured=cuda_graphs)
+            return [self.shared]
+        here = self.shared.device
+        self._own_batches = OwnBatches(size, bounds, here, captured=made["cuda_graphs"])
         longest = Capacity(bounds.max_num_seqs, bounds.max_num_batched_tokens, self._own_batches.longest)
-        self.own = AttentionGroup(part_of(selection, config.num_heads), self.device, longest, **made)
+        self.own = AttentionGroup(part_of(selection, config.num_heads), here, longest, **made)
         self.scratch = self.own.allocate_kv_cache(self._own_batches.num_blocks)
+        return [self.shared, self.own]
 
-    def build(
-        self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
+    def build_step(
+        self, common: CommonAttentionMetadata, prefix: int = 0, fast: bool = False, captured: bool = False
     ) -> ContextParallelMetadata:
-        """As ``AttentionGroup.build``, from the scheduler's batch, which is the same on all ranks."""
-        # A common prefix is not attended to apart: ``common_prefix_len`` changes nothing.
-        check_step(self, self.context_parallel.collectives, common_attn_metadata)
-        return self._built(common_attn_metadata, lambda group, batch: group.build(batch, 0, fast_build))
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> ContextParallelMetadata:
-        """As ``AttentionGroup.build_for_cudagraph_capture``; the collectives are captured as well."""
-        self.check_batch(common_attn_metadata)
-        return self._built(common_attn_metadata, lambda group, batch: group.build_for_cudagraph_capture(batch))
-
-    def _built(
-        self,
-        common: CommonAttentionMetadata,
-        build: Callable[[AttentionGroup, CommonAttentionMetadata], AttentionMetadata],
-    ) -> ContextParallelMetadata:
-        """Return both parts of a batch, each as ``build`` makes it."""
+        """As ``LayerGroup.build_step``, both parts. A common prefix is not attended to apart."""
         apart = self._needs_own(common)
-        local = self._local.shared(common, self._local.slots(common), own=apart)
+        local = self.local.shared(common, self.local.slots(common), own=apart)
         shared = own = None
         if not apart or self._shared_always or int(common.num_computed_tokens_cpu.max()) > 0:
-            shared = build(self.shared, local)
+            shared = self.shared.build_step(local, 0, fast, captured)
         if apart:
             assert self.own is not None
-            own = build(self.own, self._own_batches.batch(common))
+            own = self.own.build_step(self._own_batches.batch(common), 0, fast, captured)
         attended = shared or own
         parts = () if attended is None else attended.parts
         return ContextParallelMetadata(
@@ -219,25 +162,9 @@ class ContextParallelGroup(LayerGroup):
         return True
 
     @property
-    def cudagraph_support(self) -> CudaGraphLevel:
-        """As ``AttentionGroup.cudagraph_support``."""
-        return self.shared.cudagraph_support
-
-    @property
-    def reorder_batch_threshold(self) -> int | None:
-        """As ``AttentionGroup.reorder_batch_threshold``."""
-        return self.shared.reorder_batch_threshold
-
-    @property
     def workspace_bytes(self) -> dict[str, int]:
-        """As ``AttentionGroup.workspace_bytes``, of both parts."""
-        # ``scratch`` holds a step's own tokens, ``ranks`` is shared by the ranks.
-        found = {**self.shared.workspace_bytes, **self.merger.workspace_bytes}
-        if self.own is not None:
-            for name, size in self.own.workspace_bytes.items():
-                found[name] = found.get(name, 0) + size
-            found["scratch"] = self.scratch.nbytes
-        return found
+        """As ``RankGroup.workspace_bytes``; ``scratch`` holds a step's own tokens."""
+        return super().workspace_bytes | ({} if self.own is None else {"scratch": self.scratch.nbytes})
 
     def layer_in_parts(self, layer: type[Any], terms: Terms) -> AttentionAcrossRanks:
         """Return what computes one layer of this group; every rank calls it for the same layer."""
@@ -261,22 +188,14 @@ class AttentionAcrossRanks:
         self._heads = group.shared.config.num_heads
         self._width = config.value_head_size
 
-    def merged(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: ContextParallelMetadata,
-        outputs: Outputs,
-    ) -> None:
+    def merged(self, inputs: Inputs, metadata: ContextParallelMetadata, outputs: Outputs) -> None:
         """Compute the parts and write what they give together, in the query's dtype."""
-        tokens = metadata.num_actual_tokens
+        tokens, (query, key, value, kv_cache) = metadata.num_actual_tokens, inputs
         query, outputs = query[:tokens], outputs.first(tokens)
         output, lse = outputs.output, outputs.lse
         if metadata.own is None:
             assert metadata.shared is not None
-            self._shared(query, key, value, kv_cache, metadata.shared, outputs)
+            self._shared((query, key, value, kv_cache), metadata.shared, outputs)
             return
         assert self.own is not None
         if key is None:
@@ -302,22 +221,13 @@ class AttentionAcrossRanks:
             return
         # The shared part counts the sinks, and its LSE includes them; the own part must not count them again.
         merged_lse = torch.empty_like(own_lse)
-        self._shared(query, key, value, kv_cache, metadata.shared, Outputs(output, merged_lse))
+        self._shared((query, key, value, kv_cache), metadata.shared, Outputs(output, merged_lse))
         ops.merge_attn_states(output, output, merged_lse, own, own_lse, lse)
 
-    def _shared(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        outputs: Outputs,
-    ) -> None:
+    def _shared(self, inputs: Inputs, metadata: AttentionMetadata, outputs: Outputs) -> None:
         """Attend to the cache on all ranks."""
-        group = self.group
-        gathered = group.merger.gather_queries(query)
-        partial, partial_lse = group.merger.partials(query, self._heads, self._width)
-        self.shared.forward(gathered, key, value, kv_cache, metadata, partial, partial_lse)
-        way = group.context_parallel.merge_way
-        group.merger.merge(way, partial, partial_lse, outputs.output, outputs.lse, self.gathered_sinks)
+        merger, (query, *others) = self.group.merger, inputs
+        gathered = merger.gather_queries(query)
+        partial, partial_lse = merger.partials(query, self._heads, self._width)
+        self.shared.forward(gathered, *others, metadata, partial, partial_lse)
+        merger.merge(partial, partial_lse, outputs.output, outputs.lse, self.gathered_sinks)

@@ -9,9 +9,8 @@ MLA all queries are decodes, each over the chosen tokens that lie here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,14 +20,14 @@ from attn_select.layer.config import CudaGraphLevel, Phase
 from attn_select.runtime import ops
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.capacity import Capacity
-from attn_select.runtime.context_parallel.agreement import check_step, make_alike, share_memory
-from attn_select.runtime.context_parallel.context_parallel import ContextParallel
-from attn_select.runtime.context_parallel.merging import Merger
-from attn_select.runtime.context_parallel.shares import LocalBatches, Shares, local_capacity, part_of
+from attn_select.runtime.context_parallel.ranks import RankGroup
+from attn_select.runtime.context_parallel.shares import local_capacity, part_of
+from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import CommonAttentionMetadata, prefix_sums
 from attn_select.runtime.mla_context import ContextChunk
-from attn_select.runtime.mla_group import WORKSPACE_TOKENS, MLAAttentionGroup, MLALayerGroup, MLAMetadata
+from attn_select.runtime.mla_group import MLAAttentionGroup, MLALayerGroup
 from attn_select.runtime.scales import Scales
+from attn_select.runtime.step_metadata import Part
 from attn_select.runtime.terms import Outputs, Terms
 
 
@@ -46,137 +45,74 @@ class RankChunk(ContextChunk):
     order: Tensor
 
 
-class ContextParallelMLAGroup(MLALayerGroup):
-    """The group of MLA layers whose cache lies on several ranks. Every rank of the group makes one.
+class ContextParallelMLAGroup(RankGroup, MLALayerGroup):
+    """The group of MLA layers whose cache lies on several ranks.
 
-    Args:
-        context_parallel: the ranks.
-        selection, device, capacity, cuda_graphs, phases, workspace_tokens: as for ``MLAAttentionGroup``; the capacity
-            counts whole requests.
+    Arguments and errors are ``RankGroup``'s, and ``workspace_tokens`` as for ``MLAAttentionGroup``.
 
     Attributes:
-        block_size: of the scheduler's tables: positions per block, ``size`` times the block size of a rank's cache.
         dense: the prefills of this rank's own heads.
         latent: the decodes of all ranks' heads; None where the group serves prefill alone.
         merged_width: of partial results when they are merged: of a latent, or of a value.
-
-    Raises:
-        ConfigError: as ``MLAAttentionGroup``, and: the selection was made for another number of ranks, or
-            ``interleave`` does not divide the block size.
-        RankError: another rank cannot make its group, or made another one.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        device: torch.device | str | None = None,
-        capacity: Capacity | None = None,
-        *,
-        context_parallel: ContextParallel,
-        workspace_tokens: int = WORKSPACE_TOKENS,
-        **options: Any,
-    ) -> None:
-        self.context_parallel = context_parallel
-        bounds = capacity or Capacity()
-        make = partial(self._make_parts, selection, device, bounds, workspace_tokens, **options)
-        make_alike(context_parallel, selection, bounds, make)
-        queries = self._queries.max_num_seqs
-        share_memory(self.merger, self.config, context_parallel, queries, self.merged_width, self.device)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.config.sparse or "decode" not in self.backends:
+            self.whole = next(iter(self.backends))
 
-    def _make_parts(
-        self,
-        selection: Selection,
-        device: torch.device | str | None,
-        bounds: Capacity,
-        workspace_tokens: int,
-        *,
-        cuda_graphs: bool = False,
-        phases: Sequence[Phase] | None = None,
-    ) -> None:
-        ranks, config, size = self.context_parallel, selection.config, selection.block_size
-        value, rank = config.v_head_dim, config.kv_lora_rank
-        assert size is not None  # MLA layers have a cache
-        assert value is not None
-        assert rank is not None
+    def make_parts(
+        self, selection: Selection, device: torch.device | str | None, bounds: Capacity, **made: Any
+    ) -> Sequence[LayerGroup]:
+        """As ``RankGroup.make_parts``."""
+        ranks, config, size = self.context_parallel, selection.config, cast(int, selection.block_size)
+        value, rank = cast(int, config.v_head_dim), cast(int, config.kv_lora_rank)
+        phases = made.pop("phases")
         wanted = [phase for phase in config.phases if phases is None or phase in phases]
-        self.dense = MLAAttentionGroup(
-            part_of(selection, config.num_heads, sinks=config.sinks),
-            device,
-            bounds,
-            cuda_graphs=cuda_graphs,
-            phases=[phase for phase in wanted if phase == "prefill" and not config.sparse],
-            workspace_tokens=workspace_tokens,
-            checked=False,
-        )
+        dense = [phase for phase in wanted if phase == "prefill" and not config.sparse]
+        own_heads = part_of(selection, config.num_heads, sinks=config.sinks)
+        self.dense = MLAAttentionGroup(own_heads, device, bounds, phases=dense, **made)
+        # Where every rank has all heads, each projects its own partial results, if there is less to send then.
+        self.merged_width = rank if ranks.sharded else min(rank, value)
         queries = bounds.max_num_seqs * config.max_decode_query_len
         if config.sparse:
             queries = bounds.max_num_batched_tokens
-        self._queries = Capacity(
-            min(queries, bounds.max_num_batched_tokens), bounds.max_num_batched_tokens, bounds.max_model_len
-        )
+        self.most_queries = min(queries, bounds.max_num_batched_tokens)
+        self.local_bounds = replace(bounds, max_num_seqs=self.most_queries)
         self.latent: MLAAttentionGroup | None = None
-        if "decode" in wanted or config.sparse:
-            # Every query is a request with one token: to the kernels there are no drafts.
-            self.latent = MLAAttentionGroup(
-                part_of(selection, ranks.gathered_heads(config.num_heads), num_speculative_tokens=0),
-                self.dense.device,
-                local_capacity(self._queries, size * ranks.size, size),
-                cuda_graphs=cuda_graphs,
-                phases=["decode" if "decode" in wanted else "prefill"],
-                workspace_tokens=1,
-                checked=False,
-            )
-        parts = [self.dense, *([] if self.latent is None else [self.latent])]
-        super().__init__(
-            selection,
+        if "decode" not in wanted and not config.sparse:
+            return [self.dense]
+        # Every query is a request with one token: to the kernels there are no drafts.
+        self.latent = MLAAttentionGroup(
+            part_of(selection, ranks.gathered_heads(config.num_heads), num_speculative_tokens=0),
             self.dense.device,
-            bounds,
-            cuda_graphs=cuda_graphs,
-            backends={phase: backend for part in parts for phase, backend in part.backends.items()},
-            block_size=size * ranks.size,
+            local_capacity(self.local_bounds, size * ranks.size, size),
+            phases=["decode" if "decode" in wanted else "prefill"],
+            **{**made, "workspace_tokens": 1},
         )
-        if config.sparse or "decode" not in self.backends:
-            self.whole = next(iter(self.backends))
-        self.interleave = ranks.interleave
-        self.shares = Shares(ranks.rank, ranks.size, ranks.interleave, size, self.device)
-        self.merger = Merger(ranks.collectives, 1, ranks.sharded)
-        # Where every rank has all heads, each projects its own partial results, if there is less to send then.
-        self.merged_width = rank if ranks.sharded else min(rank, value)
-        self._local = LocalBatches(self.shares, self._queries, self.device, captured=cuda_graphs)
+        return [self.dense, self.latent]
 
-    def build(
-        self, common_attn_metadata: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
-    ) -> MLAMetadata:
-        """As ``MLAAttentionGroup.build``, from the scheduler's lengths, tables and slots, the same on all ranks."""
-        common = common_attn_metadata
-        check_step(self, self.context_parallel.collectives, common)
-        slots, parts = self._local.slots(common), []
-        for phase, rows, requests in self.phases_of(common):
-            if phase == "decode" or self.config.sparse:
-                local = self._local.shared(self._by_query(requests), slots)
-                parts.append(self._decoder().latent_part(phase, local, rows, fast_build))
-            else:
-                parts.append(self.dense.dense_prefill(requests, rows, self.kernel_block_size, self._of_ranks))
-        return self.metadata_of(common, slots, parts)
+    def written_slots(self, common: CommonAttentionMetadata) -> Tensor:
+        """As ``MLALayerGroup.written_slots``, -1 for other ranks' tokens."""
+        return self.local.slots(common)
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
-        """As ``MLAAttentionGroup.build_for_cudagraph_capture``; the collectives are captured as well."""
-        common = common_attn_metadata
-        self.check_capture(common)
-        slots = self._local.slots(common)
-        local = self._local.shared(self._by_query(common), slots)
-        part = self._decoder().build_for_cudagraph_capture(local).parts[0]
-        return self.metadata_of(common, slots, [part])
+    def latent_part(
+        self, phase: Phase, rows: slice, common: CommonAttentionMetadata, slots: Tensor, fast: bool, captured: bool
+    ) -> Part:
+        """As ``MLALayerGroup.latent_part``, against this rank's share."""
+        self.backend_for(phase)  # raises where there are no decodes
+        assert self.latent is not None
+        return self.latent.latent_part(
+            phase, rows, self.local.shared(self._by_query(common), slots), slots, fast, captured
+        )
+
+    def dense_prefill(self, rows: slice, common: CommonAttentionMetadata) -> Part:
+        """As ``MLALayerGroup.dense_prefill``, by this rank's own heads over the contexts of all ranks."""
+        return self.dense.prefill_in_chunks(rows, common, self.kernel_block_size, self._of_ranks)
 
     def own_slots(self, topk_indices: Tensor) -> Tensor:
         """Return the chosen slots that lie on this rank, in its cache, -1 behind a token's last one."""
         return self.shares.chosen(topk_indices)
-
-    def _decoder(self) -> MLAAttentionGroup:
-        if self.latent is None:
-            self.backend_for("decode")  # raises
-            raise AssertionError
-        return self.latent
 
     def _by_query(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the batch with a request for each query, which sees the keys up to its own."""
@@ -195,13 +131,13 @@ class ContextParallelMLAGroup(MLALayerGroup):
         assert table is not None
         return replace(
             common,
-            query_start_loc=self._local.static.hold("bounds", bounds),
+            query_start_loc=self.local.static.hold("bounds", bounds),
             query_start_loc_cpu=bounds_cpu,
             seq_lens=lens,
             seq_lens_cpu=lens_cpu,
             num_reqs=tokens,
             max_query_len=1,
-            block_table_tensor=self._local.static.hold("table", table.index_select(0, rows)),
+            block_table_tensor=self.local.static.hold("table", table.index_select(0, rows)),
             num_decodes=None,
         )
 
@@ -244,13 +180,7 @@ class ContextParallelMLAGroup(MLALayerGroup):
         here = to_device(numbers, self.device)
         order_here, starts_here, bounds_here = here.split_with_sizes([len(order), len(starts), len(starts) + 1])
         return RankChunk(
-            rows=chunk.rows,
-            block_table=chunk.block_table,
-            starts=chunk.starts,
-            start_loc=chunk.start_loc,
-            num_tokens=chunk.num_tokens,
-            spans=chunk.spans,
-            metadata=chunk.metadata,
+            **{each.name: getattr(chunk, each.name) for each in fields(chunk)},
             local_tokens=int(bounds[shares.rank, -1]),
             most_tokens=most,
             local_starts=starts_here,
@@ -275,14 +205,6 @@ class ContextParallelMLAGroup(MLALayerGroup):
         """Every query is a request to the kernels, so what captures single tokens captures uniform batches."""
         level = (self.latent or self.dense).cudagraph_support
         return level if level == "NEVER" else "UNIFORM_BATCH"
-
-    @property
-    def workspace_bytes(self) -> dict[str, int]:
-        """As ``AttentionGroup.workspace_bytes``, of both parts; ``ranks`` is shared by the ranks."""
-        found = dict(self.dense.workspace_bytes)
-        for name, size in self.latent.workspace_bytes.items() if self.latent is not None else ():
-            found[name] = found.get(name, 0) + size
-        return {**found, **self.merger.workspace_bytes}
 
     def layer_in_parts(self, layer: type[Any], terms: Terms) -> LatentsAcrossRanks:
         """Return what decodes one layer of this group; every rank calls it for the same layer."""
@@ -309,16 +231,16 @@ class LatentsAcrossRanks:
         """Decode over all ranks' latents, from ``(T, num_heads, R + Pr)`` absorbed queries of this rank's heads."""
         # ``attend`` runs the kernel on this rank's share, ``project`` multiplies latents with ``W_UV``. Outputs are
         # ``(T, num_heads, V)``, and the LSE.
-        group, merger, way = self.group, self.group.merger, self.group.context_parallel.merge_way
+        group, merger = self.group, self.group.merger
         query = merger.gather_queries(query)
         partial, lse = merger.partials(query, self._heads, group.merged_width)
         # Values are narrower than latents and every rank has all heads: what is sent is projected before it is merged.
         if group.merged_width < self._rank:
             latents = Outputs(query.new_empty(len(query), self._heads, self._rank), lse)
             project(attend(query, latents), partial)
-            merger.merge(way, partial, lse, outputs.output, outputs.lse, self.sinks)
+            merger.merge(partial, lse, outputs.output, outputs.lse, self.sinks)
             return
         partial = attend(query, Outputs(partial, lse))
         merged = outputs.output.new_empty(*outputs.output.shape[:2], self._rank)
-        merger.merge(way, partial, lse, merged, outputs.lse, self.sinks)
+        merger.merge(partial, lse, merged, outputs.lse, self.sinks)
         project(merged, outputs.output)

@@ -59,17 +59,12 @@ class GatheredStateImpl(StateImpl):
         """Run a part of a step, as ``StateImpl.forward`` documents it."""
         state = gathered_states(states, part)
         tokens = (query, key, value, gates.log_decay, gates.write_strength)
-        if phase == "prefill":
-            found, last = self.varlen(*tokens, state, part)
-            output.copy_(found)
-            states[part.write_slots] = last.to(states.dtype)
+        if phase == "decode" and part.max_query_len > 1:
+            self._drafts(tokens, state, states, part, output)
             return
-        if part.max_query_len == 1:
-            found, last = self.one_token(*tokens, state)
-            output.copy_(found)
-            states[part.write_slots] = last.to(states.dtype)
-            return
-        self._drafts(tokens, state, states, part, output)
+        found, last = self.one_token(*tokens, state) if phase == "decode" else self.varlen(*tokens, state, part)
+        output.copy_(found)
+        states[part.write_slots] = last.to(states.dtype)
 
     def _drafts(
         self,

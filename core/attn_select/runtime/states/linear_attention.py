@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import Phase
+from attn_select.runtime.attention import foreign_metadata
 from attn_select.runtime.backend_faults import call
 from attn_select.runtime.metadata import BatchError
 from attn_select.runtime.ops import causal_conv
@@ -81,8 +82,7 @@ class LinearAttention(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self.impls: dict[Phase, StateImpl] = {}
         for own in dict.fromkeys(group.backends.values()):
-            impl = call(own.spec, "its impl", "", own.backend.impl_cls, own.context)
-            self.impls |= dict.fromkeys(own.context.plans, impl)
+            self.impls |= dict.fromkeys(own.context.plans, own.impl())
         keys, values = config.num_heads * config.head_size, config.num_v_heads * config.v_head_size
         self._widths = {"query": keys, "key": keys, "value": values}
         self._order = config.rule.channels
@@ -169,10 +169,8 @@ class LinearAttention(nn.Module):
         self, channels: Tensor, gates: Gates, cache: StateCache, metadata: StateMetadata, output: Tensor | None
     ) -> None:
         group, dtype = self.group, self._dtype
-        if not isinstance(metadata, StateMetadata) or metadata.group is not group:
-            foreign = isinstance(metadata, StateMetadata)
-            what = "was built by another group than the layer's" if foreign else f"is a {type(metadata).__name__}"
-            raise BatchError(f"metadata {what}", hint="give each layer what layer.group.build(common, slots) returned")
+        if getattr(metadata, "group", None) is not group:
+            raise foreign_metadata("metadata", metadata)
         if not isinstance(channels, Tensor):
             raise BatchError(f"channels is a {type(channels).__name__}: accepted is a tensor")
         if not isinstance(gates, Gates):

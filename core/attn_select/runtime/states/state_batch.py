@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_select.layer.config import Phase
 from attn_select.layer.state import StateConfig
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attn_select.runtime.metadata import CommonAttentionMetadata, split_by_phase
 from attn_select.runtime.states.state_pool import StateSlots
 
 Indices = npt.NDArray[np.int64]
@@ -74,25 +74,17 @@ class StateMetadata:
     Attributes:
         group: the ``StateGroup`` that built it.
         num_actual_tokens: tokens of the step; what lies behind is neither read nor written.
-        decode: the requests whose query is no longer than a decode's; None where there are none.
-        prefill: the others; None where there are none.
+        parts: the requests whose query is no longer than a decode's, and the others, where there are any.
         conv: what convolutions gather; None for layers without one.
         common, slots: what it was built of; None at fixed addresses, for graphs.
     """
 
     group: object
     num_actual_tokens: int
-    decode: StatePart | None
-    prefill: StatePart | None
+    parts: tuple[tuple[Phase, StatePart], ...]
     conv: ConvIndices | None
     common: CommonAttentionMetadata | None = None
     slots: StateSlots | None = None
-
-    @property
-    def parts(self) -> list[tuple[Phase, StatePart]]:
-        """The parts that there are, decodes first."""
-        both: tuple[tuple[Phase, StatePart | None], ...] = (("decode", self.decode), ("prefill", self.prefill))
-        return [(phase, part) for phase, part in both if part is not None]
 
 
 def build_states(
@@ -100,37 +92,39 @@ def build_states(
 ) -> StateMetadata:
     """Return the metadata of a step whose slots fit its batch. It reads host copies only."""
     # Raises BatchError where a decode stands behind a prefill.
-    split = split_decodes_and_prefills(common, config.max_decode_query_len)
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
-    decodes = split.num_decodes
-
-    def part(first: int, last: int) -> StatePart | None:
-        if first == last:
-            return None
-        own = common.requests(first, last)
+    parts: list[tuple[Phase, StatePart]] = []
+    first = 0
+    for phase, rows, own in split_by_phase(common, config.max_decode_query_len):
+        last = first + own.num_reqs
         each = slots.write[first:last]
-        table = None
-        if any(len(writes) > 1 for writes in each):
-            host = np.full((last - first, config.max_decode_query_len), NOWHERE, dtype=np.int64)
-            for row, writes in enumerate(each):
-                # One slot belongs to the last token, whichever it is.
-                end = int(bounds[first + row + 1] - bounds[first + row])
-                host[row, end - len(writes) : end] = writes
-            table = to_device(torch.from_numpy(host), device)
-        return StatePart(
-            int(bounds[first]),
+        columns = config.max_decode_query_len if any(len(writes) > 1 for writes in each) else 0
+        part = StatePart(
+            rows.start,
             own.num_actual_tokens,
             own.query_start_loc,
             own.query_start_loc_cpu,
             own.max_query_len,
-            to_device(torch.tensor(slots.read[first:last], dtype=torch.int64), device),
-            to_device(torch.tensor([writes[-1] for writes in each], dtype=torch.int64), device),
-            table,
+            *slot_tables(slots.read[first:last], each, np.diff(bounds[first : last + 1]), columns, device),
         )
-
+        parts.append((phase, part))
+        first = last
     conv = _conv_indices(config.conv_kernel_size, bounds, slots, device) if config.conv_kernel_size else None
-    parts = (part(0, decodes), part(decodes, common.num_reqs))
-    return StateMetadata(group, common.num_actual_tokens, *parts, conv, common, slots)
+    return StateMetadata(group, common.num_actual_tokens, tuple(parts), conv, common, slots)
+
+
+def slot_tables(
+    read: list[int], write: list[list[int]], query_lens: Iterable[int], columns: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the slots of ``StatePart``; ``columns``: of the slots of each token, 0: there are none."""
+    last = torch.tensor([writes[-1] for writes in write], dtype=torch.int64)
+    found = to_device(torch.tensor(read, dtype=torch.int64), device), to_device(last, device)
+    if not columns:
+        return *found, None
+    table = np.full((len(read), columns), NOWHERE, dtype=np.int64)
+    for row, (writes, end) in enumerate(zip(write, query_lens, strict=True)):
+        table[row, end - len(writes) : end] = writes  # one slot belongs to the last token, whichever it is
+    return *found, to_device(torch.from_numpy(table), device)
 
 
 def _conv_indices(width: int, bounds: Indices, slots: StateSlots, device: torch.device) -> ConvIndices:

@@ -5,43 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_select.errors import show
 from attn_select.layer.state import StateConfig
+from attn_select.runtime.checks import request_of
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
-from attn_select.runtime.states.state_pool import FROM_ZERO, StateSlots
+from attn_select.runtime.states.state_pool import StateSlots
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
 
-def check_slots(config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int) -> None:
-    """Raise BatchError for slots of another number of requests, outside the pool, or written twice."""
-    count = common.num_reqs
-    if not len(slots.read) == len(slots.write) == count:
-        text = f"slots of {len(slots.read)} requests that read and {len(slots.write)} that write"
-        raise BatchError(f"{text}, of a batch of {count}: accepted is one entry per request", hint="StatePool.step")
-    lens = common.query_lens_cpu.tolist()
-    for request, (writes, tokens) in enumerate(zip(slots.write, lens, strict=True)):
-        if tokens < 1:
-            raise BatchError(f"request {request} has {tokens} tokens: accepted are requests with tokens to run")
-        if len(writes) not in (1, tokens) or len(writes) > config.max_decode_query_len:
-            text = f"request {request} of {tokens} tokens writes {len(writes)} states"
-            raise BatchError(f"{text}: accepted is 1, or in a decode with drafts one per token")
-    written = [slot for writes in slots.write for slot in writes]
-    if len(set(written)) < len(written):
-        twice = next(slot for slot in written if written.count(slot) > 1)
-        raise BatchError(f"slot {twice} is written twice in one step: accepted is a slot of its own for each state")
-    for name, least, found in (("read", FROM_ZERO, slots.read), ("write", 0, written)):
-        wrong = next((slot for slot in found if type(slot) is not int or not least <= slot < num_slots), None)
-        if wrong is not None:
-            raise BatchError(f"slot {show(wrong)} to {name}: accepted are integers from {least} to {num_slots - 1}")
-    others = {slot: request for request, writes in enumerate(slots.write) for slot in writes}
-    if others.keys().isdisjoint(slots.read):
-        return
-    # A request may read the slot that it writes: one that holds its state alone writes over it.
-    for request, slot in enumerate(slots.read):
-        if others.get(slot, request) != request:
-            raise BatchError(
-                f"request {request} reads slot {slot}, which request {others[slot]} writes in the same step"
-            )
+def check_step(config: StateConfig, common: CommonAttentionMetadata, slots: StateSlots, num_slots: int) -> None:
+    """Raise BatchError for a step of a larger pool, of one for more drafts, or of other numbers of tokens."""
+    pool, drafts = slots.pool, config.num_speculative_tokens
+    if pool.num_slots > num_slots:
+        text = f"the slots are of a pool of {pool.num_slots}: the group's layers have {num_slots} slots"
+        raise BatchError(text, hint="StatePool(group.num_slots)")
+    if pool.num_speculative_tokens > drafts:
+        text = f"the slots are of a pool with num_speculative_tokens = {pool.num_speculative_tokens}"
+        raise BatchError(f"{text}: accepted is the layers', {drafts}", hint="StatePool(num_slots, drafts)")
+    if len(slots.num_tokens) != common.num_reqs:
+        raise BatchError(f"slots of {len(slots.num_tokens)} requests, of a batch of {common.num_reqs}")
+    what = "has {} tokens in the batch, and {} by the pool's step"
+    check_same(what, [*slots.num_tokens.values()], common.query_lens_cpu)
 
 
 def check_same(what: str, planned: list[int], found: Tensor) -> None:
@@ -67,6 +50,6 @@ def check_decays(log_decay: Tensor, common: CommonAttentionMetadata) -> None:
     wrong = ~(rows <= 0).all(dim=1)
     if bool(wrong.any()):
         token = int(wrong.int().argmax())
-        request = int(torch.searchsorted(common.query_start_loc_cpu[1:], token, right=True))
+        request = request_of(token, common)
         value = float(rows[token][~(rows[token] <= 0)][0])
         raise BatchError(f"log_decay[{token}] = {value} (of request {request}): accepted are numbers up to 0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,26 +16,17 @@ from attn_select.layer.state import StateConfig
 from attn_select.runtime import checks
 from attn_select.runtime.backend_faults import load_backend
 from attn_select.runtime.integers import size
-from attn_select.runtime.loaded_backend import device_of
+from attn_select.runtime.loaded_backend import Loaded, device_of
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.overlaps import check_no_self_overlap, check_overlaps
 from attn_select.runtime.states.gates import Gates
 from attn_select.runtime.states.state_backend import StateBackend, StateContext, StateImpl
 from attn_select.runtime.states.state_batch import StateMetadata, build_states
 from attn_select.runtime.states.state_cache import StateCache, allocate_states, slot_kinds, zeros_slot
-from attn_select.runtime.states.state_checks import check_decays, check_same, check_slots, check_weight
+from attn_select.runtime.states.state_checks import check_decays, check_same, check_step, check_weight
 from attn_select.runtime.states.state_pool import FROM_ZERO, StateSlots
 
-
-@dataclass(frozen=True, slots=True)
-class LoadedStates:
-    """A backend that runs one or more phases of a group, and what it was made for."""
-
-    spec: BackendSpec
-    backend: type[StateBackend]
-    context: StateContext
-
-
+LoadedStates = Loaded[StateBackend, StateContext]
 MOST_EXTRA_SLOTS = 2  # One of zeros, and one that padding writes to
 
 
@@ -87,7 +77,7 @@ class StateGroup:
             self.backends.update(dict.fromkeys(plans, made))
         self.checked = checks.checks_enabled() if checked is None else checked
         # Per cache and slot, the stamp of the step whose state a layer wrote there last (checked mode). A step says
-        # which states it reads (``PlannedStep.read_stamps``), so a slot that holds another one is named.
+        # which states it reads (``StateSlots.read_stamps``), so a slot that holds another one is named.
         self._books: dict[tuple[int, int], dict[int, int]] = {}
         self.num_slots: int | None = None
 
@@ -101,6 +91,10 @@ class StateGroup:
             state_layout=self._layout,
         )
         return LoadedStates(spec, backend, context)
+
+    def __deepcopy__(self, memo: object) -> StateGroup:
+        """As ``LayerGroup.__deepcopy__``."""
+        return self
 
     @property
     def cudagraph_support(self) -> CudaGraphLevel:
@@ -188,36 +182,24 @@ class StateGroup:
         for name, given, kind in (("common", common, CommonAttentionMetadata), ("slots", slots, StateSlots)):
             if not isinstance(given, kind):
                 raise BatchError(f"{name} is a {type(given).__name__}: accepted is a {kind.__name__}")
-        planned = slots.planned
         try:
             self._check_batch(common, slots)
             yield
-            if planned is not None:
-                planned.pool.commit(slots, stamped=seen)
-                planned.refused = False
+            slots.pool.commit(slots, stamped=seen)
+            slots.refused = False
         except AttnSelectError:
-            if planned is not None:
-                planned.refused = True
+            slots.refused = True
             raise
 
     def _check_batch(self, common: CommonAttentionMetadata, slots: StateSlots) -> None:
         if self.num_slots is None:
             raise BatchError("the group's layers have no states yet", hint="group.allocate(num_slots) per layer first")
         checks.check_lengths(common)
-        check_slots(self.config, common, slots, self.num_slots)
-        planned = slots.planned
-        if planned is not None:
-            if (pool_slots := planned.pool.num_slots) > self.num_slots:
-                text = f"the slots are of a pool of {pool_slots}: the group's layers have {self.num_slots} slots"
-                raise BatchError(text, hint="StatePool(group.num_slots)")
-            what = "has {} tokens in the batch, and {} by the pool's step"
-            check_same(what, [*planned.num_tokens.values()], common.query_lens_cpu)
-        if not self.checked:
-            return
-        checks.check_copies(common, self.device)
-        if planned is not None:
+        check_step(self.config, common, slots, self.num_slots)
+        if self.checked:
+            checks.check_copies(common, self.device)
             what = "had {} tokens before this step by seq_lens, and its state has seen {} by the pool"
-            check_same(what, planned.before, common.num_computed_tokens_cpu)
+            check_same(what, slots.before, common.num_computed_tokens_cpu)
 
     def check_cache(self, cache: StateCache) -> None:
         """Check one layer's states: shape, dtype, device, and that a slot's numbers lie side by side. Cheap."""
@@ -287,10 +269,10 @@ class StateGroup:
 
     def _book(self, cache: StateCache, metadata: StateMetadata) -> None:
         slots = metadata.slots
-        if slots is None or slots.planned is None:
+        if slots is None:
             return
         book = self._books.get(_key(cache), {})
-        for request, (slot, stamp) in enumerate(zip(slots.read, slots.planned.read_stamps, strict=True)):
+        for request, (slot, stamp) in enumerate(zip(slots.read, slots.read_stamps, strict=True)):
             # A stamp of 0 is of states that no layer wrote where checked mode saw it: any state may be there.
             if slot != FROM_ZERO and stamp and book.get(slot, 0) != stamp:
                 owner = "another step's" if slot in book else "none that a layer wrote"
@@ -307,8 +289,7 @@ class StateGroup:
         if slots is None:
             return
         book = self._books.setdefault(_key(cache), {})
-        stamp = 0 if slots.planned is None else slots.planned.stamp
-        book.update((slot, stamp) for writes in slots.write for slot in writes)
+        book.update((slot, slots.stamp) for writes in slots.write for slot in writes)
 
 
 def _key(cache: StateCache) -> tuple[int, int]:

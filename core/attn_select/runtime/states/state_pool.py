@@ -30,29 +30,23 @@ class OutOfSlotsError(PoolError):
     code = "out-of-slots"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StateSlots:
-    """Where one step's requests read and write their states, request by request.
+    """A step that ``StatePool.step`` planned: where its requests read and write their states, request by request.
 
     Attributes:
+        pool: which planned it.
+        num_tokens: new tokens of each request, in the order of the slots.
         read: the slot of the state before the step; ``FROM_ZERO``: it is zero.
         write: one slot, of the state behind the request's last token; of decodes with drafts one slot for each token,
             of the state behind it.
-        planned: by which pool, and for what; None: made by hand.
     """
 
-    read: list[int]
-    write: list[list[int]]
-    planned: PlannedStep | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(slots=True, eq=False)
-class PlannedStep:
-    """What ``StatePool.step`` planned."""
-
     pool: StatePool
-    # New tokens of each request, in the order of the slots, and tokens that each one's state has seen before the step.
     num_tokens: dict[RequestId, int]
+    read: list[int] = field(default_factory=list)
+    write: list[list[int]] = field(default_factory=list)
+    # Tokens that each request's state has seen before the step.
     before: list[int] = field(default_factory=list)
     # The ``stamp`` of the step that wrote the state that each request reads; 0: it is zero, or no layer wrote it.
     read_stamps: list[int] = field(default_factory=list)
@@ -72,7 +66,7 @@ class _Owned:
     seen: int = 0
     written: list[int] = field(default_factory=list)
     # The last step, built; its drafts stay or go by ``accept``, once.
-    last: PlannedStep | None = None
+    last: StateSlots | None = None
     accepted: bool = False
     # The step that was planned since, not yet built, with the slots it will hold and the free ones among them.
     next: _Next | None = None
@@ -82,7 +76,7 @@ class _Owned:
 class _Next:
     """A planned step of one request: the states' slots, those it keeps beside them, and those taken from the pool."""
 
-    step: PlannedStep
+    step: StateSlots
     writes: list[int]
     keeps: list[int]
     taken: list[int]
@@ -109,7 +103,7 @@ class StatePool(CountedPool):
         if type(num_speculative_tokens) is not int or num_speculative_tokens < 0:
             text = f"num_speculative_tokens = {show(num_speculative_tokens)}: accepted are integers from 0"
             raise ConfigError(text, fields=["num_speculative_tokens"])
-        self.num_slots, self._drafts = size("num_slots", num_slots), num_speculative_tokens
+        self.num_slots, self.num_speculative_tokens = size("num_slots", num_slots), num_speculative_tokens
         super().__init__(self.num_slots)
         self._stamps = [0] * num_slots
         self._requests: dict[RequestId, _Owned] = {}
@@ -173,7 +167,7 @@ class StatePool(CountedPool):
                 f"num_tokens is a {type(num_tokens).__name__}: accepted is a mapping of requests to numbers of tokens"
             )
             raise PoolError(text, None)
-        refused: list[PlannedStep] = []
+        refused: list[StateSlots] = []
         for request, tokens in num_tokens.items():
             owned = self._of(request)
             if type(tokens) is not int or tokens < 1:
@@ -198,7 +192,8 @@ class StatePool(CountedPool):
         missing = 0
         for request, tokens in num_tokens.items():
             owned = self._requests[request]
-            states = tokens if self._drafts and owned.state != FROM_ZERO and tokens <= 1 + self._drafts else 1
+            decodes = owned.state != FROM_ZERO and tokens <= 1 + self.num_speculative_tokens
+            states = tokens if decodes else 1
             own = [slot for slot in owned.slots if references[slot] == 1 and slot != owned.state]
             if owned.state != FROM_ZERO and references[owned.state] == 1:
                 own.append(owned.state)  # the last that is written over
@@ -212,8 +207,7 @@ class StatePool(CountedPool):
                 next(iter(num_tokens)),
                 hint="free a request, or leave some out of the step",
             )
-        planned = PlannedStep(self, dict(num_tokens))
-        slots = StateSlots([], [], planned)
+        planned = StateSlots(self, dict(num_tokens))
         for owned, states, own in wanted:
             # As long as slots are to spare, the request does not write over the state that it reads: then the step can
             # run again.
@@ -223,11 +217,11 @@ class StatePool(CountedPool):
             taken = self._take(states - len(own))
             writes = own[:states] + taken
             owned.next = _Next(planned, writes, own[states:], taken)
-            slots.read.append(owned.state)
-            slots.write.append(writes)
+            planned.read.append(owned.state)
+            planned.write.append(writes)
             planned.before.append(owned.seen)
             planned.read_stamps.append(0 if owned.state == FROM_ZERO else self._stamps[owned.state])
-        return slots
+        return planned
 
     def commit(self, slots: StateSlots, *, stamped: bool = False) -> None:
         """Make a planned step so: its requests have the states behind it. A second time it does nothing.
@@ -243,7 +237,7 @@ class StatePool(CountedPool):
             PoolError: another pool planned them, they were taken back, a request of theirs was freed, or a later step
                 of one was built.
         """
-        step = self._step_of(slots)
+        step = self._own(slots)
         by_request = [(request, self._of(request)) for request in step.num_tokens]
         for request, owned in by_request:
             if owned.last is not step and (owned.next is None or owned.next.step is not step):
@@ -275,8 +269,7 @@ class StatePool(CountedPool):
         Raises:
             PoolError: another pool planned the slots, or the step was built or taken back before.
         """
-        step = self._step_of(slots)
-        if not self._drop(step):
+        if not self._drop(self._own(slots)):
             raise PoolError("the slots are of a step that was built, or taken back before", None)
 
     def accept(self, request: RequestId, num_tokens: int) -> None:
@@ -329,12 +322,12 @@ class StatePool(CountedPool):
             raise _unsettled(request)
         return owned
 
-    def _step_of(self, slots: StateSlots) -> PlannedStep:
-        if not isinstance(slots, StateSlots) or slots.planned is None or slots.planned.pool is not self:
+    def _own(self, slots: StateSlots) -> StateSlots:
+        if not isinstance(slots, StateSlots) or slots.pool is not self:
             raise PoolError("the slots are none that a step of this pool returned", None)
-        return slots.planned
+        return slots
 
-    def _drop(self, step: PlannedStep) -> bool:
+    def _drop(self, step: StateSlots) -> bool:
         """Give back what a planned step took; return whether any of its requests had it still before them."""
         waiting = [owned for request in step.num_tokens if (owned := self._requests.get(request)) is not None]
         waiting = [owned for owned in waiting if owned.next is not None and owned.next.step is step]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_select.runtime.batch import to_device
 from attn_select.runtime.metadata import CommonAttentionMetadata, check_uniform
 from attn_select.runtime.states.state_batch import (
     NOWHERE,
@@ -13,6 +12,7 @@ from attn_select.runtime.states.state_batch import (
     StateMetadata,
     StatePart,
     conv_rows,
+    slot_tables,
 )
 from attn_select.runtime.states.state_group import StateGroup
 from attn_select.runtime.states.state_pool import FROM_ZERO, StateSlots
@@ -29,11 +29,7 @@ class StaticStates:
 
     def __init__(self, group: StateGroup, query_len: int, largest: int) -> None:
         self.group, self.query_len = group, query_len
-        self._read = torch.full((largest,), FROM_ZERO, device=group.device)
-        self._write = torch.full((largest,), NOWHERE, device=group.device)
-        self._tokens: Tensor | None = None
-        if query_len > 1:
-            self._tokens = torch.full((largest, query_len), NOWHERE, device=group.device)
+        self._slots = self._tables([], [], largest)
         self._made: dict[int, StateMetadata] = {}
 
     def padded_tokens(self, size: int) -> int:
@@ -56,27 +52,25 @@ class StaticStates:
         """
         with self.group.checked_step(common, slots, seen=False):  # replays pass by the layers
             check_uniform(common, self.query_len)
-            rest = size - common.num_reqs
-            device = self.group.device
-            read = torch.tensor(slots.read + [FROM_ZERO] * rest)
-            write = torch.tensor([writes[-1] for writes in slots.write] + [NOWHERE] * rest)
-            self._read[:size].copy_(to_device(read, device))
-            self._write[:size].copy_(to_device(write, device))
-            if self._tokens is not None:
-                # Right-aligned, as ``build_states`` has them: a single slot belongs to the last token.
-                rows = [[NOWHERE] * (self.query_len - len(writes)) + writes for writes in slots.write]
-                tokens = torch.tensor(rows + [[NOWHERE] * self.query_len] * rest)
-                self._tokens[:size].copy_(to_device(tokens, device))
+            for kept, table in zip(self._slots, self._tables(slots.read, slots.write, size), strict=True):
+                if kept is not None and table is not None:
+                    kept[:size].copy_(table)
+
+    def _tables(self, read: list[int], write: list[list[int]], size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return slots on the device, padded to ``size`` requests."""
+        rest, columns = size - len(read), self.query_len if self.query_len > 1 else 0
+        padded = read + [FROM_ZERO] * rest, write + [[NOWHERE]] * rest
+        return slot_tables(*padded, [self.query_len] * size, columns, self.group.device)
 
     def _metadata(self, size: int) -> StateMetadata:
         device, each = self.group.device, self.query_len
         bounds = torch.arange(size + 1, dtype=torch.int32) * each
-        read, write = self._read[:size], self._write[:size]
-        tokens = None if self._tokens is None else self._tokens[:size]
+        read, write, each_token = self._slots
+        read, write, tokens = read[:size], write[:size], None if each_token is None else each_token[:size]
         part = StatePart(0, size * each, bounds.to(device), bounds, each, read, write, tokens)
         conv = None
         if width := self.group.config.conv_kernel_size:
             taps, windows = conv_rows(width, bounds.long().numpy(), [each] * size)
             written = write if tokens is None else tokens.view(-1)
             conv = ConvIndices(read, taps.to(device), written, windows.to(device))
-        return StateMetadata(self.group, size * each, part, None, conv)
+        return StateMetadata(self.group, size * each, (("decode", part),), conv)
