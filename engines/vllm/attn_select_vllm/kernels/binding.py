@@ -209,10 +209,3 @@ def _group(layer: Layer, block_size: int | None, vllm_config: VllmConfig, device
         context_parallel=ranks,
         cuda_graphs=device.type == "cuda" and mode is not None and bool(mode.has_full_cudagraphs()),
     )
-
-
-def on_device(values: Sequence[float] | Tensor | None, device: torch.device) -> Tensor | None:
-    """Return a layer's slopes or sinks on the device where it runs."""
-    if values is None or isinstance(values, Tensor):
-        return values
-    return torch.tensor(values, dtype=torch.float32, device=device)
