@@ -65,25 +65,6 @@ def test_the_first_of_our_order_that_vllm_0_33_accepts(gpu: str, layer: str) -> 
         assert TABLE.names_of(choice.backend or "")[0] == choice.backend
 
 
-@pytest.mark.parametrize(
-    ("gpu", "layer", "backend"),
-    [
-        ("8.0", "llama", "FLASH_ATTN"),
-        ("9.0", "llama", "FLASH_ATTN"),
-        ("10.0", "llama", "FLASHINFER"),
-        ("9.0", "llama-float32", "TRITON_ATTN"),
-        ("9.0", "gpt-oss-sliding", "FLASH_ATTN"),
-        ("9.0", "deepseek", "FLASH_ATTN_MLA"),
-        ("10.0", "deepseek", "FLASHINFER_MLA"),
-    ],
-)
-def test_packaged_rules_follow_vllms_order(gpu: str, layer: str, backend: str) -> None:
-    answer = GOLDEN["answers"][gpu][layer]
-    selection = select(config_for(GOLDEN["layers"][layer]), gpu)
-    choice = choose(selection, lambda _, engine: ["-"] if engine.own else answer["refused"].get(engine.name, ["-"]))
-    assert (choice.backend, answer["chosen"]) == (backend, backend)
-
-
 def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     gqa, mla = AttentionConfig(**GQA_FIELDS), AttentionConfig(**MLA_FIELDS)
     fp8 = AttentionConfig(**GQA_FIELDS, kv_cache_dtype="fp8")
