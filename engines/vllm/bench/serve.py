@@ -60,7 +60,7 @@ def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
         backend = None if name in (BASE, OURS) else name
         plugin = "attn_select" if name == OURS or name.startswith(OWN_PREFIX) else ""
         log = options.logs / f"serve-{model}-{name}.log"
-        arms.append(Arm(name, job | {"backend": backend}, {"VLLM_PLUGINS": plugin}, log))
+        arms.append(Arm(name, job | {"backend": backend}, plugin, log))
     return arms
 
 
@@ -69,10 +69,9 @@ def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -
     rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
     agreed: dict[str, list[float]] = {arm.name: [] for arm in arms}
     for number in range(options.rounds + 1):
-        line = f"serve {kind} {options.seed + number} {options.requests} {options.longest or 0}"
         served: dict[str, Any] = {}
         for arm in arms if number % 2 else arms[::-1]:
-            served[arm.name] = arm.ask(line)
+            served[arm.name] = arm.ask(kind, options.seed + number, options.requests, options.longest)
         if number:  # the first warms up
             for name, found in served.items():
                 rates[name].append(sum(map(len, found["tokens"])) / found["seconds"])
@@ -96,7 +95,9 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, floa
     arms = arms_of(model, options)
     try:
         for arm in arms:
-            start = arm.ask("start")
+            start = arm.start()
+            for line in arm.said():
+                print(f"{arm.name}: {line}")
             print(f"{model}, {arm.name}: {start['took']:.1f} s to start, layers {start['layers']}", flush=True)
         return {kind: serve(model, kind, arms, options) for kind in options.kinds.split(",")}
     except ArmError as error:  # the next model is measured all the same
