@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,16 +267,17 @@ class Scheduler:
 class Engine:
     """The model on a paged cache, and the scheduler that feeds it."""
 
-    def __init__(self, num_blocks: int, device: torch.device, cuda_graphs: bool, backend: str | None = None) -> None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def __init__(self, num_blocks: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        dtype = torch.bfloat16 if on_gpu else torch.float32
         self.device, self.model = device, Model(device, dtype)
         # One group per kind of layers: the loaded kernels, and the builder that all layers of the kind share.
         shared: dict[str, Any] = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
         shared |= {"dtype": str(dtype).removeprefix("torch."), "block_size": BLOCK_SIZE}
         windows = dict.fromkeys(map(window_of, range(NUM_LAYERS)))
         configs = [AttentionConfig(**shared, sliding_window=window) for window in windows]
-        selections = select_model(configs, None if device.type == "cuda" else "cpu", backend=backend)
-        groups = [attention_group(s, device, CAPACITY, cuda_graphs=cuda_graphs) for s in selections]
+        selections = select_model(configs, None if on_gpu else "cpu")
+        groups = [attention_group(s, device, CAPACITY, cuda_graphs=on_gpu) for s in selections]
         self.groups = dict(zip(windows, groups, strict=True))
         self.layers = [Attention(self.groups[window_of(layer)]) for layer in range(NUM_LAYERS)]
         # One pool and one table for all layers: block b is reserved in the cache of every layer.
@@ -285,17 +285,16 @@ class Engine:
         columns = -(-CAPACITY.max_model_len // BLOCK_SIZE)
         table = BlockTable(CAPACITY.max_num_seqs, columns, BLOCK_SIZE, device)
         self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), table)
-        self.runner: CudaGraphRunner[Any] | None = None
+        self.runner = self.captured(groups) if on_gpu else None
 
-    def capture(self) -> None:
-        """Capture decode steps for a few batch sizes, if the kernels of all groups can be captured."""
-        groups = list(self.groups.values())
+    def captured(self, groups: Sequence[Any]) -> CudaGraphRunner[Any] | None:
+        """Capture decode steps for a few batch sizes; None where the kernels of a group cannot be captured."""
         if any(group.cudagraph_support == "NEVER" for group in groups):
-            return
+            return None
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         runner = CudaGraphRunner(self.forward, groups, {"tokens": ids, "positions": ids}, GRAPH_SIZES)
         runner.capture()
-        self.runner = runner
+        return runner
 
     def forward(self, inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:
         """Run the model on a batch; every layer takes the metadata of its own group."""
@@ -362,19 +361,11 @@ class Engine:
                 self.scheduler.waiting.append(arriving.popleft())
             self.step()
             now += 1
-            if now % 10 == 0:
-                finished = sum(request.finished for request in requests)
-                progress(f"step {now}: {finished} of {len(requests)} requests have finished")
         for entry in set(self.scheduler.prefixes.values()):
             self.scheduler.forget_prefix(entry)
 
 
 # --- The program ------------------------------------------------------------------------------------------------------
-
-
-def progress(text: str) -> None:
-    """Say what goes on, at once and beside the results."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def workload(num_requests: int, seed: int) -> list[Request]:
@@ -402,8 +393,6 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Counts, float]:
     parser.add_argument("--requests", type=int, default=16, help="how many requests arrive [default: %(default)s]")
     parser.add_argument("--num-blocks", type=int, default=24, help="size of the KV cache [default: %(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals [default: %(default)s]")
-    parser.add_argument("--no-graphs", action="store_true", help="run decode steps eagerly on a GPU too")
-    parser.add_argument("--backend", help="NAME or PHASE=NAME: use this backend, whatever the rules say")
     options = parser.parse_args(arguments)
     avoid_trapping_amx()
     requests = workload(options.requests, options.seed)
@@ -411,25 +400,18 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Counts, float]:
     if -(-longest // BLOCK_SIZE) > options.num_blocks:
         parser.error(f"--num-blocks {options.num_blocks}: a request of {longest} tokens does not fit")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cuda_graphs = device.type == "cuda" and not options.no_graphs
-    engine = Engine(options.num_blocks, device, cuda_graphs, options.backend)
+    engine = Engine(options.num_blocks, device)
     counts, pool = engine.scheduler.counts, engine.scheduler.pool
     print(f"{len(requests)} requests on {device}: {NUM_LAYERS} layers, {pool.num_blocks} blocks of {pool.block_size}")
     for window, group in engine.groups.items():
         kind = f"window of {window}" if window else "full"
         print(f"  {kind:<18} {group.selection.selected['decode']}, {group.kv_layout}", flush=True)
-    if device.type == "cuda":
-        progress("kernels that compile at their first call take seconds each (Triton) or minutes (FlashInfer)")
-    if cuda_graphs:
-        progress(f"capturing decode steps of {', '.join(map(str, GRAPH_SIZES))} requests")
-        engine.capture()
     engine.serve(requests)
     print(f"  {'steps':<18} {counts.steps}, of which {counts.graph_steps} replayed as CUDA graphs")
     print(f"  {'tokens':<18} {counts.prefill_chunks} prefill chunks, {counts.decode_tokens} decodes")
     print(f"  {'prefix caching':<18} {counts.cached_prefix_tokens} tokens were not computed again")
     print(f"  {'preemptions':<18} {counts.preemptions}")
     print(f"  {'blocks':<18} at most {counts.most_blocks} in use, {pool.num_free_blocks} free at the end")
-    progress("comparing with the same model run without a cache")
     error = max(largest_error(engine.model, request) for request in requests)
     bound = TOLERANCE[engine.model.embedding.dtype]
     verdict = "as without a cache" if error <= bound else "WRONG"

@@ -9,6 +9,7 @@ import pytest
 from attn_select import clear_cache
 from attn_select.engines.adapter import Adapter
 from attn_select.engines.observed import counter
+from attn_select.engines.wrap import wrap
 from attn_select.errors import RulesError
 from attn_select.machine.variables import ANY_VERSION, RULES, STRICT
 
@@ -20,20 +21,24 @@ def adapter(version: str, said: list[str]) -> Adapter:
 @pytest.mark.parametrize("version", ["0.26", "0.26.0", "0.26.3", "0.26.0+cu130", "0.32.1"])
 def test_a_listed_release(version: str) -> None:
     said: list[str] = []
-    assert adapter(version, said).takes_part()
+    installed: list[str] = []
+    assert adapter(version, said).joins(lambda: installed.append(version))
     assert said == []
+    assert installed == [version]
 
 
 @pytest.mark.parametrize("version", ["0.2", "0.260.0", "0.32.10", "0.32.0", "0.27.0", "1.0"])
 def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    assert not adapter(version, said).takes_part()
+    installed: list[str] = []
+    assert not adapter(version, said).joins(lambda: installed.append(version))
+    assert installed == []
     assert said == [
         f"attn-select-acme takes no part in Acme {version}, which chooses attention by itself: it was run with 0.26 "
         "and 0.32.1 alone. ATTN_SELECT_ANY_VERSION=1 in the environment lets it take part"
     ]
     monkeypatch.setenv(ANY_VERSION, "1")
-    assert adapter(version, said).takes_part()
+    assert adapter(version, said).joins(lambda: installed.append(version))
     assert len(said) == 1
 
 
@@ -62,7 +67,8 @@ def test_what_fails_leaves_the_engine_to_itself(error: Exception, monkeypatch: p
 
     assert own.unless_it_fails(lambda: "chosen") == "chosen"
     assert own.unless_it_fails(fails) is None
-    assert len(said) == 1
+    assert not own.joins(fails)
+    assert len(said) == 2
     monkeypatch.setenv(STRICT, "1")
     if isinstance(error, RulesError):
         with pytest.raises(RulesError):
@@ -86,3 +92,23 @@ def test_steps_are_counted_until_the_engine_has_moved(tmp_path: Path, monkeypatc
     assert len(read) == 2
     assert len(said) == 1
     assert "an interface has moved" in said[0]
+
+
+class Engine:
+    def method(self, text: str) -> str:
+        return text
+
+    @classmethod
+    def of_class(cls, text: str) -> str:
+        return f"{cls.__name__} {text}"
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("method", "<here>"), ("of_class", "<Engine here>")])
+def test_a_function_is_wrapped_once(name: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, name, vars(Engine)[name])
+    for _ in range(2):
+        wrap(Engine, name, lambda original, *arguments, **options: f"<{original(*arguments, **options)}>")
+    owner = Engine if name == "of_class" else Engine()
+    assert getattr(owner, name)(text="here") == wanted
+    with pytest.raises(AttributeError):
+        wrap(Engine, "moved", lambda original: None)

@@ -81,7 +81,7 @@ def test_blocks_are_zeroed_before_a_kernel_that_needs_it_reads_them(
     monkeypatch.setattr(BlockPool, "allocate", noting_allocate)
     monkeypatch.setattr(AttentionGroup, "zero_blocks", noting_zero)
     monkeypatch.setattr(AttentionGroup, "nan_tail_safe", False)
-    counts, _ = serve.main(["--requests", "8", "--num-blocks", "12", "--no-graphs"])
+    counts, _ = serve.main(["--requests", "8", "--num-blocks", "12"])
     assert counts.preemptions
     layers = serve.NUM_LAYERS
     for layer in range(layers):

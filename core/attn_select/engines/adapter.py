@@ -37,8 +37,17 @@ class Adapter:
     releases: Sequence[str]
     warn: Callable[[str], None]  # where warnings go
 
-    def takes_part(self) -> bool:
-        """Whether attn-select takes part in this release; says why not."""
+    def joins(self, install: Callable[[], None]) -> bool:
+        """Put attn-select into the engine by ``install``; return whether it takes part, and say why not."""
+
+        def installed() -> bool:
+            install()
+            return True
+
+        return self._was_run() and bool(self.unless_it_fails(installed))
+
+    def _was_run(self) -> bool:
+        """Whether the adapter was run with this release, or is to take part in any."""
         parts = self.version.partition("+")[0].split(".")
         if any(release.split(".") == parts[: release.count(".") + 1] for release in self.releases):
             return True

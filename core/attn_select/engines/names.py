@@ -59,7 +59,7 @@ class EngineName:
         reasons = [f"where {condition}" for condition in self.when if not holds_for(condition, config, device)]
         if not self.is_about(architecture):
             reasons.append(f"for the models {', '.join(self.architectures)}")
-        if self.kernels and not all(any(fnmatch.fnmatchcase(k or "", p) for p in self.kernels) for k in kernels):
+        if self.kernels and not all(_matches(kernel or "", self.kernels) for kernel in kernels):
             reasons.append(f"for the kernels {', '.join(self.kernels)}")
         return reasons
 
@@ -114,12 +114,12 @@ class EngineKernel:
     source: str  # file of the engine, and what to look for in it
 
 
-def _is_one(architecture: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(architecture, pattern) for pattern in patterns)
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_about(architecture: str, patterns: Sequence[str]) -> bool:
-    return not patterns or _is_one(architecture, patterns)
+    return not patterns or _matches(architecture, patterns)
 
 
 def _all_hold(conditions: Iterable[Condition], config: AttentionConfig, device: Device) -> bool:
@@ -192,7 +192,7 @@ class EngineTable:
 
     def runs_otherwise(self, architecture: str) -> OtherLayers | None:
         """Return how the engine runs a model's layers, where that is not as attn-select reads them."""
-        return next((each for each in self.other_layers if _is_one(architecture, each.architectures)), None)
+        return next((each for each in self.other_layers if _matches(architecture, each.architectures)), None)
 
     def default(
         self, config: AttentionConfig, device: Device, argument: str, architecture: str, setting: str = ""
@@ -230,8 +230,7 @@ class EngineTable:
         found = [
             row
             for row in self.unserved
-            if any(fnmatch.fnmatchcase(layers.kind, pattern) for pattern in row.kinds)
-            and all(holds_on(condition, device) for condition in row.when)
+            if _matches(layers.kind, row.kinds) and all(holds_on(condition, device) for condition in row.when)
         ]
         return sorted(found, key=lambda row: not row.default)
 
@@ -300,13 +299,13 @@ class EngineTable:
     def not_accepted(self, name: EngineName, architecture: str) -> str:
         """Return why a model does not take a name, which stands for a backend of other models; empty where it does."""
         for patterns, names in self.accepts.items():
-            if name.argument == "attention" and name.name not in names and _is_one(architecture, patterns):
+            if name.argument == "attention" and name.name not in names and _matches(architecture, patterns):
                 return f"for other models: {architecture} takes {', '.join(names)}"
         return ""
 
     def divides_kv_heads(self, architecture: str) -> bool:
         """Whether the engine never copies a model's KV heads, so that no more ranks than KV heads share them."""
-        return _is_one(architecture, self.kv_heads_divided)
+        return _matches(architecture, self.kv_heads_divided)
 
     def _offer(
         self,

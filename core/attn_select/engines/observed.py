@@ -61,7 +61,6 @@ class ObservedSteps:
         self._kept: dict[str, list[Lengths]] = {kind: [] for kind in self._counts}
         self._draw = random.Random(0)
         self._began = self._next = 0.0
-        self._announced = False
 
     def count(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
         """Take note of a step; costs microseconds, and now and then the time to write the file."""
@@ -93,6 +92,10 @@ class ObservedSteps:
         self.file = folder / f"{engine}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.toml"
         self._began = self._next = self._clock()
         Finalize(None, self.write, exitpriority=10)  # also where a forked process ends, which runs no atexit
+        self._say(
+            f"the observed workload is written to {self.file} once a minute. "
+            f"{WORKLOAD}={self.file} chooses for it, `attn-select tune --workload {self.file}` measures it"
+        )
 
     def to_toml(self) -> str:
         """Return the file's text: every held step, weighted by the steps of its kind that it stands for."""
@@ -114,13 +117,6 @@ class ObservedSteps:
             replace_file(self.file, self.to_toml().encode())
         except OSError as error:
             self._say(f"the observed workload cannot be written to {self.file}: {error.strerror or error}")
-            return
-        if not self._announced:
-            self._announced = True
-            self._say(
-                f"the observed workload is written to {self.file} once a minute. "
-                f"{WORKLOAD}={self.file} chooses for it, `attn-select tune --workload {self.file}` measures it"
-            )
 
 
 def counter(adapter: Adapter, lengths_of: Callable[..., Lengths], say: Callable[[str], None]) -> Callable[..., None]:

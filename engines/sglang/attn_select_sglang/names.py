@@ -8,12 +8,6 @@ from __future__ import annotations
 from attn_select.engines.names import EngineName, engine_table
 
 TABLE = engine_table("sglang")
-BACKENDS = {
-    (row.name, row.backend.endswith("MLA")): row.backend
-    for row in reversed(TABLE.names)
-    if not row.backend.endswith("SPARSE")
-}
-"""attn-select's name by SGLang's and whether the model has MLA."""
 _OF_FLASHINFER = ("trtllm_mha", "trtllm_mla", "flashinfer")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 
-from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.adapter import Adapter
 from attn_select.engines.observed import counter, observes
 
 RELEASES = ("0.5.23",)
@@ -25,9 +25,8 @@ def register() -> None:
             logger.warning("%s", message)
 
     adapter = Adapter("attn-select-sglang", "SGLang", __version__, RELEASES, warn)
-    if not adapter.takes_part():
-        return
-    try:
+
+    def install() -> None:
         import pkgutil
 
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -43,5 +42,5 @@ def register() -> None:
 
             count = counter(adapter, observe.lengths_of, lambda text: logger.info("attn-select: %s", text))
             HookRegistry.register(observe.TARGET, observe.before(count), HookType.BEFORE)
-    except MOVED as error:
-        adapter.interface_moved(error)
+
+    adapter.joins(install)

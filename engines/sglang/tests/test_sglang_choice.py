@@ -17,7 +17,7 @@ from attn_select_cli.engine_arguments import engine_arguments
 from attn_select_cli.explanation import build_explanation
 from attn_select_cli.layer_options import options_in
 from attn_select_sglang.choice import Choice, choose
-from attn_select_sglang.names import BACKENDS, TABLE, lacks
+from attn_select_sglang.names import TABLE, lacks
 
 GPUS = ("a100", "a10", "l40s", "h100", "h20", "h200", "b200", "b300", "rtx5090", "rtx-pro-6000")
 MODELS = ("llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "gemma-3-27b", "gemma-4", "llama-4-scout", "deepseek-v3")
@@ -99,14 +99,6 @@ def test_without_flashinfer_its_backends_are_passed_over() -> None:
 
 def test_sparse_mla_is_left_to_sglang() -> None:
     assert chosen("deepseek-v3.2", "h100").declared() == {}
-
-
-def test_names_both_ways() -> None:
-    for (name, mla), backend in BACKENDS.items():
-        assert name in TABLE.names_of(backend)
-        assert backend.endswith("MLA") == mla
-    assert BACKENDS["fa3", False] == "FLASH_ATTN"
-    assert BACKENDS["fa3", True] == "FLASH_ATTN_MLA"
 
 
 def name_of(backend: str, fields: dict[str, Any], gpu: str) -> str | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from attn_select_transformers.dense import MaskError
 from attn_select_transformers.explain import LayerChoice, ModelExplanation, explain_model
 from attn_select_transformers.refusal import ModelNotServedError
-from attn_select_transformers.registration import register
-from attn_select_transformers.releases import RELEASES
+from attn_select_transformers.registration import RELEASES, register
 
 __version__ = "0.1.0"
 __all__ = [

@@ -6,7 +6,6 @@ of the batching behind its check (``names.PAGED``).
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from attn_select.engines.wrap import wrap
 from attn_select_transformers import captured
 from attn_select_transformers.names import DENSE, PAGED
 from attn_select_transformers.paged import Cache, note_lens
@@ -22,19 +22,12 @@ from attn_select_transformers.paged_caches import AllocatorLayer, GroupedLayer
 logger = logging.getLogger("attn_select_transformers")
 TABLE_PAGES = 16
 """Tokens: pages of a multiple are read by block tables, since the kernels' blocks are no smaller."""
-_WRAPPED = "_attn_select_wrapped"
 
 
-def install() -> type:
-    """Change the engine's functions, once; return the class of its cache."""
+def install() -> None:
+    """Change the engine's functions, once."""
     # Raises ImportError or AttributeError where the engine has other functions than the releases that are listed.
-    from transformers.generation.continuous_batching import (
-        cache,
-        continuous_api,
-        initialization,
-        input_outputs,
-        model_runner,
-    )
+    from transformers.generation.continuous_batching import continuous_api, initialization, input_outputs, model_runner
 
     changes = (
         (continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch),
@@ -48,9 +41,7 @@ def install() -> type:
     for owner, name, _ in changes:
         getattr(owner, name)  # all of them are there before the first is changed
     for owner, name, around in changes:
-        _wrap(owner, name, around)
-    made: type = cache.PagedAttentionCache
-    return made
+        wrap(owner, name, around)
 
 
 def layer_of(cache: Any, layer_idx: int) -> Cache:
@@ -60,20 +51,6 @@ def layer_of(cache: Any, layer_idx: int) -> Cache:
         made = AllocatorLayer if hasattr(cache, "layer_to_allocator") else GroupedLayer
         layers[layer_idx] = made(cache, layer_idx)
     return layers[layer_idx]
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``around(original, ...)``; a second time changes nothing."""
-    original = getattr(owner, name)
-    if hasattr(original, _WRAPPED):
-        return
-
-    @functools.wraps(original)
-    def wrapper(*arguments: Any, **options: Any) -> Any:
-        return around(original, *arguments, **options)
-
-    setattr(wrapper, _WRAPPED, original)
-    setattr(owner, name, wrapper)
 
 
 def _switch(original: Callable[..., Any], manager: Any, model: Any, *arguments: Any, **options: Any) -> Any:

@@ -67,22 +67,21 @@ def attend(
         _warn_once("no weights are returned for output_attentions=True: load the model with eager attention for them")
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:  # a static cache's, of all its slots
         attention_mask = attention_mask[..., : key.shape[2]]
-    reason = _needs_torch(module, query, key, value, dropout, options)
-    if reason is None and (kind := _dense_kind(module, query, key, value, causal, options)) is not None:
-        choices_of(module).kinds[kind] = None
-        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
-        return _by_sdpa(module, query, key, value, attention_mask, arguments), None
-    runs = None
-    if reason is None:
-        if attention_mask is None:
-            runs = without_mask(query.shape[0], query.shape[2], key.shape[2], causal)
-        else:
-            runs = _read(attention_mask, query.shape[0], module)
-        reason = _unreadable(runs, attention_mask)
-    if runs is None or reason is not None:
-        assert reason is not None
-        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
+    arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
+    if (reason := _needs_torch(query, key, value, dropout, options)) is not None:
         return _masked_by_torch(reason, module, query, key, value, attention_mask, arguments)
+    if (dense := _dense_kind(module, query, key, value, causal, options)) is not None:
+        choices_of(module).kinds[dense] = None
+        return _by_sdpa(module, query, key, value, attention_mask, arguments), None
+    if attention_mask is None:
+        runs = without_mask(query.shape[0], query.shape[2], key.shape[2], causal)
+    else:
+        read = _read(attention_mask, query.shape[0], module)
+        if read is None or not read.runs:
+            shape = tuple(attention_mask.shape)
+            reason = f"the attention mask of shape {shape} is not made of causal, windowed or whole runs of keys"
+            return _masked_by_torch(reason, module, query, key, value, attention_mask, arguments)
+        runs = read
     kind = kind_of(query, key, value, _attn_type(runs, causal), _window(runs, options), options)
     choices_of(module).kinds[kind] = None
     return attend_runs(kind, runs, module, query, key, value, scaling, options.get("s_aux")), None
@@ -121,9 +120,7 @@ def attend_runs(
     return output.view(query.shape[0], query.shape[2], *output.shape[1:])
 
 
-def _needs_torch(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any]
-) -> str | None:
+def _needs_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any]) -> str | None:
     """Return why a call cannot go to a kernel whatever its mask, or None."""
     if options.get("position_bias") is not None:
         return "a position bias is added to the scores, which no kernel here does"
@@ -146,13 +143,6 @@ def _dense_kind(
     kind = kind_of(query, key, value, attn_type, window, options)
     choices_of(module).considered[kind] = None
     return kind if set(kind.selection.selected.values()) <= TAKES_DENSE else None
-
-
-def _unreadable(runs: Runs | None, mask: Tensor | None) -> str | None:
-    if runs is not None and runs.runs:
-        return None
-    shape = "" if mask is None else f" of shape {tuple(mask.shape)}"
-    return f"the attention mask{shape} is not made of causal, windowed or whole runs of keys"
 
 
 def _read(mask: Tensor, sequences: int, module: nn.Module) -> Runs | None:

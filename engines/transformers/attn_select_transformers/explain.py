@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -56,18 +55,6 @@ class ModelExplanation:
             lines += [f"TORCH_SDPA with the mask, {len(modules)} layers: {_shortened(modules)}", f"  {reason}", ""]
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines).rstrip()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same as data; ``selection`` as ``Selection.to_dict`` gives it."""
-        return {
-            "ran": self.ran,
-            "layers": [
-                {"modules": layer.modules, "count": layer.count, "selection": layer.selection.to_dict()}
-                for layer in self.layers
-            ],
-            "without_kernel": self.without_kernel,
-            "warnings": list(self.warnings),
-        }
 
 
 def explain_model(model: nn.Module) -> ModelExplanation:

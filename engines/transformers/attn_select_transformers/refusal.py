@@ -6,15 +6,19 @@ that is added to the scores to a boolean one.
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from attn_select.engines.wrap import wrap
 from attn_select.errors import AttnSelectError
 from attn_select_transformers.names import DENSE, PAGED
-from attn_select_transformers.releases import NOT_SERVED
+
+NOT_SERVED = {"umt5": ("5.17", "5.19", "5.20", "5.21", "5.22")}
+"""Releases by model type whose model computes something else with sdpa than with eager attention: in 5.17 the decoder
+of UMT5 gets no mask and does not say that it is causal. 5.19 to 5.22 were not tried."""
 
 
 class ModelNotServedError(AttnSelectError, ValueError):
@@ -28,24 +32,26 @@ def install() -> None:
     # Raises AttributeError where transformers chooses implementations in another place.
     from transformers import PreTrainedModel
 
-    load, change = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
-    _ = PreTrainedModel._can_set_attn_implementation
+    _ = PreTrainedModel._can_set_attn_implementation, PreTrainedModel.set_attn_implementation
+    wrap(PreTrainedModel, "get_correct_attn_implementation", _get_correct_attn_implementation)
+    wrap(PreTrainedModel, "set_attn_implementation", _set_attn_implementation)
 
-    @functools.wraps(load)
-    def get_correct_attn_implementation(model: Any, requested_attention: str | None, *rest: Any, **options: Any) -> Any:
-        if requested_attention in (DENSE, PAGED):
-            require_served(type(model))
-        return load(model, requested_attention, *rest, **options)
 
-    @functools.wraps(change)
-    def set_attn_implementation(model: Any, attn_implementation: Any, *rest: Any, **options: Any) -> Any:
-        own = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
-        if own in (DENSE, PAGED):
-            require_served(type(model))
-        return change(model, attn_implementation, *rest, **options)
+def _get_correct_attn_implementation(
+    original: Callable[..., Any], model: Any, requested_attention: str | None, *rest: Any, **options: Any
+) -> Any:
+    if requested_attention in (DENSE, PAGED):
+        require_served(type(model))
+    return original(model, requested_attention, *rest, **options)
 
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
-    PreTrainedModel.set_attn_implementation = set_attn_implementation
+
+def _set_attn_implementation(
+    original: Callable[..., Any], model: Any, attn_implementation: Any, *rest: Any, **options: Any
+) -> Any:
+    own = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
+    if own in (DENSE, PAGED):
+        require_served(type(model))
+    return original(model, attn_implementation, *rest, **options)
 
 
 def require_served(model: type[Any]) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attn_select.engines.adapter import Adapter
+from attn_select.engines.wrap import wrap
 from attn_select.machine.amx import avoid_trapping_amx
 from attn_select_transformers import captured, continuous, dense, paged, refusal
 from attn_select_transformers.names import DENSE, PAGED
-from attn_select_transformers.own_attention import leave_to_transformers
-from attn_select_transformers.releases import RELEASES
 
 logger = logging.getLogger("attn_select_transformers")
-_PAGED_CACHES: list[type] = []
+RELEASES = ("5.17", "5.19", "5.20", "5.21", "5.22", "5.23")
+"""The releases of transformers that this adapter was run with; docs/engines.md says what ran where."""
 
 
 @functools.cache
@@ -25,7 +26,7 @@ def register() -> bool:
     """Make ``attn_implementation="attn_select"`` known to transformers; a second call changes nothing.
 
     Returns:
-        Whether attn-select takes part. In a release that it was not run with (``releases.RELEASES``) it does not: one
+        Whether attn-select takes part. In a release that it was not run with (``RELEASES``) it does not: one
         warning says so, and the name stands for transformers' own attention.
 
     Raises:
@@ -33,26 +34,32 @@ def register() -> bool:
     """
     avoid_trapping_amx()
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
 
     adapter = Adapter("attn-select-transformers", "transformers", transformers.__version__, RELEASES, logger.warning)
-    AttentionMaskInterface.register(DENSE, sdpa_mask)
-    if not adapter.takes_part() or not adapter.unless_it_fails(lambda: _installed(adapter)):
-        leave_to_transformers()
+    if not adapter.joins(lambda: _install(adapter)):
+        # The name stands for transformers' own choice, so that no model is ever set to it.
+        adapter.unless_it_fails(lambda: wrap(PreTrainedModel, "get_correct_attn_implementation", _own_choice))
         return False
-    for name in (DENSE, PAGED):
+    for name, mask in ((DENSE, sdpa_mask), (PAGED, _no_mask)):
         AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(PAGED, _no_mask)
+        AttentionMaskInterface.register(name, mask)
     return True
 
 
-def _installed(adapter: Adapter) -> bool:
+def _install(adapter: Adapter) -> None:
     """Change transformers where it has the interfaces, and attn-select's settings can be read."""
     adapter.rules()
-    _PAGED_CACHES.append(continuous.install())
+    continuous.install()
     refusal.install()
-    return True
+
+
+def _own_choice(
+    original: Callable[..., Any], model: Any, requested_attention: str | None, *rest: Any, **options: Any
+) -> Any:
+    """Choose as where the user has named no attention."""
+    return original(model, None if requested_attention == DENSE else requested_attention, *rest, **options)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -76,7 +83,7 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend, in ``generate()`` and in continuous batching; see ``dense.attend`` and ``paged.attend``."""
-    if cache is not None and isinstance(cache, tuple(_PAGED_CACHES)):
+    if cache is not None:  # continuous batching alone gives one
         layer = continuous.layer_of(cache, module.layer_idx)  # type: ignore[arg-type]
         graphs = captured.graphs_of(cache)
         return paged.attend(layer, cache, module, query, key, value, scaling, options, graphs), None

@@ -5,17 +5,18 @@ Imports nothing of vLLM, so that a choice can be tried without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from attn_select.decide.selection import Selection
 from attn_select.engines.own_kernels import rests_on_our_times
+from attn_select.errors import RuntimeMissingError
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select_vllm.names import TABLE, EngineBackend, engine_backends
 
 Refusals = list[str]
 """Why vLLM does not take a backend, or is not to take it; empty where it does."""
-UNKNOWN = "this release of vLLM does not have it"
 _NO_ROW = "vLLM has no backend that stands for it on this device"
 _BY_OUR_TIMES = "it comes first by times of attn-select's kernel alone, and is vLLM's own"
 
@@ -60,6 +61,16 @@ def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusa
                 return Choice(selection, backend, engine, refused)
             refused[engine.name] = reasons
     return Choice(selection, None, None, refused)
+
+
+def refusals_of(name: str, members: Any, ask: Callable[[Any], Iterable[str]]) -> Refusals:
+    """Return what the class of one of vLLM's backends says when it is asked; ``members`` is the enum that has it."""
+    if name not in members.__members__:
+        return ["this release of vLLM does not have it"]
+    try:
+        return list(ask(members[name].get_class()))
+    except (ImportError, OSError, RuntimeMissingError) as error:
+        return [f"{type(error).__name__}: {error}"]
 
 
 def prefill_order(selection: Selection) -> list[str]:

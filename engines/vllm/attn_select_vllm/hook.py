@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.config import get_current_vllm_config
@@ -17,10 +17,11 @@ from attn_select.backends.registry import load_plugins
 from attn_select.decide.selection import Selection
 from attn_select.engines.adapter import Adapter
 from attn_select.engines.observed import workload_in_an_engine
-from attn_select.errors import ConfigError, ModelError, RuntimeMissingError
+from attn_select.engines.wrap import wrap
+from attn_select.errors import ConfigError, ModelError
 from attn_select.machine.detection import detect_device
 from attn_select_vllm import log_block
-from attn_select_vllm.choice import UNKNOWN, Choice, Refusals, choose
+from attn_select_vllm.choice import Choice, Refusals, choose, refusals_of
 from attn_select_vllm.kernels.limits import limits, speculation_limits
 from attn_select_vllm.layers import kind_of, layer_config
 from attn_select_vllm.mla_prefill import choose_prefill
@@ -28,7 +29,6 @@ from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, EngineBackend
 from attn_select_vllm.registration import member
 
 logger = init_logger("vllm.attn_select")
-_MARK = "_attn_select_wrapped"
 
 
 def install(adapter: Adapter) -> None:
@@ -36,28 +36,25 @@ def install(adapter: Adapter) -> None:
     # Raises AttributeError, TypeError or ImportError where vLLM has no such interface any more.
     for name, path in OWN_KERNELS.items():
         member(OWN_PREFIX + name, path)
-    platform = type(current_platform)
-    original = platform.get_attn_backend_cls
-    if not hasattr(original, _MARK):
-        uncached = selector._cached_get_attn_backend.__wrapped__
-        platform.get_attn_backend_cls = classmethod(_wrapped(original.__func__, adapter))
-        # vLLM's cache of choices knows nothing of speculation, on which attn-select's choice depends.
-        selector._cached_get_attn_backend = uncached
+    # vLLM's cache of choices knows nothing of speculation, on which attn-select's choice depends.
+    cached = selector._cached_get_attn_backend
+    selector._cached_get_attn_backend = getattr(cached, "__wrapped__", cached)
+    wrap(type(current_platform), "get_attn_backend_cls", partial(_get_attn_backend_cls, adapter))
 
 
-def _wrapped(original: Callable[..., str], adapter: Adapter) -> Callable[..., str]:
-    @functools.wraps(original)
-    def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        if selected_backend is not None:
-            path = _explicit(selected_backend, attn_selector_config)
-        else:
-            path = adapter.unless_it_fails(lambda: _chosen(cls, attn_selector_config, num_heads, adapter))
-        return path or original(cls, selected_backend, attn_selector_config, num_heads)
-
-    setattr(get_attn_backend_cls, _MARK, True)
-    return get_attn_backend_cls
+def _get_attn_backend_cls(
+    adapter: Adapter,
+    original: Callable[..., str],
+    platform: Any,
+    selected_backend: Any,
+    attn_selector_config: Any,
+    num_heads: int | None = None,
+) -> str:
+    if selected_backend is not None:
+        path = _explicit(selected_backend, attn_selector_config)
+    else:
+        path = adapter.unless_it_fails(lambda: _chosen(platform, attn_selector_config, num_heads, adapter))
+    return path or original(platform, selected_backend, attn_selector_config, num_heads)
 
 
 def _explicit(selected: Any, attn_config: Any) -> str | None:
@@ -112,16 +109,14 @@ def judge(selection: Selection, platform: Any, attn_config: Any, vllm_config: An
     def refusals(backend: str, engine: EngineBackend) -> Refusals:
         if engine.own and (found := limits(attn_config, vllm_config)):
             return found
-        if engine.name not in AttentionBackendEnum.__members__:
-            return [UNKNOWN]
-        try:
-            made = AttentionBackendEnum[engine.name].get_class()
+
+        def ask(made: Any) -> Refusals:
             if not engine.own:
                 return list(made.validate_configuration(device_capability=capability, **attn_config._asdict()))
             load_plugins().specs[backend].get_class()
             return speculation_limits(vllm_config, backend)
-        except (ImportError, OSError, RuntimeMissingError) as error:
-            return [f"{type(error).__name__}: {error}"]
+
+        return refusals_of(engine.name, AttentionBackendEnum, ask)
 
     return choose(selection, refusals)
 

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
 
 from attn_select.decide.selection import Selection
-from attn_select_vllm.choice import UNKNOWN, Refusals, prefill_order
+from attn_select_vllm.choice import Refusals, prefill_order, refusals_of
 
 
 def choose_prefill(selection: Selection, platform: Any, vllm_config: Any) -> tuple[str | None, dict[str, Refusals]]:
@@ -18,17 +18,10 @@ def choose_prefill(selection: Selection, platform: Any, vllm_config: Any) -> tup
     # chosen, None where vLLM accepts none, and what it refused before, with its reasons.
     config, refused = selection.config, dict[str, Refusals]()
     dims = {name: getattr(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
-    dtype = vllm_config.model_config.dtype
-    selector_config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=MLADimensions(**dims))
+    dtype, capability = vllm_config.model_config.dtype, platform.get_device_capability()
+    asked = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=MLADimensions(**dims))
     for name in prefill_order(selection):
-        if name not in MLAPrefillBackendEnum.__members__:
-            refused[name] = [UNKNOWN]
-            continue
-        try:
-            backend = MLAPrefillBackendEnum[name].get_class()
-            reasons = list(backend.validate_configuration(platform.get_device_capability(), selector_config))
-        except (ImportError, OSError) as error:
-            reasons = [f"{type(error).__name__}: {error}"]
+        reasons = refusals_of(name, MLAPrefillBackendEnum, lambda made: made.validate_configuration(capability, asked))
         if not reasons:
             vllm_config.attention_config.mla_prefill_backend = MLAPrefillBackendEnum[name]
             return name, refused

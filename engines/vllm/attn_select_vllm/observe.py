@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-_MARK = "_attn_select_observed"
+from attn_select.engines.wrap import wrap
 
 
 def watch(count: Callable[[Any], None]) -> None:
     """Count every step that vLLM schedules in this process; nothing happens the second time."""
-    original = Scheduler.schedule
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def schedule(self: Any, *arguments: Any, **options: Any) -> Any:
-        output = original(self, *arguments, **options)
+    def schedule(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        output = original(*arguments, **options)
         count(output)
         return output
 
-    setattr(schedule, _MARK, True)
-    Scheduler.schedule = schedule
+    wrap(Scheduler, "schedule", schedule)
 
 
 def lengths_of(output: Any) -> tuple[Sequence[int], Sequence[int]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 
-from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.adapter import Adapter
 from attn_select.engines.observed import counter, observes
 from attn_select.machine.amx import avoid_trapping_amx
-from attn_select_vllm.releases import RELEASES
+
+RELEASES = ("0.26", "0.32", "0.33")
+"""The releases of vLLM that this adapter was run with; docs/engines.md says what ran where."""
 
 
 def register() -> None:
@@ -27,10 +29,9 @@ def register() -> None:
 
     adapter = Adapter("attn-select-vllm", "vLLM", vllm.__version__, RELEASES, warn_in_the_first_process)
     avoid_trapping_amx(warn_in_the_first_process)  # vLLM's own CPU kernels multiply bfloat16 too
-    if not adapter.takes_part():
-        return
     own = replace(adapter, warn=warn)  # layers are chosen for in the engine's workers
-    try:
+
+    def install() -> None:
         from attn_select_vllm import hook
 
         hook.install(own)
@@ -38,5 +39,5 @@ def register() -> None:
             from attn_select_vllm.observe import lengths_of, watch
 
             watch(counter(own, lengths_of, lambda text: logger.info("attn-select: %s", text)))
-    except MOVED as error:
-        adapter.interface_moved(error)
+
+    adapter.joins(install)

@@ -1,11 +1,13 @@
 """Whole serving runs of the real vLLM engine with attn-select's choice and with vLLM's own, in turns on one GPU.
 
-    python serve.py llama rank rank-fp8 gpt-oss gemma2 mla mla-128 narrow
+    python serve.py llama rank gpt-oss gemma2 mla mla-128 narrow
     python serve.py llama --kinds mixed,decode-heavy --rounds 6
-    python serve.py llama --prefer ,FLASH_ATTN_TRITON_ATTN   # by the rules, and prefills by FLASH_ATTN
-    python serve.py llama --other                    # one more arm: another backend of vLLM, the yardstick of tokens
-    python serve.py llama --drafts 3                 # both arms speculate by n-grams
+    python serve.py llama --also ATTN_SELECT_FLASH_ATTN_TRITON_ATTN,TRITON_ATTN
+    python serve.py llama --drafts 3                 # all arms speculate by n-grams
     python serve.py tiny --requests 6 --longest 60   # on a CPU
+
+The arms are vLLM's choice, attn-select's (``ATTN_SELECT_RULES`` and ``ATTN_SELECT_WORKLOAD`` count), and every backend
+of ``--also``: one of attn-select's, or one of vLLM's as the yardstick of tokens.
 
 Every arm is an engine in a process of its own. In each round every arm in turn gets the same drawn requests at once and
 serves them to the end: prompts of 64 to 12,000 tokens (log-normal), prefills and decodes in one step as its scheduler
@@ -30,9 +32,9 @@ from serve_arms import Arm, ArmError
 from serve_engine import MODELS
 from serve_requests import KINDS, agreement, drawn
 
-from attn_select_vllm.names import OWN_PREFIX, PAIRS
+from attn_select_vllm.names import OWN_PREFIX
 
-BASE = "vLLM"
+BASE, OURS = "vLLM", "attn-select"
 ROOM = 128
 """Tokens of an engine's longest request beyond the drawn ones: drafts need some."""
 CACHE_GIB = 24
@@ -40,48 +42,10 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Requests of captured decodes; as many run at a time."""
 
 
-Asked = tuple[str | None, dict[str, str]]
-"""The backend that an arm asks vLLM for, None for none, and its environment."""
-
-
-def is_mla(model: str) -> bool:
-    """Say whether a model's attention is multi-head latent attention."""
-    return "kv_lora_rank" in MODELS[model]
-
-
-def attn_select_arms(model: str, options: argparse.Namespace, folder: Path) -> dict[str, Asked]:
-    """Return attn-select's arms by name; those of pairs ask for their backend."""
-    found = {"VLLM_PLUGINS": "attn_select"}
-    if options.workload:
-        return {"attn-select": (None, found | {"ATTN_SELECT_WORKLOAD": options.workload})}
-    if options.rules:
-        return {"attn-select": (None, found | {"ATTN_SELECT_RULES": str(options.rules)})}
-    arms: dict[str, Asked] = {}
-    for backend in options.prefer.split(","):
-        variables, asked = dict(found), OWN_PREFIX + backend if backend in PAIRS else None
-        if backend and asked is None:
-            rules = folder / f"{backend}.toml"
-            phase = 'phase = "decode"\n' if is_mla(model) else ""
-            rules.write_text(f'version = 1\n[[rules]]\nname = "bench"\n{phase}prefer = ["{backend}"]\n')
-            variables["ATTN_SELECT_RULES"] = str(rules)
-        arms[f"attn-select {backend}".rstrip()] = asked, variables
-    return arms
-
-
-def other_of(model: str, options: argparse.Namespace) -> str | None:
-    """Return vLLM's name of the backend of one more arm, if a model is to have it."""
-    if options.other is None:
-        return None
-    named = [name for name in options.other or ("TRITON_MLA", "TRITON_ATTN") if ("MLA" in name) == is_mla(model)]
-    return named[0] if named else None
-
-
 def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
-    """Start the processes of a model's arms: vLLM's choice, another backend of vLLM if asked for, attn-select."""
-    wanted: dict[str, Asked] = {BASE: (None, {"VLLM_PLUGINS": ""})}
-    if other := other_of(model, options):
-        wanted[f"vLLM {other}"] = (other, {"VLLM_PLUGINS": ""})
-    wanted |= attn_select_arms(model, options, Path(tempfile.mkdtemp()))
+    """Start the processes of a model's arms: vLLM's choice, attn-select's, and the backends of ``--also`` for it."""
+    is_mla = "kv_lora_rank" in MODELS[model]
+    also = [name for name in options.also.split(",") if name and ("MLA" in name) == is_mla]
     longest = options.longest or max(traffic.longest + traffic.new[1] for traffic in KINDS.values())
     job = {
         "model": model,
@@ -91,10 +55,13 @@ def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
         "kv_cache_dtype": options.kv_cache_dtype,
         "cache_gib": options.cache_gib,
     }
-    return [
-        Arm(name, job | {"backend": backend}, variables, options.logs / f"serve-{model}-{name.replace(' ', '-')}.log")
-        for name, (backend, variables) in wanted.items()
-    ]
+    arms = []
+    for name in (BASE, OURS, *also):
+        backend = None if name in (BASE, OURS) else name
+        plugin = "attn_select" if name == OURS or name.startswith(OWN_PREFIX) else ""
+        log = options.logs / f"serve-{model}-{name}.log"
+        arms.append(Arm(name, job | {"backend": backend}, plugin, log))
+    return arms
 
 
 def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -> dict[str, float]:
@@ -102,10 +69,9 @@ def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -
     rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
     agreed: dict[str, list[float]] = {arm.name: [] for arm in arms}
     for number in range(options.rounds + 1):
-        line = f"serve {kind} {options.seed + number} {options.requests} {options.longest or 0}"
         served: dict[str, Any] = {}
         for arm in arms if number % 2 else arms[::-1]:
-            served[arm.name] = arm.ask(line)
+            served[arm.name] = arm.ask(kind, options.seed + number, options.requests, options.longest)
         if number:  # the first warms up
             for name, found in served.items():
                 rates[name].append(sum(map(len, found["tokens"])) / found["seconds"])
@@ -129,7 +95,9 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, floa
     arms = arms_of(model, options)
     try:
         for arm in arms:
-            start = arm.ask("start")
+            start = arm.start()
+            for line in arm.said():
+                print(f"{arm.name}: {line}")
             print(f"{model}, {arm.name}: {start['took']:.1f} s to start, layers {start['layers']}", flush=True)
         return {kind: serve(model, kind, arms, options) for kind in options.kinds.split(",")}
     except ArmError as error:  # the next model is measured all the same
@@ -151,15 +119,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0, help="tokens that n-grams propose a step (default: none)")
     parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help=f"of an arm's KV cache (default: {CACHE_GIB})")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--rules", type=Path, help="attn-select's rules instead of a preference")
-    parser.add_argument(
-        "--prefer",
-        default="",
-        metavar="NAME,…",
-        help="attn-select's backends to prefer, or pairs of them, an arm each; empty: its own rules (default)",
-    )
-    parser.add_argument("--workload", help="let attn-select decide for this workload")
-    parser.add_argument("--other", nargs="*", metavar="NAME", help="one more arm: this backend of vLLM")
+    parser.add_argument("--also", default="", metavar="NAME,…", help="backends by vLLM's names, an arm each")
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
     options = parser.parse_args()
     if unknown := [kind for kind in options.kinds.split(",") if kind not in KINDS]:

@@ -1,14 +1,13 @@
-"""The arms of ``serve.py`` seen from outside: processes that are told what to do, line by line."""
+"""The arms of ``serve.py`` seen from outside: processes that are told what to do, and answer."""
 
 from __future__ import annotations
 
 import atexit
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +19,40 @@ class ArmError(Exception):
 class Arm:
     """One engine in a process of its own; its whole output goes to a file."""
 
-    def __init__(self, name: str, job: dict[str, Any], variables: dict[str, str], log: Path) -> None:
+    def __init__(self, name: str, job: dict[str, Any], plugin: str, log: Path) -> None:
         self.name, self.log = name, log
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("serve_engine.py")), json.dumps(job)],
-            env=os.environ | fixed | variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            bufsize=1,
-        )
-        atexit.register(self.process.kill)
-        threading.Thread(target=self._listen, daemon=True).start()
+        variables = {"VLLM_PLUGINS": plugin, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        program = str(Path(__file__).with_name("serve_engine.py"))
+        with Listener() as listener, log.open("w") as output:
+            # A process as a user starts one: what multiprocessing makes is a worker in the eyes of vLLM's plugins.
+            self._process = subprocess.Popen(
+                [sys.executable, program, str(listener.address), json.dumps(job)],
+                env=os.environ | variables | {"HF_HUB_OFFLINE": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            self._pipe = listener.accept()
+        atexit.register(self._process.kill)
 
-    def _listen(self) -> None:
-        """Write the process's output to the log, and keep its answers; None follows the last."""
-        assert self.process.stdout is not None
-        with self.log.open("w") as log:
-            for said in self.process.stdout:
-                log.write(said)
-                if said.startswith("BENCH "):
-                    log.flush()
-                    self._answers.put(json.loads(said[6:]))
-                elif "hook.py" in said or "takes no part" in said:
-                    print(f"{self.name}: {said.partition('] ')[2].rstrip()}", flush=True)
-        self._answers.put(None)
+    def start(self) -> dict[str, Any]:
+        """Start the engine; return its ``layers`` by backend, and the seconds that it ``took``."""
+        return self.ask()
 
-    def ask(self, line: str) -> dict[str, Any]:
-        """Send a line and wait for the answer; ArmError where the process ends before."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        if not (answer := self._answers.get()):
-            raise ArmError(f"{self.name} ended; the end of its output:\n{self.log.read_text()[-4000:]}")
-        return answer
+    def ask(self, *arguments: Any) -> dict[str, Any]:
+        """Give the process what ``Engine.serve`` takes, and wait for the answer; ArmError where it ends before."""
+        try:
+            self._pipe.send(arguments)
+            found: dict[str, Any] = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ArmError(f"{self.name} ended; the end of its output:\n{self.log.read_text()[-4000:]}") from error
+        return found
+
+    def said(self) -> list[str]:
+        """Return what attn-select has logged in it."""
+        lines = self.log.read_text().splitlines()
+        return [line.partition("] ")[2] for line in lines if "hook.py" in line or "takes no part" in line]
 
     def end(self) -> None:
         """End the process, so that its memory is free."""
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()

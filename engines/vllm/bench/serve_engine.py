@@ -1,17 +1,15 @@
 """One arm of ``serve.py``: an engine of vLLM in a process of its own, stepped by hand.
 
-``python serve_engine.py JOB`` reads lines from its standard input, does what they say and answers each with a line of
-JSON behind ``BENCH``: ``start``; ``serve KIND SEED REQUESTS LONGEST``, which serves drawn requests. JOB is what
-``Engine`` takes, as JSON.
+``python serve_engine.py ADDRESS JOB`` connects to the address. JOB is what ``Engine`` takes, as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +188,9 @@ class Engine:
         )
         self._served = 0
 
-    def serve(self, kind: str, seed: int, count: int, longest: int) -> dict[str, Any]:
+    def serve(self, kind: str, seed: int, count: int, longest: int | None) -> dict[str, Any]:
         """Serve drawn requests, all given at once; return the seconds and the tokens of each."""
-        requests, engine = drawn(kind, seed, count, longest or None), self.llm.llm_engine
+        requests, engine = drawn(kind, seed, count, longest), self.llm.llm_engine
         self._served += 1
         tokens: dict[str, list[int]] = {}
         start = time.perf_counter()
@@ -219,27 +217,19 @@ def n_grams(drafts: int) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-def worker(job: dict[str, Any]) -> None:
-    """Run one arm: it does what the lines on its standard input say, and answers each with a line of JSON."""
-    import torch  # noqa: F401  before the first line: until then all arms start at once
+def answer(job: dict[str, Any], pipe: Connection) -> None:
+    """Run one arm in this process: start its engine when the pipe says something, then serve what else it says."""
+    import torch  # noqa: F401  before the first word: until then all arms start at once
     import vllm  # noqa: F401
 
-    engine: Engine | None = None
-    for line in sys.stdin:
-        began = time.perf_counter()
-        word, *numbers = line.split()
-        found: dict[str, Any] = {}
-        if word == "start":
-            engine = Engine(job)
-            found["layers"] = engine.llm.collective_rpc(layers_of)[0]
-        elif engine is None:
-            raise SystemExit(f"{word} before start")
-        elif word == "serve":
-            found |= engine.serve(numbers[0], *map(int, numbers[1:]))
-        print("BENCH " + json.dumps(found | {"took": time.perf_counter() - began}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # no wait for the threads that the engine leaves
+    pipe.recv()
+    began = time.perf_counter()
+    engine = Engine(job)
+    layers = engine.llm.collective_rpc(layers_of)[0]
+    pipe.send({"layers": layers, "took": time.perf_counter() - began})
+    while True:
+        pipe.send(engine.serve(*pipe.recv()))
 
 
 if __name__ == "__main__":
-    worker(json.loads(sys.argv[1]))
+    answer(json.loads(sys.argv[2]), Client(sys.argv[1]))

@@ -65,25 +65,6 @@ def test_the_first_of_our_order_that_vllm_0_33_accepts(gpu: str, layer: str) -> 
         assert TABLE.names_of(choice.backend or "")[0] == choice.backend
 
 
-@pytest.mark.parametrize(
-    ("gpu", "layer", "backend"),
-    [
-        ("8.0", "llama", "FLASH_ATTN"),
-        ("9.0", "llama", "FLASH_ATTN"),
-        ("10.0", "llama", "FLASHINFER"),
-        ("9.0", "llama-float32", "TRITON_ATTN"),
-        ("9.0", "gpt-oss-sliding", "FLASH_ATTN"),
-        ("9.0", "deepseek", "FLASH_ATTN_MLA"),
-        ("10.0", "deepseek", "FLASHINFER_MLA"),
-    ],
-)
-def test_packaged_rules_follow_vllms_order(gpu: str, layer: str, backend: str) -> None:
-    answer = GOLDEN["answers"][gpu][layer]
-    selection = select(config_for(GOLDEN["layers"][layer]), gpu)
-    choice = choose(selection, lambda _, engine: ["-"] if engine.own else answer["refused"].get(engine.name, ["-"]))
-    assert (choice.backend, answer["chosen"]) == (backend, backend)
-
-
 def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     gqa, mla = AttentionConfig(**GQA_FIELDS), AttentionConfig(**MLA_FIELDS)
     fp8 = AttentionConfig(**GQA_FIELDS, kv_cache_dtype="fp8")
@@ -196,11 +177,7 @@ RELEASES_OF_EACH_REGISTRY = ("0.26.0", "0.32.0")
 
 @pytest.mark.parametrize("version", RELEASES_OF_EACH_REGISTRY)
 def test_own_kernels_can_be_asked_for_by_name(vllm: Any, version: str) -> None:
-    engine = vllm(engine_config(LLAMA), version)
-    from attn_select_vllm.plugin import register
-
-    register()
-    register()
+    engine = started(vllm, version=version)
     for name, path in OWN_KERNELS.items():
         found = engine.registry[OWN_PREFIX + name]  # what a string on the command line goes through
         assert isinstance(found, engine.registry)
@@ -225,10 +202,7 @@ def test_a_name_for_the_wrong_kind_of_layers_is_an_error(vllm: Any, name: str, s
 
 @pytest.mark.parametrize("version", RELEASES_OF_EACH_REGISTRY)
 def test_a_name_reaches_a_process_that_has_loaded_no_plugin(vllm: Any, version: str) -> None:
-    first = vllm(engine_config(LLAMA), version)
-    from attn_select_vllm.plugin import register
-
-    register()
+    first = started(vllm, version=version)
     sent = pickle.dumps(first.registry["ATTN_SELECT_TRITON_ATTN"])
     for name in [name for name in sys.modules if name.startswith("attn_select_vllm")]:
         del sys.modules[name]
@@ -280,12 +254,9 @@ def test_an_explicit_own_backend_is_held_to_the_limits(vllm: Any, asked: dict[st
 
 def test_an_engine_that_speculates_after_one_that_does_not(vllm: Any) -> None:
     """vLLM keeps choices by what its selector is asked, which says nothing of speculation."""
-    engine = vllm(engine_config(LLAMA))
+    engine = started(vllm)
     from vllm.v1.attention import selector
 
-    from attn_select_vllm.plugin import register
-
-    register()
     assert selector._cached_get_attn_backend(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
     engine.config.speculative_config = Speculation
     assert selector._cached_get_attn_backend(None, ASKED) == "vllm.CPU_ATTN"
@@ -301,11 +272,8 @@ def test_a_device_that_attn_select_does_not_see_is_vllms(
     """A container without NVML, and ROCm, whose capabilities are no CUDA's."""
     monkeypatch.setattr("attn_select.machine.detection.load_nvml", no_nvml)
     clear_cache()
-    engine = vllm(engine_config(LLAMA))
+    engine = started(vllm)
     engine.platform.device_name, type(engine.platform).capability = name, capability
-    from attn_select_vllm.plugin import register
-
-    register()
     for _ in range(2):
         assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     (line,) = engine.log.lines
@@ -357,7 +325,7 @@ def of_release_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cross_attention_runs_our_kernels_from_0_32(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = vllm(engine_config({**LLAMA, "model_type": "whisper"}))
+    engine = started(vllm, engine_config({**LLAMA, "model_type": "whisper"}))
     from attn_select_vllm.kernels.limits import limits
 
     asked = ASKED._replace(attn_type="encoder_decoder")
@@ -575,13 +543,11 @@ def test_an_unlisted_release_runs_without_us(vllm: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("error", [AttributeError, TypeError, KeyError])
 def test_an_interface_that_moved_ends_in_vllms_choice(vllm: Any, error: type[Exception]) -> None:
-    engine = vllm(engine_config(LLAMA))
-    from attn_select_vllm.plugin import register
+    engine = started(vllm)
 
     def moved(_: Any) -> int:
         raise error("it has moved")
 
-    register()
     engine.config.model_config.get_num_kv_heads = moved
     assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     assert (

@@ -57,6 +57,9 @@ class AttentionMetadataBuilder(Generic[M]):
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
         self.vllm_config, self.device = vllm_config, device
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
+
 
 @dataclass
 class CommonAttentionMetadata:
@@ -141,9 +144,6 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[M]):
         lens = common_attn_metadata.query_start_loc_cpu.diff()
         decodes = int((lens <= 1).sum())
         return self.metadata_cls(decodes, decodes, len(lens) - decodes)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        return self.build(0, common_attn_metadata)
 
 
 class MLACommonImpl(Generic[M]):

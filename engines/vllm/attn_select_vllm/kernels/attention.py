@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.backend import Own, OwnSteps
 from attn_select_vllm.kernels.batch import common_of
-from attn_select_vllm.kernels.binding import Groups, Layer, on_device
+from attn_select_vllm.kernels.binding import Groups, Layer
 from attn_select_vllm.kernels.cache_views import LAYOUT, own_shape, own_view
 from attn_select_vllm.kernels.limits import attention_types, standard_caches
 from attn_select_vllm.layers import config_of, scales_per_head
@@ -51,14 +51,6 @@ class OwnBuilder(OwnSteps, AttentionMetadataBuilder[Metadata]):
         """Return the metadata of a step; what requests share is read once by no kernel here."""
         common = common_of(common_attn_metadata, self.block_size, self.reorder_batch_threshold)
         return Metadata(self.groups.build(common, fast_build, self._capturing))
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
-        """Return what a graph is captured with, by ``build``: vLLM's cross-attention gives it the encoder's lengths."""
-        self._capturing = True
-        try:
-            return self.build(0, common_attn_metadata)
-        finally:
-            self._capturing = False
 
 
 class OwnImpl(AttentionImpl[Metadata]):
@@ -112,7 +104,7 @@ class OwnImpl(AttentionImpl[Metadata]):
             LAYOUT,
             config,
             scale=self.scale,
-            alibi_slopes=on_device(alibi_slopes, torch.get_default_device()),
+            alibi_slopes=None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
             sinks=sinks,
         )
         self.storage_dtype = storage_dtype(config.cache_dtype)

@@ -81,6 +81,14 @@ class OwnSteps:
         """Return what the layers' plans can capture; of MLA those of decodes, since prefills are never captured."""
         return graph_support(vllm_config)
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Return what a graph is captured with, by ``build``: vLLM's cross-attention gives it the encoder's lengths."""
+        self._capturing = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
+        finally:
+            self._capturing = False
+
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
         """Return the metadata of a step that drafts."""
         return self.build(0, of_drafts(common_attn_metadata, self.vllm_config), fast_build=True)  # type: ignore[attr-defined]

@@ -47,15 +47,13 @@ logger = init_logger("vllm.attn_select")
 def selected(backends: Mapping[Phase, str], config: AttentionConfig, layout: str) -> Selection:
     """Return the selection of backends that were decided on before, in vLLM's layout of the cache."""
     # Raises NoBackendError where one cannot run the layers, or does not read the layout.
-    wanted = [f"{phase}={backend}" for phase, backend in backends.items()]
     device = "cpu" if current_platform.is_cpu() else None
+    wanted = [f"{phase}={backend}" for phase, backend in backends.items()]
     selection = select(config, device, rules_in_an_engine(), backend=wanted)
-    missing = [phase for phase in backends if selection.backends[phase] is None]
-    if missing:
-        names = " and ".join(dict.fromkeys(backends[phase] for phase in missing))
-        raise NoBackendError(f"{names} cannot run {' and '.join(missing)}\n{selection.explain()}", selection)
     # Of MLA the prefills are vLLM's own, whatever attn-select has for them.
     served = {phase: selection.backends[phase] for phase in backends}
+    if None in served.values():
+        selection.require()
     selection = replace(selection, backends=served, kv_layout=layout if config.has_cache else None)
     for phase, plan in selection.plans.items():
         if config.has_cache and layout not in plan.kv_layouts:
@@ -209,10 +207,3 @@ def _group(layer: Layer, block_size: int | None, vllm_config: VllmConfig, device
         context_parallel=ranks,
         cuda_graphs=device.type == "cuda" and mode is not None and bool(mode.has_full_cudagraphs()),
     )
-
-
-def on_device(values: Sequence[float] | Tensor | None, device: torch.device) -> Tensor | None:
-    """Return a layer's slopes or sinks on the device where it runs."""
-    if values is None or isinstance(values, Tensor):
-        return values
-    return torch.tensor(values, dtype=torch.float32, device=device)

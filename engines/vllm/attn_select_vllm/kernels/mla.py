@@ -74,15 +74,6 @@ class OwnMLABuilder(OwnSteps, MLACommonMetadataBuilder[OwnMLAMetadata]):
             max_seq_len=-(-common.max_seq_len // self.dcp_virtual_block_size) * step,
         )
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OwnMLAMetadata:
-        """Return what a graph is captured with: decodes alone."""
-        self._capturing = True
-        try:
-            captured: OwnMLAMetadata = super().build_for_cudagraph_capture(common_attn_metadata)
-            return captured
-        finally:
-            self._capturing = False
-
 
 class OwnMLAImpl(MLACommonImpl[OwnMLAMetadata]):
     """Runs one layer; ``backend`` is as of ``Own``."""
