@@ -138,6 +138,14 @@ def test_flags_that_not_every_kind_takes() -> None:
     assert found.warnings == ()
 
 
+def test_mla_keeps_the_dims_of_a_model_that_has_it() -> None:
+    found = load("minicpm3-4b").layer_kinds(overrides={"mla": True})
+    assert (found.configs, found.unused) == (load("minicpm3-4b").layer_kinds().configs, ("mla",))
+    by_hand = load("llama-2-7b").layer_kinds(overrides={"mla": True, "v_head_dim": 64})
+    (config,) = by_hand.attention_configs
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim, by_hand.unused) == (512, 64, 64, ())
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "field"),
     [

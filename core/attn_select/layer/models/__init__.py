@@ -170,7 +170,8 @@ def configs_from_model(
         tensor_parallel: ranks that share the query heads; KV heads below it are replicated, one per rank.
         device: decides the dtype where neither ``overrides`` nor the config do; None is one that has them all.
         overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
-            model's totals. A window, soft cap or top-k of 0 takes it away.
+            model's totals. A window, soft cap or top-k of 0 takes it away. ``mla`` (True) gives layers with keys and
+            values per head a latent, of DeepSeek-V3's dims where none are given.
 
     Raises:
         UnknownNameError: neither a preset, a path nor a cached repository; or an override is no field.

@@ -22,11 +22,12 @@ _CACHE_FIELDS = (
 """Flags that mean something only where there is a KV cache: encoders go without."""
 _SELF_FIELDS = (
     *(feature.field for feature in FEATURES if feature.belongs_to == "past"),
-    "sparse_top_k",
-    *MLA_DIMS,
+    *("sparse_top_k", "mla", *MLA_DIMS),
 )
 """Flags about a token's own past: not for the encoder and the cross-attention of an encoder-decoder model."""
 _ZERO_IS_NONE = (*(feature.field for feature in FEATURES if feature.off is None), "sparse_top_k")
+_DEEPSEEK_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""What ``mla`` alone means: DeepSeek-V2's and V3's (arXiv 2405.04434, table 1; 2412.19437, section 4.2)."""
 _FLAGS = {
     "num_heads": ("num_attention_heads", "--num-heads"),
     "num_kv_heads": ("num_key_value_heads", "--num-kv-heads"),
@@ -51,13 +52,13 @@ def build(
     fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
     them are totals, which tensor parallelism then divides.
     """
-    known = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields))
+    known = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields, "mla"))
     for field in overrides:
         if field not in known:
             raise UnknownNameError("field", str(field), list(known))
     rows: dict[tuple[str, AttentionConfig | StateConfig], list[int]] = {}
     used: set[str] = set()
-    of_attention = {field: value for field, value in overrides.items() if field in AttentionConfig.model_fields}
+    of_attention = {f: value for f, value in overrides.items() if f == "mla" or f in AttentionConfig.model_fields}
     for layer, places in layers:
         if isinstance(layer, StateLayer):
             of_a_state, names = state_config(layer, where, tensor_parallel_size, dtype, overrides)
@@ -124,6 +125,12 @@ def _override(values: dict[str, Any], overrides: Mapping[str, Any], of_a_model: 
     if of_a_model and attn_type in ("encoder", "encoder_decoder") and "attn_type" not in overrides:
         skipped += _SELF_FIELDS
     given = {field: value for field, value in overrides.items() if field not in skipped and field != "dtype"}
+    used = set(given)
+    if given.pop("mla", False):
+        if "kv_lora_rank" in values:  # the model's own dims stay
+            used.remove("mla")
+        else:
+            given = _DEEPSEEK_DIMS | given
     heads = given.get("num_heads")
     if heads is not None and "num_kv_heads" not in given and values.get("num_kv_heads") == values.get("num_heads"):
         values.pop("num_kv_heads", None)  # one KV head per query head stays so
@@ -134,7 +141,7 @@ def _override(values: dict[str, Any], overrides: Mapping[str, Any], of_a_model: 
     for field in _ZERO_IS_NONE:
         if type(values.get(field)) in (int, float) and values[field] == 0:
             del values[field]
-    return set(given)
+    return used
 
 
 def _check_complete(values: Mapping[str, Any], where: str, overrides: Mapping[str, Any]) -> None:
