@@ -11,7 +11,7 @@ from attn_select.layer.features import FEATURES
 from attn_select.layer.models.build_state import state_config
 from attn_select.layer.models.checkpoint_cache import CheckpointCache
 from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, StateLayer
-from attn_select.layer.models.shares import divides
+from attn_select.layer.models.shares import divides, valid_ranks
 from attn_select.layer.state import StateConfig
 
 _CACHE_FIELDS = (
@@ -169,13 +169,12 @@ def _divide(values: dict[str, Any], ranks: int) -> None:
     if "kv_lora_rank" in values:
         kv_heads = None  # the latent is the same on all ranks
     if not divides(ranks, heads, kv_heads):
-        valid = [n for n in range(1, min(heads, 4096) + 1) if divides(n, heads, kv_heads)]
         at_fault = "num_heads" if heads % ranks else "num_kv_heads"
         problem = "does not divide" if heads % ranks else "neither divides nor is a multiple of"
         raise ConfigError(
             f"tensor_parallel_size = {ranks} {problem} {at_fault} = {values[at_fault]}",
             fields=["tensor_parallel_size", at_fault],
-            hint=f"valid: {', '.join(map(str, valid))}",
+            hint=valid_ranks(heads, kv_heads),
         )
     values["num_heads"] = heads // ranks
     if kv_heads is not None:
