@@ -116,8 +116,12 @@ def capability_reasons(
     capabilities: Capabilities, config: AttentionConfig, device: Device, elsewhere: Sequence[Reason]
 ) -> list[Reason]:
     """Return what speaks against a layer, ``elsewhere`` of device and libraries; its kind of attention comes first."""
+    found: list[Reason] = []
+    accepted = capabilities.head_sizes.value
+    if capabilities.sort == config.sort and not accepted.accepts(config.head_size):
+        found.append(unsupported("head-size", "head size", config.head_size, str(accepted)))
     return [
-        *(_against_head_size(capabilities, config) if capabilities.sort == config.sort else ()),
+        *found,
         *_against_kind(capabilities, config),
         *elsewhere,
         *_against_types(capabilities, config, device),
@@ -125,13 +129,6 @@ def capability_reasons(
         *_beyond_ranks(config),
         *_against_features(capabilities, config),
     ]
-
-
-def _against_head_size(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:
-    accepted = capabilities.head_sizes.value
-    if accepted.accepts(config.head_size):
-        return []
-    return [unsupported("head-size", "head size", config.head_size, str(accepted))]
 
 
 def _against_kind(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:

@@ -20,9 +20,8 @@ from attn_select.machine.environment import Environment
 from attn_select.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from attn_select.times.choice import EvidenceUsed
+    from attn_select.times.choice import EvidenceUsed, Timing
     from attn_select.times.ranks import RankCosts
-    from attn_select.times.timing import Timing
     from attn_select.times.workload import Workload
 
 VerdictName = Literal["selected", "valid", "rejected"]

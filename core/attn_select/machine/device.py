@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from attn_select.errors import ConfigError, UnknownNameError, nearest, shorten
@@ -123,24 +123,11 @@ def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
     # A path, not importlib.resources: importing that takes longer than reading the file.
     with open(os.path.join(os.path.dirname(__file__), "gpus.json"), "rb") as file:
         rows = json.load(file)["gpus"]
-    return tuple(
-        (
-            Device(
-                name=row["name"],
-                compute_capability=tuple(row["compute_capability"]) if row["compute_capability"] else None,
-                full_name=row["full_name"],
-                sm_count=row["sm_count"],
-                memory_gib=row["memory_gib"],
-                bandwidth_gbps=row["bandwidth_gbps"],
-                bf16_tflops=row["bf16_tflops"],
-                fp8_tflops=row["fp8_tflops"],
-                source=row["source"],
-                arch=row.get("arch"),
-            ),
-            tuple(row["aliases"]),
-        )
-        for row in rows
-    )
+    found = []
+    for row in rows:
+        aliases, capability = row.pop("aliases"), row.pop("compute_capability")
+        found.append((Device(**row, compute_capability=tuple(capability) if capability else None), tuple(aliases)))
+    return tuple(found)
 
 
 def _fold(name: str) -> str:
@@ -235,8 +222,3 @@ def _nearest_names(text: str) -> list[str]:
     longer = [spelling for spelling in spellings if spelling.startswith(folded)]
     near = [*longer, *nearest(folded, spellings, limit=6)]
     return list(dict.fromkeys(spellings[spelling].name for spelling in near))[:3]
-
-
-def local_device(device: Device) -> Device:
-    """Return ``device`` marked as this machine's own."""
-    return replace(device, local=True)

@@ -34,13 +34,12 @@ Report = Callable[[str, int | None], None]
 
 
 @dataclass(slots=True)
-class Options:
-    """One ``[backends.NAME]`` table of a file, with its line and the line of each key."""
+class OptionsTable:
+    """A ``[backends.NAME]`` table, of one file or merged over the layers."""
 
-    values: dict[str, Any]
-    file: str
-    line: int | None
-    key_lines: dict[str, int | None]
+    values: dict[str, Any]  # option values by key
+    origin: tuple[str, int | None]  # file and line (None where unknown) of the table, in the last file that has one
+    origins: dict[str, tuple[str, int | None]]  # file and line that each key comes from
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Document:
     """What one file says; empty where it could not be understood."""
 
     rules: list[Rule] = field(default_factory=list)
-    options: dict[str, Options] = field(default_factory=dict)
+    options: dict[str, OptionsTable] = field(default_factory=dict)
     # per backend that a broken rule names: file, line, the rule in words, the name
     named: list[Named] = field(default_factory=list)
 
@@ -166,11 +165,11 @@ def _rules(
     return rules, named
 
 
-def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[str, Options]:
+def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[str, OptionsTable]:
     if not isinstance(tables, dict):
         report("backends must be written as [backends.NAME] tables", lines.of("backends"))
         return {}
-    options: dict[str, Options] = {}
+    options: dict[str, OptionsTable] = {}
     for backend, values in tables.items():
         line = lines.of("backends", backend)
         if not isinstance(values, dict):
@@ -182,8 +181,8 @@ def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[s
             text = f"backends.{shorten(backend)}.{shorten(key)} = {show(values[key])}: expected {accepted}"
             report(text, lines.of("backends", backend, key))
         if not wrong:
-            places = {key: lines.of("backends", backend, key) for key in values}
-            options[backend] = Options(values, file, line, places)
+            places = {key: (file, lines.of("backends", backend, key)) for key in values}
+            options[backend] = OptionsTable(values, (file, line), places)
     return options
 
 

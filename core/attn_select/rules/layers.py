@@ -8,11 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from attn_select.errors import RulesError
 from attn_select.machine import variables
-from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, problem_text, read_document, read_file
+from attn_select.rules.document import (
+    MOST_PROBLEMS,
+    Named,
+    OptionsTable,
+    Problem,
+    problem_text,
+    read_document,
+    read_file,
+)
 from attn_select.rules.rule import PACKAGED, Rule
 
 logger = logging.getLogger(__name__)
@@ -39,21 +46,11 @@ class Layer:
 
 
 @dataclass(slots=True)
-class BackendOptionsTable:
-    """A ``[backends.NAME]`` table merged over the layers."""
-
-    values: dict[str, Any] = field(default_factory=dict)  # option values by key
-    # file and line (None where unknown) that each key comes from
-    origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    origin: tuple[str, int | None] = ("", None)  # file and line of the table in the last file that has one
-
-
-@dataclass(slots=True)
 class RuleSet:
     """The effective rules."""
 
     rules: list[Rule] = field(default_factory=list)  # enabled rules, first layer to last, top-down within one
-    options: dict[str, BackendOptionsTable] = field(default_factory=dict)  # option tables by backend name
+    options: dict[str, OptionsTable] = field(default_factory=dict)  # option tables by backend name
     layers: list[Layer] = field(default_factory=list)  # every file that was looked for
     # one problem for each rule that disables a rule which no earlier layer has
     idle: list[Problem] = field(default_factory=list)
@@ -137,10 +134,10 @@ def read_rules(
                 text = f"rule {rule.name!r} disables nothing: no earlier file has a rule of this name"
                 rule_set.idle.append((rule.file, rule.line, text))
         for backend, options in document.options.items():
-            table = rule_set.options.setdefault(backend, BackendOptionsTable())
+            table = rule_set.options.setdefault(backend, options)
             table.values.update(options.values)
-            table.origin = (options.file, options.line)
-            table.origins.update({key: (options.file, line) for key, line in options.key_lines.items()})
+            table.origins.update(options.origins)
+            table.origin = options.origin
     rule_set.rules = [*by_name.values()]
     return rule_set, problems[:MOST_PROBLEMS]
 

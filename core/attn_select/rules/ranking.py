@@ -210,15 +210,12 @@ def _applied(rule: Rule, order: list[str]) -> list[str]:
 def _holds_here(
     condition: Condition, device: Device, environment: Environment, modules: Mapping[str, Sequence[str]]
 ) -> bool:
-    value: Any
-    if condition.field == "gpu":
-        value = device.name
-    elif condition.field == "cuda":
+    if condition.scope == "device":
+        return holds_on(condition, device)
+    if condition.field == "cuda":
         value = environment.cuda
-    elif condition.field.startswith(PREFIX):
-        value = _library_version(condition.field.removeprefix(PREFIX), environment, modules)
     else:
-        value = getattr(device, condition.field)
+        value = _library_version(condition.field.removeprefix(PREFIX), environment, modules)
     return value is not None and condition.matches(value)
 
 

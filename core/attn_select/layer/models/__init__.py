@@ -134,16 +134,6 @@ class ModelSource:
     raw: dict[str, Any]
     source: str
 
-    def layer_kinds(
-        self,
-        *,
-        tensor_parallel_size: int = 1,
-        device: Device | None = None,
-        overrides: Mapping[str, Any] | None = None,
-    ) -> LayerKinds:
-        """Return the distinct layers of the model, as ``configs_from_model``."""
-        return layer_kinds(self, tensor_parallel_size=tensor_parallel_size, device=device, overrides=overrides)
-
 
 def configs_from_model(
     model: object,
@@ -178,7 +168,7 @@ def configs_from_model(
         ModelError: the config cannot be read or does not describe attention layers.
         ConfigError: an override or the number of ranks contradicts the model.
     """
-    return load(model).layer_kinds(tensor_parallel_size=tensor_parallel, device=device, overrides=overrides)
+    return layer_kinds(load(model), tensor_parallel_size=tensor_parallel, device=device, overrides=overrides)
 
 
 def load(model: object) -> ModelSource:
@@ -232,7 +222,7 @@ def layer_kinds(
 ) -> LayerKinds:
     """Return ``source``'s layer kinds; without a source the one layer that ``overrides`` alone describe.
 
-    As ``ModelSource.layer_kinds``.
+    As ``configs_from_model``.
     """
     from attn_select.layer.config import AttentionConfig
     from attn_select.layer.dtypes import canonical

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.config import MLA_DIMS, AttentionConfig
 from attn_select.layer.features import FEATURES
 from attn_select.layer.models.build_state import state_config
 from attn_select.layer.models.checkpoint_cache import CheckpointCache
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, StateLayer
+from attn_select.layer.models.layer_kind import Layer, StateLayer
 from attn_select.layer.models.shares import divides, valid_ranks
 from attn_select.layer.state import StateConfig
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from attn_select.errors import ModelError, show
+from attn_select.layer.config import MLA_DIMS
 from attn_select.layer.models import layer_types as types
 from attn_select.layer.models import variants
 from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.kv_sharing import sharing
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, Sparse, StateLayer
+from attn_select.layer.models.layer_kind import Layer, Reading, Sparse, StateLayer
 from attn_select.layer.models.sizes import head_size
 from attn_select.layer.models.state_layers import state_layer
 from attn_select.layer.models.text import first_architecture
