@@ -14,6 +14,10 @@ from typing import Any
 
 from attn_select.errors import ConfigError, UnknownNameError, nearest, shorten
 
+_IN_JSON = (
+    *("name", "full_name", "compute_capability", "arch", "sm_count", "memory_gib", "bandwidth_gbps", "local", "source"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -57,17 +61,8 @@ class Device:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ``device`` object of the JSON output."""
-        return {
-            "name": self.name,
-            "full_name": self.full_name,
-            "compute_capability": None if self.arch else self.capability_text,
-            "arch": self.arch,
-            "sm_count": self.sm_count,
-            "memory_gib": self.memory_gib,
-            "bandwidth_gbps": self.bandwidth_gbps,
-            "local": self.local,
-            "source": self.source,
-        }
+        values = {name: getattr(self, name) for name in _IN_JSON}
+        return {**values, "compute_capability": None if self.arch else self.capability_text}
 
 
 CPU = Device("cpu", None, full_name="CPU of this machine", local=True, source="this machine")

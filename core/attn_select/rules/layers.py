@@ -103,7 +103,10 @@ def load_rules(
     """Read and merge every layer."""
     rule_set, problems = read_rules(extra, instead, working_directory)
     if problems:
-        raise _error(problems)
+        lines = [*map(problem_text, problems)]
+        shown = lines[0] if len(lines) == 1 else f"{len(lines)} errors in rules files\n  " + "\n  ".join(lines[:20])
+        hint = "`attn-select rules check` lists all problems; `attn-select rules path` lists the files"
+        raise RulesError(shown, problems=problems, hint=hint)
     return rule_set
 
 
@@ -142,13 +145,6 @@ def read_rules(
     return rule_set, problems[:MOST_PROBLEMS]
 
 
-def _error(problems: list[Problem]) -> RulesError:
-    lines = [*map(problem_text, problems)]
-    shown = lines[0] if len(lines) == 1 else f"{len(lines)} errors in rules files\n  " + "\n  ".join(lines[:20])
-    hint = "`attn-select rules check` lists all problems; `attn-select rules path` lists the files"
-    return RulesError(shown, problems=problems, hint=hint)
-
-
 def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _NOTHING_INSTEAD) -> list[bytes | None]:
     """Set the state of every layer; return the contents of those whose state is ``read``."""
     contents: list[bytes | None] = []
@@ -164,7 +160,9 @@ def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _
         if contents[index] is None:
             continue
         # The same file again as a stronger layer says everything that this one says.
-        stronger = next((other.kind for other in layers[index + 1 :] if _same_file(layer, other)), None)
+        others = [other for other in layers[index + 1 :] if other.state == "read"]
+        here = os.path.realpath(layer.path)
+        stronger = next((other.kind for other in others if os.path.realpath(other.path) == here), None)
         if layer.kind == WORKING_DIRECTORY and contents[index] == contents[0]:
             layer.state = "skipped: identical to the packaged rules"
         elif stronger is not None:
@@ -187,10 +185,6 @@ def _foreign(layers: list[Layer]) -> list[Problem]:
     here = os.geteuid()
     text = f"its rules are followed, but it belongs to another user: uid {owner}, where this process has uid {here}"
     return [] if owner == here else [(str(path), None, text)]
-
-
-def _same_file(one: Layer, other: Layer) -> bool:
-    return other.state == "read" and os.path.realpath(one.path) == os.path.realpath(other.path)
 
 
 def _read(layer: Layer, instead: Instead) -> bytes | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
@@ -165,26 +165,12 @@ def holds_for_config(condition: Condition, config: LayerConfig) -> bool:
     value = getattr(config, condition.field, _ABSENT)
     if value is _ABSENT:
         return False
-    if condition.field in _VALUES:
-        value = _VALUES[condition.field](config)
+    if condition.field == "kv_cache_dtype":
+        # ``auto`` and the dtype that it stands for are the same cache, so a rule may name either.
+        value = ("auto", config.dtype) if value in ("auto", config.dtype) else (value,)
+    elif condition.field in OF_NAMES:
+        value = (value,)
     return condition.unset if value is None else condition.matches(value)
-
-
-def _kv_cache_names(config: Any) -> tuple[str, ...]:
-    """``auto`` and the dtype that it stands for are the same cache, so a rule may name either."""
-    return ("auto", config.dtype) if config.kv_cache_dtype in ("auto", config.dtype) else (config.kv_cache_dtype,)
-
-
-def _as_names(field: str) -> Callable[[Any], tuple[str, ...]]:
-    get = attrgetter(field)
-    return lambda config: (get(config),)
-
-
-_VALUES: dict[str, Callable[[Any], Any]] = {
-    "kv_cache_dtype": _kv_cache_names,
-    **{field: _as_names(field) for field in OF_NAMES if field != "kv_cache_dtype"},
-}
-"""How to read the fields that a rule matches by names."""
 
 
 def holds_for(condition: Condition, config: LayerConfig, device: Device) -> bool:

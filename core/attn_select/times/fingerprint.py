@@ -68,20 +68,21 @@ def _versions(names: Sequence[str], environment: Environment) -> dict[str, str]:
 
 def stale_parts(recorded: Fingerprint, now: Fingerprint) -> list[str]:
     """Return in words which parts are others now; nothing: the times are of the kernels that are here, or alike."""
-    changed = [name for name, was in recorded.items() if not _alike(name, was, now.get(name, was))]
+    here = {name: now.get(name, was) for name, was in recorded.items()}
+    changed = [
+        name
+        for name, was in recorded.items()
+        if was != here[name] and not any({was, here[name]} <= {*each["releases"]} for each in _alike().get(name, ()))
+    ]
     return [
         "its own kernels or schedules changed" if name == SOURCES else f"{name} {recorded[name]}, now {now[name]}"
         for name in changed
     ]
 
 
-def _alike(name: str, was: str, now: str) -> bool:
-    """Whether two releases of a library are one, or were measured to be alike."""
-    return was == now or any({was, now} <= set(each["releases"]) for each in _measured_alike().get(name, ()))
-
-
 @functools.cache
-def _measured_alike() -> dict[str, list[dict[str, list[str]]]]:
+def _alike() -> dict[str, list[dict[str, list[str]]]]:
+    """Return which releases of a library were measured to be alike."""
     found: dict[str, list[dict[str, list[str]]]] = tomllib.loads(ALIKE.read_text(encoding="utf-8"))
     return found
 

@@ -66,7 +66,6 @@ def features_of(config: LayerConfig, batch: BatchShape, rates: Rates) -> StepFea
 class Near:
     """A measured workload beside the one that is asked about."""
 
-    likeness: float  # from 0 to 1, where 1 is the same features
     times_us: Mapping[str, float]
     # seconds of the first call with a cold disk cache, by backend; without what is not known
     first_call_s: Mapping[str, float]
@@ -110,13 +109,13 @@ class _Family:
         here = [features.values[name] * scale for name, scale in self.scales.items()]
         return [math.exp(-distance) for distance in map(math.dist, self.places, repeat(here))]
 
-    def measured(self, index: int, likeness: float) -> Near:
+    def measured(self, index: int) -> Near:
         """Return a measured workload."""
         known = {
             key: {name: value for name, each in self.backends.items() if (value := each[key][index]) is not None}
             for key in ("times_us", "first_call_s", "workspace_bytes", "host_us")
         }
-        return Near(likeness, **known)
+        return Near(**known)
 
 
 class Survey:
@@ -172,8 +171,7 @@ class Survey:
         family = self._families.get(family_of(config) or "")
         if family is None:
             return []
-        _, likeness, nearest = self._place(family, config, batch)
-        return [family.measured(index, likeness[index]) for index in nearest]
+        return [family.measured(index) for index in self._place(family, config, batch)[2]]
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  # who asks for a step's times asks for the nearest workloads next
     def _place(self, family: _Family, config: Any, batch: BatchShape) -> tuple[StepFeatures, list[float], list[int]]:
