@@ -33,31 +33,6 @@ __all__ = [
     "presets",
 ]
 
-_ESSENTIAL = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "encoder_layers",
-    "decoder_layers",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "num_key_value_heads",
-    "sliding_window",
-    "index_topk",
-    "num_kv_shared_layers",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_heads",
-    "linear_head_dim",
-    "mamba_num_heads",
-    "mamba_head_dim",
-    "mamba_groups",
-    "mamba_state_size",
-)
-"""Fields that decide what a layer asks for: worth a word where a class default had to stand in."""
-
 
 @dataclass(slots=True)
 class LayerKind:
@@ -297,13 +272,15 @@ def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
 
 
 def _read(raw: dict[str, Any], where: str, drafts: bool) -> tuple[Fields, Reading]:
+    from attn_select.layer.models.data_files import defaults
     from attn_select.layer.models.readers import read
     from attn_select.layer.models.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
     reading = read(fields, is_mm_prefix(raw, fields), drafts)
     reading.notes[:0] = notes
-    if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL and value is not None}:
+    essential = defaults()["essential"]
+    if taken := {name: value for name, value in fields.defaulted.items() if name in essential and value is not None}:
         values = ", ".join(f"{name} = {value}" for name, value in taken.items())
         reading.notes.append(f"not in the config, so the class defaults of {fields.family.model_type}: {values}")
     return fields, reading

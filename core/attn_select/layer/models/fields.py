@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from attn_select.errors import ModelError, show
-from attn_select.layer.models.data_files import Family
+from attn_select.layer.models.data_files import Family, defaults
 
 MAX_LAYERS = 10_000
-_NAMES: Mapping[str, Sequence[str]] = {
-    "hidden_size": ("hidden_size", "d_model", "n_embd", "n_embed", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    "num_key_value_heads": (
-        "num_key_value_heads",
-        "num_kv_heads",
-        "n_head_kv",
-        "num_attention_groups",
-        "attn_config.kv_n_heads",
-    ),
-    "num_nextn_predict_layers": (
-        "num_nextn_predict_layers",
-        "mtp_num_hidden_layers",
-        "num_mtp_modules",
-        "num_mtp_layers",
-        "mtp_config.num_nextn_predict_layers",
-    ),
-    "head_dim": ("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head"),
-}
-"""The names that config classes use for one thing (their ``attribute_map``; vLLM's ``CONFIG_FIELD_ALIASES``, and
-``hf_config_override`` of its config/speculative.py)."""
 
 
 class Fields:
@@ -60,7 +38,7 @@ class Fields:
     def _find(self, field: str) -> tuple[str, Any]:
         """Return the name under which ``field`` was found, and its value."""
         null = None
-        for name in self.family.names.get(field) or _NAMES.get(field, (field,)):
+        for name in self.family.names.get(field) or defaults()["names"].get(field, (field,)):
             value = self.raw.get(name, self)  # self: nothing there
             if value is self and "." in name:
                 outer, _, inner = name.partition(".")

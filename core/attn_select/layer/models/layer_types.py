@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attn_select.errors import ModelError
+from attn_select.layer.models.data_files import defaults
 from attn_select.layer.models.fields import MAX_LAYERS, Fields
 from attn_select.layer.models.unserved import KINDS
 
@@ -19,18 +20,6 @@ LINEAR, CONV = "linear_attention", "conv"
 HYBRID = "hybrid"
 """Attention and a state in one layer."""
 
-_SPELLINGS = {
-    "attention": FULL,
-    "global": FULL,
-    "local": SLIDING,
-    "deepseek_sparse_attention": INDEXED,
-    "qwen_sparse_attention": INDEXED,
-    "minimax_m3_sparse": "msa",
-    "mamba": LINEAR,
-    "mamba2": LINEAR,
-    "recurrent": LINEAR,
-    "hybrid_sliding": SLIDING,
-}
 ATTENTION = (FULL, SLIDING, CHUNKED, INDEXED, HYBRID, CROSS)
 NO_ATTENTION = ("moe", "mlp", "none")
 """Layers of neither attention nor a state; ``none``: attention that was taken out of a model (Nemotron-NAS)."""
@@ -82,7 +71,8 @@ def draft_types(fields: Fields, kinds: list[str]) -> list[str]:
     count = fields.integer(DRAFT_LAYERS, 0, MAX_LAYERS) or 0
     listed = fields.list_of(str, "layer_types", "layer types") or []
     if len(listed) == len(kinds) + count:
-        return [_own(fields, _SPELLINGS.get(entry, entry)) for entry in listed[len(kinds) :]]
+        spelled = defaults()["spellings"]
+        return [_own(fields, spelled.get(entry, entry)) for entry in listed[len(kinds) :]]
     last = next((kind for kind in reversed(kinds) if kind in ATTENTION or kind in KINDS), None)
     return [kind] * count if (kind := fields.family.drafts or last) else []
 
@@ -95,7 +85,8 @@ def _checked(fields: Fields, name: str, listed: list[str]) -> list[str]:
         raise fields.wrong(name, listed, f"from 1 to {MAX_LAYERS} layer types")
     if count is not None and fields.family.layers[0] != "nemotron_h" and len(listed) not in (count, count + extra):
         raise ModelError(f"{fields.where}: {name} has {len(listed)} entries for num_hidden_layers = {count}")
-    known = {entry: _SPELLINGS.get(entry, entry) for entry in set(listed)}
+    spelled = defaults()["spellings"]
+    known = {entry: spelled.get(entry, entry) for entry in set(listed)}
     for entry, kind in known.items():
         if kind not in (*ATTENTION, *NOT_ATTENTION, *UNSUPPORTED, *KINDS, *fields.family.spellings):
             accepted = ", ".join(dict.fromkeys((*ATTENTION, *NOT_ATTENTION, *fields.family.spellings)))
@@ -256,7 +247,7 @@ def _attention_types(fields: Fields) -> list[str]:
     for group in groups if isinstance(groups, list) else [groups]:
         match group:
             case [[*names], int(times)] if 0 <= times <= MAX_LAYERS and all(n in ("global", "local") for n in names):
-                kinds += [_SPELLINGS[name] for name in names * min(times, count)]
+                kinds += [defaults()["spellings"][name] for name in names * min(times, count)]
             case _:
                 raise fields.wrong("attention_types", groups, "a list like [[['global', 'local'], 12]]")
     if len(kinds) < count:

@@ -12,20 +12,11 @@ from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.layer_kind import StateLayer
 from attn_select.layer.models.sizes import head_size
 
-NO_RECURRENCE = {
-    "jamba": "Mamba-1, whose state decays by another number in every place",
-    "zamba": "Mamba-1, whose state decays by another number in every place",
-    "recurrent_gemma": "RG-LRU, whose state is one number per channel",
-    "lfm2": "short convolutions without a recurrence",
-    "lfm2_moe": "short convolutions without a recurrence",
-}
-"""By model type: what its layers without attention are, where no ``StateConfig`` describes them."""
-
 
 def state_layer(fields: Fields) -> StateLayer | str:
     """Return what the state layers of a model ask for, or why no ``StateConfig`` describes them."""
-    if (what := NO_RECURRENCE.get(fields.family.model_type)) is not None:
-        return what
+    if fields.family.no_recurrence is not None:
+        return fields.family.no_recurrence
     read = _READERS.get(fields.family.state or "")
     return "a recurrence that is not known" if read is None else read(fields)
 
