@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 from attn_select.decide.shared_cache import kernel_block_sizes
 from attn_select.layer import layouts
-from attn_select.layer.cache_format import CacheFormat
+from attn_select.layer.cache_format import CacheFormat, StateFormat
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import ConfigT
 from attn_select.layer.state import StateConfig
-from attn_select.layer.state_format import StateFormat
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules.rule import Rule

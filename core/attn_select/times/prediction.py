@@ -22,10 +22,10 @@ from heapq import nlargest
 from itertools import repeat
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from attn_select.errors import MeasurementError, printable
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig, Sort
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device, find_gpu
 from attn_select.times.batch_shape import BatchShape
@@ -40,19 +40,10 @@ PACKAGED_FOLDER = Path(__file__).parent / "surveys"
 NEAREST = 8
 """Measured workloads that a prediction is explained by, and one of which its backend must have been timed on."""
 
-Family = Literal["attention", "mla", "sparse_mla", "state"]
-"""Layers whose backends are others."""
 
-
-def family_of(config: LayerConfig) -> Family | None:
-    """Return which family a layer is of; None of one that no survey times."""
-    if not isinstance(config, AttentionConfig):
-        return "state"
-    if config.attn_type != "decoder":
-        return None
-    if config.mla:
-        return "sparse_mla" if config.sparse else "mla"
-    return "attention"
+def family_of(config: LayerConfig) -> Sort | None:
+    """Return which family a layer is of, whose backends are others; None of one that no survey times."""
+    return None if isinstance(config, AttentionConfig) and config.attn_type != "decoder" else config.sort
 
 
 def features_of(config: LayerConfig, batch: BatchShape, rates: Rates) -> StepFeatures:

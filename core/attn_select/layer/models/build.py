@@ -96,23 +96,10 @@ def kind_of(config: AttentionConfig) -> str:
 
 def _values(layer: Layer) -> dict[str, Any]:
     """Return the fields of ``AttentionConfig`` that a layer sets, head counts still the model's totals."""
-    values: dict[str, Any] = {
-        "num_heads": layer.num_heads,
-        "num_kv_heads": layer.num_kv_heads,
-        "head_size": layer.head_size,
-        "v_head_size": layer.v_head_size if layer.v_head_size != layer.head_size else None,
-        "attn_type": layer.attn_type,
-        "sliding_window": layer.sliding_window,
-        "attention_chunk_size": layer.attention_chunk_size,
-        "logits_soft_cap": layer.logits_soft_cap,
-        "alibi": layer.alibi,
-        "sinks": layer.sinks,
-        "position_bias": layer.position_bias,
-        "dual_chunk": layer.dual_chunk,
-        "mm_prefix": layer.mm_prefix,
-        "sparse_top_k": layer.sparse_top_k,
-        **dict(zip(MLA_DIMS, layer.mla or (), strict=False)),
-    }
+    values = layer._asdict()
+    values |= zip(MLA_DIMS, values.pop("mla") or (), strict=False)
+    if layer.v_head_size == layer.head_size:
+        del values["v_head_size"]
     return {field: value for field, value in values.items() if value is not None}
 
 

@@ -44,13 +44,10 @@ def find_path(name: str) -> str | None:
 
 def _unknown_repository(name: str) -> ModelError:
     """Return the error for ``org/name`` that is nowhere: it says how to get its config.json."""
-    base = name.rpartition("/")[2]
-    near = nearest(base, preset_rows())
-    known = f"; presets like it: {', '.join(near)}" if near else ""
     text = f"{shorten(name)}: no such file or folder, no preset and no cached repository has this name"
     where = shorten(hub_cache.cache_folder(), 200)
     got = f"`hf download {name} config.json` puts it into {where}, where it is found by this name"
-    return ModelError(text, hint=f"{got} (nothing is downloaded here), or give the path of a config.json{known}")
+    return ModelError(text, hint=f"{got} (nothing is downloaded here), or give the path of a config.json{_like(name)}")
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -58,11 +55,13 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _hint(name: str) -> str:
-    base = name.rstrip("/").rpartition("/")[2].removesuffix("/config.json")
-    near = nearest(base, preset_rows())
-    known = f"; presets like it: {', '.join(near)}" if near else ""
     cache = f"repositories in {shorten(hub_cache.cache_folder(), 200)} are found by name, nothing is downloaded"
-    return f"give the path of a config.json or of its folder ({cache}){known}"
+    return f"give the path of a config.json or of its folder ({cache}){_like(name)}"
+
+
+def _like(name: str) -> str:
+    near = nearest(name.rstrip("/").rpartition("/")[2], preset_rows())
+    return f"; presets like it: {', '.join(near)}" if near else ""
 
 
 def _reason(error: Exception) -> str:
