@@ -157,11 +157,8 @@ class Outcome(Generic[ConfigT]):
     @property
     def plans(self) -> dict[Phase, BackendPlan]:
         """The plan of each phase that has a backend."""
-        found: dict[Phase, BackendPlan] = {}
-        for candidate in self.candidates:
-            for phase, verdict in candidate.phases.items():
-                if verdict.verdict == "selected" and verdict.plan is not None:
-                    found[phase] = verdict.plan
+        phases = [each for candidate in self.candidates for each in candidate.phases.items()]
+        found = {phase: v.plan for phase, v in phases if v.verdict == "selected" and v.plan is not None}
         return {phase: found[phase] for phase in self.backends if phase in found}
 
     def plans_by_backend(self, phases: Sequence[Phase] | None = None) -> dict[str, dict[Phase, BackendPlan]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,15 +147,11 @@ def _modules(package: str) -> dict[str, Path]:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package}", name=package)
-    root = next(iter(spec.submodule_search_locations))
+    root = Path(next(iter(spec.submodule_search_locations)))
     found: dict[str, Path] = {}
-    for folder, _, names in os.walk(root):
-        parts = os.path.relpath(folder, root).split(os.sep) if folder != root else []
-        for name in names:
-            stem, dot = os.path.splitext(name)
-            if dot == ".py":
-                module = ".".join([package, *parts, *([] if stem == "__init__" else [stem])])
-                found[module] = Path(folder, name)
+    for file in root.rglob("*.py"):
+        *folders, name = file.relative_to(root).with_suffix("").parts
+        found[".".join([package, *folders, *([] if name == "__init__" else [name])])] = file
     return found
 
 

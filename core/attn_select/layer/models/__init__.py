@@ -167,8 +167,8 @@ def load(model: object) -> ModelSource:
     name = os.fsdecode(model)
     if (path := source.find_path(name)) is not None:
         return _source(name, source.read_config(path), path)
-    if (row := find_preset(name)) is not None:
-        return _source(row["name"], deepcopy(row["config"]), row["source"])
+    if (preset := find_preset(name)) is not None:
+        return _source(preset.name, deepcopy(preset.config), preset.source)
     if (path := hub_cache.find_repository(name)) is not None:
         return _source(name, source.read_config(path), path)
     raise source.unknown(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from attn_select.errors import ModelError, UnknownNameError, nearest, shorten, show
 from attn_select.layer.models import hub_cache
-from attn_select.layer.models.presets import find_preset, preset_rows
+from attn_select.layer.models.presets import find_preset, presets
 
 MAX_BYTES = 16 * 1024 * 1024
 """The largest file that is read. Published config files have 500 bytes to 200 KB."""
@@ -60,7 +60,7 @@ def _hint(name: str) -> str:
 
 
 def _like(name: str) -> str:
-    near = nearest(name.rstrip("/").rpartition("/")[2], preset_rows())
+    near = nearest(name.rstrip("/").rpartition("/")[2], presets())
     return f"; presets like it: {', '.join(near)}" if near else ""
 
 
@@ -76,7 +76,7 @@ def unknown(name: str) -> UnknownNameError | ModelError:
         return ModelError(
             f"{shorten(name)}: this folder holds no config.json, and no preset has its name", hint=_hint(name)
         )
-    names = [*preset_rows()]
+    names = [*presets()]
     near = nearest(name, names)
     listing = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
     return UnknownNameError("model", name, names, hint=f"{listing} (or the path of a config.json)")
