@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from attn_select.layer import dtypes
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.config import MLA_DIMS, AttentionConfig
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.layouts import FP8_DS_MLA, MLA, bytes_per_slot, bytes_per_token
 from attn_select.layer.state import StateConfig
@@ -153,17 +153,7 @@ def _state_work(config: StateConfig, query_len: int, seq_len: int) -> StepWork:
 
 
 def _mla_dims(config: AttentionConfig) -> tuple[int, int, int, int]:
-    rank, nope, rope, value = (
-        config.kv_lora_rank,
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-        config.v_head_dim,
-    )
-    assert rank is not None
-    assert nope is not None
-    assert rope is not None
-    assert value is not None
-    return rank, nope, rope, value
+    return cast(tuple[int, int, int, int], tuple([getattr(config, name) for name in MLA_DIMS]))
 
 
 def step_work(config: LayerConfig, batch: BatchShape, *, attention_alone: bool = False) -> StepWork:

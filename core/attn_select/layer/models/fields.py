@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,9 +85,9 @@ class Fields:
         name, value = self._find(field)
         if value is None or value is False:
             return None
-        if type(value) not in (int, float) or not 0 <= (number := _float(value)) < math.inf:
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
             raise self.wrong(name, value, "a positive number, or null")
-        return number or None
+        return float(value) or None
 
     def flag(self, field: str) -> bool:
         """Return whether ``field`` is true; null is false."""
@@ -104,10 +104,3 @@ class Fields:
         if not isinstance(value, list) or any(type(entry) is not kind for entry in value):
             raise self.wrong(name, value, f"a list of {what}")
         return value
-
-
-def _float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

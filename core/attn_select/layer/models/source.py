@@ -10,6 +10,7 @@ from typing import Any
 from attn_select.errors import ModelError, UnknownNameError, nearest, shorten, show
 from attn_select.layer.models import hub_cache
 from attn_select.layer.models.presets import find_preset, presets
+from attn_select.machine.files import read_bounded
 
 MAX_BYTES = 16 * 1024 * 1024
 """The largest file that is read. Published config files have 500 bytes to 200 KB."""
@@ -102,7 +103,10 @@ def read_json(path: str) -> dict[str, Any]:
     is wanted.
     """
     where = shorten(path, 200)
-    data = _read(path, where)
+    try:
+        data = read_bounded(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{where}: {_reason(error)}") from None
     if not data.strip():
         raise ModelError(f"{where}: the file is empty")
     if b"\0" in data[:4]:
@@ -123,20 +127,6 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{where}: expected a JSON object, got {show(found)}")
     return found
-
-
-def _read(path: str, where: str) -> bytes:
-    try:
-        # Checked before it is opened: opening a named pipe would wait for a writer.
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{where}: not a regular file")
-        if status.st_size > MAX_BYTES:
-            raise ModelError(f"{where}: {status.st_size} bytes; a config.json has at most {MAX_BYTES}")
-        with open(path, "rb") as file:
-            return file.read(MAX_BYTES)
-    except OSError as error:
-        raise ModelError(f"{where}: {_reason(error)}") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
