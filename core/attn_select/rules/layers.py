@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from attn_select.errors import RulesError
 from attn_select.machine import variables
@@ -29,7 +28,6 @@ WORKING_DIRECTORY = "working directory"
 
 Instead = Mapping[str, bytes]
 """Contents to read in place of files, by the real path of each: rules as they would be after an edit."""
-_NOTHING_INSTEAD: Instead = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -97,7 +95,7 @@ def inspect_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
 
 def load_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    instead: Instead = _NOTHING_INSTEAD,
+    instead: Instead | None = None,
     working_directory: bool = True,
 ) -> RuleSet:
     """Read and merge every layer."""
@@ -112,7 +110,7 @@ def load_rules(
 
 def read_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    instead: Instead = _NOTHING_INSTEAD,
+    instead: Instead | None = None,
     working_directory: bool = True,
 ) -> tuple[RuleSet, list[Problem]]:
     """Read and merge every layer as far as it can be understood; return also what cannot (the first hundred)."""
@@ -145,7 +143,7 @@ def read_rules(
     return rule_set, problems[:MOST_PROBLEMS]
 
 
-def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _NOTHING_INSTEAD) -> list[bytes | None]:
+def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead | None = None) -> list[bytes | None]:
     """Set the state of every layer; return the contents of those whose state is ``read``."""
     contents: list[bytes | None] = []
     for layer in layers:
@@ -187,7 +185,7 @@ def _foreign(layers: list[Layer]) -> list[Problem]:
     return [] if owner == here else [(str(path), None, text)]
 
 
-def _read(layer: Layer, instead: Instead) -> bytes | None:
+def _read(layer: Layer, instead: Instead | None) -> bytes | None:
     """Return a file's content, None where an optional one does not exist."""
     try:
         content = instead.get(os.path.realpath(layer.path)) if instead else None

@@ -88,10 +88,8 @@ class Ranker:
         rules: Sequence[Rule],
         device: Device,
         environment: Environment,
-        registered: Sequence[str],
         modules: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        self._registered = registered
         here = [
             rule
             for rule in rules
@@ -109,12 +107,11 @@ class Ranker:
         self,
         config: LayerConfig,
         phases: Sequence[Phase],
-        registered: Sequence[str] | None = None,
+        registered: Sequence[str],
         batches: Mapping[Phase, Sequence[object]] | None = None,
     ) -> dict[Phase, Ranking]:
-        """Return the ranking of every phase."""
-        base = self._registered if registered is None else registered
-        return {phase: self._rank(config, phase, base, None if batches is None else batches[phase]) for phase in phases}
+        """Return the ranking of every phase; ``registered`` are the backends for such layers, best first."""
+        return {phase: self._rank(config, phase, registered, (batches or {}).get(phase)) for phase in phases}
 
     def _rank(
         self, config: LayerConfig, phase: Phase, base: Sequence[str], batches: Sequence[object] | None
