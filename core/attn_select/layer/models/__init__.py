@@ -248,7 +248,8 @@ def layer_kinds(
     if unused:
         lacking = "the layer has no such field"
         if where is not None:
-            lacking = f"no layer of {where} has {'it' if len(unused) == 1 else 'them'}"
+            what = "keys and values per head" if unused == ["mla"] else "it" if len(unused) == 1 else "them"
+            lacking = f"no layer of {where} has {what}"
         notes.append(f"{', '.join(unused)}: no effect, {lacking}")
     found = [
         LayerKind(kind, tuple(places), config, reading.sharing.owners(places, config.sort == "sparse_mla"))
