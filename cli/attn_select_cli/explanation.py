@@ -228,7 +228,7 @@ def build_explanations(
                 if len(models) * len(gpus) > 1 and not error.message.startswith(f"{model}: "):
                     error.message = f"{model or 'the layer'} on {gpu}: {error.message}"
                 raise
-    _refuse_idle(options, found)
+    _refuse_idle(found)
     return found
 
 
@@ -237,11 +237,11 @@ def build_explanation(options: Mapping[str, Any], *, unserved_alone: bool = Fals
     return build_explanations(options, [options["model"]], [options["gpu"]], unserved_alone=unserved_alone)[0]
 
 
-def _refuse_idle(options: Mapping[str, Any], found: list[Explanation]) -> None:
+def _refuse_idle(found: list[Explanation]) -> None:
     """Refuse an option that has no effect in any of the explanations."""
     idle = [field for field in found[0].unused if all(field in each.unused for each in found)]
     if idle:
-        flags = list(dict.fromkeys(flag_of(field, options) for field in idle))
+        flags = [flag_of(field) for field in idle]
         models = dict.fromkeys(each.model["name"] for each in found if each.model is not None)
         kinds = dict.fromkeys(layer.kind for each in found for layer in each.layers)
         kinds |= dict.fromkeys(layers.kind for each in found for layers in each.unserved)

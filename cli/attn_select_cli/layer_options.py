@@ -17,9 +17,6 @@ from attn_select_cli import complete
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What `--mla` alone means: the dims of DeepSeek-V2 and V3 (arXiv 2405.04434, table 1; 2412.19437, section 4.2).
-_DEEPSEEK_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-
 
 def _feature_option(feature: Feature) -> Callable[[Any], Any]:
     """Return the option by which a feature is asked for; its value is passed as the feature's field."""
@@ -60,7 +57,8 @@ _LAYER: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--mla",
         is_flag=True,
-        help="Multi-head latent attention, with DeepSeek-V3's dims where the next four are not given.",
+        help="Multi-head latent attention instead of keys and values per head, with DeepSeek-V3's dims where the next "
+        "four are not given.",
     ),
     click.option(
         "--recurrence",
@@ -269,20 +267,16 @@ def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return context.params, {k: v for k, v in context.params.items() if context.get_parameter_source(k) is given}
 
 
-def flag_of(field: str, options: Mapping[str, Any]) -> str:
+def flag_of(field: str) -> str:
     """Return the option that set a field."""
-    if field in _DEEPSEEK_DIMS and options.get(field) is None:
-        return "--mla"
     flags = {feature.field: feature.flag for feature in FEATURES}
     return flags.get(field, f"--{field.replace('_', '-')}")
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``AttentionConfig`` and ``StateConfig`` that the options set."""
+    """Return the overrides of a model that the options set, as ``configs_from_model`` takes them."""
     fields = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields))
     overrides = {field: options[field] for field in fields if options.get(field) is not None}
     if overrides.get("dtype") == "auto":
         del overrides["dtype"]
-    if options.get("mla"):
-        overrides = {**_DEEPSEEK_DIMS, **overrides}
-    return overrides
+    return {**overrides, "mla": True} if options.get("mla") else overrides

@@ -47,6 +47,8 @@ def test_names_of_phases_engines_and_recurrences_are_taken_in_any_case(run: Any)
         ((*KDA, "--block-size", "16"), "--block-size"),
         ((*KDA, "--dcp", "2"), "--dcp"),
         ((*KDA, "--mla"), "--mla"),
+        (("--model", "glm-5", "--gpu", "h100", "--mla"), "--mla"),
+        (("--model", "minicpm3-4b", "--gpu", "h100", "--mla", "--v-head-dim", "32"), "--mla"),
         (("--model", "bert-base", "--gpu", "h100", "--block-size", "16"), "--block-size"),
         (("--model", "bert-base", "--model", "modernbert-base", "--gpu", "h100", "--dcp", "2"), "--dcp"),
     ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +13,7 @@ from attn_select.machine import amx
 from attn_select.machine.amx import VARIABLE, WITHOUT_AMX, avoid_trapping_amx
 
 pytest.importorskip("torch")
+SaidAndState = Callable[..., tuple[list[str], str]]
 TRAP = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 NEVER = "import time; time.sleep(60)"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -34,13 +35,19 @@ def listed(tmp_path: Path) -> Path:
     return path
 
 
-def said_and_state(cpuinfo: Path, product: str, **options: Any) -> tuple[list[str], str]:
-    said: list[str] = []
-    return said, avoid_trapping_amx(said.append, cpuinfo=cpuinfo, product=product, **{"seconds": 600.0, **options})
+@pytest.fixture
+def said_and_state(monkeypatch: pytest.MonkeyPatch) -> SaidAndState:
+    def outcome(cpuinfo: Path, product: str, *, seconds: float = 600.0, try_it: bool = True) -> tuple[list[str], str]:
+        for name, value in (("CPUINFO", cpuinfo), ("PRODUCT", product), ("SECONDS", seconds)):
+            monkeypatch.setattr(amx, name, value)
+        said: list[str] = []
+        return said, avoid_trapping_amx(said.append, try_it=try_it)
+
+    return outcome
 
 
 @linux
-def test_a_child_that_dies_sets_the_variable_and_says_so(listed: Path) -> None:
+def test_a_child_that_dies_sets_the_variable_and_says_so(said_and_state: SaidAndState, listed: Path) -> None:
     said, state = said_and_state(listed, TRAP)
     assert state == "traps"
     assert os.environ[VARIABLE] == WITHOUT_AMX
@@ -50,7 +57,7 @@ def test_a_child_that_dies_sets_the_variable_and_says_so(listed: Path) -> None:
 
 @linux
 def test_the_answer_is_kept_until_the_next_boot(
-    listed: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    said_and_state: SaidAndState, listed: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert said_and_state(listed, TRAP)[1] == "traps"
     monkeypatch.delenv(VARIABLE)
@@ -66,7 +73,7 @@ def test_the_answer_is_kept_until_the_next_boot(
 
 
 @linux
-def test_a_child_without_an_answer_is_no_answer(listed: Path, empty_cache: Path) -> None:
+def test_a_child_without_an_answer_is_no_answer(said_and_state: SaidAndState, listed: Path, empty_cache: Path) -> None:
     for product in (NEVER, "raise SystemExit(3)"):
         said, state = said_and_state(listed, product, seconds=0.2)
         assert state == "unknown"
@@ -76,7 +83,9 @@ def test_a_child_without_an_answer_is_no_answer(listed: Path, empty_cache: Path)
 
 
 @linux
-def test_what_needs_no_child_runs_none(listed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_needs_no_child_runs_none(
+    said_and_state: SaidAndState, listed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert said_and_state(listed, TRAP, try_it=False) == ([], "untried")
     (tmp_path / "without").write_text("flags\t\t: fpu avx512f avx512_bf16\n")
     assert said_and_state(tmp_path / "without", TRAP) == ([], "not-listed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from decider import Decider
@@ -21,7 +22,7 @@ from attn_select.decide.text import (
     selection_text,
 )
 from attn_select.layer.config import AttentionConfig
-from attn_select.machine.device import Device, local_device
+from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.rule import parse_rule
@@ -91,7 +92,7 @@ def test_a_kernel_library_for_another_machine_needs_a_gpu(spec: MakeSpec) -> Non
     elsewhere = plain(layer_lines(decide(backends, order, pins={"the-kernel": "1"})))
     assert f"; try pip install --upgrade 'the-kernel>=2' ({distributions.NEEDS_GPU})\n" in elsewhere
     assert f"{distributions.install_command('attn-select-triton')}\n" in elsewhere
-    here = plain(layer_lines(decide(backends, order, device=local_device(H100), pins={"the-kernel": "1"})))
+    here = plain(layer_lines(decide(backends, order, device=replace(H100, local=True), pins={"the-kernel": "1"})))
     assert "; try pip install --upgrade 'the-kernel>=2'\n" in here
     assert distributions.NEEDS_GPU not in here
     smaller = plain(layer_lines(decide([spec("A")], order, GQA.model_copy(update={"block_size": 24}))))

@@ -28,8 +28,8 @@ def matches(
 ) -> bool:
     """Whether a rule with this ``when`` applies."""
     rule = parse_rule({"name": "r", "prefer": ["CHOSEN"], "when": when}, file="f", line=1, layer=0)
-    ranker = Ranker([rule], device, environment or Environment(assume_installed=True), ["OTHER"])
-    return ranker.rank(config, ["decode"])["decode"].order[0] == "CHOSEN"
+    ranker = Ranker([rule], device, environment or Environment(assume_installed=True))
+    return ranker.rank(config, ["decode"], ["OTHER"])["decode"].order[0] == "CHOSEN"
 
 
 def config(**changes: Any) -> AttentionConfig:
@@ -235,5 +235,5 @@ def test_one_of_several_values_that_matches_nothing_is_a_warning(written: Any, d
 def test_an_import_name_stands_for_its_distribution(name: str, version: str | None, expected: bool) -> None:
     rule = parse_rule({"name": "r", "deny": ["A"], "when": {"library": {name: "<0.6.99"}}}, file="f", line=1, layer=0)
     environment = Environment(assume_installed=True, pins={} if version is None else {"flashinfer-python": version})
-    ranker = Ranker([rule], H100, environment, ["A"], {"flashinfer": ("other-build", "flashinfer-python")})
-    assert bool(ranker.rank(PLAIN, ["decode"])["decode"].denied) is expected
+    ranker = Ranker([rule], H100, environment, {"flashinfer": ("other-build", "flashinfer-python")})
+    assert bool(ranker.rank(PLAIN, ["decode"], ["A"])["decode"].denied) is expected

@@ -211,9 +211,9 @@ def test_what_is_called_unreachable_never_wins(whens: list[tuple[dict[str, Any],
     winners = {
         rule.name
         for device in DEVICES
-        for ranker in [Ranker(rules, device, Environment(assume_installed=True), [])]
+        for ranker in [Ranker(rules, device, Environment(assume_installed=True))]
         for config in CONFIGS
-        for ranking in ranker.rank(config, PHASES).values()
+        for ranking in ranker.rank(config, PHASES, []).values()
         for rule in ranking.rules
     }
     assert not reported & winners

@@ -41,12 +41,12 @@ def rank(
         parse_rule({"name": f"r{index}", **alone(table), **table}, file="f", line=index + 1, layer=layer)
         for index, (table, layer) in enumerate(zip(tables, numbers, strict=True))
     ]
-    ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)[phase]
+    ranking = Ranker(rules, H100, NOTHING_KNOWN).rank(PLAIN, PHASES, REGISTERED)[phase]
     return ranking.order, set(ranking.denied)
 
 
 def test_without_rules_the_registered_order_stands() -> None:
-    ranking = Ranker([], H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)["decode"]
+    ranking = Ranker([], H100, NOTHING_KNOWN).rank(PLAIN, PHASES, REGISTERED)["decode"]
     assert (ranking.order, ranking.denied, ranking.rules, ranking.by_rule) == (REGISTERED, {}, [], False)
 
 
@@ -70,7 +70,7 @@ def test_what_a_priority_does_not_list_follows_in_the_registered_order() -> None
 
 def test_only_backends_of_the_layers_kind_follow() -> None:
     rule = parse_rule({"name": "r", "priority": ["C"]}, file="f", line=1, layer=0)
-    ranker = Ranker([rule], H100, NOTHING_KNOWN, REGISTERED)
+    ranker = Ranker([rule], H100, NOTHING_KNOWN)
     assert ranker.rank(PLAIN, ["decode"], ["A", "C", "E"])["decode"].order == ["C", "A", "E"]
 
 
@@ -123,7 +123,7 @@ def test_of_two_deny_rules_the_last_one_is_shown(layers: list[int]) -> None:
         parse_rule({"name": name, "deny": ["A"]}, file="f", line=line, layer=layer)
         for name, line, layer in zip(["first", "last"], [1, 2], layers, strict=True)
     )
-    ranking = Ranker([first, last], H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, ["decode"])["decode"]
+    ranking = Ranker([first, last], H100, NOTHING_KNOWN).rank(PLAIN, ["decode"], REGISTERED)["decode"]
     assert ranking.denied == {"A": last}
     assert ranking.rules == [first, last]
 
@@ -131,10 +131,10 @@ def test_of_two_deny_rules_the_last_one_is_shown(layers: list[int]) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_rule_for_auto_holds_for_a_cache_that_names_the_compute_dtype(dtype: str) -> None:
     rule = parse_rule({"name": "r", "prefer": ["E"], "when": {"kv_cache_dtype": "auto"}}, file="f", line=1, layer=0)
-    ranker = Ranker([rule], H100, NOTHING_KNOWN, REGISTERED)
+    ranker = Ranker([rule], H100, NOTHING_KNOWN)
     for stored in ("auto", "bfloat16", "float16", "fp8_e4m3"):
         config = PLAIN.model_copy(update={"dtype": dtype, "kv_cache_dtype": stored})
-        leads = ranker.rank(config, ["decode"])["decode"].order[0] == "E"
+        leads = ranker.rank(config, ["decode"], REGISTERED)["decode"].order[0] == "E"
         assert leads == (stored in ("auto", dtype))
 
 
@@ -144,7 +144,7 @@ def behind(tables: list[dict[str, Any]], layers: list[int], *unverified: str) ->
         parse_rule({"name": f"r{index}", **alone(table), **table}, file="f", line=index + 1, layer=layer)
         for index, (table, layer) in enumerate(zip(tables, layers, strict=True))
     ]
-    ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, PHASES)["decode"]
+    ranking = Ranker(rules, H100, NOTHING_KNOWN).rank(PLAIN, PHASES, REGISTERED)["decode"]
     return ranking.with_unverified_last(unverified).order
 
 
@@ -178,7 +178,7 @@ def test_the_rules_that_took_part_are_listed() -> None:
             {"name": "yes", "deny": ["B"], "when": {"gpu": "h100"}},
         )
     ]
-    ranking = Ranker(rules, H100, NOTHING_KNOWN, REGISTERED).rank(PLAIN, ["decode"])
+    ranking = Ranker(rules, H100, NOTHING_KNOWN).rank(PLAIN, ["decode"], REGISTERED)
     assert list(ranking) == ["decode"]
     assert [rule.name for rule in ranking["decode"].rules] == ["order", "yes"]
     assert ranking["decode"].denied["B"].name == "yes"
@@ -384,9 +384,9 @@ def test_ranking_agrees_with_the_model(
         files[-1].write_text("version = 1\n" + "".join(tables))
     loaded = load_rules(files)
     environment = Environment(assume_installed=True, pins=versions, cuda=cuda)
-    ranker = Ranker(loaded.rules, device, environment, REGISTERED)
+    ranker = Ranker(loaded.rules, device, environment)
     for config in CONFIGS:
-        found = ranker.rank(config, PHASES)
+        found = ranker.rank(config, PHASES, REGISTERED)
         for phase in PHASES:
             known = facts(config, device, versions, cuda)
             order, denied, taken = model(layers, known, config.dtype, phase)
@@ -401,10 +401,10 @@ def test_ranking_agrees_with_the_model(
 def test_ranking_depends_on_nothing_but_its_arguments(rules_file: Callable[..., Path]) -> None:
     """The same question twice, and in another order, gets the same answer: nothing is remembered in between."""
     path = rules_file('[[rules]]\nname = "p"\nprefer = ["E"]\nwhen = { num_heads = 16 }\n')
-    ranker = Ranker(load_rules([path]).rules, H100, NOTHING_KNOWN, REGISTERED)
+    ranker = Ranker(load_rules([path]).rules, H100, NOTHING_KNOWN)
 
     def answers(configs: list[AttentionConfig]) -> dict[AttentionConfig, tuple[list[str], list[Rule]]]:
-        found = [(config, ranker.rank(config, ["decode"])["decode"]) for config in configs]
+        found = [(config, ranker.rank(config, ["decode"], REGISTERED)["decode"]) for config in configs]
         return {config: (ranking.order, ranking.rules) for config, ranking in found}
 
     assert answers(CONFIGS) == answers(CONFIGS[::-1]) == answers(CONFIGS)
@@ -412,7 +412,7 @@ def test_ranking_depends_on_nothing_but_its_arguments(rules_file: Callable[..., 
 
 def test_an_auto_cache_follows_the_dtype_of_each_layer(rules_file: Callable[..., Path]) -> None:
     path = rules_file('[[rules]]\nname = "p"\nprefer = ["E"]\nwhen = { kv_cache_dtype = "float16" }\n')
-    ranker = Ranker(load_rules([path]).rules, H100, NOTHING_KNOWN, REGISTERED)
+    ranker = Ranker(load_rules([path]).rules, H100, NOTHING_KNOWN)
     for dtype, first in (("bfloat16", "A"), ("float16", "E"), ("bfloat16", "A")):
         config = AttentionConfig(num_heads=8, head_size=64, dtype=dtype)
-        assert ranker.rank(config, PHASES)["decode"].order[0] == first
+        assert ranker.rank(config, PHASES, REGISTERED)["decode"].order[0] == first

@@ -20,13 +20,13 @@ H100 = lookup("h100")
 
 def ranker(*tables: dict[str, Any]) -> Ranker:
     rules = [parse_rule(table, file="mine.toml", line=n, layer=1) for n, table in enumerate(tables, 1)]
-    return Ranker(rules, H100, Environment(assume_installed=True), ["A", "B"])
+    return Ranker(rules, H100, Environment(assume_installed=True))
 
 
 def rank(workload: str, *tables: dict[str, Any], config: AttentionConfig = PLAIN) -> dict[Phase, Ranking]:
     asked = parse_workload(workload)
     batches = {phase: [shape.batch for shape in asked.of_phase(phase, config)] for phase in PHASES}
-    return ranker(*tables).rank(config, PHASES, batches=batches)
+    return ranker(*tables).rank(config, PHASES, ["A", "B"], batches)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_speculative_decodes_are_decode() -> None:
 @pytest.mark.parametrize("effect", ["priority", "prefer", "avoid", "deny"])
 def test_without_a_workload_no_such_rule_matches(effect: str) -> None:
     rule = {"name": "mine", "when": {"batch": ">=1"}, effect: ["A"]}
-    rankings = ranker({**rule, "when": {**rule["when"], "mla": False}}, ORDER).rank(PLAIN, PHASES)
+    rankings = ranker({**rule, "when": {**rule["when"], "mla": False}}, ORDER).rank(PLAIN, PHASES, ["A", "B"])
     for ranking in rankings.values():
         assert ranking.order == ["A", "B"]
         assert not ranking.denied
@@ -96,4 +96,4 @@ def test_evidence_is_switched_off_where_the_rule_matches() -> None:
     everywhere = {"name": "never", "evidence": False}
     found = rank("8q1s1k,q1k", ORDER, everywhere, off)
     assert (said(found["decode"]), said(found["prefill"])) == ("off", "never")  # the last rule counts
-    assert said(ranker(ORDER, off).rank(PLAIN, PHASES)["decode"]) is None  # its condition is about batches
+    assert said(ranker(ORDER, off).rank(PLAIN, PHASES, ["A", "B"])["decode"]) is None  # its condition is about batches

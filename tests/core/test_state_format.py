@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from attn_select.layer.cache_format import StateFormat
 from attn_select.layer.state import StateConfig
-from attn_select.layer.state_format import StateFormat
 
 GDN: dict[str, Any] = {"recurrence": "gated_delta_net", "num_heads": 16, "num_v_heads": 32, "head_size": 128}
 IDS = {

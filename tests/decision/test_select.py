@@ -11,6 +11,7 @@ import pickle
 import random
 from collections import UserDict, UserList
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +38,7 @@ from attn_select.errors import UnknownNameError
 from attn_select.layer.config import PHASES
 from attn_select.machine import detection
 from attn_select.machine.detection import Detection
-from attn_select.machine.device import CPU, Device, local_device, lookup
+from attn_select.machine.device import CPU, Device, lookup
 from attn_select.rules.layers import RuleSet, load_rules
 from attn_select.rules.rule import parse_rule
 
@@ -258,7 +259,7 @@ def test_a_worker_loads_a_selection_and_sends_it_back() -> None:
 def test_a_foreign_gpu_does_not_get_this_machines_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     clear_cache()
     h100 = lookup("h100")
-    here = Detection(local_device(h100), driver_version="580.1", cuda_driver_version="13.0")
+    here = Detection(replace(h100, local=True), driver_version="580.1", cuda_driver_version="13.0")
     with monkeypatch.context() as patch:
         patch.setattr(detection, "detect_device", lambda: here)
         assert environment_for(here.device).cuda == "13.0"

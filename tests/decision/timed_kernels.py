@@ -40,7 +40,7 @@ class Written:
 
     def nearest(self, config: LayerConfig, batch: BatchShape) -> list[Near]:
         times = self.predict(config, batch)
-        return [Near(1.0, times, {"A": 2.5}, {"A": 4096.0}, dict.fromkeys(times, 90.0))]
+        return [Near(times, {"A": 2.5}, {"A": 4096.0}, dict.fromkeys(times, 90.0))]
 
 
 def known(times: Times, host_time: bool = False, favourite: str | None = None, **stale: str) -> Evidence:

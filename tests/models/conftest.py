@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_select.layer.models import LayerKinds, ModelSource
+from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 
@@ -54,6 +54,6 @@ def kinds() -> Callable[..., LayerKinds]:
 
     def read(config: dict[str, Any], **arguments: Any) -> LayerKinds:
         model_type = config.get("model_type", "")
-        return ModelSource("a config", "", model_type, config, "a test").layer_kinds(**arguments)
+        return layer_kinds(ModelSource("a config", "", model_type, config, "a test"), **arguments)
 
     return read

@@ -34,9 +34,9 @@ def summary(found: LayerKinds, *fields: str) -> list[tuple[Any, ...]]:
     ],
 )
 def test_tensor_parallelism(name: str, ranks: int, expected: tuple[int, int]) -> None:
-    found = load(name).layer_kinds(tensor_parallel_size=ranks)
+    found = layer_kinds(load(name), tensor_parallel_size=ranks)
     assert {(kind.config.num_heads, kind.config.num_kv_heads) for kind in found.kinds} == {expected}
-    alone = load(name).layer_kinds()
+    alone = layer_kinds(load(name))
     assert summary(found, "head_size") == summary(alone, "head_size")
 
 
@@ -49,7 +49,7 @@ def test_tensor_parallelism(name: str, ranks: int, expected: tuple[int, int]) ->
 )
 def test_heads_that_do_not_divide(name: str, ranks: int, said: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(name).layer_kinds(tensor_parallel_size=ranks)
+        layer_kinds(load(name), tensor_parallel_size=ranks)
     assert said in caught.value.message
     assert caught.value.hint is not None
     assert caught.value.hint.startswith(hint)
@@ -72,7 +72,7 @@ def test_heads_that_do_not_divide(name: str, ranks: int, said: str, hint: str) -
     ],
 )
 def test_dtype(name: str, device: Device | None, dtype: str, said: str | None) -> None:
-    found = load(name).layer_kinds(device=device)
+    found = layer_kinds(load(name), device=device)
     assert {kind.config.dtype for kind in found.kinds} == {dtype}
     about_dtype = [warning for warning in found.warnings if "float" in warning]
     assert len(about_dtype) == (said is not None)
@@ -104,7 +104,7 @@ def test_where_a_config_states_its_dtype(kinds: Kinds, config: dict[str, Any], d
 
 def test_flags_beat_the_model_in_every_kind() -> None:
     overrides = {"kv_cache_dtype": "fp8", "block_size": 64, "head_size": 96, "num_heads": 48, "num_kv_heads": 12}
-    found = load("gpt-oss-20b").layer_kinds(tensor_parallel_size=4, overrides=overrides)
+    found = layer_kinds(load("gpt-oss-20b"), tensor_parallel_size=4, overrides=overrides)
     fields = ("num_heads", "num_kv_heads", "head_size", "kv_cache_dtype", "block_size", "sliding_window", "sinks")
     assert summary(found, *fields) == [
         ("sliding_attention", 12, 12, 3, 96, "fp8_e4m3", 64, 128, True),
@@ -113,22 +113,22 @@ def test_flags_beat_the_model_in_every_kind() -> None:
 
 
 def test_kinds_that_flags_make_equal_are_one() -> None:
-    found = load("gpt-oss-20b").layer_kinds(overrides={"sliding_window": 512, "sinks": False})
+    found = layer_kinds(load("gpt-oss-20b"), overrides={"sliding_window": 512, "sinks": False})
     assert summary(found, "sliding_window", "sinks") == [("sliding_attention", 24, 512, False)]
-    found = load("gpt-oss-20b").layer_kinds(overrides={"sliding_window": 0})
+    found = layer_kinds(load("gpt-oss-20b"), overrides={"sliding_window": 0})
     assert summary(found, "sliding_window", "sinks") == [("full_attention", 24, None, True)]
-    found = load("gemma-2-9b").layer_kinds(overrides={"logits_soft_cap": 0})
+    found = layer_kinds(load("gemma-2-9b"), overrides={"logits_soft_cap": 0})
     assert {kind.config.logits_soft_cap for kind in found.kinds} == {None}
-    found = load("deepseek-v3.2").layer_kinds(overrides={"sparse_top_k": 0})
+    found = layer_kinds(load("deepseek-v3.2"), overrides={"sparse_top_k": 0})
     assert summary(found) == [("mla", 61)]
-    found = load("deepseek-v3").layer_kinds(overrides={"sparse_top_k": 2048})
+    found = layer_kinds(load("deepseek-v3"), overrides={"sparse_top_k": 2048})
     assert summary(found, "sparse_top_k") == [("sparse_mla", 61, 2048)]
 
 
 def test_flags_that_not_every_kind_takes() -> None:
     """An encoder has no cache, and a window is about a token's own past."""
     overrides = {"kv_cache_dtype": "fp8", "num_speculative_tokens": 3, "sliding_window": 100, "block_size": 32}
-    found = load("whisper-large-v3").layer_kinds(overrides=overrides)
+    found = layer_kinds(load("whisper-large-v3"), overrides=overrides)
     fields = ("kv_cache_dtype", "num_speculative_tokens", "sliding_window", "block_size")
     assert summary(found, *fields) == [
         ("encoder", 32, "auto", 0, None, None),
@@ -136,6 +136,14 @@ def test_flags_that_not_every_kind_takes() -> None:
         ("cross_attention", 32, "fp8_e4m3", 3, None, 32),
     ]
     assert found.warnings == ()
+
+
+def test_mla_keeps_the_dims_of_a_model_that_has_it() -> None:
+    found = layer_kinds(load("minicpm3-4b"), overrides={"mla": True})
+    assert (found.configs, found.unused) == (layer_kinds(load("minicpm3-4b")).configs, ("mla",))
+    by_hand = layer_kinds(load("llama-2-7b"), overrides={"mla": True, "v_head_dim": 64})
+    (config,) = by_hand.attention_configs
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim, by_hand.unused) == (512, 64, 64, ())
 
 
 @pytest.mark.parametrize(
@@ -154,22 +162,22 @@ def test_flags_that_not_every_kind_takes() -> None:
 )
 def test_flags_that_contradict_the_model(name: str, overrides: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(name).layer_kinds(overrides=overrides)
+        layer_kinds(load(name), overrides=overrides)
     assert field in caught.value.fields
 
 
 def test_one_kv_head_per_query_head_stays_so() -> None:
-    found = load("llama-2-7b").layer_kinds(overrides={"num_heads": 40})
+    found = layer_kinds(load("llama-2-7b"), overrides={"num_heads": 40})
     assert summary(found, "num_heads", "num_kv_heads") == [("full_attention", 32, 40, 40)]
-    found = load("llama-3-8b").layer_kinds(overrides={"num_heads": 64})
+    found = layer_kinds(load("llama-3-8b"), overrides={"num_heads": 64})
     assert summary(found, "num_heads", "num_kv_heads") == [("full_attention", 32, 64, 8)]
 
 
 def test_mla_dims_by_flags() -> None:
     dims = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
-    found = load("deepseek-v3").layer_kinds(overrides={"kv_lora_rank": 256})
+    found = layer_kinds(load("deepseek-v3"), overrides={"kv_lora_rank": 256})
     assert summary(found, "head_size", "v_head_dim") == [("mla", 61, 320, 128)]
-    found = load("llama-3-8b").layer_kinds(overrides=dims, tensor_parallel_size=8)
+    found = layer_kinds(load("llama-3-8b"), overrides=dims, tensor_parallel_size=8)
     assert summary(found, "num_heads", "num_kv_heads", "head_size") == [("mla", 32, 4, 1, 288)]
 
 
@@ -206,6 +214,6 @@ def test_a_layer_by_flags_that_do_not_do(overrides: dict[str, Any], field: str) 
 def test_a_class_default_that_shapes_attention_is_said(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32}')
-    kinds = load(str(path)).layer_kinds()
+    kinds = layer_kinds(load(str(path)))
     assert kinds.kinds[0].config.sliding_window == 4096
     assert any("class defaults of mistral" in w and "sliding_window = 4096" in w for w in kinds.warnings)

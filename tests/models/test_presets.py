@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from attn_select import AttentionConfig
-from attn_select.layer.models import load, presets
+from attn_select.layer.models import layer_kinds, load, presets
 from attn_select.layer.state import StateConfig
 
 # Layers, query heads, KV heads and head size as vLLM's own tests expect them of the published configs
@@ -36,7 +36,7 @@ def test_every_preset(name: str) -> None:
     assert (source.name, source.source) == (name, preset.source)
     assert source.architecture
     assert source.model_type == source.raw["model_type"]
-    found = source.layer_kinds()
+    found = layer_kinds(source)
     assert found.kinds
     assert not [warning for warning in found.warnings if "not known" in warning or "class defaults" in warning]
     for kind in found.kinds:  # the description says what a reader of the list needs
@@ -51,7 +51,7 @@ def test_every_preset(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), GROUND_TRUTH.items())
 def test_presets_beside_the_tests_of_vllm(name: str, expected: tuple[int, int, int, int]) -> None:
-    kinds = [kind for kind in load(name).layer_kinds().kinds if isinstance(kind.config, AttentionConfig)]
+    kinds = [kind for kind in layer_kinds(load(name)).kinds if isinstance(kind.config, AttentionConfig)]
     assert sum(kind.count for kind in kinds) == expected[0]
     shapes = {(kind.config.num_heads, kind.config.num_kv_heads, kind.config.head_size) for kind in kinds}
     assert shapes == {expected[1:]}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.errors import ConfigError, ModelError, UnknownNameError
-from attn_select.layer.models import LayerKinds, ModelSource
+from attn_select.layer.models import LayerKinds, ModelSource, layer_kinds
 from attn_select.layer.models.data_files import defaults
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def check_read(raw: dict[str, Any], **arguments: Any) -> LayerKinds | None:
     """Read a config; None where a documented error says why not."""
     model_type = raw.get("model_type")
     source = ModelSource("a config", "", model_type if isinstance(model_type, str) else "", raw, "a test")
-    found = outcome(lambda: source.layer_kinds(**arguments))
+    found = outcome(lambda: layer_kinds(source, **arguments))
     if isinstance(found, str):
         assert 0 < len(found) < 1500
         return None

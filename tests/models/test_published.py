@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from attn_select.layer.models import LayerKinds, load
+from attn_select.layer.models import LayerKinds, layer_kinds, load
 
 MLA_512 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_kv_heads": 1, "head_size": 576}
 SINKS = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sinks": True}
@@ -112,12 +112,12 @@ def seen(found: LayerKinds, expected: list[tuple[str, int, dict[str, Any]]]) -> 
 
 def test_every_layer_kind(published: Path) -> None:
     expected = EXPECTED[published.name]
-    found = load(str(published)).layer_kinds()
+    found = layer_kinds(load(str(published)))
     assert seen(found, expected) == expected
 
 
 def test_what_is_said(published: Path) -> None:
-    warnings = load(str(published)).layer_kinds().warnings
+    warnings = layer_kinds(load(str(published))).warnings
     said = SAID.get(published.name, [])
     assert len(warnings) == len(said)
     assert all(text in warning for text, warning in zip(said, warnings, strict=True))

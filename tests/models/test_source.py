@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attn_select.errors import ModelError, UnknownNameError
-from attn_select.layer.models import load
+from attn_select.layer.models import layer_kinds, load
 
 LLAMA = '{"model_type": "llama", "num_hidden_layers": 2}'
 
@@ -51,7 +51,7 @@ def test_paths_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load("phi-4").model_type == "phi3"
     assert load("./phi-4").model_type == "llama"
     (tmp_path / "my.json").write_text(LLAMA)
-    assert load("my.json").layer_kinds().kinds[0].count == 2
+    assert layer_kinds(load("my.json")).kinds[0].count == 2
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from attn_select.errors import ModelError
-from attn_select.layer.models import configs_from_model, load
+from attn_select.layer.models import configs_from_model, layer_kinds, load
 from attn_select.layer.models.data_files import defaults, family
 from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.layer_kind import Layer, StateLayer
 from attn_select.layer.models.layer_types import layer_types
 from attn_select.layer.models.readers import read
 from attn_select.layer.models.variants import sliding_window
+from attn_select.layer.state import StateConfig
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 with warnings.catch_warnings():
@@ -209,7 +210,8 @@ def test_sizes_of_states_are_the_classes_own(model_type: str) -> None:
     """What a config asks for that leaves everything out."""
     reading = read(Fields({}, family(model_type), "a config"), mm_prefix=False)
     (state,) = {layer for layer, _ in reading.layers if isinstance(layer, StateLayer)}
-    found = (state.num_heads, state.num_v_heads, state.head_size, state.v_head_size, state.conv_kernel_size)
+    config = StateConfig(**{name: value for name, value in state._asdict().items() if value is not None})
+    found = (config.num_heads, config.num_v_heads, config.head_size, config.v_head_size, config.conv_kernel_size)
     assert found == state_of_the_class(model_type, build(model_type))
 
 
@@ -303,4 +305,4 @@ def test_published_config_as_transformers_reads_it(published: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = config_class(model_type).from_dict(raw | {"model_type": model_type})
-    assert configs_from_model(config).kinds == load(str(published)).layer_kinds().kinds
+    assert configs_from_model(config).kinds == layer_kinds(load(str(published))).kinds

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("attn_select_torch")
 
 from attn_select import ConfigError  # noqa: E402
+from attn_select.layer.cache_format import StateFormat  # noqa: E402
 from attn_select.layer.state import StateConfig  # noqa: E402
-from attn_select.layer.state_format import StateFormat  # noqa: E402
 from attn_select.runtime import prepare_batch  # noqa: E402
 from attn_select.runtime.states import Gates, LinearAttention, StateCache, StateGroup, StatePool, convert_states  # noqa: E402
 from attn_select.testing.toolkit import selection_of  # noqa: E402

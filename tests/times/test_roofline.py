@@ -45,7 +45,7 @@ def test_decode_by_hand() -> None:
     assert work.query_bytes == 4 * 32 * 128 * 2 * 2
     assert work.cache_write_bytes == 4 * 2 * token
     assert work.flops == 4 * 1024 * 32 * 2 * 2 * 128
-    assert step_work(GQA, parse_batch_shape("4q1s1k"), cache_write=False).cache_write_bytes == 0
+    assert step_work(GQA, parse_batch_shape("4q1s1k"), attention_alone=True).cache_write_bytes == 0
 
 
 def test_mla_decodes_read_latents_and_prefills_decompress() -> None:
@@ -66,7 +66,7 @@ def test_mla_decodes_read_latents_and_prefills_decompress() -> None:
     assert prefill.projection_bytes - weights == 2 * 2048 * (512 + 16 * (128 + 128)) * 2
     assert prefill.projection_flops == 2 * 2 * 2048 * 16 * 512 * 256
     assert prefill.attention_flops == 2 * (2048 * 2049 / 2) * 16 * 2 * (192 + 128)
-    assert step_work(MLA, parse_batch_shape("2q2k"), projections=False).projection_flops == 0
+    assert step_work(MLA, parse_batch_shape("2q2k"), attention_alone=True).projection_flops == 0
 
 
 @pytest.mark.parametrize("config", [GQA, MLA])

@@ -40,7 +40,7 @@ def test_profiles_are_workloads(name: str) -> None:
     workload = parse_workload(name)
     assert workload.name == name
     assert parse_workload(f" {name.upper()} ") == workload
-    written = PROFILES[name][0].split(",")
+    written = PROFILES[name].split(",")
     assert len(workload.shapes) == len(written)  # none is written twice
     assert [f"{shape.batch}" for shape in workload.shapes] == [each.partition("*")[0] for each in written]
     shares = [float(each.partition("*")[2]) for each in written if "*" in each]

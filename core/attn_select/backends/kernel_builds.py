@@ -1,14 +1,8 @@
 """Kernels that come from several distributions: which build serves a layer, or why none does. No torch.
 
 FlashAttention 3, for example, comes with vLLM, with SGLang's wheels and from upstream. Each build takes other layers.
-A plugin for such a kernel writes
-
-- one ``KernelBuild`` per build: a subclass holds what the builds differ in, each as a ``Fact`` with its source;
-- one function that returns the ``Objection``s against a build for a layer;
-- in ``BackendSpec.plan`` a call of ``choose``, which returns the first installed build without objections, or the
-  reasons.
-
-``attn_select.runtime.installed_builds`` imports the chosen build and compares its version and signatures.
+``docs/plugins.md`` says what a plugin for such a kernel writes; ``attn_select.runtime.installed_builds`` imports the
+chosen build and compares its version and signatures.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict
@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict
 from attn_select.errors import AttnSelectError, BackendError, PluginError, RuntimeMissingError, shorten, show
 from attn_select.layer.config import CudaGraphLevel, Phase, Sort
 from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
-from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.machine.environment import Library as Library  # plugins find all that a spec is made of here
@@ -271,16 +270,6 @@ class BackendOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
-PlanFunction = Callable[
-    [Any, Device, Environment, Any, Phase],
-    "BackendPlan | list[Reason]",
-]
-
-
-def _no_compile_key(config: LayerConfig) -> object:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BackendSpec:
     """One backend as its plugin registers it.
@@ -307,13 +296,13 @@ class BackendSpec:
     name: str
     summary: str
     capabilities: Mapping[Phase, Capabilities | StateCapabilities]
-    plan: PlanFunction
+    plan: Callable[[Any, Device, Environment, Any, Phase], BackendPlan | list[Reason]]
     load: str
     rank: tuple[Literal["before", "after"], str] | None = None
     libraries: Sequence[Sequence[Library]] = ()
     options: type[BackendOptions] = BackendOptions
     variables: tuple[str, ...] = ()
-    compile_key: Callable[[Any], object] = field(default=_no_compile_key)
+    compile_key: Callable[[Any], object] = lambda config: None
     distribution: str = ""
 
     @property

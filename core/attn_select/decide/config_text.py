@@ -10,10 +10,11 @@ from attn_select.layer.state import StateConfig
 
 def config_text(config: LayerConfig) -> str:
     """Return one line that says what the layer asks for."""
-    return _state_text(config) if isinstance(config, StateConfig) else _attention_text(config)
+    parts = _of_state(config) if isinstance(config, StateConfig) else _of_attention(config)
+    return ", ".join([*parts, *([f"CUDA graphs {config.cuda_graph}"] if config.cuda_graph != "NEVER" else [])])
 
 
-def _state_text(config: StateConfig) -> str:
+def _of_state(config: StateConfig) -> list[str]:
     heads = (
         f"{config.num_heads} key heads of {config.head_size}, {config.num_v_heads} value heads of {config.v_head_size}"
     )
@@ -22,14 +23,10 @@ def _state_text(config: StateConfig) -> str:
         parts.append(f"convolution of {config.conv_kernel_size} tokens")
     if config.num_speculative_tokens:
         parts.append(f"{config.num_speculative_tokens} speculative tokens")
-    return ", ".join([*parts, *_graph_text(config)])
+    return parts
 
 
-def _graph_text(config: LayerConfig) -> list[str]:
-    return [f"CUDA graphs {config.cuda_graph}"] if config.cuda_graph != "NEVER" else []
-
-
-def _attention_text(config: AttentionConfig) -> str:
+def _of_attention(config: AttentionConfig) -> list[str]:
     if config.mla:
         parts = [
             f"{config.num_heads} query heads, MLA latent {config.kv_lora_rank} + {config.qk_rope_head_dim}",
@@ -50,5 +47,4 @@ def _attention_text(config: AttentionConfig) -> str:
     if config.sparse_top_k is not None:
         parts.append(f"sparse top-k {config.sparse_top_k}")
     values = [(feature, getattr(config, feature.field)) for feature in FEATURES]
-    parts += [feature.says.format(value) for feature, value in values if value != feature.off]
-    return ", ".join([*parts, *_graph_text(config)])
+    return parts + [feature.says.format(value) for feature, value in values if value != feature.off]

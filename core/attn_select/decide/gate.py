@@ -92,7 +92,7 @@ def check(
         return [*against, Reason("cuda-graph-level", message, config.cuda_graph, plan.cuda_graph, remedy)]
     if against:
         return against
-    if problem := _plan_problem(plan) or _block_size_problem(plan, capabilities, config):
+    if problem := _plan_problem(plan, capabilities, config):
         return [_plugin_error(spec, problem)]
     marks += _unverified(capabilities, config)
     return replace(plan, unverified=(*plan.unverified, *marks)) if marks else plan
@@ -116,8 +116,12 @@ def capability_reasons(
     capabilities: Capabilities, config: AttentionConfig, device: Device, elsewhere: Sequence[Reason]
 ) -> list[Reason]:
     """Return what speaks against a layer, ``elsewhere`` of device and libraries; its kind of attention comes first."""
+    found: list[Reason] = []
+    accepted = capabilities.head_sizes.value
+    if capabilities.sort == config.sort and not accepted.accepts(config.head_size):
+        found.append(unsupported("head-size", "head size", config.head_size, str(accepted)))
     return [
-        *(_against_head_size(capabilities, config) if capabilities.sort == config.sort else ()),
+        *found,
         *_against_kind(capabilities, config),
         *elsewhere,
         *_against_types(capabilities, config, device),
@@ -125,13 +129,6 @@ def capability_reasons(
         *_beyond_ranks(config),
         *_against_features(capabilities, config),
     ]
-
-
-def _against_head_size(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:
-    accepted = capabilities.head_sizes.value
-    if accepted.accepts(config.head_size):
-        return []
-    return [unsupported("head-size", "head size", config.head_size, str(accepted))]
 
 
 def _against_kind(capabilities: Capabilities, config: AttentionConfig) -> list[Reason]:
@@ -308,8 +305,9 @@ def _captures(plan: BackendPlan, config: LayerConfig, phase: Phase) -> bool:
     return _LEVEL_RANK.get(plan.cuda_graph, 0) >= _LEVEL_RANK[config.cuda_graph]
 
 
-def _plan_problem(plan: BackendPlan) -> str | None:
-    """Return what is wrong with a plan that the decision would stumble over."""
+def _plan_problem(plan: BackendPlan, capabilities: Capabilities | StateCapabilities, config: LayerConfig) -> str | None:
+    """Return what is wrong with a plan: what the decision would stumble over, or blocks that the capabilities accept
+    and the plan cannot read."""
     marks, sizes = plan.unverified, plan.kernel_block_sizes
     if not isinstance(marks, tuple) or not all(isinstance(clause, str) for clause in marks):
         return f"plan().unverified = {show(marks)} (accepted: a tuple of strings)"
@@ -321,19 +319,10 @@ def _plan_problem(plan: BackendPlan) -> str | None:
         return f"plan().kv_layouts names {show(unknown[0])} (accepted: {', '.join(LAYOUTS)})"
     if not all(type(size) is int and size > 0 for size in sizes) or (plan.kv_layouts and not sizes):
         return f"plan().kernel_block_sizes = {show(sizes)} (accepted: positive integers, at least one with a KV layout)"
-    return None
-
-
-def _block_size_problem(
-    plan: BackendPlan, capabilities: Capabilities | StateCapabilities, config: LayerConfig
-) -> str | None:
-    """Return what is wrong with a plan that cannot read the blocks asked for, which the capabilities accept."""
-    if isinstance(config, StateConfig) or isinstance(capabilities, StateCapabilities) or not plan.kv_layouts:
+    if isinstance(config, StateConfig) or isinstance(capabilities, StateCapabilities):
         return None
-    size, sizes = config.block_size, plan.kernel_block_sizes
-    if size is None or not config.has_cache or not capabilities.reads_cache:
-        return None
-    if any(size % kernel == 0 for kernel in sizes):
+    size = config.block_size if plan.kv_layouts and config.has_cache and capabilities.reads_cache else None
+    if size is None or any(size % kernel == 0 for kernel in sizes):
         return None
     return (
         f"block_sizes declares that blocks of {size} are read, and plan().kernel_block_sizes = {show(sizes)} "

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Reason
 from attn_select.decide.shared_cache import kernel_block_sizes
 from attn_select.layer import layouts
-from attn_select.layer.cache_format import CacheFormat
+from attn_select.layer.cache_format import CacheFormat, StateFormat
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import ConfigT
 from attn_select.layer.state import StateConfig
-from attn_select.layer.state_format import StateFormat
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from attn_select.times.choice import EvidenceUsed
+    from attn_select.times.choice import EvidenceUsed, Timing
     from attn_select.times.ranks import RankCosts
-    from attn_select.times.timing import Timing
     from attn_select.times.workload import Workload
 
 VerdictName = Literal["selected", "valid", "rejected"]
@@ -159,11 +157,8 @@ class Outcome(Generic[ConfigT]):
     @property
     def plans(self) -> dict[Phase, BackendPlan]:
         """The plan of each phase that has a backend."""
-        found: dict[Phase, BackendPlan] = {}
-        for candidate in self.candidates:
-            for phase, verdict in candidate.phases.items():
-                if verdict.verdict == "selected" and verdict.plan is not None:
-                    found[phase] = verdict.plan
+        phases = [each for candidate in self.candidates for each in candidate.phases.items()]
+        found = {phase: v.plan for phase, v in phases if v.verdict == "selected" and v.plan is not None}
         return {phase: found[phase] for phase in self.backends if phase in found}
 
     def plans_by_backend(self, phases: Sequence[Phase] | None = None) -> dict[str, dict[Phase, BackendPlan]]:

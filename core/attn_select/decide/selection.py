@@ -11,6 +11,13 @@ from attn_select.errors import AttnSelectError
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import ConfigT
 
+_OF_RULES = ("name", "effect", "phase", "file", "line", "because")
+_OF_PLANS = (
+    *("path", "because", "provider", "query_dtype", "rounds_to", "returns_lse", "kv_layouts", "kernel_block_sizes"),
+    *("block_table_width_multiple", "cuda_graph", "workspace_bytes", "notes", "nan_tail_safe", "unverified"),
+)
+"""What JSON says of rules and of plans, in order."""
+
 
 class NoBackendError(AttnSelectError):
     """No backend can run the layer, or the one that was asked for cannot.
@@ -84,17 +91,7 @@ class Selection(Outcome[ConfigT]):
             "plan": self._plan_dict(),
             "candidates": [_candidate_dict(candidate) for candidate in self.candidates],
             "runners_up": {phase: found.to_dict() for phase, found in self.runners_up.items()},
-            "rules": [
-                {
-                    "name": rule.name,
-                    "effect": rule.effect,
-                    "phase": rule.phase,
-                    "file": rule.file,
-                    "line": rule.line,
-                    "because": rule.because,
-                }
-                for rule in self.rules
-            ],
+            "rules": [{name: getattr(rule, name) for name in _OF_RULES} for rule in self.rules],
         }
 
     def _plan_dict(self) -> dict[str, Any]:
@@ -121,22 +118,8 @@ class Selection(Outcome[ConfigT]):
 
 
 def _backend_plan_dict(plan: BackendPlan) -> dict[str, Any]:
-    return {
-        "path": plan.path,
-        "because": plan.because,
-        "provider": plan.provider,
-        "query_dtype": plan.query_dtype,
-        "rounds_to": plan.rounds_to,
-        "returns_lse": plan.returns_lse,
-        "kv_layouts": list(plan.kv_layouts),
-        "kernel_block_sizes": list(plan.kernel_block_sizes),
-        "block_table_width_multiple": plan.block_table_width_multiple,
-        "cuda_graph": plan.cuda_graph,
-        "workspace_bytes": plan.workspace_bytes,
-        "notes": list(plan.notes),
-        "nan_tail_safe": plan.nan_tail_safe,
-        "unverified": list(plan.unverified),
-    }
+    values = {name: getattr(plan, name) for name in _OF_PLANS}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _candidate_dict(candidate: Candidate) -> dict[str, Any]:

@@ -88,22 +88,8 @@ def select(
     return _recent(*arguments)
 
 
-def _decided(
-    config: Any,
-    device: Device | str | None,
-    rules: RulesArgument,
-    backend: BackendArgument,
-    environment: Environment | None,
-    workload: WorkloadArgument | None,
-    times: TimesArgument,
-    host_time: bool,
-) -> Selection[Any]:
-    situation = situation_for(device, rules, environment)
-    choice = parse_choice(backend, situation.names, situation.registry.failed)
-    batches, evidence = _workload(workload), _evidence_for(times, host_time, situation)
-    selection = decide(situation, config, choice, workload=batches, evidence=evidence)
-    _log(selection)
-    return selection
+def _decided(config: Any, *arguments: Any) -> Selection[Any]:
+    return _decided_together((config,), *arguments)[0]
 
 
 _recent = functools.lru_cache(maxsize=4096, typed=True)(_decided)  # an engine asks again for every layer
@@ -133,6 +119,19 @@ def select_model(
     Raises:
         ConfigError: two configs of one pool name different block sizes.
     """
+    return _decided_together(configs, device, rules, backend, environment, workload, times, host_time)
+
+
+def _decided_together(
+    configs: Sequence[Any],
+    device: Device | str | None,
+    rules: RulesArgument,
+    backend: BackendArgument,
+    environment: Environment | None,
+    workload: WorkloadArgument | None,
+    times: TimesArgument,
+    host_time: bool,
+) -> tuple[Selection[Any], ...]:
     situation = situation_for(device, rules, environment)
     choice = parse_choice(backend, situation.names, situation.registry.failed)
     batches, evidence = _workload(workload), _evidence_for(times, host_time, situation)

@@ -42,21 +42,6 @@ def shared_cache(plans: Sequence[BackendPlan], block_size: int | None, kv_layout
 
 def kernel_block_sizes(plans: PlansByBackend, block_size: int | None, kv_layout: str | None) -> dict[str, int]:
     """Return the kernel block size per backend that reads the cache; one for all where the layout ties them."""
-    sizes = shared_block_sizes(plans, block_size, kv_layout)
-    if sizes is None:
-        able = _able_block_sizes(plans, block_size)
-        each = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in able.items())
-        raise ConfigError(
-            f"block_size = {block_size}: kernels of {' and '.join(able)} share no block size in {kv_layout} "
-            f"(their sizes that divide it: {each})",
-            fields=["block_size"],
-            hint="select without block_size, or name one backend for both phases",
-        )
-    return sizes
-
-
-def shared_block_sizes(plans: PlansByBackend, block_size: int | None, kv_layout: str | None) -> dict[str, int] | None:
-    """Return what ``kernel_block_sizes`` returns; None where the kernels share no block size."""
     able = _able_block_sizes(plans, block_size)
     # The allocator's own size where the kernel runs it, else the plan's first choice.
     wanted = {name: block_size if block_size in sizes else sizes[0] for name, sizes in able.items() if sizes}
@@ -67,7 +52,13 @@ def shared_block_sizes(plans: PlansByBackend, block_size: int | None, kv_layout:
         common = [size for size in next(iter(able.values())) if all(size in sizes for sizes in able.values())]
         if common:
             return dict.fromkeys(wanted, common[0])
-    return None
+    each = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in able.items())
+    raise ConfigError(
+        f"block_size = {block_size}: kernels of {' and '.join(able)} share no block size in {kv_layout} "
+        f"(their sizes that divide it: {each})",
+        fields=["block_size"],
+        hint="select without block_size, or name one backend for both phases",
+    )
 
 
 def _able_block_sizes(plans: PlansByBackend, block_size: int | None) -> dict[str, list[int]]:

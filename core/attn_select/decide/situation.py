@@ -61,7 +61,7 @@ def situation_of(registry: Registry, rules: RuleSet, device: Device, environment
         rules=rules,
         device=device,
         environment=environment,
-        ranker=Ranker(rules.rules, device, environment, order, modules),
+        ranker=Ranker(rules.rules, device, environment, modules),
         sorts={name: frozenset(each.sort for each in spec.capabilities.values()) for name, spec in specs.items()},
         order=order,
         absent=absent_backends(registry),

@@ -16,18 +16,18 @@ def state_reasons(capabilities: StateCapabilities, config: StateConfig, elsewher
     if config.recurrence not in recurrences.value:
         found.append(unsupported("recurrence", "recurrence", config.recurrence, list(recurrences.value)))
     found += elsewhere
-    if config.dtype not in dtypes.value:
-        names = list(dtypes.value)
-        found.append(unsupported("dtype", "dtype", config.dtype, names, f"--dtype {names[0]}"))
-    if config.state_dtype not in stored.value:
-        names = list(stored.value)
-        found.append(unsupported("state-dtype", "state dtype", config.state_dtype, names, f"--state-dtype {names[0]}"))
-    for code, what, size, accepted in (
+    for code, what, dtype, accepted in (
+        ("dtype", "dtype", config.dtype, [*dtypes.value]),
+        ("state-dtype", "state dtype", config.state_dtype, [*stored.value]),
+    ):
+        if dtype not in accepted:
+            found.append(unsupported(code, what, dtype, accepted, f"--{code} {accepted[0]}"))
+    for code, what, size, sizes in (
         ("head-size", "head size", config.head_size, capabilities.head_sizes.value),
         ("v-head-size", "V head size", config.v_head_size, capabilities.v_head_sizes.value),
     ):
-        if not accepted.accepts(size):
-            found.append(unsupported(code, what, size, str(accepted)))
+        if not sizes.accepts(size):
+            found.append(unsupported(code, what, size, str(sizes)))
     drafts, most = config.num_speculative_tokens, capabilities.speculative_tokens.value
     if drafts > most:
         supported = f"at most {most}" if most else 0

@@ -75,14 +75,10 @@ def situation_lines(device: Device, environment: Environment, workload: Workload
         [("Libraries  ", "dim"), HANG, (libraries, "")],
     ]
     if workload is not None:
-        lines.append([("Workload   ", "dim"), HANG, (workload_text(workload), "")])
+        shapes = str(workload)  # behind its name, where it has one of its own
+        text = shapes if workload.name == shapes else f"{workload.name} ({shapes})"
+        lines.append([("Workload   ", "dim"), HANG, (text, "")])
     return lines
-
-
-def workload_text(workload: Workload) -> str:
-    """Return a workload as text: its shapes with their shares, behind its name where it has one of its own."""
-    shapes = str(workload)
-    return shapes if workload.name == shapes else f"{workload.name} ({shapes})"
 
 
 def layer_lines(

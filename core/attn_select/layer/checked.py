@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from attn_select.errors import ConfigError, UnknownNameError, show
 from attn_select.layer import dtypes
@@ -22,6 +23,25 @@ Positive = Annotated[int, Field(ge=1, le=MAX)]
 HeadSize = Annotated[int, Field(ge=1, le=8192)]
 DType = Annotated[dtypes.DTypeName, BeforeValidator(_canonical)]
 KVCacheDType = Annotated[dtypes.KVCacheDTypeName, BeforeValidator(_canonical)]
+
+
+class LayerFields:
+    """What ``AttentionConfig`` and ``StateConfig`` do with their fields."""
+
+    __slots__ = ()
+    model_fields: ClassVar[Mapping[str, FieldInfo]]
+    """Name of every field that can be given → its type, limits and default, as pydantic has them."""
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
+        """Return a copy with other values for some fields; they are checked as at the start."""
+        return type(self)(**{**self.model_dump(), **(update or {})})
+
+    def model_dump(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
+        """Return the fields that were given or filled in, as plain data."""
+        values = {name: getattr(self, name) for name in self.model_fields}
+        if not exclude_defaults:
+            return values
+        return {name: value for name, value in values.items() if value != self.model_fields[name].default}
 
 
 def checked_model(config: type[Any]) -> type[BaseModel]:
@@ -41,6 +61,13 @@ def checked_values(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
         return model(**data).__dict__
     except ValidationError as error:
         raise _config_error(error, list(model.model_fields)) from None
+
+
+def refuse(contradictions: Iterable[tuple[tuple[str, ...], str]]) -> None:
+    """Raise one ``ConfigError`` for all fields that contradict each other, each with its text."""
+    if found := list(contradictions):
+        named = dict.fromkeys(field for fields, _ in found for field in fields)
+        raise ConfigError("; ".join(text for _, text in found), fields=named)
 
 
 def _config_error(error: ValidationError, fields: list[str]) -> ConfigError:

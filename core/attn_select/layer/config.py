@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
-from pydantic.fields import FieldInfo
 
-from attn_select.errors import ConfigError
 from attn_select.layer import dtypes
-from attn_select.layer.checked import MAX, DType, HeadSize, KVCacheDType, Positive, checked_model, checked_values
+from attn_select.layer.checked import (
+    MAX,
+    DType,
+    HeadSize,
+    KVCacheDType,
+    LayerFields,
+    Positive,
+    checked_model,
+    checked_values,
+    refuse,
+)
 from attn_select.layer.features import FEATURES, MOST_SPECULATIVE_TOKENS
 
 Phase = Literal["prefill", "decode"]
@@ -28,7 +36,7 @@ MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(LayerFields):
     """One attention layer, per rank. Immutable and hashable.
 
     Heads count on one tensor-parallel rank; sizes are in elements, ``sliding_window`` and
@@ -40,9 +48,6 @@ class AttentionConfig:
     Raises:
         ConfigError: a value is out of range or two fields contradict each other; it names them.
     """
-
-    model_fields: ClassVar[Mapping[str, FieldInfo]]
-    """Name of every field that can be given → its type, limits and default, as pydantic has them."""
 
     num_heads: Positive
     """Query heads per rank."""
@@ -136,9 +141,7 @@ class AttentionConfig:
             put("cache_dtype", self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
             put("value_head_size", self.v_head_size or self.head_size)
             put("max_decode_query_len", 1 + self.num_speculative_tokens)
-            if found := list(_contradictions(self)):
-                named = dict.fromkeys(field for fields, _ in found for field in fields)
-                raise ConfigError("; ".join(text for _, text in found), fields=named)
+            refuse(_contradictions(self))
 
     @property
     def softmax_scale(self) -> float:
@@ -147,17 +150,6 @@ class AttentionConfig:
         if self.qk_nope_head_dim is not None and self.qk_rope_head_dim is not None:
             width = self.qk_nope_head_dim + self.qk_rope_head_dim
         return float(width**-0.5)
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> AttentionConfig:
-        """Return a copy with other values for some fields; they are checked as at the start."""
-        return AttentionConfig(**{**self.model_dump(), **(update or {})})
-
-    def model_dump(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
-        """Return the fields that were given or filled in, as plain data."""
-        values = {name: getattr(self, name) for name in self.model_fields}
-        if not exclude_defaults:
-            return values
-        return {name: value for name, value in values.items() if value != self.model_fields[name].default}
 
 
 # An instance of a pydantic model looks each field up in several places, because its class has a __getattr__: the slots

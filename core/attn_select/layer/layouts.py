@@ -47,19 +47,17 @@ def cache_shape(layout: str, config: AttentionConfig, block_size: int) -> list[i
     heads = config.num_kv_heads
     # K and V are two halves of one tensor, so both have the width of the wider.
     size = max(config.head_size, config.value_head_size)
-    if layout == FLASH_ATTN_NHD:
-        return [2, "num_blocks", block_size, heads, size]
-    if layout == FLASHINFER_NHD:
-        return ["num_blocks", 2, block_size, heads, size]
-    if layout == FLASHINFER_HND:
-        return ["num_blocks", 2, heads, block_size, size]
-    if layout == MLA:
-        return ["num_blocks", block_size, size]
-    if layout == FP8_DS_MLA:
-        return ["num_blocks", block_size, FP8_DS_MLA_BYTES]
-    if layout == PAGED_ATTENTION:
-        return [2, "num_blocks", heads, block_size * size]
-    raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    shapes: dict[str, list[int | str]] = {
+        FLASH_ATTN_NHD: [2, "num_blocks", block_size, heads, size],
+        FLASHINFER_NHD: ["num_blocks", 2, block_size, heads, size],
+        FLASHINFER_HND: ["num_blocks", 2, heads, block_size, size],
+        MLA: ["num_blocks", block_size, size],
+        FP8_DS_MLA: ["num_blocks", block_size, FP8_DS_MLA_BYTES],
+        PAGED_ATTENTION: [2, "num_blocks", heads, block_size * size],
+    }
+    if layout not in shapes:
+        raise ValueError(f"unknown KV-cache layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    return shapes[layout]
 
 
 INDEXER_BYTES = 132

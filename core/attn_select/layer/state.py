@@ -17,10 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
-from pydantic.fields import FieldInfo
 
-from attn_select.errors import ConfigError
-from attn_select.layer.checked import DType, HeadSize, Positive, checked_model, checked_values
+from attn_select.layer.checked import DType, HeadSize, LayerFields, Positive, checked_model, checked_values, refuse
 from attn_select.layer.config import PHASES, CudaGraphLevel, Phase, Sort
 from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 
@@ -65,7 +63,7 @@ OF_RECURRENCE: Mapping[RecurrenceName, Recurrence] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateConfig:
+class StateConfig(LayerFields):
     """One layer that keeps a state, per rank. Immutable and hashable.
 
     Heads count on one tensor-parallel rank, sizes are in elements. dtypes are strings
@@ -75,8 +73,6 @@ class StateConfig:
         ConfigError: a value is out of range or two fields contradict each other; it names them.
     """
 
-    model_fields: ClassVar[Mapping[str, FieldInfo]]
-    """Name of every field that can be given → its type, limits and default, as pydantic has them."""
     sort: ClassVar[Sort] = "state"
     """``AttentionConfig.sort``."""
     has_cache: ClassVar[bool] = True
@@ -117,9 +113,7 @@ class StateConfig:
             put = partial(object.__setattr__, self)
             for name, value in checked_values(_Checked, _filled_in(data)).items():
                 put(name, value)
-            if found := list(_contradictions(self)):
-                named = dict.fromkeys(field for fields, _ in found for field in fields)
-                raise ConfigError("; ".join(text for _, text in found), fields=named)
+            refuse(_contradictions(self))
             put("max_decode_query_len", 1 + self.num_speculative_tokens)
             put("conv_dim", self.width if self.conv_kernel_size else 0)
 
@@ -137,17 +131,6 @@ class StateConfig:
     def rule(self) -> Recurrence:
         """How the recurrence computes."""
         return OF_RECURRENCE[self.recurrence]
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> StateConfig:
-        """Return a copy with other values for some fields; they are checked as at the start."""
-        return StateConfig(**{**self.model_dump(), **(update or {})})
-
-    def model_dump(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
-        """Return the fields that were given or filled in, as plain data."""
-        values = {name: getattr(self, name) for name in self.model_fields}
-        if not exclude_defaults:
-            return values
-        return {name: value for name, value in values.items() if value != self.model_fields[name].default}
 
 
 _Checked = checked_model(StateConfig)

@@ -42,21 +42,14 @@ SECONDS: Final = 60.0
 """That the child may take; most of it imports torch."""
 
 
-def avoid_trapping_amx(
-    say: Callable[[str], object] | None = None,
-    *,
-    cpuinfo: Path = CPUINFO,
-    product: str = PRODUCT,
-    seconds: float = SECONDS,
-    try_it: bool = True,
-) -> AmxState:
+def avoid_trapping_amx(say: Callable[[str], object] | None = None, *, try_it: bool = True) -> AmxState:
     """Keep oneDNN from AMX where its instructions trap; call this before the first product on a CPU.
 
     The answer is kept until the next boot, so that a child runs once. Elsewhere than on Linux nothing happens.
     """
     if os.environ.get(VARIABLE):
         return "variable-set"
-    if not _lists_amx(cpuinfo):
+    if not _lists_amx():
         return "not-listed"
     if importlib.util.find_spec("torch") is None:
         return "untried"
@@ -65,7 +58,7 @@ def avoid_trapping_amx(
     if state == "unknown":
         if not try_it:
             return "untried"
-        state = _tried(product, seconds)
+        state = _tried()
         if kept is not None and state != "unknown":
             _keep(kept, state)
     if state == "traps":
@@ -92,8 +85,8 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _lists_amx(cpuinfo: Path) -> bool:
-    with contextlib.suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as lines:
+def _lists_amx() -> bool:
+    with contextlib.suppress(OSError), CPUINFO.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("flags"):  # of the first core; the others have the same
                 return "amx_tile" in line.split()
@@ -128,12 +121,12 @@ def _keep(path: Path, state: str) -> None:
         replace_file(path, state.encode("ascii"))
 
 
-def _tried(product: str, seconds: float) -> AmxState:
-    limited = f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); {product}"
+def _tried() -> AmxState:
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); {PRODUCT}"
     nowhere = subprocess.DEVNULL
     try:
         done = subprocess.run(
-            interpreter(limited), stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=seconds, check=False
+            interpreter(limited), stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"

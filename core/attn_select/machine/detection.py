@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attn_select.errors import shorten
-from attn_select.machine.device import CPU, Device, find_gpu, local_device
+from attn_select.machine.device import CPU, Device, find_gpu
 
 # nvmlReturn_t, of nvml.h. The others say too little to be worth a text.
 _ERRORS = {
@@ -44,13 +44,14 @@ class Detection:
     warnings: tuple[str, ...] = ()  # one line each on what makes the choice of the GPU doubtful
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Gpu:
-    """A GPU or MIG instance as NVML lists it; ``parent`` is the handle of the GPU that an instance is part of."""
+    """A GPU or MIG instance as NVML lists it."""
 
-    __slots__ = ("handle", "name", "parent", "uuid")
-
-    def __init__(self, handle: Any, name: str, uuid: str, parent: Any = None) -> None:
-        self.handle, self.name, self.uuid, self.parent = handle, name, uuid, parent
+    handle: Any
+    name: str
+    uuid: str
+    parent: Any = None  # the handle of the GPU that an instance is part of
 
 
 def detect_device() -> Detection:
@@ -91,8 +92,9 @@ def _by_torch(found: Detection, torch: Any) -> Detection:
         row.fp8_tflops if row else None,
         source="torch.cuda, as NVML does not answer",
         arch=arch,
+        local=True,
     )
-    return Detection(local_device(device), cuda_driver_version=version.cuda)
+    return Detection(device, cuda_driver_version=version.cuda)
 
 
 def detect(load: Callable[[], Any], variables: Mapping[str, str]) -> Detection:
@@ -279,7 +281,7 @@ def _device(nvml: Nvml, gpu: Gpu, driver: str | None) -> Device | None:
     if bandwidth and row:
         source += f"; bandwidth: {row.source}"
     name = row.name if row else re.sub(r"[^a-z0-9]+", "-", model.casefold()).strip("-")
-    return local_device(Device(name, capability, full_name, sm_count, memory_gib, bandwidth, *rates, source=source))
+    return Device(name, capability, full_name, sm_count, memory_gib, bandwidth, *rates, local=True, source=source)
 
 
 def _multiprocessors(nvml: Nvml, handle: Any, capability: tuple[int, int]) -> int | None:

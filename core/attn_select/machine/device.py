@@ -9,10 +9,14 @@ import functools
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from attn_select.errors import ConfigError, UnknownNameError, nearest, shorten
+
+_IN_JSON = (
+    *("name", "full_name", "compute_capability", "arch", "sm_count", "memory_gib", "bandwidth_gbps", "local", "source"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,50 +61,12 @@ class Device:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ``device`` object of the JSON output."""
-        return {
-            "name": self.name,
-            "full_name": self.full_name,
-            "compute_capability": None if self.arch else self.capability_text,
-            "arch": self.arch,
-            "sm_count": self.sm_count,
-            "memory_gib": self.memory_gib,
-            "bandwidth_gbps": self.bandwidth_gbps,
-            "local": self.local,
-            "source": self.source,
-        }
+        values = {name: getattr(self, name) for name in _IN_JSON}
+        return {**values, "compute_capability": None if self.arch else self.capability_text}
 
 
 CPU = Device("cpu", None, full_name="CPU of this machine", local=True, source="this machine")
 
-_ARCHITECTURES = {
-    "Maxwell": ("5.0", "5.2", "5.3"),
-    "Pascal": ("6.0", "6.1", "6.2"),
-    "Volta": ("7.0", "7.2"),
-    "Turing": ("7.5",),
-    "Ampere": ("8.0", "8.6", "8.7", "8.8"),
-    "Ada": ("8.9",),
-    "Hopper": ("9.0",),
-    "Blackwell": ("10.0", "10.1", "10.3", "11.0", "12.0", "12.1"),
-    "Rubin": ("10.7",),
-}
-"""Every compute capability of CUDA GPUs from 5.0 up: the targets of LLVM's NVPTX back end, and ``sm_107``."""
-
-_NOT_LISTED = tuple(
-    (re.compile(pattern), capabilities)
-    for pattern, capabilities in (
-        (r"p100.*", ("6.0",)),
-        (r"(p4|p6|p40|quadrop\d+|(gtx)?10[1-8]0(ti|super)?|titanxp?)", ("6.1",)),
-        (r"(m10|m40|m60|(gtx)?9[5-8]0(ti)?)", ("5.2",)),
-        (r"(vera)?rubin(nvl\d+)?|v?r[12]00(nvl\d+)?", ("10.7",)),
-    )
-)
-"""GPUs that the data file has no figures of: older ones, as NVIDIA's list of legacy GPUs has them
-(https://developer.nvidia.com/cuda-legacy-gpus), and Rubin's names."""
-_AMD = (
-    *("gfx908", "gfx90a", "gfx942", "gfx950"),  # CDNA 1 to 4
-    *("gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151", "gfx1152", "gfx1200", "gfx1201"),  # RDNA 3 to 4
-)
-"""AMD's architectures for which engines have kernels: LLVM's processors of the AMDGPU back end (AMDGPUUsage)."""
 _OF_AMD = re.compile(r"(amd|gfx|mi\d|instinct|radeon|rx[5-9]\d)")
 _OF_OTHERS = re.compile(
     r"(intel|gaudi|arc[ab]\d|xpu|tpu|trainium|inferentia|ascend|"
@@ -113,6 +79,14 @@ _CAPABILITY = re.compile(r"sm[ _-]?(\d{1,2})(\d)[af]?|(\d{1,2})\.(\d)[af]?", re.
 
 
 @functools.cache
+def _data() -> dict[str, Any]:
+    # A path, not importlib.resources: importing that takes longer than reading the file.
+    with open(os.path.join(os.path.dirname(__file__), "gpus.json"), "rb") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+@functools.cache
 def known_gpus() -> dict[str, Device]:
     """Return every GPU of the data file by canonical name, in the file's order."""
     return {device.name: device for device, _ in _table()}
@@ -120,27 +94,13 @@ def known_gpus() -> dict[str, Device]:
 
 @functools.cache
 def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
-    # A path, not importlib.resources: importing that takes longer than reading the file.
-    with open(os.path.join(os.path.dirname(__file__), "gpus.json"), "rb") as file:
-        rows = json.load(file)["gpus"]
-    return tuple(
-        (
-            Device(
-                name=row["name"],
-                compute_capability=tuple(row["compute_capability"]) if row["compute_capability"] else None,
-                full_name=row["full_name"],
-                sm_count=row["sm_count"],
-                memory_gib=row["memory_gib"],
-                bandwidth_gbps=row["bandwidth_gbps"],
-                bf16_tflops=row["bf16_tflops"],
-                fp8_tflops=row["fp8_tflops"],
-                source=row["source"],
-                arch=row.get("arch"),
-            ),
-            tuple(row["aliases"]),
-        )
-        for row in rows
-    )
+    found = []
+    for row in _data()["gpus"]:
+        aliases, capability = row["aliases"], row["compute_capability"]
+        figures = {name: value for name, value in row.items() if name != "aliases"}
+        figures["compute_capability"] = tuple(capability) if capability else None
+        found.append((Device(**figures), tuple(aliases)))
+    return tuple(found)
 
 
 def _fold(name: str) -> str:
@@ -180,14 +140,14 @@ def lookup(name: str) -> Device:
     if match := _CAPABILITY.fullmatch(text.casefold()):
         major, minor = (int(group) for group in match.groups() if group is not None)
         return _any_gpu(name, major, minor)
-    if (arch := text.casefold()) in _AMD:
+    if (arch := text.casefold()) in _data()["amd"]:
         return Device(arch, None, full_name=f"any AMD GPU of {arch}", source="as asked for", arch=arch)
     listing = "`attn-select gpus` lists all; sm90 or 9.0 names a compute capability"
     near: list[str] = []
     if _OF_AMD.match(text.casefold().translate(_SEPARATORS)):
         near = [each for each in _nearest_names(text) if lookup(each).arch is not None]
         meant = f"did you mean {' or '.join(near)}? Else " if near else ""
-        hint = f"{meant}write its architecture, which rocminfo shows ({', '.join(_AMD)}); {listing}"
+        hint = f"{meant}write its architecture, which rocminfo shows ({', '.join(_data()['amd'])}); {listing}"
     elif _OF_OTHERS.match(_fold(text)):
         hint = f"only the GPUs of NVIDIA and AMD, and the CPU (--gpu cpu), are covered; {listing}"
     elif _THIS_MACHINES.fullmatch(_fold(text)):
@@ -203,23 +163,22 @@ def lookup(name: str) -> Device:
     raise error
 
 
-def _capabilities_of(name: str) -> tuple[str, ...]:
-    """Return the compute capabilities of an architecture, or of GPUs that the data file lacks; () for other names."""
+def _capabilities_of(name: str) -> list[str]:
+    """Return the compute capabilities of an architecture, or of GPUs that the data file lacks; [] for other names."""
     folded = _fold(name)
-    for architecture, capabilities in _ARCHITECTURES.items():
-        if folded == architecture.casefold():
-            return capabilities
-    return next((capabilities for pattern, capabilities in _NOT_LISTED if pattern.fullmatch(folded)), ())
+    named = [each for name, each in _data()["architectures"].items() if folded == name.casefold()]
+    named += [row["compute_capabilities"] for row in _data()["not_listed"] if re.fullmatch(row["pattern"], folded)]
+    return named[0] if named else []
 
 
 def _any_gpu(name: str, major: int, minor: int) -> Device:
     """Return the device that stands for all GPUs of a compute capability, for one that exists."""
     capability = f"{major}.{minor}"
-    for architecture, capabilities in _ARCHITECTURES.items():
+    for architecture, capabilities in _data()["architectures"].items():
         if capability in capabilities:
             full_name = f"any GPU of compute capability {capability} ({architecture})"
             return Device(f"sm{major}{minor}", (major, minor), full_name=full_name, source="as asked for")
-    known = ", ".join(sorted((c for each in _ARCHITECTURES.values() for c in each), key=float))
+    known = ", ".join(sorted((c for each in _data()["architectures"].values() for c in each), key=float))
     raise ConfigError(
         f"gpu = {shorten(name)!r}: no CUDA GPU has compute capability {capability} (known: {known})",
         fields=["gpu"],
@@ -235,8 +194,3 @@ def _nearest_names(text: str) -> list[str]:
     longer = [spelling for spelling in spellings if spelling.startswith(folded)]
     near = [*longer, *nearest(folded, spellings, limit=6)]
     return list(dict.fromkeys(spellings[spelling].name for spelling in near))[:3]
-
-
-def local_device(device: Device) -> Device:
-    """Return ``device`` marked as this machine's own."""
-    return replace(device, local=True)

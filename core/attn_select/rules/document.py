@@ -9,12 +9,12 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 from attn_select.errors import UnknownNameError, shorten, show
 from attn_select.machine.files import read_bounded
-from attn_select.rules.lines import KeyPath, header_lines, key_lines
+from attn_select.rules.lines import header_lines, key_lines
 from attn_select.rules.rule import Rule, RuleError, parse_rule
 
 VERSION = 1
@@ -34,13 +34,12 @@ Report = Callable[[str, int | None], None]
 
 
 @dataclass(slots=True)
-class Options:
-    """One ``[backends.NAME]`` table of a file, with its line and the line of each key."""
+class OptionsTable:
+    """A ``[backends.NAME]`` table, of one file or merged over the layers."""
 
-    values: dict[str, Any]
-    file: str
-    line: int | None
-    key_lines: dict[str, int | None]
+    values: dict[str, Any]  # option values by key
+    origin: tuple[str, int | None]  # file and line (None where unknown) of the table, in the last file that has one
+    origins: dict[str, tuple[str, int | None]]  # file and line that each key comes from
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Document:
     """What one file says; empty where it could not be understood."""
 
     rules: list[Rule] = field(default_factory=list)
-    options: dict[str, Options] = field(default_factory=dict)
+    options: dict[str, OptionsTable] = field(default_factory=dict)
     # per backend that a broken rule names: file, line, the rule in words, the name
     named: list[Named] = field(default_factory=list)
 
@@ -63,22 +62,17 @@ class _Unreadable(Exception):
     """Nothing in the file can be used. Arguments: what is wrong, the line or None."""
 
 
-class _Lines:
-    """The lines of a file's keys, looked for when the first one is asked for."""
+LineOf = Callable[..., int | None]
+"""The line of a key by its path, or of the innermost table around it that has one."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
 
-    @cached_property
-    def _by_path(self) -> dict[KeyPath, int]:
-        return key_lines(self._text)
+def _line_of(text: str) -> LineOf:
+    by_path = cache(lambda: key_lines(text))  # looked for when the first one is asked for
 
-    def of(self, *path: str | int) -> int | None:
-        """Return the line of a key, or of the innermost table around it that has one."""
-        for end in range(len(path), 0, -1):
-            if (line := self._by_path.get(path[:end])) is not None:
-                return line
-        return None
+    def line(*path: str | int) -> int | None:
+        return next((by_path()[path[:end]] for end in range(len(path), 0, -1) if path[:end] in by_path()), None)
+
+    return line
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
@@ -97,17 +91,17 @@ def read_document(content: bytes, file: str, layer: int, problems: list[Problem]
     except _Unreadable as error:
         report(*error.args)
         return Document()
-    lines = _Lines(text)
+    line_of = _line_of(text)
     for key in [key for key in document if key not in _KEYS][:MOST_PROBLEMS]:
-        report(f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}", lines.of(key))
+        report(f"unknown key {show(key)}; {UnknownNameError('key', key, _KEYS).hint}", line_of(key))
     tables = document.get("rules", [])
     rule_lines = [header.line for header in header_lines(text) if header.is_array and header.key == ("rules",)]
     if isinstance(tables, list) and len(tables) == len(rule_lines):
-        rules, named = _rules(tables, rule_lines, lines, file, layer, report)
+        rules, named = _rules(tables, rule_lines, line_of, file, layer, report)
     else:
-        report("rules must be written as [[rules]] tables", lines.of("rules"))
+        report("rules must be written as [[rules]] tables", line_of("rules"))
         rules, named = [], []
-    return Document(rules, _options(document.get("backends", {}), lines, file, report), named)
+    return Document(rules, _options(document.get("backends", {}), line_of, file, report), named)
 
 
 def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
@@ -136,7 +130,7 @@ def _parse(content: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _rules(
-    tables: list[Any], headers: list[int], lines: _Lines, file: str, layer: int, report: Report
+    tables: list[Any], headers: list[int], line_of: LineOf, file: str, layer: int, report: Report
 ) -> tuple[list[Rule], list[Named]]:
     """Return the sound rules, and what the broken ones name."""
     if len(tables) > MAX_RULES:
@@ -160,19 +154,19 @@ def _rules(
         else:
             rules += [] if problems else [rule]
         for key, text in problems:
-            report(text, lines.of("rules", index, *key))
+            report(text, line_of("rules", index, *key))
         if (errors := errors + len(problems)) >= MOST_PROBLEMS:
             break
     return rules, named
 
 
-def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[str, Options]:
+def _options(tables: object, line_of: LineOf, file: str, report: Report) -> dict[str, OptionsTable]:
     if not isinstance(tables, dict):
-        report("backends must be written as [backends.NAME] tables", lines.of("backends"))
+        report("backends must be written as [backends.NAME] tables", line_of("backends"))
         return {}
-    options: dict[str, Options] = {}
+    options: dict[str, OptionsTable] = {}
     for backend, values in tables.items():
-        line = lines.of("backends", backend)
+        line = line_of("backends", backend)
         if not isinstance(values, dict):
             report(f"backends.{shorten(backend)} = {show(values)}: expected a table of options", line)
             continue
@@ -180,10 +174,10 @@ def _options(tables: object, lines: _Lines, file: str, report: Report) -> dict[s
         for key in wrong[:MOST_PROBLEMS]:
             accepted = f"strings, numbers, booleans, and arrays and tables of them up to {MAX_DEPTH} deep"
             text = f"backends.{shorten(backend)}.{shorten(key)} = {show(values[key])}: expected {accepted}"
-            report(text, lines.of("backends", backend, key))
+            report(text, line_of("backends", backend, key))
         if not wrong:
-            places = {key: lines.of("backends", backend, key) for key in values}
-            options[backend] = Options(values, file, line, places)
+            places = {key: (file, line_of("backends", backend, key)) for key in values}
+            options[backend] = OptionsTable(values, (file, line), places)
     return options
 
 

@@ -7,12 +7,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from attn_select.errors import RulesError
 from attn_select.machine import variables
-from attn_select.rules.document import MOST_PROBLEMS, Named, Problem, problem_text, read_document, read_file
+from attn_select.rules.document import (
+    MOST_PROBLEMS,
+    Named,
+    OptionsTable,
+    Problem,
+    problem_text,
+    read_document,
+    read_file,
+)
 from attn_select.rules.rule import PACKAGED, Rule
 
 logger = logging.getLogger(__name__)
@@ -22,7 +28,6 @@ WORKING_DIRECTORY = "working directory"
 
 Instead = Mapping[str, bytes]
 """Contents to read in place of files, by the real path of each: rules as they would be after an edit."""
-_NOTHING_INSTEAD: Instead = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -39,21 +44,11 @@ class Layer:
 
 
 @dataclass(slots=True)
-class BackendOptionsTable:
-    """A ``[backends.NAME]`` table merged over the layers."""
-
-    values: dict[str, Any] = field(default_factory=dict)  # option values by key
-    # file and line (None where unknown) that each key comes from
-    origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    origin: tuple[str, int | None] = ("", None)  # file and line of the table in the last file that has one
-
-
-@dataclass(slots=True)
 class RuleSet:
     """The effective rules."""
 
     rules: list[Rule] = field(default_factory=list)  # enabled rules, first layer to last, top-down within one
-    options: dict[str, BackendOptionsTable] = field(default_factory=dict)  # option tables by backend name
+    options: dict[str, OptionsTable] = field(default_factory=dict)  # option tables by backend name
     layers: list[Layer] = field(default_factory=list)  # every file that was looked for
     # one problem for each rule that disables a rule which no earlier layer has
     idle: list[Problem] = field(default_factory=list)
@@ -100,19 +95,22 @@ def inspect_layers(extra: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
 
 def load_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    instead: Instead = _NOTHING_INSTEAD,
+    instead: Instead | None = None,
     working_directory: bool = True,
 ) -> RuleSet:
     """Read and merge every layer."""
     rule_set, problems = read_rules(extra, instead, working_directory)
     if problems:
-        raise _error(problems)
+        lines = [*map(problem_text, problems)]
+        shown = lines[0] if len(lines) == 1 else f"{len(lines)} errors in rules files\n  " + "\n  ".join(lines[:20])
+        hint = "`attn-select rules check` lists all problems; `attn-select rules path` lists the files"
+        raise RulesError(shown, problems=problems, hint=hint)
     return rule_set
 
 
 def read_rules(
     extra: Sequence[str | os.PathLike[str]] = (),
-    instead: Instead = _NOTHING_INSTEAD,
+    instead: Instead | None = None,
     working_directory: bool = True,
 ) -> tuple[RuleSet, list[Problem]]:
     """Read and merge every layer as far as it can be understood; return also what cannot (the first hundred)."""
@@ -137,22 +135,15 @@ def read_rules(
                 text = f"rule {rule.name!r} disables nothing: no earlier file has a rule of this name"
                 rule_set.idle.append((rule.file, rule.line, text))
         for backend, options in document.options.items():
-            table = rule_set.options.setdefault(backend, BackendOptionsTable())
+            table = rule_set.options.setdefault(backend, options)
             table.values.update(options.values)
-            table.origin = (options.file, options.line)
-            table.origins.update({key: (options.file, line) for key, line in options.key_lines.items()})
+            table.origins.update(options.origins)
+            table.origin = options.origin
     rule_set.rules = [*by_name.values()]
     return rule_set, problems[:MOST_PROBLEMS]
 
 
-def _error(problems: list[Problem]) -> RulesError:
-    lines = [*map(problem_text, problems)]
-    shown = lines[0] if len(lines) == 1 else f"{len(lines)} errors in rules files\n  " + "\n  ".join(lines[:20])
-    hint = "`attn-select rules check` lists all problems; `attn-select rules path` lists the files"
-    return RulesError(shown, problems=problems, hint=hint)
-
-
-def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _NOTHING_INSTEAD) -> list[bytes | None]:
+def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead | None = None) -> list[bytes | None]:
     """Set the state of every layer; return the contents of those whose state is ``read``."""
     contents: list[bytes | None] = []
     for layer in layers:
@@ -167,7 +158,9 @@ def _read_all(layers: list[Layer], problems: list[Problem], instead: Instead = _
         if contents[index] is None:
             continue
         # The same file again as a stronger layer says everything that this one says.
-        stronger = next((other.kind for other in layers[index + 1 :] if _same_file(layer, other)), None)
+        others = [other for other in layers[index + 1 :] if other.state == "read"]
+        here = os.path.realpath(layer.path)
+        stronger = next((other.kind for other in others if os.path.realpath(other.path) == here), None)
         if layer.kind == WORKING_DIRECTORY and contents[index] == contents[0]:
             layer.state = "skipped: identical to the packaged rules"
         elif stronger is not None:
@@ -192,11 +185,7 @@ def _foreign(layers: list[Layer]) -> list[Problem]:
     return [] if owner == here else [(str(path), None, text)]
 
 
-def _same_file(one: Layer, other: Layer) -> bool:
-    return other.state == "read" and os.path.realpath(one.path) == os.path.realpath(other.path)
-
-
-def _read(layer: Layer, instead: Instead) -> bytes | None:
+def _read(layer: Layer, instead: Instead | None) -> bytes | None:
     """Return a file's content, None where an optional one does not exist."""
     try:
         content = instead.get(os.path.realpath(layer.path)) if instead else None

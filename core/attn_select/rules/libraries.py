@@ -23,30 +23,27 @@ def import_names(specs: Mapping[str, BackendSpec]) -> dict[str, tuple[str, ...]]
     return {module: tuple(distributions) for module, distributions in found.items()}
 
 
-def unknown_libraries(rules: Iterable[Rule], specs: Mapping[str, BackendSpec]) -> list[Problem]:
-    """Return a problem for every ``library.NAME`` that no registered backend names and that is not installed here."""
+def library_doubts(rules: Iterable[Rule], specs: Mapping[str, BackendSpec]) -> list[Problem]:
+    """Return a problem for every ``library.NAME`` that no registered backend names and that is not installed here, and
+    for every other one in a rule of a user that is not installed."""
     distributions = dict.fromkeys(canonical_distribution(library.distribution) for library in _libraries(specs))
-    known = {**distributions, **dict.fromkeys(import_names(specs))}
+    modules = import_names(specs)
+    known = {**distributions, **dict.fromkeys(modules)}
     problems: list[Problem] = []
-    for rule, _, name in _named_in(rules):
-        if canonical_distribution(name) not in known and installed_version(name) is None:
+    for rule, condition, name in _named_in(rules):
+        spelled = canonical_distribution(name)
+        if any(map(installed_version, (name, *modules.get(spelled, ())))):
+            continue
+        if spelled not in known:
             near = nearest(name, known)
             hint = f"; did you mean {' or '.join(near)}?" if near else f"; they use {', '.join(distributions)}"
             text = f"no registered backend uses a library {name!r}, and it is not installed here{hint}"
-            problems.append((rule.file, rule.line, f"rule {rule.name!r}: {text}"))
-    return problems[:MOST_PROBLEMS]
-
-
-def versions_not_here(rules: Iterable[Rule], specs: Mapping[str, BackendSpec]) -> list[Problem]:
-    """Return a problem for every rule of a user about a version of a library that is not installed here."""
-    modules = import_names(specs)
-    problems: list[Problem] = []
-    for rule, condition, name in _named_in(rule for rule in rules if rule.layer > PACKAGED):
-        if not any(map(installed_version, (name, *modules.get(canonical_distribution(name), ())))):
-            text = (
-                f"{condition} holds nowhere on this machine: {name} is not installed (--with {name}==VERSION tries one)"
-            )
-            problems.append((rule.file, rule.line, f"rule {rule.name!r}: {text}"))
+        elif rule.layer > PACKAGED:
+            tries = f"(--with {name}==VERSION tries one)"
+            text = f"{condition} holds nowhere on this machine: {name} is not installed {tries}"
+        else:
+            continue
+        problems.append((rule.file, rule.line, f"rule {rule.name!r}: {text}"))
     return problems[:MOST_PROBLEMS]
 
 

@@ -22,7 +22,7 @@ from attn_select.rules.conditions import (
 )
 from attn_select.rules.document import MOST_PROBLEMS, Problem, problem_text
 from attn_select.rules.layers import RuleSet
-from attn_select.rules.libraries import unknown_libraries, versions_not_here
+from attn_select.rules.libraries import library_doubts
 from attn_select.rules.rule import PACKAGED, Rule
 
 if TYPE_CHECKING:
@@ -236,8 +236,6 @@ def _covers(wide: Rule, narrow: Rule) -> bool:
 
 def doubts(rules: RuleSet, registry: Registry) -> list[Problem]:
     """Return what ``rules check`` warns of."""
-    unknown = unknown_libraries(rules.rules, registry.specs)
-    named = {(file, line) for file, line, _ in unknown}
-    absent = [each for each in versions_not_here(rules.rules, registry.specs) if each[:2] not in named]
-    problems = [*rules.foreign, *_of_rules(rules), *unknown, *absent, *unreachable(rules), *beaten_by_denials(rules)]
+    libraries = library_doubts(rules.rules, registry.specs)
+    problems = [*rules.foreign, *_of_rules(rules), *libraries, *unreachable(rules), *beaten_by_denials(rules)]
     return sorted(problems, key=lambda problem: (problem[0], problem[1] or 0))

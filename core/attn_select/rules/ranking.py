@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
@@ -88,10 +88,8 @@ class Ranker:
         rules: Sequence[Rule],
         device: Device,
         environment: Environment,
-        registered: Sequence[str],
         modules: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        self._registered = registered
         here = [
             rule
             for rule in rules
@@ -109,12 +107,11 @@ class Ranker:
         self,
         config: LayerConfig,
         phases: Sequence[Phase],
-        registered: Sequence[str] | None = None,
+        registered: Sequence[str],
         batches: Mapping[Phase, Sequence[object]] | None = None,
     ) -> dict[Phase, Ranking]:
-        """Return the ranking of every phase."""
-        base = self._registered if registered is None else registered
-        return {phase: self._rank(config, phase, base, None if batches is None else batches[phase]) for phase in phases}
+        """Return the ranking of every phase; ``registered`` are the backends for such layers, best first."""
+        return {phase: self._rank(config, phase, registered, (batches or {}).get(phase)) for phase in phases}
 
     def _rank(
         self, config: LayerConfig, phase: Phase, base: Sequence[str], batches: Sequence[object] | None
@@ -165,26 +162,12 @@ def holds_for_config(condition: Condition, config: LayerConfig) -> bool:
     value = getattr(config, condition.field, _ABSENT)
     if value is _ABSENT:
         return False
-    if condition.field in _VALUES:
-        value = _VALUES[condition.field](config)
+    if condition.field == "kv_cache_dtype":
+        # ``auto`` and the dtype that it stands for are the same cache, so a rule may name either.
+        value = ("auto", config.dtype) if value in ("auto", config.dtype) else (value,)
+    elif condition.field in OF_NAMES:
+        value = (value,)
     return condition.unset if value is None else condition.matches(value)
-
-
-def _kv_cache_names(config: Any) -> tuple[str, ...]:
-    """``auto`` and the dtype that it stands for are the same cache, so a rule may name either."""
-    return ("auto", config.dtype) if config.kv_cache_dtype in ("auto", config.dtype) else (config.kv_cache_dtype,)
-
-
-def _as_names(field: str) -> Callable[[Any], tuple[str, ...]]:
-    get = attrgetter(field)
-    return lambda config: (get(config),)
-
-
-_VALUES: dict[str, Callable[[Any], Any]] = {
-    "kv_cache_dtype": _kv_cache_names,
-    **{field: _as_names(field) for field in OF_NAMES if field != "kv_cache_dtype"},
-}
-"""How to read the fields that a rule matches by names."""
 
 
 def holds_for(condition: Condition, config: LayerConfig, device: Device) -> bool:
@@ -210,15 +193,12 @@ def _applied(rule: Rule, order: list[str]) -> list[str]:
 def _holds_here(
     condition: Condition, device: Device, environment: Environment, modules: Mapping[str, Sequence[str]]
 ) -> bool:
-    value: Any
-    if condition.field == "gpu":
-        value = device.name
-    elif condition.field == "cuda":
+    if condition.scope == "device":
+        return holds_on(condition, device)
+    if condition.field == "cuda":
         value = environment.cuda
-    elif condition.field.startswith(PREFIX):
-        value = _library_version(condition.field.removeprefix(PREFIX), environment, modules)
     else:
-        value = getattr(device, condition.field)
+        value = _library_version(condition.field.removeprefix(PREFIX), environment, modules)
     return value is not None and condition.matches(value)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,20 +67,21 @@ def _versions(names: Sequence[str], environment: Environment) -> dict[str, str]:
 
 def stale_parts(recorded: Fingerprint, now: Fingerprint) -> list[str]:
     """Return in words which parts are others now; nothing: the times are of the kernels that are here, or alike."""
-    changed = [name for name, was in recorded.items() if not _alike(name, was, now.get(name, was))]
+    here = {name: now.get(name, was) for name, was in recorded.items()}
+    changed = [
+        name
+        for name, was in recorded.items()
+        if was != here[name] and not any({was, here[name]} <= {*each["releases"]} for each in _alike().get(name, ()))
+    ]
     return [
         "its own kernels or schedules changed" if name == SOURCES else f"{name} {recorded[name]}, now {now[name]}"
         for name in changed
     ]
 
 
-def _alike(name: str, was: str, now: str) -> bool:
-    """Whether two releases of a library are one, or were measured to be alike."""
-    return was == now or any({was, now} <= set(each["releases"]) for each in _measured_alike().get(name, ()))
-
-
 @functools.cache
-def _measured_alike() -> dict[str, list[dict[str, list[str]]]]:
+def _alike() -> dict[str, list[dict[str, list[str]]]]:
+    """Return which releases of a library were measured to be alike."""
     found: dict[str, list[dict[str, list[str]]]] = tomllib.loads(ALIKE.read_text(encoding="utf-8"))
     return found
 
@@ -147,15 +147,11 @@ def _modules(package: str) -> dict[str, Path]:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package}", name=package)
-    root = next(iter(spec.submodule_search_locations))
+    root = Path(next(iter(spec.submodule_search_locations)))
     found: dict[str, Path] = {}
-    for folder, _, names in os.walk(root):
-        parts = os.path.relpath(folder, root).split(os.sep) if folder != root else []
-        for name in names:
-            stem, dot = os.path.splitext(name)
-            if dot == ".py":
-                module = ".".join([package, *parts, *([] if stem == "__init__" else [stem])])
-                found[module] = Path(folder, name)
+    for file in root.rglob("*.py"):
+        *folders, name = file.relative_to(root).with_suffix("").parts
+        found[".".join([package, *folders, *([] if name == "__init__" else [name])])] = file
     return found
 
 

@@ -22,10 +22,10 @@ from heapq import nlargest
 from itertools import repeat
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from attn_select.errors import MeasurementError, printable
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.config import AttentionConfig, Sort
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device, find_gpu
 from attn_select.times.batch_shape import BatchShape
@@ -40,19 +40,10 @@ PACKAGED_FOLDER = Path(__file__).parent / "surveys"
 NEAREST = 8
 """Measured workloads that a prediction is explained by, and one of which its backend must have been timed on."""
 
-Family = Literal["attention", "mla", "sparse_mla", "state"]
-"""Layers whose backends are others."""
 
-
-def family_of(config: LayerConfig) -> Family | None:
-    """Return which family a layer is of; None of one that no survey times."""
-    if not isinstance(config, AttentionConfig):
-        return "state"
-    if config.attn_type != "decoder":
-        return None
-    if config.mla:
-        return "sparse_mla" if config.sparse else "mla"
-    return "attention"
+def family_of(config: LayerConfig) -> Sort | None:
+    """Return which family a layer is of, whose backends are others; None of one that no survey times."""
+    return None if isinstance(config, AttentionConfig) and config.attn_type != "decoder" else config.sort
 
 
 def features_of(config: LayerConfig, batch: BatchShape, rates: Rates) -> StepFeatures:
@@ -66,7 +57,6 @@ def features_of(config: LayerConfig, batch: BatchShape, rates: Rates) -> StepFea
 class Near:
     """A measured workload beside the one that is asked about."""
 
-    likeness: float  # from 0 to 1, where 1 is the same features
     times_us: Mapping[str, float]
     # seconds of the first call with a cold disk cache, by backend; without what is not known
     first_call_s: Mapping[str, float]
@@ -110,13 +100,13 @@ class _Family:
         here = [features.values[name] * scale for name, scale in self.scales.items()]
         return [math.exp(-distance) for distance in map(math.dist, self.places, repeat(here))]
 
-    def measured(self, index: int, likeness: float) -> Near:
+    def measured(self, index: int) -> Near:
         """Return a measured workload."""
         known = {
             key: {name: value for name, each in self.backends.items() if (value := each[key][index]) is not None}
             for key in ("times_us", "first_call_s", "workspace_bytes", "host_us")
         }
-        return Near(likeness, **known)
+        return Near(**known)
 
 
 class Survey:
@@ -172,8 +162,7 @@ class Survey:
         family = self._families.get(family_of(config) or "")
         if family is None:
             return []
-        _, likeness, nearest = self._place(family, config, batch)
-        return [family.measured(index, likeness[index]) for index in nearest]
+        return [family.measured(index) for index in self._place(family, config, batch)[2]]
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  # who asks for a step's times asks for the nearest workloads next
     def _place(self, family: _Family, config: Any, batch: BatchShape) -> tuple[StepFeatures, list[float], list[int]]:

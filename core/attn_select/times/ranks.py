@@ -105,5 +105,5 @@ def _attention_us(config: AttentionConfig, batch: BatchShape, device: Device) ->
     alone = config.model_copy(update={"decode_context_parallel_size": 1})
     gathered = alone.model_copy(update={"num_heads": config.num_heads * ranks})
     share = tuple(replace(group, seq_len=max(group.query_len, -(-group.seq_len // ranks))) for group in batch.groups)
-    only = {"cache_write": False, "projections": False}
-    return roofline_us(alone, batch, device, **only), roofline_us(gathered, BatchShape(share), device, **only)
+    on_ranks = roofline_us(gathered, BatchShape(share), device, attention_alone=True)
+    return roofline_us(alone, batch, device, attention_alone=True), on_ranks

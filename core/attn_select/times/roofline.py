@@ -3,23 +3,23 @@
 A step reads the queries and the keys and values that they see, multiplies, and writes the outputs. It also writes its
 new keys and values into the cache, and an MLA layer multiplies by ``W_UK`` and ``W_UV`` (arXiv 2405.04434): decodes
 absorb both into the query and the output, prefills decompress keys and values. A layer that keeps a state reads and
-writes it (``attn_select.times.state_work``). Bytes count each tensor once, as if no
-cache were warm and nothing were read twice. FLOPs count a multiplication and an addition as two, and only visible keys.
+writes it: its times depend on how many requests a step has and on their new tokens, not on how long the requests are.
+Bytes count each tensor once, as if no cache were warm and nothing were read twice. FLOPs count a multiplication and an
+addition as two, and only visible keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from attn_select.layer import dtypes
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.config import MLA_DIMS, AttentionConfig
 from attn_select.layer.layer_config import LayerConfig
-from attn_select.layer.layouts import FP8_DS_MLA, MLA, bytes_per_token
+from attn_select.layer.layouts import FP8_DS_MLA, MLA, bytes_per_slot, bytes_per_token
 from attn_select.layer.state import StateConfig
 from attn_select.machine.device import Device
-from attn_select.times.state_work import request_states
 
 if TYPE_CHECKING:
     from attn_select.times.batch_shape import BatchShape
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class StepWork:
     """What one layer's step reads, writes and multiplies."""
 
-    kv_bytes: float = 0  # keys and values (MLA: latents) that attention reads, or states
-    query_bytes: float = 0  # queries read and outputs written
+    kv_bytes: float = 0  # keys and values (MLA: latents) that attention reads, or states, convolution windows included
+    query_bytes: float = 0  # queries read and outputs written, of states keys, values and gates too
     # new keys and values, read and written into the cache, or states written; 0 for layers without a cache
     cache_write_bytes: float = 0
     projection_bytes: float = 0  # what MLA's products with ``W_UK`` and ``W_UV`` read and write beyond that; else 0
@@ -94,8 +94,7 @@ def is_decode(config: LayerConfig, query_len: int) -> bool:
 def request_work(config: LayerConfig, query_len: int, seq_len: int) -> StepWork:
     """Return the work of one request, without MLA's weights, which a step reads once for all its requests."""
     if isinstance(config, StateConfig):
-        states = request_states(config, query_len, seq_len)
-        return StepWork(states.read_bytes, states.token_bytes, states.written_bytes, attention_flops=states.flops)
+        return _state_work(config, query_len, seq_len)
     keys, pairs = keys_read(config, query_len, seq_len), visible_keys(config, query_len, seq_len)
     width = dtypes.BITS[config.dtype] / 8
     # A context-parallel rank reads its share of the keys, but with the heads of all ranks: the products stay as many.
@@ -134,32 +133,37 @@ def request_work(config: LayerConfig, query_len: int, seq_len: int) -> StepWork:
     )
 
 
-def _mla_dims(config: AttentionConfig) -> tuple[int, int, int, int]:
-    rank, nope, rope, value = (
-        config.kv_lora_rank,
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-        config.v_head_dim,
+def _state_work(config: StateConfig, query_len: int, seq_len: int) -> StepWork:
+    """Return what one request moves and multiplies: with earlier tokens it reads one state, any request writes one, and
+    a decode with drafts writes one per token. FLOPs count the recurrence token by token (``attn_select.layer.state``);
+    chunks multiply more, on tensor cores.
+    """
+    state, has_state = bytes_per_slot(config), seq_len > query_len
+    kept = query_len if has_state and query_len <= config.max_decode_query_len else 1
+    heads, size = config.num_v_heads, config.head_size
+    numbers = config.width + heads * config.v_head_size
+    gates = heads * (size if config.rule.decay == "channel" else 1) + heads * config.rule.writes
+    products = 3 if config.rule.delta_rule else 2
+    return StepWork(
+        kv_bytes=state * has_state,
+        query_bytes=query_len * (numbers * dtypes.BITS[config.dtype] / 8 + 4 * gates),
+        cache_write_bytes=state * kept,
+        attention_flops=query_len * heads * size * config.v_head_size * (2 * products + 1),
     )
-    assert rank is not None
-    assert nope is not None
-    assert rope is not None
-    assert value is not None
-    return rank, nope, rope, value
 
 
-def step_work(
-    config: LayerConfig, batch: BatchShape, *, cache_write: bool = True, projections: bool = True
-) -> StepWork:
-    """Return the work of one layer's step over ``batch``."""
+def _mla_dims(config: AttentionConfig) -> tuple[int, int, int, int]:
+    return cast(tuple[int, int, int, int], tuple([getattr(config, name) for name in MLA_DIMS]))
+
+
+def step_work(config: LayerConfig, batch: BatchShape, *, attention_alone: bool = False) -> StepWork:
+    """Return the work of one layer's step over ``batch``, without cache writes and MLA's products where asked for."""
     parts = [(group.count, request_work(config, group.query_len, group.seq_len)) for group in batch.groups]
     total = {each.name: sum(count * getattr(work, each.name) for count, work in parts) for each in fields(StepWork)}
     if isinstance(config, StateConfig):
         return StepWork(**total)
-    if not cache_write:
-        total["cache_write_bytes"] = 0
-    if not projections:
-        total["projection_bytes"] = total["projection_flops"] = 0
+    if attention_alone:
+        total["cache_write_bytes"] = total["projection_bytes"] = total["projection_flops"] = 0
     elif config.mla:  # decodes and prefills multiply by the weights apart; sparse prefills run as decodes do
         rank, nope, _, value = _mla_dims(config)
         times_read = len({config.sparse or is_decode(config, group.query_len) for group in batch.groups})
@@ -182,12 +186,7 @@ def matmul_rate(config: LayerConfig, device: Device) -> float | None:
 
 @lru_cache(maxsize=1024)  # all candidates without times ask the same
 def roofline_us(
-    config: LayerConfig,
-    batch: BatchShape,
-    device: Device,
-    *,
-    cache_write: bool = True,
-    projections: bool = True,
+    config: LayerConfig, batch: BatchShape, device: Device, *, attention_alone: bool = False
 ) -> float | None:
     """Return the least time in us of one layer's step on ``device``; None where its bandwidth is unknown.
 
@@ -196,7 +195,7 @@ def roofline_us(
     """
     if device.bandwidth_gbps is None:
         return None
-    work = step_work(config, batch, cache_write=cache_write, projections=projections)
+    work = step_work(config, batch, attention_alone=attention_alone)
     seconds = work.bytes / (device.bandwidth_gbps * 1e9)
     if (rate := matmul_rate(config, device)) is not None and device.bf16_tflops:
         seconds = max(seconds, work.attention_flops / rate + work.projection_flops / (device.bf16_tflops * 1e12))

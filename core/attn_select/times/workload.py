@@ -16,35 +16,8 @@ from attn_select.machine.files import read_bounded
 from attn_select.times.batch_shape import BatchShape, RequestGroup, parse_batch_shape
 from attn_select.times.roofline import is_decode
 
-PROFILES: dict[str, tuple[str, str]] = {
-    "default": (
-        "256q1s512,64q1s2k,8q1s8k,q1s16k,4q1s32k_20q1s4k_40q1s1k,q1s64k_32q1s1k,q512s1k_63q1s2k,q128_8q1s8k,"
-        "q1k,8q128,q2ks16k,q256s64k",
-        "a bit of everything: few and many requests, of like and unlike lengths, prompts with and without history",
-    ),
-    "chat": (
-        "64q1s2k*0.55,128q1s1k*0.2,16q1s8k*0.1,q512s1k_63q1s2k*0.1,q1k*0.05",
-        "interactive serving: many short conversations in decode, now and then a prompt beside them",
-    ),
-    "long-context": (
-        "8q1s32k*0.45,2q1s128k*0.25,16q1s16k*0.15,q4ks64k_7q1s32k*0.1,q8ks32k*0.05",
-        "few requests over long documents, read in chunks",
-    ),
-    "offline": (
-        "256q1s1k*0.6,256q1s512*0.2,4q512s1k_252q1s1k*0.15,8q1k*0.05",
-        "batch processing for throughput: as many requests at once as the cache holds",
-    ),
-    "speculative": (
-        "32q4s2k*0.6,8q4s8k*0.25,64q4s1k*0.1,q1k*0.05",
-        "decode that verifies three draft tokens per request (layers with num_speculative_tokens of 3 or more)",
-    ),
-    "agent": (
-        "16q1s32k*0.5,32q1s16k*0.25,q2ks34k_15q1s32k*0.2,q8k*0.05",
-        "long conversations that grow by tool outputs: decode over long contexts, short prefills behind them",
-    ),
-}
-"""Named workloads: the shapes and what they stand for. They are conventions of this project, not measurements of a
-service: who knows their own traffic writes it down instead."""
+PROFILES: dict[str, str] = tomllib.loads(Path(__file__).with_name("profiles.toml").read_text("utf-8"))
+"""The shapes of named workloads."""
 
 DEFAULT_MIX = "default"
 """The profile that is chosen for where no workload is named."""
@@ -125,15 +98,14 @@ def default_mix(config: LayerConfig) -> Workload:
     """Return what a layer is chosen for where no workload is named: ``DEFAULT_MIX``, its decodes with the layer's
     drafts."""
     new = config.max_decode_query_len if config.has_cache else 1
-    shapes = [
-        WeightedShape(BatchShape(tuple([_drafting(group, new) for group in shape.batch.groups])), shape.weight)
-        for shape in _shapes(PROFILES[DEFAULT_MIX][0])
-    ]
+    shapes = []
+    for shape in _shapes(PROFILES[DEFAULT_MIX]):
+        groups = [
+            RequestGroup(each.count, new, max(new, each.seq_len)) if each.query_len == 1 else each
+            for each in shape.batch.groups
+        ]
+        shapes.append(WeightedShape(BatchShape(tuple(groups)), shape.weight))
     return Workload(DEFAULT_MIX, tuple(shapes))
-
-
-def _drafting(group: RequestGroup, new: int) -> RequestGroup:
-    return RequestGroup(group.count, new, max(new, group.seq_len)) if group.query_len == 1 else group
 
 
 WorkloadArgument = Workload | str | PurePath
@@ -162,7 +134,7 @@ def parse_workload(given: WorkloadArgument) -> Workload:
         return _from_file(Path(text).expanduser())
     profile = text.lower().replace("_", "-")
     if profile in PROFILES:
-        return Workload(profile, _shapes(PROFILES[profile][0]))
+        return Workload(profile, _shapes(PROFILES[profile]))
     if not text[:1].isdigit() and text[:1] not in ("q", "Q"):
         hint = f"valid: {', '.join(PROFILES)}, shapes such as 64q1s4k*0.8,q2k*0.2, or a file NAME.toml"
         raise UnknownNameError("workload", given, PROFILES, hint=hint)

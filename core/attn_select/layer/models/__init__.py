@@ -33,31 +33,6 @@ __all__ = [
     "presets",
 ]
 
-_ESSENTIAL = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "encoder_layers",
-    "decoder_layers",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "num_key_value_heads",
-    "sliding_window",
-    "index_topk",
-    "num_kv_shared_layers",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_heads",
-    "linear_head_dim",
-    "mamba_num_heads",
-    "mamba_head_dim",
-    "mamba_groups",
-    "mamba_state_size",
-)
-"""Fields that decide what a layer asks for: worth a word where a class default had to stand in."""
-
 
 @dataclass(slots=True)
 class LayerKind:
@@ -134,16 +109,6 @@ class ModelSource:
     raw: dict[str, Any]
     source: str
 
-    def layer_kinds(
-        self,
-        *,
-        tensor_parallel_size: int = 1,
-        device: Device | None = None,
-        overrides: Mapping[str, Any] | None = None,
-    ) -> LayerKinds:
-        """Return the distinct layers of the model, as ``configs_from_model``."""
-        return layer_kinds(self, tensor_parallel_size=tensor_parallel_size, device=device, overrides=overrides)
-
 
 def configs_from_model(
     model: object,
@@ -170,14 +135,15 @@ def configs_from_model(
         tensor_parallel: ranks that share the query heads; KV heads below it are replicated, one per rank.
         device: decides the dtype where neither ``overrides`` nor the config do; None is one that has them all.
         overrides: ``AttentionConfig`` fields that beat the model, in every layer that has them. Head counts are the
-            model's totals. A window, soft cap or top-k of 0 takes it away.
+            model's totals. A window, soft cap or top-k of 0 takes it away. ``mla`` (True) gives layers with keys and
+            values per head a latent, of DeepSeek-V3's dims where none are given.
 
     Raises:
         UnknownNameError: neither a preset, a path nor a cached repository; or an override is no field.
         ModelError: the config cannot be read or does not describe attention layers.
         ConfigError: an override or the number of ranks contradicts the model.
     """
-    return load(model).layer_kinds(tensor_parallel_size=tensor_parallel, device=device, overrides=overrides)
+    return layer_kinds(load(model), tensor_parallel_size=tensor_parallel, device=device, overrides=overrides)
 
 
 def load(model: object) -> ModelSource:
@@ -201,8 +167,8 @@ def load(model: object) -> ModelSource:
     name = os.fsdecode(model)
     if (path := source.find_path(name)) is not None:
         return _source(name, source.read_config(path), path)
-    if (row := find_preset(name)) is not None:
-        return _source(row["name"], deepcopy(row["config"]), row["source"])
+    if (preset := find_preset(name)) is not None:
+        return _source(preset.name, deepcopy(preset.config), preset.source)
     if (path := hub_cache.find_repository(name)) is not None:
         return _source(name, source.read_config(path), path)
     raise source.unknown(name)
@@ -231,7 +197,7 @@ def layer_kinds(
 ) -> LayerKinds:
     """Return ``source``'s layer kinds; without a source the one layer that ``overrides`` alone describe.
 
-    As ``ModelSource.layer_kinds``.
+    As ``configs_from_model``.
     """
     from attn_select.layer.config import AttentionConfig
     from attn_select.layer.dtypes import canonical
@@ -282,7 +248,8 @@ def layer_kinds(
     if unused:
         lacking = "the layer has no such field"
         if where is not None:
-            lacking = f"no layer of {where} has {'it' if len(unused) == 1 else 'them'}"
+            what = "keys and values per head" if unused == ["mla"] else "it" if len(unused) == 1 else "them"
+            lacking = f"no layer of {where} has {what}"
         notes.append(f"{', '.join(unused)}: no effect, {lacking}")
     found = [
         LayerKind(kind, tuple(places), config, reading.sharing.owners(places, config.sort == "sparse_mla"))
@@ -306,13 +273,15 @@ def _source(name: str, raw: dict[str, Any], origin: str) -> ModelSource:
 
 
 def _read(raw: dict[str, Any], where: str, drafts: bool) -> tuple[Fields, Reading]:
+    from attn_select.layer.models.data_files import defaults
     from attn_select.layer.models.readers import read
     from attn_select.layer.models.text import is_mm_prefix, text_fields
 
     fields, notes = text_fields(raw, where)
     reading = read(fields, is_mm_prefix(raw, fields), drafts)
     reading.notes[:0] = notes
-    if taken := {name: value for name, value in fields.defaulted.items() if name in _ESSENTIAL and value is not None}:
+    essential = defaults()["essential"]
+    if taken := {name: value for name, value in fields.defaulted.items() if name in essential and value is not None}:
         values = ", ".join(f"{name} = {value}" for name, value in taken.items())
         reading.notes.append(f"not in the config, so the class defaults of {fields.family.model_type}: {values}")
     return fields, reading

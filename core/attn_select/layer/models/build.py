@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attn_select.errors import ConfigError, ModelError, UnknownNameError, show
-from attn_select.layer.config import AttentionConfig
+from attn_select.layer.config import MLA_DIMS, AttentionConfig
 from attn_select.layer.features import FEATURES
 from attn_select.layer.models.build_state import state_config
 from attn_select.layer.models.checkpoint_cache import CheckpointCache
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, StateLayer
-from attn_select.layer.models.shares import divides
+from attn_select.layer.models.layer_kind import Layer, StateLayer
+from attn_select.layer.models.shares import divides, valid_ranks
 from attn_select.layer.state import StateConfig
 
 _CACHE_FIELDS = (
@@ -22,11 +22,12 @@ _CACHE_FIELDS = (
 """Flags that mean something only where there is a KV cache: encoders go without."""
 _SELF_FIELDS = (
     *(feature.field for feature in FEATURES if feature.belongs_to == "past"),
-    "sparse_top_k",
-    *MLA_DIMS,
+    *("sparse_top_k", "mla", *MLA_DIMS),
 )
 """Flags about a token's own past: not for the encoder and the cross-attention of an encoder-decoder model."""
 _ZERO_IS_NONE = (*(feature.field for feature in FEATURES if feature.off is None), "sparse_top_k")
+_DEEPSEEK_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""What ``mla`` alone means: DeepSeek-V2's and V3's (arXiv 2405.04434, table 1; 2412.19437, section 4.2)."""
 _FLAGS = {
     "num_heads": ("num_attention_heads", "--num-heads"),
     "num_kv_heads": ("num_key_value_heads", "--num-kv-heads"),
@@ -51,13 +52,13 @@ def build(
     fields, of which layers that keep a state take those that are no sizes, and ``StateConfig`` fields; head counts in
     them are totals, which tensor parallelism then divides.
     """
-    known = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields))
+    known = dict.fromkeys((*AttentionConfig.model_fields, *StateConfig.model_fields, "mla"))
     for field in overrides:
         if field not in known:
             raise UnknownNameError("field", str(field), list(known))
     rows: dict[tuple[str, AttentionConfig | StateConfig], list[int]] = {}
     used: set[str] = set()
-    of_attention = {field: value for field, value in overrides.items() if field in AttentionConfig.model_fields}
+    of_attention = {f: value for f, value in overrides.items() if f == "mla" or f in AttentionConfig.model_fields}
     for layer, places in layers:
         if isinstance(layer, StateLayer):
             of_a_state, names = state_config(layer, where, tensor_parallel_size, dtype, overrides)
@@ -95,23 +96,10 @@ def kind_of(config: AttentionConfig) -> str:
 
 def _values(layer: Layer) -> dict[str, Any]:
     """Return the fields of ``AttentionConfig`` that a layer sets, head counts still the model's totals."""
-    values: dict[str, Any] = {
-        "num_heads": layer.num_heads,
-        "num_kv_heads": layer.num_kv_heads,
-        "head_size": layer.head_size,
-        "v_head_size": layer.v_head_size if layer.v_head_size != layer.head_size else None,
-        "attn_type": layer.attn_type,
-        "sliding_window": layer.sliding_window,
-        "attention_chunk_size": layer.attention_chunk_size,
-        "logits_soft_cap": layer.logits_soft_cap,
-        "alibi": layer.alibi,
-        "sinks": layer.sinks,
-        "position_bias": layer.position_bias,
-        "dual_chunk": layer.dual_chunk,
-        "mm_prefix": layer.mm_prefix,
-        "sparse_top_k": layer.sparse_top_k,
-        **dict(zip(MLA_DIMS, layer.mla or (), strict=False)),
-    }
+    values = layer._asdict()
+    values |= zip(MLA_DIMS, values.pop("mla") or (), strict=False)
+    if layer.v_head_size == layer.head_size:
+        del values["v_head_size"]
     return {field: value for field, value in values.items() if value is not None}
 
 
@@ -124,6 +112,12 @@ def _override(values: dict[str, Any], overrides: Mapping[str, Any], of_a_model: 
     if of_a_model and attn_type in ("encoder", "encoder_decoder") and "attn_type" not in overrides:
         skipped += _SELF_FIELDS
     given = {field: value for field, value in overrides.items() if field not in skipped and field != "dtype"}
+    used = set(given)
+    if given.pop("mla", False):
+        if "kv_lora_rank" in values:  # the model's own dims stay
+            used.remove("mla")
+        else:
+            given = _DEEPSEEK_DIMS | given
     heads = given.get("num_heads")
     if heads is not None and "num_kv_heads" not in given and values.get("num_kv_heads") == values.get("num_heads"):
         values.pop("num_kv_heads", None)  # one KV head per query head stays so
@@ -134,7 +128,7 @@ def _override(values: dict[str, Any], overrides: Mapping[str, Any], of_a_model: 
     for field in _ZERO_IS_NONE:
         if type(values.get(field)) in (int, float) and values[field] == 0:
             del values[field]
-    return set(given)
+    return used
 
 
 def _check_complete(values: Mapping[str, Any], where: str, overrides: Mapping[str, Any]) -> None:
@@ -162,13 +156,12 @@ def _divide(values: dict[str, Any], ranks: int) -> None:
     if "kv_lora_rank" in values:
         kv_heads = None  # the latent is the same on all ranks
     if not divides(ranks, heads, kv_heads):
-        valid = [n for n in range(1, min(heads, 4096) + 1) if divides(n, heads, kv_heads)]
         at_fault = "num_heads" if heads % ranks else "num_kv_heads"
         problem = "does not divide" if heads % ranks else "neither divides nor is a multiple of"
         raise ConfigError(
             f"tensor_parallel_size = {ranks} {problem} {at_fault} = {values[at_fault]}",
             fields=["tensor_parallel_size", at_fault],
-            hint=f"valid: {', '.join(map(str, valid))}",
+            hint=valid_ranks(heads, kv_heads),
         )
     values["num_heads"] = heads // ranks
     if kv_heads is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from attn_select.errors import ConfigError
 from attn_select.layer.models.layer_kind import StateLayer
-from attn_select.layer.models.shares import divides
+from attn_select.layer.models.shares import divides, valid_ranks
 from attn_select.layer.state import StateConfig
 
 _OF_A_MODEL = ("state_dtype", "chunk_size", "num_speculative_tokens", "cuda_graph")
@@ -26,12 +26,11 @@ def state_config(
         return total, used
     heads, v_heads = total.num_heads, total.num_v_heads
     if not divides(ranks, v_heads, heads):
-        valid = [n for n in range(1, min(v_heads, 4096) + 1) if divides(n, v_heads, heads)]
         text = f"tensor_parallel_size = {ranks} does not divide the {v_heads} value heads and {heads} key heads of its "
         raise ConfigError(
             f"{text}{total.recurrence} layers",
             fields=["tensor_parallel_size", "num_v_heads"],
-            hint=f"valid: {', '.join(map(str, valid))}",
+            hint=valid_ranks(v_heads, heads),
         )
     share = {"num_heads": max(1, heads // ranks), "num_v_heads": v_heads // ranks}
     return total.model_copy(update=share), used

@@ -32,6 +32,8 @@ class Family(NamedTuple):
     sinks: bool = False  # a learned sink logit in every layer, unless a field says otherwise
     position_bias: bool = False  # a bias per head and distance in the scores of every layer
     state: str | None = None  # the recurrence of its layers that keep a state
+    # what its layers without attention are, where no ``StateConfig`` describes them
+    no_recurrence: str | None = None
     spellings: Mapping[str, str] = _NOTHING  # a kind of layers as its configs write it → the kind that is meant
     # the kind of the layers that only drafts run; None: that of the last layer with attention
     drafts: str | None = None
@@ -52,6 +54,13 @@ def defaults() -> dict[str, Any]:
     ``types`` are transformers' config classes, ``source`` its release; ``remote`` are types that it has no class for,
     each with its own source; ``wrappers`` and ``remote_wrappers`` are multimodal types with the type of their text
     part; ``unsupported`` are types that no attention config describes, with the reason.
+
+    ``names`` are what config classes call one thing (their ``attribute_map``; vLLM's ``CONFIG_FIELD_ALIASES``, and
+    ``hf_config_override`` of its config/speculative.py); ``essential`` fields decide what a layer asks for, and are
+    worth a word where a class default had to stand in; fields ``of_layers`` say which layers attend, or to what, and
+    are read of known model types alone; ``spellings`` are older names of kinds of layers. ``text_keys`` and
+    ``tower_keys`` are the parts of multimodal configs; image tokens of the ``prefix_lm`` models see each other (vLLM
+    0.33.0 model_arch_config_convertor.py, is_mm_prefix_lm).
     """
     return load("defaults.json")
 

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from attn_select.errors import ModelError, show
-from attn_select.layer.models.data_files import Family
+from attn_select.layer.models.data_files import Family, defaults
 
 MAX_LAYERS = 10_000
-_NAMES: Mapping[str, Sequence[str]] = {
-    "hidden_size": ("hidden_size", "d_model", "n_embd", "n_embed", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    "num_key_value_heads": (
-        "num_key_value_heads",
-        "num_kv_heads",
-        "n_head_kv",
-        "num_attention_groups",
-        "attn_config.kv_n_heads",
-    ),
-    "num_nextn_predict_layers": (
-        "num_nextn_predict_layers",
-        "mtp_num_hidden_layers",
-        "num_mtp_modules",
-        "num_mtp_layers",
-        "mtp_config.num_nextn_predict_layers",
-    ),
-    "head_dim": ("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head"),
-}
-"""The names that config classes use for one thing (their ``attribute_map``; vLLM's ``CONFIG_FIELD_ALIASES``, and
-``hf_config_override`` of its config/speculative.py)."""
 
 
 class Fields:
@@ -60,7 +38,7 @@ class Fields:
     def _find(self, field: str) -> tuple[str, Any]:
         """Return the name under which ``field`` was found, and its value."""
         null = None
-        for name in self.family.names.get(field) or _NAMES.get(field, (field,)):
+        for name in self.family.names.get(field) or defaults()["names"].get(field, (field,)):
             value = self.raw.get(name, self)  # self: nothing there
             if value is self and "." in name:
                 outer, _, inner = name.partition(".")
@@ -107,9 +85,9 @@ class Fields:
         name, value = self._find(field)
         if value is None or value is False:
             return None
-        if type(value) not in (int, float) or not 0 <= (number := _float(value)) < math.inf:
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
             raise self.wrong(name, value, "a positive number, or null")
-        return number or None
+        return float(value) or None
 
     def flag(self, field: str) -> bool:
         """Return whether ``field`` is true; null is false."""
@@ -126,10 +104,3 @@ class Fields:
         if not isinstance(value, list) or any(type(entry) is not kind for entry in value):
             raise self.wrong(name, value, f"a list of {what}")
         return value
-
-
-def _float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from attn_select.layer.models.kv_sharing import NOTHING_SHARED, Sharing
 
-MLA_DIMS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
 
 class Layer(NamedTuple):
     """Head counts are the model's totals. Fields have the names, units and defaults of ``AttentionConfig``.
@@ -31,7 +29,7 @@ class Layer(NamedTuple):
     dual_chunk: bool = False
     mm_prefix: bool = False
     mla: tuple[int, int, int, int] | None = None
-    """``MLA_DIMS``, or None."""
+    """``attn_select.layer.config.MLA_DIMS``, or None."""
     sparse_top_k: int | None = None
 
 

@@ -6,10 +6,11 @@ mapped to them. The rules are what each ``configuration_*.py`` does when ``layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attn_select.errors import ModelError
+from attn_select.layer.models.data_files import defaults
 from attn_select.layer.models.fields import MAX_LAYERS, Fields
 from attn_select.layer.models.unserved import KINDS
 
@@ -19,18 +20,6 @@ LINEAR, CONV = "linear_attention", "conv"
 HYBRID = "hybrid"
 """Attention and a state in one layer."""
 
-_SPELLINGS = {
-    "attention": FULL,
-    "global": FULL,
-    "local": SLIDING,
-    "deepseek_sparse_attention": INDEXED,
-    "qwen_sparse_attention": INDEXED,
-    "minimax_m3_sparse": "msa",
-    "mamba": LINEAR,
-    "mamba2": LINEAR,
-    "recurrent": LINEAR,
-    "hybrid_sliding": SLIDING,
-}
 ATTENTION = (FULL, SLIDING, CHUNKED, INDEXED, HYBRID, CROSS)
 NO_ATTENTION = ("moe", "mlp", "none")
 """Layers of neither attention nor a state; ``none``: attention that was taken out of a model (Nemotron-NAS)."""
@@ -50,9 +39,14 @@ def layer_types(fields: Fields) -> list[str]:
             kinds = _checked(fields, name, listed)
             break
     else:
-        rule, *arguments = fields.family.layers
-        kinds = _RULES[rule](fields, *arguments)
+        kinds = _by_rule(fields, fields.family.layers)
     return [_own(fields, kind) for kind in kinds]
+
+
+def _by_rule(fields: Fields, rule: Sequence[Any]) -> list[str]:
+    """Return what a rule of ``Family.layers`` says: its name and its arguments."""
+    name, *arguments = rule
+    return _RULES[name](fields, *arguments)
 
 
 def _own(fields: Fields, kind: str) -> str:
@@ -77,7 +71,8 @@ def draft_types(fields: Fields, kinds: list[str]) -> list[str]:
     count = fields.integer(DRAFT_LAYERS, 0, MAX_LAYERS) or 0
     listed = fields.list_of(str, "layer_types", "layer types") or []
     if len(listed) == len(kinds) + count:
-        return [_own(fields, _SPELLINGS.get(entry, entry)) for entry in listed[len(kinds) :]]
+        spelled = defaults()["spellings"]
+        return [_own(fields, spelled.get(entry, entry)) for entry in listed[len(kinds) :]]
     last = next((kind for kind in reversed(kinds) if kind in ATTENTION or kind in KINDS), None)
     return [kind] * count if (kind := fields.family.drafts or last) else []
 
@@ -90,7 +85,8 @@ def _checked(fields: Fields, name: str, listed: list[str]) -> list[str]:
         raise fields.wrong(name, listed, f"from 1 to {MAX_LAYERS} layer types")
     if count is not None and fields.family.layers[0] != "nemotron_h" and len(listed) not in (count, count + extra):
         raise ModelError(f"{fields.where}: {name} has {len(listed)} entries for num_hidden_layers = {count}")
-    known = {entry: _SPELLINGS.get(entry, entry) for entry in set(listed)}
+    spelled = defaults()["spellings"]
+    known = {entry: spelled.get(entry, entry) for entry in set(listed)}
     for entry, kind in known.items():
         if kind not in (*ATTENTION, *NOT_ATTENTION, *UNSUPPORTED, *KINDS, *fields.family.spellings):
             accepted = ", ".join(dict.fromkeys((*ATTENTION, *NOT_ATTENTION, *fields.family.spellings)))
@@ -115,12 +111,34 @@ def window(fields: Fields) -> int | None:
     return fields.tokens("sliding_window")
 
 
-def _uniform(fields: Fields) -> list[str]:
-    return [SLIDING if window(fields) else FULL] * _count(fields)
+def _uniform(fields: Fields, kind: str = SLIDING) -> list[str]:
+    return [kind if window(fields) else FULL] * _count(fields)
 
 
-def _all(fields: Fields, kind: str) -> list[str]:
-    return [kind] * _count(fields)
+def _cycle(fields: Fields, kinds: Sequence[str], first: Sequence[str] = (), last: str | None = None) -> list[str]:
+    """The same kinds again and again; the first layers and the last one may be others."""
+    count = _count(fields)
+    found = [*first, *[kinds[i % len(kinds)] for i in range(len(first), count)]][:count]
+    return found if last is None else [*found[:-1], last]
+
+
+def _listed(fields: Fields, field: str, kind: str, rest: str, otherwise: Sequence[Any], start: int = 0) -> list[str]:
+    """One kind where a field lists the layer, counted from ``start``; without the field a default list, or a rule."""
+    listed = fields.list_of(int, field, "layer numbers" + (" from 1" if start else ""))
+    if listed is None and otherwise[0] in _RULES:
+        return _by_rule(fields, otherwise)
+    numbers = set(otherwise if listed is None else listed)
+    return [kind if i + start in numbers else rest for i in range(_count(fields))]
+
+
+def _flags(fields: Fields, one: str, zero: str, otherwise: Sequence[Any]) -> list[str]:
+    """By a list with a 1 or a 0 per layer."""
+    listed = fields.list_of(int, "layer_flags", "0 and 1, one per layer")
+    if listed is None:
+        return _by_rule(fields, otherwise)
+    if len(listed) != (count := _count(fields)) or set(listed) - {0, 1}:
+        raise fields.wrong(fields.name_of("layer_flags"), listed, f"0 or 1 for each of {count} layers")
+    return [one if entry else zero for entry in listed]
 
 
 def _every(fields: Fields, period: int, field: str = "", rest: str = SLIDING) -> list[str]:
@@ -132,10 +150,6 @@ def _every(fields: Fields, period: int, field: str = "", rest: str = SLIDING) ->
     if rest == SLIDING and not window(fields):
         period = 0
     return [rest if period and (i + 1) % period else FULL for i in range(_count(fields))]
-
-
-def _every_kind(fields: Fields, period: int, kind: str, rest: str) -> list[str]:
-    return [rest if (i + 1) % period else kind for i in range(_count(fields))]
 
 
 def _every_from_end(fields: Fields, period: int) -> list[str]:
@@ -156,37 +170,10 @@ def _first(fields: Fields, period: int, field: str = "") -> list[str]:
     return [SLIDING if i % period else FULL for i in range(_count(fields))]
 
 
-def _first_and_fourth(fields: Fields, kind: str, and_last: bool) -> list[str]:
-    """The first two layers, every fourth from the second on, and the last where it says so (Flint, dots3)."""
-    last = _count(fields) - 1
-    return [kind if i < 2 or i % 4 == 1 or (and_last and i == last) else SLIDING for i in range(last + 1)]
-
-
-def _inkling(fields: Fields) -> list[str]:
-    """Sliding where ``local_layer_ids`` says so, else all but every sixth (InklingTextConfig)."""
-    listed = fields.list_of(int, "local_layer_ids", "layer numbers")
-    count = _count(fields)
-    local = {i for i in range(count) if (i + 1) % 6} if listed is None else set(listed)
-    return [SLIDING if i in local else FULL for i in range(count)]
-
-
-def _lfm3(fields: Fields) -> list[str]:
-    kinds = {0: SLIDING, 2: FULL}
-    return [kinds.get(i % 4, CONV) if i else CONV for i in range(_count(fields))]
-
-
 def _group(fields: Fields) -> list[str]:
     """The last layer of each group attends, and what is left over behind the groups (Ling 3)."""
     size, count = fields.integer("layer_group_size") or 1, _count(fields)
     return [LINEAR if (i + 1) % size and i < count // size * size else FULL for i in range(count)]
-
-
-def _step5(fields: Fields) -> list[str]:
-    return [FULL if i % 2 or not window(fields) else SLIDING for i in range(_count(fields))]
-
-
-def _reference(fields: Fields) -> list[str]:
-    return ["reference_sliding_attention" if window(fields) else FULL] * _count(fields)
 
 
 def _window_from(fields: Fields) -> list[str]:
@@ -212,74 +199,24 @@ def _no_rope(fields: Fields, with_rope: str, without: str) -> list[str]:
     return [with_rope if entry else without for entry in rope[:count]]
 
 
-def _period(fields: Fields) -> list[str]:
+def _period(fields: Fields, kind: str, first: Sequence[str] = ()) -> list[str]:
+    """One kind in every period, behind the first layers (Jamba, Zamba)."""
     period, offset = fields.integer("attn_layer_period") or 1, fields.integer("attn_layer_offset", 0)
-    return [FULL if i % period == offset else LINEAR for i in range(_count(fields))]
-
-
-def _indices(fields: Fields, field: str) -> list[str]:
-    listed = fields.list_of(int, field, "layer numbers")
-    if listed is None:
-        return [FULL if field == "full_attn_idxs" else LINEAR] * _count(fields)
-    attention, rest = set(listed), CONV if field == "full_attn_idxs" else LINEAR
-    return [FULL if i in attention else rest for i in range(_count(fields))]
-
-
-def _flags(fields: Fields, one: str, zero: str) -> list[str] | None:
-    """Read a list with a 1 or a 0 per layer."""
-    listed = fields.list_of(int, "layer_flags", "0 and 1, one per layer")
-    if listed is None:
-        return None
-    if len(listed) != (count := _count(fields)):
-        name = fields.family.names["layer_flags"][0]
-        raise ModelError(f"{fields.where}: {name} has {len(listed)} entries for num_hidden_layers = {count}")
-    return [one if entry else zero for entry in listed]
-
-
-def _mimo(fields: Fields) -> list[str]:
-    regular = [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(_count(fields))]
-    return _flags(fields, SLIDING, FULL) or regular
-
-
-def _minimax(fields: Fields) -> list[str]:
-    return _flags(fields, FULL, LINEAR) or [LINEAR if i % 2 else FULL for i in range(_count(fields))]
-
-
-def _minimax_m3(fields: Fields) -> list[str]:
-    """Sparse layers where ``sparse_attention_config.sparse_attention_freq`` has a 1 (MiniMaxM3VLTextConfig)."""
-    sparse = fields.get("sparse_attention_config")
-    listed = sparse.get("sparse_attention_freq") if isinstance(sparse, dict) else None
-    if listed is None:
-        return [FULL] * _count(fields)
-    if not isinstance(listed, list) or len(listed) != _count(fields) or set(listed) - {0, 1}:
-        name = "sparse_attention_config.sparse_attention_freq"
-        raise fields.wrong(name, listed, f"0 or 1 for each of {_count(fields)} layers")
-    return ["msa" if entry else FULL for entry in listed]
-
-
-def _deepseek_v4(fields: Fields) -> list[str]:
-    """By ``compress_ratios``, one per layer; else DeepseekV4Config's own: two HCA layers, then HCA and CSA in turn."""
     count = _count(fields)
-    ratios = _ratios(fields, {0: "deepseek_v4_window", 4: "deepseek_v4_csa", 128: "deepseek_v4_hca"})
-    rest = ["deepseek_v4_csa" if i % 2 else "deepseek_v4_hca" for i in range(count - 2)]
-    return ratios or (["deepseek_v4_hca"] * 2 + rest)[:count]
+    return [*first, *[kind if i % period == offset else LINEAR for i in range(count - len(first))]][:count]
 
 
-def _deepseek_v41(fields: Fields) -> list[str]:
-    kinds = {0: "deepseek_v41_window", 1: "deepseek_v41_sparse_1", 2: "deepseek_v41_sparse_2"}
-    found = _ratios(fields, kinds)
-    if found is None:
-        raise ModelError(f"{fields.where}: compress_ratios is missing: one of {', '.join(map(str, kinds))} per layer")
-    return found
-
-
-def _ratios(fields: Fields, kinds: Mapping[int, str]) -> list[str] | None:
-    """Read ``compress_ratios``; what is listed behind the model's layers is for drafts."""
+def _ratios(fields: Fields, by_ratio: Mapping[str, str], otherwise: Sequence[Any] = ()) -> list[str]:
+    """By ``compress_ratios`` of DeepSeek-V4 and V4.1; what is listed behind the model's layers is for drafts."""
     count, listed = _count(fields), fields.list_of(int, "compress_ratios", "integers, one per layer")
+    if listed is None and otherwise:
+        return _by_rule(fields, otherwise)
+    kinds = {int(ratio): kind for ratio, kind in by_ratio.items()}
+    accepted = f"one of {', '.join(by_ratio)}"
     if listed is None:
-        return None
+        raise ModelError(f"{fields.where}: compress_ratios is missing: {accepted} per layer")
     if len(listed) < count or set(listed[:count]) - set(kinds):
-        raise fields.wrong("compress_ratios", listed, f"one of {', '.join(map(str, kinds))} for each of {count} layers")
+        raise fields.wrong("compress_ratios", listed, f"{accepted} for each of {count} layers")
     return [kinds[ratio] for ratio in listed[:count]]
 
 
@@ -300,32 +237,6 @@ def _block_types(fields: Fields) -> list[str]:
     return [LINEAR if blocks[i % len(blocks)] == "recurrent" else SLIDING for i in range(_count(fields))]
 
 
-def _zamba(fields: Fields) -> list[str]:
-    first = [LINEAR, LINEAR, HYBRID]
-    period, offset = fields.integer("attn_layer_period") or 1, fields.integer("attn_layer_offset", 0)
-    count = _count(fields)
-    return (first + [HYBRID if i % period == offset else LINEAR for i in range(count - 3)])[:count]
-
-
-def _zamba2(fields: Fields) -> list[str]:
-    shared = fields.list_of(int, "hybrid_layer_ids", "layer numbers")
-    if shared is None:
-        shared = [6, 12, 18, 24, 30, 36, 42, 47, 51]  # Zamba2Config's own list, for 54 layers
-    ids = set(shared)
-    return [HYBRID if i in ids else LINEAR for i in range(_count(fields))]
-
-
-def _kimi_linear(fields: Fields) -> list[str]:
-    linear = fields.get("linear_attn_config")
-    listed = linear.get("full_attn_layers") if isinstance(linear, dict) else None
-    if listed is None:
-        return [FULL if i and i % 4 == 0 else LINEAR for i in range(_count(fields))]
-    if not isinstance(listed, list) or any(type(entry) is not int for entry in listed):
-        raise fields.wrong("linear_attn_config.full_attn_layers", listed, "a list of layer numbers from 1")
-    attention = set(listed)
-    return [FULL if i + 1 in attention else LINEAR for i in range(_count(fields))]
-
-
 def _attention_types(fields: Fields) -> list[str]:
     """GPT-Neo: ``[[["global", "local"], 12]]`` is twelve times the pair."""
     count = _count(fields)
@@ -336,18 +247,12 @@ def _attention_types(fields: Fields) -> list[str]:
     for group in groups if isinstance(groups, list) else [groups]:
         match group:
             case [[*names], int(times)] if 0 <= times <= MAX_LAYERS and all(n in ("global", "local") for n in names):
-                kinds += [_SPELLINGS[name] for name in names * min(times, count)]
+                kinds += [defaults()["spellings"][name] for name in names * min(times, count)]
             case _:
                 raise fields.wrong("attention_types", groups, "a list like [[['global', 'local'], 12]]")
     if len(kinds) < count:
         raise ModelError(f"{fields.where}: attention_types names {len(kinds)} layers for num_hidden_layers = {count}")
     return kinds[:count]
-
-
-def _cross(fields: Fields) -> list[str]:
-    cross = fields.list_of(int, "cross_attention_layers", "layer numbers")
-    ids = set([3, 8, 13, 18, 23, 28, 33, 38] if cross is None else cross)
-    return [CROSS if i in ids else FULL for i in range(_count(fields))]
 
 
 def _twice(fields: Fields) -> list[str]:
@@ -377,35 +282,22 @@ def _nemotron_nas(fields: Fields) -> list[str]:
 
 _RULES: dict[str, Callable[..., list[str]]] = {
     "uniform": _uniform,
-    "all": _all,
+    "cycle": _cycle,
+    "listed": _listed,
+    "flags": _flags,
     "every": _every,
-    "every_kind": _every_kind,
     "every_from_end": _every_from_end,
     "every_and_last": _every_and_last,
     "first": _first,
-    "first_and_fourth": _first_and_fourth,
-    "inkling": _inkling,
-    "lfm3": _lfm3,
     "group": _group,
-    "step5": _step5,
-    "reference": _reference,
     "window_from": _window_from,
     "alternate_below": _alternate_below,
     "no_rope": _no_rope,
     "period": _period,
-    "indices": _indices,
-    "mimo": _mimo,
-    "minimax": _minimax,
-    "minimax_m3": _minimax_m3,
-    "deepseek_v4": _deepseek_v4,
-    "deepseek_v41": _deepseek_v41,
+    "ratios": _ratios,
     "nemotron_h": _nemotron_h,
     "block_types": _block_types,
-    "zamba": _zamba,
-    "zamba2": _zamba2,
-    "kimi_linear": _kimi_linear,
     "attention_types": _attention_types,
-    "cross": _cross,
     "twice": _twice,
     "nemotron_nas": _nemotron_nas,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,36 +15,28 @@ class Preset:
     """One preset."""
 
     name: str
-    # others that lead to it: repositories of the Hugging Face Hub whose attention is the same, short forms
-    names: tuple[str, ...]
     description: str
     source: str  # where its values were looked up
+    config: dict[str, Any]  # as in ``config.json``
+    # others that lead to it: repositories of the Hugging Face Hub whose attention is the same, short forms
+    names: Sequence[str] = ()
 
 
 @functools.cache
-def preset_rows() -> dict[str, dict[str, Any]]:
-    """Return the data file's rows by name: ``names``, ``description``, ``source``, and ``config`` as in config.json."""
-    return {row["name"]: row for row in load("presets.json")["presets"]}
+def presets() -> dict[str, Preset]:
+    """Return every preset by name, in the data file's order."""
+    return {row["name"]: Preset(**row) for row in load("presets.json")["presets"]}
 
 
 @functools.cache
-def _by_every_name() -> dict[str, dict[str, Any]]:
-    rows = preset_rows()
-    return {_folded(other): row for row in rows.values() for other in row.get("names", ())} | rows
+def _by_every_name() -> dict[str, Preset]:
+    return {_folded(other): preset for preset in presets().values() for other in preset.names} | presets()
 
 
 def _folded(name: str) -> str:
     return name.strip().casefold().replace("_", "-").replace(" ", "-")
 
 
-def find_preset(name: str) -> dict[str, Any] | None:
-    """Return the row that ``name`` means in any case, with spaces or underscores for hyphens, or None."""
+def find_preset(name: str) -> Preset | None:
+    """Return the preset that ``name`` means in any case, with spaces or underscores for hyphens, or None."""
     return _by_every_name().get(_folded(name))
-
-
-def presets() -> dict[str, Preset]:
-    """Return every preset by name, in the data file's order."""
-    return {
-        name: Preset(name, tuple(row.get("names", ())), row["description"], row["source"])
-        for name, row in preset_rows().items()
-    }

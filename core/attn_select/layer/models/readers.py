@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from attn_select.errors import ModelError, show
+from attn_select.layer.config import MLA_DIMS
 from attn_select.layer.models import layer_types as types
 from attn_select.layer.models import variants
+from attn_select.layer.models.data_files import defaults
 from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.kv_sharing import sharing
-from attn_select.layer.models.layer_kind import MLA_DIMS, Layer, Reading, Sparse, StateLayer
+from attn_select.layer.models.layer_kind import Layer, Reading, Sparse, StateLayer
 from attn_select.layer.models.sizes import head_size
 from attn_select.layer.models.state_layers import state_layer
 from attn_select.layer.models.text import first_architecture
@@ -29,18 +31,9 @@ def read(fields: Fields, mm_prefix: bool, drafts: bool = False) -> Reading:
     return reading
 
 
-_OF_LAYERS = (
-    *("attn_type_list", "hybrid_layer_pattern", "hybrid_override_pattern", "linear_attn_config", "block_configs"),
-    *("sparse_attention_config", "compress_ratios", "kv_source_layer_ids", "indexer_n_heads"),
-    *("full_attention_interval", "attn_layer_period", "attn_layer_indices", "full_attn_idxs", "attention_types"),
-    *("mamba_d_state", "ssm_state_size"),
-)
-"""Fields that say which layers attend, or to what. They are read of known model types alone."""
-
-
 def _refuse_fields_of_layers(fields: Fields) -> None:
     """Raise where a config of an unknown model type says which layers attend, or to what."""
-    for name in _OF_LAYERS:
+    for name in defaults()["of_layers"]:
         if (value := fields.raw.get(name)) is not None:
             text = (
                 f"{name} = {show(value, 60)}: says which layers attend, or to what, and is not known of this model type"

@@ -9,7 +9,8 @@ from typing import Any
 
 from attn_select.errors import ModelError, UnknownNameError, nearest, shorten, show
 from attn_select.layer.models import hub_cache
-from attn_select.layer.models.presets import find_preset, preset_rows
+from attn_select.layer.models.presets import find_preset, presets
+from attn_select.machine.files import read_bounded
 
 MAX_BYTES = 16 * 1024 * 1024
 """The largest file that is read. Published config files have 500 bytes to 200 KB."""
@@ -44,13 +45,10 @@ def find_path(name: str) -> str | None:
 
 def _unknown_repository(name: str) -> ModelError:
     """Return the error for ``org/name`` that is nowhere: it says how to get its config.json."""
-    base = name.rpartition("/")[2]
-    near = nearest(base, preset_rows())
-    known = f"; presets like it: {', '.join(near)}" if near else ""
     text = f"{shorten(name)}: no such file or folder, no preset and no cached repository has this name"
     where = shorten(hub_cache.cache_folder(), 200)
     got = f"`hf download {name} config.json` puts it into {where}, where it is found by this name"
-    return ModelError(text, hint=f"{got} (nothing is downloaded here), or give the path of a config.json{known}")
+    return ModelError(text, hint=f"{got} (nothing is downloaded here), or give the path of a config.json{_like(name)}")
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -58,11 +56,13 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _hint(name: str) -> str:
-    base = name.rstrip("/").rpartition("/")[2].removesuffix("/config.json")
-    near = nearest(base, preset_rows())
-    known = f"; presets like it: {', '.join(near)}" if near else ""
     cache = f"repositories in {shorten(hub_cache.cache_folder(), 200)} are found by name, nothing is downloaded"
-    return f"give the path of a config.json or of its folder ({cache}){known}"
+    return f"give the path of a config.json or of its folder ({cache}){_like(name)}"
+
+
+def _like(name: str) -> str:
+    near = nearest(name.rstrip("/").rpartition("/")[2], presets())
+    return f"; presets like it: {', '.join(near)}" if near else ""
 
 
 def _reason(error: Exception) -> str:
@@ -77,7 +77,7 @@ def unknown(name: str) -> UnknownNameError | ModelError:
         return ModelError(
             f"{shorten(name)}: this folder holds no config.json, and no preset has its name", hint=_hint(name)
         )
-    names = [*preset_rows()]
+    names = [*presets()]
     near = nearest(name, names)
     listing = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
     return UnknownNameError("model", name, names, hint=f"{listing} (or the path of a config.json)")
@@ -103,7 +103,10 @@ def read_json(path: str) -> dict[str, Any]:
     is wanted.
     """
     where = shorten(path, 200)
-    data = _read(path, where)
+    try:
+        data = read_bounded(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{where}: {_reason(error)}") from None
     if not data.strip():
         raise ModelError(f"{where}: the file is empty")
     if b"\0" in data[:4]:
@@ -124,20 +127,6 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{where}: expected a JSON object, got {show(found)}")
     return found
-
-
-def _read(path: str, where: str) -> bytes:
-    try:
-        # Checked before it is opened: opening a named pipe would wait for a writer.
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{where}: not a regular file")
-        if status.st_size > MAX_BYTES:
-            raise ModelError(f"{where}: {status.st_size} bytes; a config.json has at most {MAX_BYTES}")
-        with open(path, "rb") as file:
-            return file.read(MAX_BYTES)
-    except OSError as error:
-        raise ModelError(f"{where}: {_reason(error)}") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

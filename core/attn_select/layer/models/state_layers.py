@@ -12,20 +12,11 @@ from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.layer_kind import StateLayer
 from attn_select.layer.models.sizes import head_size
 
-NO_RECURRENCE = {
-    "jamba": "Mamba-1, whose state decays by another number in every place",
-    "zamba": "Mamba-1, whose state decays by another number in every place",
-    "recurrent_gemma": "RG-LRU, whose state is one number per channel",
-    "lfm2": "short convolutions without a recurrence",
-    "lfm2_moe": "short convolutions without a recurrence",
-}
-"""By model type: what its layers without attention are, where no ``StateConfig`` describes them."""
-
 
 def state_layer(fields: Fields) -> StateLayer | str:
     """Return what the state layers of a model ask for, or why no ``StateConfig`` describes them."""
-    if (what := NO_RECURRENCE.get(fields.family.model_type)) is not None:
-        return what
+    if fields.family.no_recurrence is not None:
+        return fields.family.no_recurrence
     read = _READERS.get(fields.family.state or "")
     return "a recurrence that is not known" if read is None else read(fields)
 
@@ -41,10 +32,15 @@ def _state_dtype(fields: Fields) -> str:
 
     ``auto`` names none.
     """
-    for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
-        if isinstance(found := fields.get(name), str) and found != "auto":
-            return found
-    return "float32"
+    named = [fields.get(name) for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")]
+    return next((each for each in named if isinstance(each, str) and each != "auto"), "float32")
+
+
+def _head_size(fields: Fields, heads: int, name: str) -> int:
+    """Return the width of a head of recurrences whose keys and values are alike; ``name`` is the field that says it."""
+    if (size := head_size(fields, heads)) is None:
+        raise ModelError(f"{fields.where}: {name} is missing, which its state layers need")
+    return size
 
 
 def _gated_delta_net(fields: Fields) -> StateLayer:
@@ -66,15 +62,10 @@ def _gated_delta_net(fields: Fields) -> StateLayer:
 def _kda(fields: Fields) -> StateLayer:
     """Kimi Linear, GLM-5.3-Flash, Ling 2.5 (``KimiLinearDeltaAttention``, ``Glm5NextTextConfig``)."""
     heads = fields.heads("linear_num_heads") or _needed(fields, "num_attention_heads")
-    size = fields.size("linear_head_dim") or head_size(fields, heads)
-    if size is None:
-        raise ModelError(f"{fields.where}: linear_head_dim is missing, which its state layers need")
     return StateLayer(
         recurrence="kda",
         num_heads=heads,
-        num_v_heads=heads,
-        head_size=size,
-        v_head_size=size,
+        head_size=fields.size("linear_head_dim") or _head_size(fields, heads, "linear_head_dim"),
         conv_kernel_size=_needed(fields, "linear_conv_kernel_dim"),
         state_dtype=_state_dtype(fields),
     )
@@ -102,16 +93,10 @@ def _mamba2(fields: Fields) -> StateLayer:
 def _lightning(fields: Fields) -> StateLayer:
     """MiniMax (``MiniMaxLightningAttention``): it has no convolution, and blocks for chunks."""
     heads = _needed(fields, "num_attention_heads")
-    size = head_size(fields, heads)
-    if size is None:
-        raise ModelError(f"{fields.where}: head_dim (or hidden_size) is missing, which its state layers need")
     return StateLayer(
         recurrence="lightning",
         num_heads=heads,
-        num_v_heads=heads,
-        head_size=size,
-        v_head_size=size,
-        conv_kernel_size=0,
+        head_size=_head_size(fields, heads, "head_dim (or hidden_size)"),
         chunk_size=_needed(fields, "block_size"),
     )
 

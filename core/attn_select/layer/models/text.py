@@ -9,21 +9,6 @@ from attn_select.errors import ModelError, shorten, show
 from attn_select.layer.models.data_files import defaults, family, text_type
 from attn_select.layer.models.fields import Fields
 
-_TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
-_TOWER_KEYS = (
-    "vision_config",
-    "audio_config",
-    "vit_config",
-    "visual",
-    "vision_tower",
-    "mm_vision_tower",
-    "img_processor",
-    "audio_processor",
-    "encoder_config",
-)
-_PREFIX_LM = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
-"""Multimodal models whose image tokens see each other (vLLM 0.33.0 model_arch_config_convertor.py, is_mm_prefix_lm)."""
-
 
 def model_type_of(config: Mapping[str, Any], where: str) -> str:
     """Return ``model_type``, empty where there is none."""
@@ -46,7 +31,7 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
     config, wrapper = raw, model_type_of(raw, where)
     kind = wrapper
     for _ in range(3):  # Qwen2.5-Omni: thinker_config, and text_config inside it
-        key = next((key for key in _TEXT_KEYS if config.get(key) is not None), None)
+        key = next((key for key in defaults()["text_keys"] if config.get(key) is not None), None)
         if key is None:
             break
         if not isinstance(config[key], dict):
@@ -63,7 +48,7 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, list[str]]:
             raise ModelError(f"{where}: model type {name!r} {why}")
     fields = Fields(config, family(kind), where)
     notes = []
-    if towers := [key for key in _TOWER_KEYS if raw.get(key)]:
+    if towers := [key for key in defaults()["tower_keys"] if raw.get(key)]:
         notes.append(f"only the text model's layers are counted: {', '.join(towers)} is left out")
     if not fields.family.known:
         named = f"model type {shorten(kind)!r} is not known" if kind else "the config has no model_type"
@@ -77,4 +62,4 @@ def is_mm_prefix(raw: Mapping[str, Any], fields: Fields) -> bool:
         return stated
     if fields.raw is not raw and fields.raw.get("use_bidirectional_attention") == "vision":  # Gemma 4
         return True
-    return raw.get("model_type") in _PREFIX_LM
+    return raw.get("model_type") in defaults()["prefix_lm"]

@@ -69,28 +69,21 @@ def unserved_layers(
     if heads is not None and not divides(ranks, heads, kv_heads):
         text = f"tensor_parallel_size = {ranks} does not divide the {heads} heads of its {sparse.kind} layers"
         raise ConfigError(text, fields=["tensor_parallel_size", "num_heads"])
-    own_kv_heads = None if kv_heads is None else max(1, kv_heads // ranks)
     stored = dtype if cache_dtype == "auto" else cache_dtype
     width = dtypes.BITS.get(stored, dtypes.BITS[dtype]) / 8
-    known = sparse.cache_elements is not None and own_kv_heads is not None
+    data = sparse._asdict()
+    elements, indexer_elements = data.pop("cache_elements"), data.pop("indexer_elements")
+    data["num_heads"] = None if heads is None else heads // ranks
+    data["num_kv_heads"] = own_kv_heads = None if kv_heads is None else max(1, kv_heads // ranks)
+    known = elements is not None and own_kv_heads is not None
     return UnservedLayers(
-        sparse.kind,
-        tuple(layers),
-        owners,
-        sparse.attends_to,
-        None if heads is None else heads // ranks,
-        own_kv_heads,
-        sparse.head_size,
-        sparse.tokens,
-        sparse.block_size,
-        sparse.window,
-        sparse.indexer_heads,
-        sparse.indexer_head_size,
-        dtype,
-        stored,
-        (own_kv_heads or 0) * (sparse.cache_elements or 0) * width if known else None,
-        sparse.indexer_elements * dtypes.BITS[dtype] / 8,
-        sparse.source,
+        **data,
+        layers=tuple(layers),
+        owners=owners,
+        dtype=dtype,
+        cache_dtype=stored,
+        bytes_per_token=own_kv_heads * elements * width if known else None,
+        indexer_bytes_per_token=indexer_elements * dtypes.BITS[dtype] / 8,
     )
 
 
@@ -151,49 +144,40 @@ def _msa(fields: Fields, kind: str) -> Sparse:
 
 
 _V4 = "transformers 5.24.0 DeepseekV4Config; vLLM 0.33.0 models/deepseek_v4/attention.py: 584 bytes a key in fp8_ds_mla"
+_V41 = "vLLM 0.33.0 models/deepseek_v41/attention.py"
 
 
 def _v4_window(fields: Fields, kind: str) -> Sparse:
-    where = "vLLM 0.33.0 models/deepseek_v41/attention.py" if "v41" in kind else _V4
+    where = _V41 if "v41" in kind else _V4
     return Sparse(kind, "a window, with a sink", source=where, num_kv_heads=1, window=fields.tokens("sliding_window"))
 
 
-def _v4_csa(fields: Fields, kind: str) -> Sparse:
-    """DeepSeek-V4's compressed sparse attention: one vector is key and value of each few tokens."""
-    return _compressed(fields, kind, _V4, _rate(fields, "compressed_sparse_attention"), chosen=True)
-
-
-def _v4_hca(fields: Fields, kind: str) -> Sparse:
-    """DeepSeek-V4's heavily compressed attention: to all of its keys."""
-    return _compressed(fields, kind, _V4, _rate(fields, "heavily_compressed_attention"), chosen=False)
-
-
-def _v41_sparse(fields: Fields, kind: str) -> Sparse:
-    """DeepSeek-V4.1: keys of one or two tokens, which layers share; the name ends in how many."""
-    where = "vLLM 0.33.0 models/deepseek_v41/attention.py"
-    return _compressed(fields, kind, where, int(kind[-1]), chosen=True)._replace(kind="deepseek_v41_sparse")
-
-
-def _rate(fields: Fields, name: str) -> int:
+def _rate(fields: Fields, chosen: bool) -> int:
+    """Return the tokens of a key of V4's compressed sparse attention, or of its heavily compressed one."""
+    name, own, default = "heavily_compressed_attention", "compress_rate_hca", 128
+    if chosen:
+        name, own, default = "compressed_sparse_attention", "compress_rate_csa", 4
     rates = fields.get("compress_rates")
     found = rates.get(name) if isinstance(rates, dict) else None
-    if found is None:
-        found = fields.get("compress_rate_csa" if name.startswith("compressed") else "compress_rate_hca")
-    if found is None:
-        found = 4 if name.startswith("compressed") else 128  # DeepseekV4Config.default_compress_rates
+    found = fields.get(own) if found is None else found
+    found = default if found is None else found  # DeepseekV4Config.default_compress_rates
     if type(found) is not int or not 1 <= found <= 65536:
         raise fields.wrong(f"compress_rates.{name}", found, "an integer from 1 to 65536")
     return found
 
 
-def _compressed(fields: Fields, kind: str, source: str, rate: int, *, chosen: bool) -> Sparse:
+def _compressed(fields: Fields, kind: str) -> Sparse:
+    """DeepSeek-V4's attention to keys of a few tokens each, one vector for key and value: an indexer chooses (CSA, and
+    V4.1's, whose names end in the number of tokens), or all are attended to (HCA)."""
+    v41, chosen = kind.startswith("deepseek_v41"), not kind.endswith("hca")
+    rate = int(kind[-1]) if v41 else _rate(fields, chosen)
     size, top_k, width = fields.size("head_dim"), fields.tokens("index_topk"), fields.size("index_head_dim")
     what = "keys of single tokens" if rate == 1 else f"keys of {rate} tokens each"
     which = f"{what}, which an indexer chooses" if chosen else f"all {what}"
     return Sparse(
-        kind,
+        "deepseek_v41_sparse" if v41 else kind,
         f"{which}, beside a window, with a sink",
-        source=source,
+        source=_V41 if v41 else _V4,
         num_kv_heads=1,
         tokens=top_k * rate if chosen and top_k else None,
         block_size=rate,
@@ -209,11 +193,11 @@ _READERS: Mapping[str, Callable[[Fields, str], Sparse]] = {
     "qsa": _qsa,
     "msa": _msa,
     "deepseek_v4_window": _v4_window,
-    "deepseek_v4_csa": _v4_csa,
-    "deepseek_v4_hca": _v4_hca,
+    "deepseek_v4_csa": _compressed,
+    "deepseek_v4_hca": _compressed,
     "deepseek_v41_window": _v4_window,
-    "deepseek_v41_sparse_1": _v41_sparse,
-    "deepseek_v41_sparse_2": _v41_sparse,
+    "deepseek_v41_sparse_1": _compressed,
+    "deepseek_v41_sparse_2": _compressed,
 }
 KINDS = frozenset((*_READERS, *WORDS))
 """The layer types that ``sparse_kind`` describes."""

@@ -74,10 +74,15 @@ def sinks(fields: Fields) -> bool:
 
 
 def _gemma4(fields: Fields, kind: str, layer: Layer) -> Layer:
-    """Full layers are wider than sliding ones, and may have fewer KV heads (Gemma4TextConfig)."""
+    """Full layers are wider than sliding ones, and may have fewer KV heads: where keys are values (Gemma4TextConfig),
+    or in any case (DiffusionGemma, EmbeddingGemma 2)."""
     if kind != types.FULL:
         return layer
-    kv = fields.heads("num_global_key_value_heads") if fields.flag("attention_k_eq_v") else None
+    kv = None
+    if fields.family.variant == "gemma4_ungated" or fields.flag("attention_k_eq_v"):
+        kv = fields.heads("num_global_key_value_heads")
+    if kv is None and fields.family.model_type == "embedding_gemma2_text":
+        kv = 1
     size = fields.size("global_head_dim") or 512
     return layer._replace(head_size=size, num_kv_heads=kv or layer.num_kv_heads)
 
@@ -87,25 +92,11 @@ def _mimo(fields: Fields, kind: str, layer: Layer) -> Layer:
     if kind != types.SLIDING:
         return layer._replace(sinks=fields.flag("add_full_attention_sink_bias"))
     sinks = fields.get("add_swa_attention_sink_bias")
-    kv = fields.heads("swa_num_key_value_heads")
-    return layer._replace(
-        num_heads=fields.heads("swa_num_attention_heads") or layer.num_heads,
-        num_kv_heads=kv or (2 * layer.num_kv_heads if layer.num_kv_heads else None),
-        head_size=fields.size("swa_head_dim") or layer.head_size,
+    own = layer._replace(num_kv_heads=2 * layer.num_kv_heads if layer.num_kv_heads else None)
+    return _swa(fields, kind, own)._replace(
         v_head_size=fields.size("swa_v_head_dim") or layer.v_head_size,
         sinks=sinks is None or fields.flag("add_swa_attention_sink_bias"),
     )
-
-
-def _gemma4_ungated(fields: Fields, kind: str, layer: Layer) -> Layer:
-    """As Gemma 4, with KV heads of the full layers whatever keys and values are (DiffusionGemma, EmbeddingGemma 2)."""
-    if kind != types.FULL:
-        return layer
-    kv = fields.heads("num_global_key_value_heads")
-    if kv is None and fields.family.model_type == "embedding_gemma2_text":
-        kv = 1
-    size = fields.size("global_head_dim") or 512
-    return layer._replace(head_size=size, num_kv_heads=kv or layer.num_kv_heads)
 
 
 def _swa(fields: Fields, kind: str, layer: Layer) -> Layer:
@@ -154,7 +145,7 @@ def _zamba(fields: Fields, kind: str, layer: Layer) -> Layer:
 VARIANTS: dict[str, Callable[[Fields, str, Layer], Layer]] = {
     "dots3_note": _dots3_note,
     "gemma4": _gemma4,
-    "gemma4_ungated": _gemma4_ungated,
+    "gemma4_ungated": _gemma4,
     "mimo": _mimo,
     "step3p5": _step3p5,
     "swa": _swa,

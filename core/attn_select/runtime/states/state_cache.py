@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attn_select.errors import ConfigError
+from attn_select.layer.cache_format import StateFormat
 from attn_select.layer.layouts import state_shape
 from attn_select.layer.state import StateConfig
-from attn_select.layer.state_format import StateFormat
 from attn_select.runtime.states.state_batch import StatePart
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 
