@@ -20,7 +20,7 @@ DECISIONS = [
     ("deepseek-v3", "rtx5090", [], [("FLASH_ATTN_MLA", "TRITON_MLA")]),
     ("deepseek-v3", "cpu", [], [("TORCH_MLA", "TORCH_MLA")]),
     ("deepseek-v3.2", "h100", ["--kv-cache-dtype", "fp8", "--no-times"], [("FLASHMLA_SPARSE", "FLASHMLA_SPARSE")]),
-    ("glm-5.3-flash", "h100", [], [("FLA", "TRITON_STATE"), ("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]),
+    ("glm-5.3-flash", "h100", [], [("FLA", "TRITON_STATE"), ("TRITON_MLA_SPARSE", "TRITON_MLA_SPARSE")]),
     ("glm-5.3-flash", "b200", [], [("FLA", "TRITON_STATE"), ("TRITON_MLA_SPARSE", "TRITON_MLA_SPARSE")]),
     ("kimi-k3", "h100", ["--no-times"], [("FLA", "TRITON_STATE"), ("FLASH_ATTN_MLA", "FLASH_ATTN_MLA")]),
     ("llama-4-scout", "h100", ["--no-times"], [("FLASH_ATTN", "FLASH_ATTN")] * 2),
