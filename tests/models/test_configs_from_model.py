@@ -73,6 +73,13 @@ def test_torch_dtypes_are_dtypes() -> None:
         configs_from_model(raw, overrides={"dtype": torch.int8})
 
 
+@pytest.mark.parametrize("value", [False, "no", [1]], ids=str)
+def test_mla_is_asked_for_by_true_alone(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"mla = .* accepted is True") as caught:
+        configs_from_model("llama-3-8b", overrides={"mla": value})
+    assert caught.value.fields == ("mla",)
+
+
 def test_neither_torch_nor_transformers_is_imported() -> None:
     code = (
         "import sys, attn_select; attn_select.configs_from_model('llama-3-8b'); "

@@ -221,20 +221,27 @@ def test_one_sparse_backend_builds_once(choose: Choose, make_batch: MakeBatch) -
         ({}, {}, 1),
         ({}, {"num_speculative_tokens": 3}, 4),
         ({"threshold": 2}, {"num_speculative_tokens": 3}, 2),
-        ({"sparse": True, "threshold": 1}, {"sparse_top_k": 8}, None),
+        ({"sparse": True, "threshold": 1}, {"sparse_top_k": 8}, 1),
+        ({"sparse": True}, {"sparse_top_k": 8, "num_speculative_tokens": 2}, 3),
     ],
 )
 def test_prefills_are_not_captured(
-    backend: dict[str, Any], fields: dict[str, Any], longest: int | None, choose: Choose, make_batch: MakeBatch
+    backend: dict[str, Any], fields: dict[str, Any], longest: int, choose: Choose, make_batch: MakeBatch
 ) -> None:
     made = toy(**backend)
     group = MLAAttentionGroup(choose(AttentionConfig(**MLA, **fields), made))
-    group.build_for_cudagraph_capture(make_batch([(longest or 9, 9)] * 2))
+    group.build_for_cudagraph_capture(make_batch([(longest, 9)] * 2))
     assert [kind for kind, _ in made.built] == ["capture"]
-    if longest is not None:
-        with pytest.raises(BatchError, match=f"queries of {longest + 1} tokens: .* here up to {longest} tokens"):
-            group.build_for_cudagraph_capture(make_batch([(longest + 1, 9)] * 2))
-        assert [kind for kind, _ in made.built] == ["capture"]
+    with pytest.raises(BatchError, match=f"queries of {longest + 1} tokens: .* here up to {longest} tokens"):
+        group.build_for_cudagraph_capture(make_batch([(longest + 1, 9)] * 2))
+    assert [kind for kind, _ in made.built] == ["capture"]
+
+
+def test_prefills_of_a_sparse_pair_are_not_captured(choose: Choose, make_batch: MakeBatch) -> None:
+    pair = toy("DECODES", sparse=True, phases=("decode",)), toy("PREFILLS", sparse=True, phases=("prefill",))
+    group = MLAAttentionGroup(choose(AttentionConfig(**MLA, sparse_top_k=8), *pair))
+    with pytest.raises(BatchError, match="captured in decode alone"):
+        group.build_for_cudagraph_capture(make_batch([(9, 9)] * 2))
 
 
 def test_batch_invariant_layers_project_request_by_request(choose: Choose, make_batch: MakeBatch) -> None:

@@ -346,5 +346,5 @@ def foreign_metadata(argument: str, metadata: object) -> BatchError:
         what = f"is a {type(metadata).__name__}"
     return BatchError(
         f"{argument} {what}",
-        hint="build the step's metadata once per group, and give each layer what layer.group.build(common) returned",
+        hint="build the step's metadata once per group, and give each layer what its layer.group.build returned",
     )

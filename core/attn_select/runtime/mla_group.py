@@ -41,18 +41,20 @@ class MLALayerGroup(LayerGroup):
         self, common: CommonAttentionMetadata, prefix: int = 0, fast: bool = False, captured: bool = False
     ) -> AttentionMetadata:
         """As ``LayerGroup.build_step``; MLA layers use no cascade, so ``prefix`` changes nothing."""
+        # One backend computes all of sparse MLA as decodes, but may do more for prefills, which replays would not do.
+        longest = self.config.max_decode_query_len if self.whole == "decode" else self.reorder_batch_threshold or 0
+        if captured and common.max_query_len > longest:
+            raise BatchError(
+                f"queries of {common.max_query_len} tokens: MLA layers are captured in decode alone, here up to "
+                f"{longest} tokens",
+                hint="a decode has 1 + num_speculative_tokens tokens at most",
+            )
         slots, parts = self.written_slots(common), []
         for phase, rows, requests in self.phases_of(common):
             if phase == "decode" or self.config.sparse:
                 parts.append(self.latent_part(phase, rows, requests, slots, fast, captured))
-                continue
-            if captured:
-                raise BatchError(
-                    f"queries of {common.max_query_len} tokens: MLA layers are captured in decode alone, here up to "
-                    f"{self.reorder_batch_threshold or 0} tokens",
-                    hint="a decode has 1 + num_speculative_tokens tokens at most",
-                )
-            parts.append(self.dense_prefill(rows, requests))
+            else:
+                parts.append(self.dense_prefill(rows, requests))
         return AttentionMetadata(self, common, common.num_actual_tokens, slots, tuple(parts))
 
     @abstractmethod

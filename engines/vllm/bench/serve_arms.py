@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from multiprocessing.connection import Listener
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ class Arm:
         self.name, self.log = name, log
         variables = {"VLLM_PLUGINS": plugin, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         program = str(Path(__file__).with_name("serve_engine.py"))
-        with Listener() as listener, log.open("w") as output:
+        self._pipe, theirs = Pipe()
+        with log.open("w") as output, theirs:
             # A process as a user starts one: what multiprocessing makes is a worker in the eyes of vLLM's plugins.
             self._process = subprocess.Popen(
-                [sys.executable, program, str(listener.address), json.dumps(job)],
+                [sys.executable, program, str(theirs.fileno()), json.dumps(job)],
                 env=os.environ | variables | {"HF_HUB_OFFLINE": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
             )
-            self._pipe = listener.accept()
         atexit.register(self._process.kill)
 
     def start(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -232,4 +232,4 @@ def answer(job: dict[str, Any], pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    answer(json.loads(sys.argv[2]), Client(sys.argv[1]))
+    answer(json.loads(sys.argv[2]), Connection(int(sys.argv[1])))

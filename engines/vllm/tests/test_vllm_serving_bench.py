@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from serve_arms import Arm, ArmError
 from serve_requests import KINDS, agreement, drawn
 
 BENCH = Path(__file__).parents[1] / "bench" / "serve.py"
@@ -30,6 +31,14 @@ def test_requests_are_those_of_their_kind_and_seed(kind: str) -> None:
 
 def test_tokens_agree_up_to_the_first_difference() -> None:
     assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == 0.75
+
+
+def test_an_arm_that_ends_early_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nprint('died early', flush=True)\nos._exit(1)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    arm = Arm("first", {}, "", tmp_path / "log")
+    with pytest.raises(ArmError, match=r"first ended; the end of its output:\ndied early"):
+        arm.start()
 
 
 @pytest.mark.slow(guard="test_vllm_engine, of real engines; the tests above, of what is drawn and counted")

@@ -149,6 +149,16 @@ def test_as_many_tokens_as_requests_are_requests_of_their_own_pages(of_release: 
     layers.run(group, layers.problem_for(group, [(4, 70), (0, 9), (0, 40), (1, 64), (0, 3)]))
 
 
+def test_padding_behind_requests_of_one_query_is_nobodys(emulate: Emulate) -> None:
+    world = emulate()
+    group = layers.group_for("h100", layers.mla_config(num_heads=40, num_speculative_tokens=3), phases=["decode"])
+    common = common_of(layers.problem_for(group, [(4, 70), (2, 9)]))
+    slots = torch.cat([common.slot_mapping, torch.tensor([-1, -1])])
+    group.build(dataclasses.replace(common, num_actual_tokens=8, slot_mapping=slots))
+    (plan,) = world.named(PLAN)
+    assert plan["qo_indptr"].tolist() == list(range(7))
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_query_that_fits_its_tiles_is_not_split(heads: int, emulate: Emulate) -> None:
     world = emulate()

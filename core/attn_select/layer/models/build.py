@@ -113,7 +113,10 @@ def _override(values: dict[str, Any], overrides: Mapping[str, Any], of_a_model: 
         skipped += _SELF_FIELDS
     given = {field: value for field, value in overrides.items() if field not in skipped and field != "dtype"}
     used = set(given)
-    if given.pop("mla", False):
+    mla = given.pop("mla", None)
+    if mla is not None and mla is not True:
+        raise ConfigError(f"mla = {mla!r}: accepted is True: MLA with DeepSeek's dims", fields=["mla"])
+    if mla:
         if "kv_lora_rank" in values:  # the model's own dims stay
             used.remove("mla")
         else:

@@ -28,7 +28,7 @@ from attn_select.runtime import ops
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.batch import staging, to_device
 from attn_select.runtime.kv_cache import CacheView
-from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES, storage_dtype
 from attn_select_flashinfer.facts.libraries import INT_WORKSPACE, MIB
@@ -152,12 +152,14 @@ class NativeDecode:
         """Return a batch's lists; ``apart``: of each query as a request of one, which sees the keys up to its own."""
         bounds, keys = common.query_start_loc_cpu, common.seq_lens_cpu
         if apart:
-            tokens = common.num_actual_tokens
+            tokens = int(bounds[-1])  # padding behind the requests belongs to none
             request = torch.repeat_interleave(common.query_lens_cpu, output_size=tokens)
             counted = torch.arange(tokens + 1, dtype=torch.int32)
             # The last query of a request sees all of its keys; padding of a graph has queries, but no keys.
             later = bounds[1:][request] - 1 - counted[:-1]
             bounds, keys = counted, (keys[request] - later).clamp_min_(0)
+        if (total := int(keys.sum())) >= 1 << 31:
+            raise BatchError(f"seq_lens of {total} keys in all: the kernels count them in 32 bits")
         pages = self._pinned(len(keys) + 1)
         pages[0] = 0
         torch.cumsum((keys + (self._size - 1)) // self._size, 0, dtype=torch.int32, out=pages[1:])

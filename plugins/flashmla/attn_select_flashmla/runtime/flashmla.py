@@ -87,9 +87,13 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
         # Dense FP8 loads the page before the first one of a request without keys, as padding has none (vllm-project/
         # FlashMLA 46d64a8, flash_fwd_mla_kernel.h, line 415). Whatever stood there would be an address.
         requests, width = table.shape
-        if width not in self._tables:
-            self._tables[width] = table.new_zeros(self.context.max_num_seqs, width + 1)
-        return self._tables[width][:requests, 1:].copy_(table)
+        kept = self._tables.get(width)
+        if kept is None:
+            rows = self.context.max_num_seqs if self.context.cuda_graphs else requests
+            kept = table.new_zeros(rows, width + 1)
+            if self.context.cuda_graphs:
+                self._tables[width] = kept
+        return kept[:requests, 1:].copy_(table)
 
 
 class FlashMLAImpl(MLAAttentionImpl):

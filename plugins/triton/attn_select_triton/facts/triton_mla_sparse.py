@@ -80,8 +80,8 @@ def gather_lacks(config: AttentionConfig, device: Device) -> str | None:
 
 def copies_help(config: AttentionConfig, device: Device) -> bool:
     """Whether the warp-specialised kernel takes copies of the latents: in the query's dtype, with a rope part of 0."""
-    # A batch-invariant result may not depend on what a step copies, and of a rank's part no request is whole. Over 16
-    # bits the portable kernel is as fast with up to 16 heads.
+    # A batch-invariant result may not depend on what a step copies, and of a rank's part no request is whole. Over
+    # latents of the query's dtype the portable kernel is as fast with up to 16 heads.
     return (
         device.compute_capability == GLUON_CAPABILITY
         and config.kv_lora_rank in GLUON_RANKS
@@ -115,12 +115,13 @@ def plan(
     assert isinstance(options, TritonMLASparseOptions)
     lacks, gather_bytes = gather_lacks(config, device), 0
     noted = notes(config, device)
-    if lacks and copies_help(config, device):
+    # A release in which that kernel never ran runs the portable one alone.
+    if lacks and copies_help(config, device) and not gluon_marks(environment):
         gather_bytes = options.gather_workspace_mib << 20
-    if gather_bytes:
-        text = f"{gather_bytes >> 20} MiB of the workspace hold latents that prefills copy for the Gluon kernel"
-        noted = (*noted, f"{text}, where that is cheaper")
     because = f"the Gluon kernel {lacks}" if lacks else _GATHER
+    if gather_bytes:
+        because += "; prefills copy their latents for it where that is cheaper"
+        noted = (*noted, f"{gather_bytes >> 20} MiB of the workspace hold these copies")
     rows = min(64, -(-config.num_heads // 16) * 16)
     workspace = 0
     if not config.batch_invariant:
@@ -136,7 +137,7 @@ def plan(
         cuda_graph="UNIFORM_BATCH",
         workspace_bytes=workspace + gather_bytes,
         notes=noted,
-        unverified=() if lacks and not gather_bytes else gluon_marks(environment),
+        unverified=() if lacks else gluon_marks(environment),
     )
     return marked(made, config, device.compute_capability)
 

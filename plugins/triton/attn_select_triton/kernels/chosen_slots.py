@@ -75,6 +75,9 @@ def rows_of_pages(block_table: Tensor, start_loc: Tensor, num_blocks: int, page:
         start_loc: int32 ``(B + 1,)``, prefix sums of the requests' lengths.
         num_blocks: of the cache, each of ``page`` tokens.
 
+    Requests may share whole pages alone, as ``BlockPool.share_prefix`` does: of a page that one request fills and
+    another has the beginning of, the row may be in the shorter copy.
+
     Returns:
         int32 ``(num_blocks,)``; 0 for pages of no request.
     """
