@@ -122,8 +122,12 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
         title = [(str(path), "title"), ("" if before else " (new)", "")]
         lines: list[Block] = [title, *([(f"  +{line}", "valid")] for line in added)]
         print_lines([*lines, *_change_lines(old, new, models, gpu or GPUS, preview)])
-        known = _problems(path, old)
-        print_warnings([problem for problem in _problems(path, new) if problem not in known])
+        known, now = _problems(path, old), {each.name: each.origin for each in new.rules}
+        replaced = [each for each in old.rules if now.get(each.name) != each.origin]
+        print_warnings(
+            [f"rule {each.name!r} ({each.origin}) is replaced by this one of its name" for each in replaced]
+            + [problem for problem in _problems(path, new) if problem not in known]
+        )
         if not yes and not _confirmed():
             return 1
         _write(path, text)

@@ -126,6 +126,7 @@ def test_conditions(run: Any, user_file: Path, arguments: list[str], when: dict[
         (["FLASHINFER", "--gpu", "h1000"], "did you mean"),
         (["FLASHINFER", "--for", "--nonsense"], "--nonsense"),
         (["FLASHINFER", "--name", "a\tb"], "printable"),
+        (["FLASHINFER", "--name", ""], "name = ''"),
     ],
 )
 def test_wrong_input_writes_nothing(run: Any, user_file: Path, arguments: list[str], told: str) -> None:
@@ -222,3 +223,11 @@ def test_a_name_that_the_file_has_already_is_refused(run: Any, user_file: Path) 
     before = user_file.read_text()
     assert run(*named, "--gpu", "h100").code == 2
     assert user_file.read_text() == before
+
+
+def test_a_packaged_rule_that_is_replaced_is_named(run: Any, user_file: Path) -> None:
+    packaged = run("rules", "show", "--json").json["rules"][0]
+    command = ("rules", "deny", "FLASHINFER", "--model", "llama-3-8b", "--gpu", "h100", "--name")
+    told = f"rule {packaged['name']!r} ({packaged['file']}:{packaged['line']}) is replaced"
+    assert told in run(*command, packaged["name"]).err
+    assert "is replaced" not in run(*command, "mine").err
