@@ -112,6 +112,8 @@ def test_a_model_whose_layers_keep_no_cache(run: Any) -> None:
     ("arguments", "said"),
     [
         (("--to", "b200"), "--to 'b200' is no option: write an option and its value, such as --to '--gpu b200'"),
+        (("--to", "h200"), "--to 'h200' is no option: write an option and its value, such as --to '--gpu h200'"),
+        (("--to", "h2000"), "--to 'h2000' is no option: write an option and its value, such as --to '--gpu b200'"),
         (("--to", ""), "--to '': expected options that differ, and no model: both sides run the same"),
         (
             ("--to", "--model deepseek-v3"),

@@ -50,6 +50,12 @@ def test_an_unknown_command(run: Any, words: tuple[str, ...], said: tuple[str, .
     assert all(part in wrong.err for part in said)
 
 
+@pytest.mark.parametrize(("command", "takes_models"), [("explain", True), ("run", True), ("gpus", False)])
+def test_a_model_without_its_option(run: Any, command: str, takes_models: bool) -> None:
+    wrong = run(command, "llama-3-8b")
+    assert (wrong.code, "a model is given by --model" in wrong.err) == (2, takes_models)
+
+
 def test_matrix_shows_the_decisions_of_explain(run: Any) -> None:
     arguments = ("matrix", "--model", "llama-3-8b", "--model", "deepseek-v3", "--gpu", "h100", "--gpu", "t4")
     cells = {(c["model"], c["gpu"]): c["selected"] for c in run(*arguments, "--json").json["cells"]}
