@@ -162,6 +162,7 @@ def test_models_and_gpus(run: Any) -> None:
     models = run("models", "--json").json["models"]
     assert {"llama-3-8b", "deepseek-v3", "whisper-large-v3", "bert-base"} <= {m["name"] for m in models}
     assert all(m["source"] for m in models)
+    assert all(set(m) == {"name", "names", "description", "source"} for m in models)
     assert "deepseek-v3.2" in run("models").out
     gpus = run("gpus", "--json").json["gpus"]
     assert {"t4", "a100", "h20", "h100", "l40s", "rtx4090", "rtx5090", "b200", "b300"} <= {g["name"] for g in gpus}
