@@ -161,9 +161,9 @@ def run(arguments: list[str]) -> int:
         context = getattr(error, "ctx", None)
         hint = None if context is None else f"`{context.command_path.partition(' --')[0]} --help` shows the options"
         message = error.format_message()
-        extra = context is not None and message.startswith("Got unexpected extra argument")
-        if extra and any(parameter.name == "model" for parameter in context.command.params):
-            hint = f"a model is given by --model; {hint}"
+        if context is not None and message.startswith("Got unexpected extra argument"):
+            takes_models = any(parameter.name == "model" for parameter in context.command.params)
+            hint = f"a model is given by --model; {hint}" if takes_models else hint
         return _fail(as_json, AttnSelectError(message, hint=hint, code="usage"), 2)
     except AttnSelectError as error:
         from attn_select.decide.selection import NoBackendError
