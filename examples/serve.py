@@ -400,6 +400,8 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Counts, float]:
     if -(-longest // BLOCK_SIZE) > options.num_blocks:
         parser.error(f"--num-blocks {options.num_blocks}: a request of {longest} tokens does not fit")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        print("kernels compile (seconds or minutes each), and decode steps are captured as graphs", flush=True)
     engine = Engine(options.num_blocks, device)
     counts, pool = engine.scheduler.counts, engine.scheduler.pool
     print(f"{len(requests)} requests on {device}: {NUM_LAYERS} layers, {pool.num_blocks} blocks of {pool.block_size}")

@@ -22,10 +22,14 @@ Examples:
 
 The id of a cache (Selection.cache_fingerprint) is the same wherever blocks can be copied byte by byte: the same
 layout, block size, dtype, scales and heads per rank. What changes them: --backend, --block-size, --kv-cache-dtype,
---state-dtype, --tensor-parallel, --dcp.
+--state-dtype, --dtype, --per-head-quant-scales, --tensor-parallel, --dcp.
 
 Exit code: 0 both sides fit, 1 they do not, or a layer has no backend, 2 wrong input.
 """
+_OTHER_LAYERS = "they have other kinds of layers"
+_OTHER_RANKS = "they keep other heads or tokens on a rank, which no conversion changes"
+_CONVERT_BLOCKS = "attn_select.runtime.convert_kv_cache turns one side's blocks into the other's"
+_CONVERT_STATES = "attn_select.runtime.states.convert_states turns one side's states into the other's"
 
 
 @click.command(
@@ -53,10 +57,11 @@ def command(to: str | None, **options: Any) -> int:
     for text, (kinds, _) in differences.items():
         print_line(f"{', '.join(kinds)}: {text}")
     if differences:
-        why = "they keep other heads or tokens on a rank, which no conversion changes"
-        if all(by_conversion for _, by_conversion in differences.values()):
-            why = "attn_select.runtime.convert_kv_cache and .states.convert_states turn one side's into the other's"
-        click.echo(f"The sides do not fit: {why}.")
+        said = [why for _, why in differences.values()]
+        obstacles = [why for why in said if why in (_OTHER_LAYERS, _OTHER_RANKS)]
+        click.echo(f"The sides do not fit: {', and '.join(dict.fromkeys(obstacles or said))}.")
+    elif to is not None and ok and not any(layer.selection.config.has_cache for layer in sides[0].layers):
+        click.echo("No cache: these layers keep none.")
     elif to is not None and ok:
         click.echo("Both sides fit: blocks and states can be copied byte by byte.")
     if not ok:
@@ -69,10 +74,11 @@ def _table(explained: Explanation) -> Table:
     from attn_select_cli.matrix import cell_text
     from attn_select_cli.table import Table
 
-    rows = [
-        [f"{each.kind} × {each.count}", *_cells(each.selection), cell_text(each.selection.selected)]
-        for each in explained.layers
-    ]
+    rows = []
+    for each in explained.layers:
+        owning = each.layers.owners.caches
+        name = f"{each.kind} × {each.count}{'' if owning == each.count else f', {owning} own one'}"
+        rows.append([name, *_cells(each.selection), cell_text(each.selection.selected)])
     return Table(["layers", "cache id", "layout", "block", "dtype", "heads", "bytes", "backends"], rows)
 
 
@@ -90,17 +96,19 @@ def _cells(selection: Outcome[Any]) -> list[str]:
     return [form.fingerprint, form.layout, str(form.block_size), facts["dtype"], heads, per_token]
 
 
-def _differences(prefill: Explanation, decode: Explanation) -> dict[str, tuple[list[str], bool]]:
-    """Return each fact in which the caches differ: for which kinds of layers, and whether it can be converted."""
-    there = {layer.kind: layer.selection for layer in decode.layers}
-    found: dict[str, tuple[list[str], bool]] = {}
-    for layer in prefill.layers:
-        if layer.kind not in there:
-            found[f"no such layers on the decode side, but {', '.join(there)}"] = [layer.kind], False
+def _differences(prefill: Explanation, decode: Explanation) -> dict[str, tuple[list[str], str]]:
+    """Return each fact in which the caches differ: for which kinds of layers, and what that means."""
+    here, there = ({layer.kind: layer.selection for layer in side.layers} for side in (prefill, decode))
+    found: dict[str, tuple[list[str], str]] = {}
+    for kind in dict.fromkeys((*here, *there)):
+        if kind not in here or kind not in there:
+            text = f"no such layers on the {'decode' if kind in here else 'prefill'} side"
+            found.setdefault(text, ([], _OTHER_LAYERS))[0].append(kind)
             continue
-        mine, other = (each.cache_format or each.state_format for each in (layer.selection, there[layer.kind]))
+        mine, other = (each.cache_format or each.state_format for each in (here[kind], there[kind]))
         if mine is not None and other is not None:
+            convert = _CONVERT_STATES if here[kind].state_format else _CONVERT_BLOCKS
             for fact, values in mine.differences(other).items():
-                text = f"{fact}  {values[0]} -> {values[1]}"
-                found.setdefault(text, ([], fact in mine.converted))[0].append(layer.kind)
+                why = convert if fact in mine.converted else _OTHER_RANKS
+                found.setdefault(f"{fact}  {values[0]} -> {values[1]}", ([], why))[0].append(kind)
     return found

@@ -78,12 +78,20 @@ def changes_since(golden: str, after: Mapping[str, Any]) -> list[dict[str, Any]]
     problem = "expected schema_version 1 and a layer"
     try:
         before = json.loads(read_bounded(golden, MAX_BYTES))
-        if before["schema_version"] == 1 and before["layers"]:
+        if not isinstance(before, dict):
+            problem = f"expected an object, found {show(before)}"
+        elif before["schema_version"] == 1 and before["layers"]:
             return compare(before, after)
     except OSError as error:
         problem = error.strerror or shorten(error)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"not what `explain --json` writes ({type(error).__name__}: {shorten(error)})"
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError as error:  # no JSON, too large, no regular file, a null byte in the path
+        problem = shorten(error)
+    except KeyError as error:
+        problem = f"{show(error.args[0])} is missing"
+    except (TypeError, AttributeError, IndexError):
+        problem = "not what `explain --json` writes: a value has another type"
     raise ConfigError(
         f"golden = {show(golden, 1000)}: {problem}",
         fields=["golden"],

@@ -165,8 +165,9 @@ def supports(spec: BackendSpec, device: Device) -> bool:
 
 
 def _way_out(registry: Registry, device: Device, environment: Environment) -> str:
-    """Say what to install where no backend can run."""
+    """Say what to install, or which plugin to repair, where no backend can run."""
     from attn_select.backends import distributions
+    from attn_select.decide.situation import absent_backends
 
     wanted: dict[str, list[str]] = {}
     for name, spec in registry.specs.items():
@@ -175,7 +176,9 @@ def _way_out(registry: Registry, device: Device, environment: Environment) -> st
             wanted.setdefault(" && ".join(missing), []).append(name)
     if wanted:
         return "; ".join(f"{', '.join(names)}: {command}" for command, names in wanted.items())
-    plugin = distributions.known_backends()["TORCH_SDPA"]
+    plugin, absent = distributions.known_backends()["TORCH_SDPA"], absent_backends(registry).get("TORCH_SDPA")
+    if absent is not None and absent.code != "plugin-not-installed":
+        return f"{plugin} serves CPUs and GPUs, and TORCH_SDPA is not usable: {absent.message}"
     note = "" if distributions.folder_in_clone(plugin) else f". {distributions.NOT_ON_AN_INDEX}"
     return f"{plugin} serves CPUs and GPUs: {distributions.install_command(plugin)}{note}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -260,7 +261,14 @@ def options_in(text: str, flag: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     calling = click.get_current_context(silent=True)
     if arguments and not arguments[0].startswith("-"):
-        write = f"write an option and its value, such as {flag} '--gpu b200'"
+        from attn_select.errors import AttnSelectError
+        from attn_select.machine.device import lookup
+
+        example = "--gpu b200"
+        with contextlib.suppress(AttnSelectError):
+            lookup(arguments[0])
+            example = f"--gpu {text}"
+        write = f"write an option and its value, such as {flag} {example!r}"
         raise click.UsageError(f"{flag} {text!r} is no option: {write}", calling)
     context = parsed.make_context(f"{calling.command_path if calling else 'attn-select'} {flag}", arguments)
     given = click.core.ParameterSource.COMMANDLINE

@@ -160,7 +160,11 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = None if context is None else f"`{context.command_path.partition(' --')[0]} --help` shows the options"
-        return _fail(as_json, AttnSelectError(error.format_message(), hint=hint, code="usage"), 2)
+        message = error.format_message()
+        if context is not None and message.startswith("Got unexpected extra argument"):
+            takes_models = any(parameter.name == "model" for parameter in context.command.params)
+            hint = f"a model is given by --model; {hint}" if takes_models else hint
+        return _fail(as_json, AttnSelectError(message, hint=hint, code="usage"), 2)
     except AttnSelectError as error:
         from attn_select.decide.selection import NoBackendError
         from attn_select.errors import BackendError, UnknownModelTypeError

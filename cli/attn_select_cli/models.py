@@ -21,15 +21,17 @@ it there).
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(as_json: bool) -> int:
     """List the model presets."""
-    from dataclasses import asdict
-
     from attn_select.layer.models import presets
     from attn_select_cli.output import print_json, print_lines
     from attn_select_cli.table import Table
 
     found = [*presets().values()]
     if as_json:
-        print_json({"schema_version": 1, "models": [asdict(preset) for preset in found]})
+        listed = [
+            {"name": each.name, "names": [*each.names], "description": each.description, "source": each.source}
+            for each in found
+        ]
+        print_json({"schema_version": 1, "models": listed})
     else:
         print_lines([Table(["name", "attention"], [[preset.name, preset.description] for preset in found])])
     return 0

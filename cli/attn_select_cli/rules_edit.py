@@ -40,8 +40,18 @@ Examples:
 
 Exit code: 0 written, or the file says so already, 1 not written, 2 wrong input.
 """
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _SHOWN = ("layer kind", "backend", "path", "block_size", "kv_layout")
 """Changes that are shown; the others follow from them."""
+
+
+def _encodable(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Refuse text that no file in UTF-8 can hold: bytes of the command line that were none."""
+    try:
+        "".join(value or ()).encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("is not UTF-8", context, parameter) from None
+    return value
 
 
 def _edit_command(effect: str, text: str, first: str) -> click.Command:
@@ -55,10 +65,17 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
         "--when",
         multiple=True,
         metavar="CONDITION",
+        callback=_encodable,
         help="FIELD=VALUE, FIELD<=NUMBER or a FIELD that must be true (repeatable; one field twice: either value).",
     )
-    @click.option("--because", metavar="TEXT", help="The reason, which `explain` shows.")
-    @click.option("--name", "rule_name", metavar="NAME", help="The rule's name, which the file must not have yet.")
+    @click.option("--because", metavar="TEXT", callback=_encodable, help="The reason, which `explain` shows.")
+    @click.option(
+        "--name",
+        "rule_name",
+        metavar="NAME",
+        callback=_encodable,
+        help="The rule's name, which the file must not have yet.",
+    )
     @model_option("Show what changes for this model (repeatable) [default: all of `matrix`].", several=True)
     @click.option("--for", "options", default="", metavar="OPTIONS", help="More options of explain.")
     @click.option(
@@ -79,6 +96,7 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
         file: Path | None,
         yes: bool,
     ) -> int:
+        from attn_select.errors import RulesError
         from attn_select_cli.output import print_line, print_lines, print_warnings
 
         path = _path(file)
@@ -91,15 +109,25 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
         if rule_name is None and _has(before, _rule_text("", rule)):
             print_line(f"{path} says so already: nothing to write")
             return 0
-        name = rule_name or _new_name([effect, *backends, *gpu, phase or ""], {each.name for each in old.rules})
+        name = rule_name
+        if name is None:
+            name = _new_name([effect, *backends, *gpu, phase or ""], {each.name for each in old.rules})
         text = f"{before.rstrip() or HEAD.rstrip()}\n\n{_rule_text(name, rule)}"
-        new = _rules_with(path, text)
+        try:
+            new = _rules_with(path, text)
+        except RulesError as error:  # the file itself was read above, and the lines of the new one are nowhere
+            what = "; ".join(problem for *_, problem in error.problems)
+            raise RulesError(f"{path} cannot have a rule of this --name and --when: {what}") from None
         added = text.removeprefix(before.rstrip()).strip().splitlines()
         title = [(str(path), "title"), ("" if before else " (new)", "")]
         lines: list[Block] = [title, *([(f"  +{line}", "valid")] for line in added)]
         print_lines([*lines, *_change_lines(old, new, models, gpu or GPUS, preview)])
-        known = _problems(path, old)
-        print_warnings([problem for problem in _problems(path, new) if problem not in known])
+        known, now = _problems(path, old), {each.name: each.origin for each in new.rules}
+        replaced = [each for each in old.rules if now.get(each.name) != each.origin]
+        print_warnings(
+            [f"rule {each.name!r} ({each.origin}) is replaced by this one of its name" for each in replaced]
+            + [problem for problem in _problems(path, new) if problem not in known]
+        )
         if not yes and not _confirmed():
             return 1
         _write(path, text)
@@ -165,15 +193,25 @@ def _rules_with(path: Path, text: str) -> RuleSet:
 
 
 def _rule_text(name: str, rule: Mapping[str, Any]) -> str:
-    """Return a rule as TOML. What JSON writes of text, numbers, truth values and lists of them is TOML, too."""
+    """Return a rule as TOML."""
     lines = ["[[rules]]"]
     for key, value in {"name": name, **rule}.items():
-        text = json.dumps(value, ensure_ascii=False)
+        text = _toml(value)
         if key == "when":
-            pairs = (f"{field} = {json.dumps(values, ensure_ascii=False)}" for field, values in value.items())
-            text = f"{{ {', '.join(pairs)} }}"
+            text = f"{{ {', '.join(f'{_key(field)} = {_toml(values)}' for field, values in value.items())} }}"
         lines += [f"{key} = {text}"] if value or key == "name" else []
     return "\n".join([*lines, ""])
+
+
+def _toml(value: Any) -> str:
+    """Return what JSON writes of text, numbers, truth values and lists of them: TOML takes it, but for a bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(field: str) -> str:
+    """Return a field as a key of TOML: the name of a library may have dots and letters that stand in quotes alone."""
+    table, _, library = field.partition(".")
+    return f"{table}.{library if _BARE_KEY.fullmatch(library) else _toml(library)}" if library else table
 
 
 def _has(text: str, rule: str) -> bool:
@@ -188,10 +226,13 @@ def _new_name(words: Sequence[str], taken: set[str]) -> str:
 
 
 def _conditions(gpus: Sequence[str], written: Sequence[str]) -> dict[str, Any]:
-    """Return the ``when`` table that ``--gpu`` and ``--when`` ask for; the rules' reader judges fields and values."""
+    """Return the ``when`` table that ``--gpu`` and ``--when`` ask for; the rules' reader judges the values."""
+    from attn_select.errors import UnknownNameError
     from attn_select.machine.detection import detect_device
     from attn_select.machine.device import lookup
+    from attn_select.rules.conditions import FIELDS, is_boolean
 
+    valid = [*(field for field in FIELDS if field != "library"), "library.NAME"]
     found: dict[str, list[Any]] = {}
     for gpu in gpus:
         device = detect_device().device if gpu.strip().lower() == "auto" else lookup(gpu)
@@ -206,8 +247,14 @@ def _conditions(gpus: Sequence[str], written: Sequence[str]) -> dict[str, Any]:
         if match is None:
             accepted = "expected FIELD=VALUE, FIELD<=NUMBER or FIELD, such as 'head_size=128', 'num_heads<=16', sinks"
             raise click.UsageError(f"--when {text!r}: {accepted}", click.get_current_context())
-        given = True if match[3] else _value(match[1], match[2])
-        found.setdefault(match[3] or match[1], []).extend(given if isinstance(given, list) else [given])
+        field = match[3] or match[1]
+        if field not in valid and not re.match(r"library\..", field):
+            raise UnknownNameError("field of --when", field, valid)
+        if match[3] and not is_boolean(field):
+            accepted = f"expected a value, {field}=VALUE: a field alone must be one that is true or false"
+            raise click.UsageError(f"--when {text!r}: {accepted}", click.get_current_context())
+        given = True if match[3] else _value(field, match[2])
+        found.setdefault(field, []).extend(given if isinstance(given, list) else [given])
     return {field: values[0] if len(values) == 1 else values for field, values in found.items()}
 
 
@@ -217,10 +264,13 @@ def _value(field: str, text: str) -> Any:
 
     if is_boolean(field) or is_number(field) or text.startswith(("[", '"', "'")):
         try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            pass  # a comparison, or what the rules' reader says of it
-    return text
+            value = tomllib.loads(f"value = {text}")["value"]
+        except (ValueError, RecursionError):  # a comparison, an integer of too many digits, a list nested too deeply
+            return text
+        values = value if isinstance(value, list) else [value]
+        if all(isinstance(each, str) or (isinstance(each, int | float) and abs(each) < 2**63) for each in values):
+            return value
+    return text  # also for a date, a table, an infinity: what the rules' reader says of it
 
 
 def _problems(path: Path, rules: RuleSet) -> list[str]:

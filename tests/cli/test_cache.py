@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,15 @@ def test_sides_with_states_name_their_differences(run: Any) -> None:
     *_, states, blocks, verdict = result.out.splitlines()
     assert states == "gated_delta_net: state_layout  STATE_VK -> STATE_KV"
     assert blocks == "full_attention: layout  FLASH_ATTN_NHD -> FLASHINFER_HND"
-    assert "attn_select.runtime.convert_kv_cache and .states.convert_states" in verdict
+    assert "attn_select.runtime.convert_kv_cache turns one side's blocks" in verdict
+    assert "attn_select.runtime.states.convert_states turns one side's states" in verdict
+
+
+def test_attention_alone_names_the_conversion_of_blocks_alone(run: Any) -> None:
+    *_, fact, verdict = run("cache", *MODEL, "--gpu", "a100", "--to", "--gpu b200").out.splitlines()
+    assert fact == "full_attention: layout  FLASH_ATTN_NHD -> FLASHINFER_HND"
+    assert "convert_kv_cache" in verdict
+    assert "convert_states" not in verdict
 
 
 def test_states_of_other_ranks_and_other_gpus(run: Any) -> None:
@@ -59,8 +68,11 @@ def test_other_heads_cannot_be_made_to_fit(run: Any) -> None:
     layer = ("--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128")
     result = run("cache", *layer, "--gpu", "h100", "--to", "--num-kv-heads 4 --kv-cache-dtype fp8")
     assert result.code == 1
-    facts = [line.split(" ")[1] for line in result.out.splitlines() if "->" in line]
-    assert facts == ["dtype", "scales", "num_kv_heads"]
+    assert [line.removeprefix("full_attention: ") for line in result.out.splitlines() if "->" in line] == [
+        "dtype  bfloat16 -> fp8_e4m3",
+        "scales  none -> per_tensor",
+        "num_kv_heads  8 -> 4",
+    ]
     assert "which no conversion changes" in result.out
 
 
@@ -68,7 +80,18 @@ def test_a_side_with_other_kinds_of_layers_does_not_fit(run: Any) -> None:
     layer = ("--num-heads", "8", "--head-size", "128", "--gpu", "h100")
     result = run("cache", *layer, "--to", "--sliding-window 128")
     assert result.code == 1
-    assert "no such layers on the decode side" in result.out
+    assert result.out.splitlines()[-3:] == [
+        "full_attention: no such layers on the decode side",
+        "sliding_attention: no such layers on the prefill side",
+        "The sides do not fit: they have other kinds of layers.",
+    ]
+
+
+def test_layers_that_share_a_cache_are_counted(run: Any) -> None:
+    trial = Path(__file__).parents[1] / "models" / "data" / "trial"
+    result = run("cache", "--model", str(trial / "g3n.json"), "--gpu", "h100")
+    names = [line.split("  ")[0] for line in result.out.splitlines()[-2:]]
+    assert names == ["sliding_attention × 24, 16 own one", "full_attention × 6, 4 own one"]
 
 
 def test_a_layer_without_a_backend_is_no_fit(run: Any) -> None:
@@ -82,12 +105,15 @@ def test_a_model_whose_layers_keep_no_cache(run: Any) -> None:
     result = run("cache", "--model", "bert-base", "--gpu", "a100", "--to", "--gpu h100")
     assert result.code == 0
     assert "no cache" in result.out
+    assert result.out.splitlines()[-1] == "No cache: these layers keep none."
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--to", "b200"), "--to 'b200' is no option: write an option and its value, such as --to '--gpu b200'"),
+        (("--to", "h200"), "--to 'h200' is no option: write an option and its value, such as --to '--gpu h200'"),
+        (("--to", "h2000"), "--to 'h2000' is no option: write an option and its value, such as --to '--gpu b200'"),
         (("--to", ""), "--to '': expected options that differ, and no model: both sides run the same"),
         (
             ("--to", "--model deepseek-v3"),

@@ -16,7 +16,7 @@ import click
 import pytest
 
 from attn_select import __version__
-from attn_select.backends.registry import Registry, load_plugins
+from attn_select.backends.registry import Plugin, Registry, load_plugins
 from attn_select.machine.detection import Detection
 from attn_select.machine.device import lookup
 from attn_select.rules.layers import packaged_rules_path
@@ -48,6 +48,12 @@ def test_an_unknown_command(run: Any, words: tuple[str, ...], said: tuple[str, .
     wrong = run(*words)
     assert wrong.code == 2
     assert all(part in wrong.err for part in said)
+
+
+@pytest.mark.parametrize(("command", "takes_models"), [("explain", True), ("run", True), ("gpus", False)])
+def test_a_model_without_its_option(run: Any, command: str, takes_models: bool) -> None:
+    wrong = run(command, "llama-3-8b")
+    assert (wrong.code, "a model is given by --model" in wrong.err) == (2, takes_models)
 
 
 def test_matrix_shows_the_decisions_of_explain(run: Any) -> None:
@@ -156,6 +162,7 @@ def test_models_and_gpus(run: Any) -> None:
     models = run("models", "--json").json["models"]
     assert {"llama-3-8b", "deepseek-v3", "whisper-large-v3", "bert-base"} <= {m["name"] for m in models}
     assert all(m["source"] for m in models)
+    assert all(set(m) == {"name", "names", "description", "source"} for m in models)
     assert "deepseek-v3.2" in run("models").out
     gpus = run("gpus", "--json").json["gpus"]
     assert {"t4", "a100", "h20", "h100", "l40s", "rtx4090", "rtx5090", "b200", "b300"} <= {g["name"] for g in gpus}
@@ -183,8 +190,9 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
     torch_alone = [spec for spec in everything.specs.values() if everything.owners[spec.name] == "attn-select-torch"]
     kernels_alone = [spec for spec in everything.specs.values() if spec.name == "FLASHMLA"]
 
-    def registered(specs: list[Any]) -> None:
-        registry = Registry({s.name: s for s in specs}, {s.name: everything.owners[s.name] for s in specs})
+    def registered(specs: list[Any], *plugins: Plugin) -> None:
+        owners = {s.name: everything.owners[s.name] for s in specs}
+        registry = Registry({s.name: s for s in specs}, owners, plugins=[*plugins])
         monkeypatch.setattr("attn_select.backends.registry.load_plugins", cache(lambda: registry))
 
     monkeypatch.setattr("attn_select.machine.detection.detect_device", cache(lambda: Detection(lookup("cpu"))))
@@ -194,6 +202,10 @@ def test_doctor_says_where_no_backend_can_run(run: Any, monkeypatch: pytest.Monk
     assert "can run here        none" in result.out
     plugin = "attn-select-torch serves CPUs and GPUs: pip install "
     assert f"problem: no backend can run on this machine: {plugin}" in result.out
+    registered(kernels_alone, Plugin("torch", "attn-select-torch", "1", error="ImportError: no libtorch.so"))
+    result = run("doctor", "--no-import")
+    assert "is broken: ImportError: no libtorch.so" in result.out
+    assert plugin not in result.out
     registered(torch_alone)
     monkeypatch.setattr("attn_select.machine.environment.installed_version", lambda name: None)
     monkeypatch.setattr("attn_select.machine.environment.has_module", lambda name: False)

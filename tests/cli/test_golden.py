@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_select_cli.diff import MAX_BYTES
+from attn_select.errors import ConfigError
+from attn_select_cli.diff import MAX_BYTES, changes_since
 
 MODEL = ("--model", "deepseek-v3", "--gpu", "h100")
 
@@ -31,8 +32,8 @@ def diff(run: Any, folder: Path, golden: Any) -> Any:
     [
         (("schema_version",), 2, "expected schema_version 1 and a layer"),
         (("layers",), [], "expected schema_version 1 and a layer"),
-        (("layers", 0), {}, "KeyError: 'kind'"),
-        (("layers", 0), None, "not what `explain --json` writes"),
+        (("layers", 0), {}, "'kind' is missing"),
+        (("layers", 0), None, "not what `explain --json` writes: a value has another type"),
     ],
 )
 def test_a_file_of_another_shape_is_refused(
@@ -59,14 +60,23 @@ def test_a_file_from_before_states_is_read(run: Any, tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "golden.json"
-    wrong = ((b"{", "Expecting property name"), (b"\xff", "can't decode"), (b"[" * 100_000, "RecursionError"))
+    wrong = (
+        (b"[]", "expected an object, found []"),
+        (b"{}", "'schema_version' is missing"),
+        (b"{", "Expecting property name"),
+        (b"\xff", "can't decode"),
+        (b"[" * 100_000, "nested too deeply"),
+    )
     for content, said in wrong:
         file.write_bytes(content)
         result = run("diff", *MODEL, "--golden", str(file))
         assert result.code == 2
         assert said in result.err
+        assert "Error" not in result.err  # no name of a Python exception
     assert "No such file" in run("diff", *MODEL, "--golden", str(tmp_path / "nowhere.json")).err
     assert "is not a regular file" in run("diff", *MODEL, "--golden", "/dev/zero").err
+    with pytest.raises(ConfigError, match="json': embedded null byte"):
+        changes_since("golden\0.json", {})
     os.truncate(file, MAX_BYTES + 1)
     assert f"is larger than {MAX_BYTES} bytes" in run("diff", *MODEL, "--golden", str(file)).err
 

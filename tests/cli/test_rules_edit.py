@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def test_a_terminal_is_asked(run_on_terminal: Any, user_file: Path) -> None:
         (["--when", "kv_cache_dtype=fp8*"], {"kv_cache_dtype": "fp8*"}),
         (["--when", 'dtype=["float16", "bfloat16"]'], {"dtype": ["float16", "bfloat16"]}),
         (["--when", "library.flashinfer-python<0.6.3"], {"library": {"flashinfer-python": "<0.6.3"}}),
+        (["--when", "library.zope.interface<6"], {"library": {"zope.interface": "<6"}}),
         (["--when", "library.torch=2.9"], {"library": {"torch": "2.9"}}),
         (["--when", "compute_capability=9.x", "--when", "mla=false"], {"compute_capability": "9.x", "mla": False}),
         (["--gpu", "sm90", "--gpu", "8.9"], {"compute_capability": ["9.0", "8.9"]}),
@@ -105,18 +107,33 @@ def test_conditions(run: Any, user_file: Path, arguments: list[str], when: dict[
         (["FLASHINFER", "--when", "num_head=8"], "did you mean num_heads"),
         (["FLASHINFER", "--when", "num_heads=many"], "num_heads = 'many'"),
         (["FLASHINFER", "--when", "<=8"], "expected FIELD=VALUE"),
-        (["FLASHINFER", "--when", "head_size"], "head_size = True"),
-        (["FLASHINFER", "--when", "gpu"], "gpu = True"),
+        (["FLASHINFER", "--when", "head_size"], "--when 'head_size': expected a value, head_size=VALUE"),
+        (["FLASHINFER", "--when", "gpu"], "--when 'gpu': expected a value, gpu=VALUE"),
+        (["FLASHINFER", "--when", "größe=1"], "valid: mla,"),
+        (["FLASHINFER", "--when", "a.=1"], "unknown field of --when 'a.'"),
+        (["FLASHINFER", "--when", "head_size=1", "--when", "head_size.x=2"], "did you mean head_size"),
+        (["FLASHINFER", "--when", "library=1"], "did you mean library.NAME?"),
+        (["FLASHINFER", "--when", "library.größe=1"], "expected the name of a distribution"),
+        (["FLASHINFER", "--when", "head_size=1979-05-27"], "head_size = '1979-05-27'"),
+        (["FLASHINFER", "--when", "head_size=inf"], "head_size = 'inf'"),
+        (["FLASHINFER", "--when", "head_size={a=1}"], "head_size = '{a=1}'"),
+        (["FLASHINFER", "--when", "head_size=[1, [2]]"], "head_size = '[1, [2]]'"),
+        (["FLASHINFER", "--when", f"head_size=0x{'f' * 9000}"], "head_size = '0xfff"),
+        (["FLASHINFER", "--when", f"head_size={'[' * 9000}"], "head_size = '[[["),
+        (["FLASHINFER", "--when", "gpu=\udcff"], "Invalid value for '--when': is not UTF-8"),
+        (["FLASHINFER", "--because", "\udcff"], "Invalid value for '--because': is not UTF-8"),
         (["FLASHINFER", "--gpu", "h100", "--gpu", "sm90"], "need a rule each"),
         (["FLASHINFER", "--gpu", "h1000"], "did you mean"),
         (["FLASHINFER", "--for", "--nonsense"], "--nonsense"),
         (["FLASHINFER", "--name", "a\tb"], "printable"),
+        (["FLASHINFER", "--name", ""], "name = ''"),
     ],
 )
 def test_wrong_input_writes_nothing(run: Any, user_file: Path, arguments: list[str], told: str) -> None:
     result = run("rules", "prefer", *arguments, "--yes")
     assert result.code == 2
     assert told in result.err
+    assert not re.search(r"\.toml:\d|rules check", result.err)  # a line of a file that is not written
     assert not user_file.exists()
 
 
@@ -185,11 +202,18 @@ def test_a_planted_link_is_not_followed(run: Any, tmp_path: Path, monkeypatch: p
 def test_a_rule_goes_to_the_end_and_all_else_stays(run: Any, user_file: Path) -> None:
     user_file.parent.mkdir(parents=True)
     user_file.write_text(WRITTEN_BY_HAND)
-    words = ("--because", 'x\\y "z" \u00e9', "--when", 'dtype=["float16", "bfloat16"]', "--when", "library.a-b=0.6")
+    words = (
+        "--because",
+        'x\\y "z" \u00e9 \x7f',
+        "--when",
+        'dtype=["float16", "bfloat16"]',
+        "--when",
+        "library.a-b=0.6",
+    )
     assert run("rules", "prefer", "FLASHINFER", "--name", 'c "q"', *words, "--model", "llama-3-8b", "--yes").code == 0
     assert user_file.read_text().startswith(WRITTEN_BY_HAND.rstrip())
     when = {"dtype": ["float16", "bfloat16"], "library": {"a-b": "0.6"}}
-    rule = {"name": 'c "q"', "when": when, "prefer": ["FLASHINFER"], "because": 'x\\y "z" \u00e9'}
+    rule = {"name": 'c "q"', "when": when, "prefer": ["FLASHINFER"], "because": 'x\\y "z" \u00e9 \x7f'}
     assert rules(user_file)[2] == rule
 
 
@@ -199,3 +223,11 @@ def test_a_name_that_the_file_has_already_is_refused(run: Any, user_file: Path) 
     before = user_file.read_text()
     assert run(*named, "--gpu", "h100").code == 2
     assert user_file.read_text() == before
+
+
+def test_a_packaged_rule_that_is_replaced_is_named(run: Any, user_file: Path) -> None:
+    packaged = run("rules", "show", "--json").json["rules"][0]
+    command = ("rules", "deny", "FLASHINFER", "--model", "llama-3-8b", "--gpu", "h100", "--name")
+    told = f"rule {packaged['name']!r} ({packaged['file']}:{packaged['line']}) is replaced"
+    assert told in run(*command, packaged["name"]).err
+    assert "is replaced" not in run(*command, "mine").err

@@ -111,6 +111,25 @@ def test_the_scheduler_always_comes_to_an_end(serve: ModuleType, seed: int) -> N
     assert all(request.finished for request in requests)
 
 
+def test_a_gpu_says_what_it_waits_for_before_the_engine_is_made(
+    serve: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+
+    class Stop(Exception):
+        pass
+
+    def engine(*_: Any) -> None:
+        printed.append(capsys.readouterr().out)
+        raise Stop
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(serve, "Engine", engine)
+    with pytest.raises(Stop):
+        serve.main([])
+    assert "kernels compile" in printed[0]
+
+
 def test_a_cache_too_small_for_a_request_is_an_error(serve: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         serve.main(["--num-blocks", "4"])
