@@ -85,7 +85,7 @@ def test_diff_says_predicted_times(run: Any) -> None:
     assert result.json["changes"] == []  # what is given for both sides
     result = run("diff", "--model", "deepseek-v3", "--gpu", "a100", "--to", "--gpu h200", "--json")
     why = [" ".join(change["why"]) for change in result.json["changes"] if change["what"] == "backend"]
-    assert any("FLASHINFER_MLA is predicted to take " in each for each in why)
+    assert any("TRITON_MLA is predicted to take " in each for each in why)
 
 
 def test_diff_between_rules(run: Any, tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def test_flags_says_the_same(model: str, gpu: str) -> None:
     ],
 )
 def test_choices(model: str, gpu: str, prefill: str, decode: str, passed_over: tuple[str, ...]) -> None:
-    assert chosen(model, gpu) == Choice(prefill, decode, passed_over)
+    found = chosen(model, gpu)
+    assert (found.prefill, found.decode, found.passed_over) == (prefill, decode, passed_over)
 
 
 def test_times_of_our_kernel_choose_no_kernel_of_sglangs() -> None:
