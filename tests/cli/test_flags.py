@@ -232,6 +232,7 @@ def test_an_engines_own_kernel_takes_no_place_that_ours_was_measured_for(
 def test_engines_are_told_of_kernels_of_states_where_they_have_arguments(run: Any, tmp_path: Path) -> None:
     words = ("flags", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--engine")
     vllm = run(*words, "vllm", "--state-dtype", "bfloat16", "--json").json
+    assert vllm["layers"][0]["backend"] == "FLASH_ATTN"  # timed, and before FLASHINFER by the rules, which is not
     given = dict(zip(vllm["arguments"][::2], vllm["arguments"][1::2], strict=True))
     assert (given["--gdn-prefill-backend"], given["--mamba-ssm-cache-dtype"]) == ("flashinfer", "bfloat16")
     prefill, decode = vllm["states"]

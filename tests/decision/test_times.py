@@ -97,8 +97,9 @@ def test_an_explicit_choice_beats_everything(decider: Any) -> None:
     assert by_name["B"].relative_time == pytest.approx(113 / 140)
 
 
-def test_a_candidate_without_times_keeps_its_place(decider: Any) -> None:
-    assert ranks(decide(decider(), {"*": {"A": 125, "C": 100}})) == ["C", "B", "A"]
+def test_a_candidate_without_times_stands_behind_what_the_rules_prefer(decider: Any) -> None:
+    assert ranks(decide(decider(), {"*": {"A": 125, "C": 100}})) == ["C", "A", "B"]
+    assert ranks(decide(decider(), {"*": {"A": 100, "C": 125}})) == ["A", "B", "C"]
     assert ranks(decide(decider(), {"*": {"A": 125, "B": 100}})) == ["B", "A", "C"]
     first = decide(decider(), {"*": {"B": 125, "C": 100}})
     assert (ranks(first), first.selected["decode"]) == (["A", "C", "B"], "A")

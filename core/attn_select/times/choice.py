@@ -320,10 +320,15 @@ def _beside(timing: Timing, name: str, winner: str | None, steps: Sequence[_Step
 
 
 def arranged(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str] = ()) -> list[str]:
-    """Return candidates by cost, those that have one and that no user's rule pins; all others keep their places."""
-    moved = movable(order, costs, pinned)
-    by_cost = iter(sorted(moved, key=costs.__getitem__))
-    return [next(by_cost) if name in moved else name for name in order]
+    """Return candidates by cost; what a user's rule pins keeps its place, and what has no cost stands behind all that
+    the rules put before it."""
+    free = [name for name in order if name not in pinned]
+    found = sorted([name for name in free if name in costs], key=costs.__getitem__)
+    for place, name in enumerate(free):
+        if name not in costs:
+            found.insert(max([found.index(other) + 1 for other in free[:place]], default=0), name)
+    rest = iter(found)
+    return [name if name in pinned else next(rest) for name in order]
 
 
 def movable(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str]) -> list[str]:
