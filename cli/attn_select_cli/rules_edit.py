@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import re
 import sys
@@ -40,7 +39,6 @@ Examples:
 
 Exit code: 0 written, or the file says so already, 1 not written, 2 wrong input.
 """
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _SHOWN = ("layer kind", "backend", "path", "block_size", "kv_layout")
 """Changes that are shown; the others follow from them."""
 
@@ -194,24 +192,18 @@ def _rules_with(path: Path, text: str) -> RuleSet:
 
 def _rule_text(name: str, rule: Mapping[str, Any]) -> str:
     """Return a rule as TOML."""
+    import tomlkit
+
     lines = ["[[rules]]"]
     for key, value in {"name": name, **rule}.items():
-        text = _toml(value)
+        if not value and key != "name":
+            continue
+        text = tomlkit.item(value).as_string()
         if key == "when":
-            text = f"{{ {', '.join(f'{_key(field)} = {_toml(values)}' for field, values in value.items())} }}"
-        lines += [f"{key} = {text}"] if value or key == "name" else []
+            fields = {tomlkit.key(field.split(".", 1)).as_string(): values for field, values in value.items()}
+            text = f"{{ {', '.join(f'{field} = {tomlkit.item(each).as_string()}' for field, each in fields.items())} }}"
+        lines.append(f"{key} = {text}")
     return "\n".join([*lines, ""])
-
-
-def _toml(value: Any) -> str:
-    """Return what JSON writes of text, numbers, truth values and lists of them: TOML takes it, but for a bare DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(field: str) -> str:
-    """Return a field as a key of TOML: the name of a library may have dots and letters that stand in quotes alone."""
-    table, _, library = field.partition(".")
-    return f"{table}.{library if _BARE_KEY.fullmatch(library) else _toml(library)}" if library else table
 
 
 def _has(text: str, rule: str) -> bool:

@@ -44,10 +44,8 @@ def runners_up(
 
 def _by_order(winner: Candidate, other: Candidate, phase: Phase, ranking: Ranking, by_times: bool) -> RunnerUp:
     """Say what put the winner before a backend that stands behind it."""
-    verdict, order = other.phases[phase], ranking.order
-    if by_times and verdict.rank is not None and other.backend not in ranking.pinned:
-        if verdict.relative_time is not None:
-            return RunnerUp(other.backend, "times")
-        if order.index(other.backend) < order.index(winner.backend):
-            return RunnerUp(other.backend, "untimed")
+    verdict = other.phases[phase]
+    ordered_by_times = by_times and verdict.rank is not None and other.backend not in ranking.pinned
+    if ordered_by_times and verdict.relative_time is not None:
+        return RunnerUp(other.backend, "times")
     return RunnerUp(other.backend, *ranking.put_before(winner.backend, other.backend))
