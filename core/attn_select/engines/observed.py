@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_select.engines.adapter import MOVED, Adapter
+from attn_select.engines.own_choice import SERVING
 from attn_select.machine.files import replace_file
 from attn_select.machine.variables import WORKLOAD
 from attn_select.times.batch_shape import BatchShape, RequestGroup
@@ -35,10 +36,10 @@ Lengths = tuple[Sequence[int], Sequence[int]]
 """New tokens, and all tokens, of each request."""
 
 
-def workload_in_an_engine() -> str | None:
-    """Return the workload that an engine is chosen for; None where there is none, or where it is observed first."""
-    given = os.environ.get(WORKLOAD) or None
-    return None if given == OBSERVE else given
+def workload_in_an_engine() -> str:
+    """Return the workload that an engine is chosen for: ``SERVING`` where none is named, or where it is observed."""
+    given = os.environ.get(WORKLOAD)
+    return given if given and given != OBSERVE else SERVING
 
 
 def observes() -> bool:

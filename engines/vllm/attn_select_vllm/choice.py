@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_select.decide.selection import Selection
-from attn_select.engines.own_kernels import rests_on_our_times
+from attn_select.engines.own_choice import why_own_stays
 from attn_select.errors import RuntimeMissingError
 from attn_select.layer.config import AttentionConfig, Phase
-from attn_select_vllm.names import TABLE, EngineBackend, engine_backends
+from attn_select_vllm.names import PAIRS, TABLE, EngineBackend, attn_select_name, engine_backends, kernels_of
 
 Refusals = list[str]
 """Why vLLM does not take a backend, or is not to take it; empty where it does."""
 _NO_ROW = "vLLM has no backend that stands for it on this device"
-_BY_OUR_TIMES = "it comes first by times of attn-select's kernel alone, and is vLLM's own"
+_OWN = "vLLM's own choice is {}: {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +38,36 @@ def served_phases(config: AttentionConfig) -> tuple[Phase, ...]:
     return ("decode",) if config.mla and not config.sparse else config.phases
 
 
-def choose(selection: Selection, refusals: Callable[[str, EngineBackend], Refusals]) -> Choice:
+def choose(
+    selection: Selection, refusals: Callable[[str, EngineBackend], Refusals], own: EngineBackend | None = None
+) -> Choice:
     """Return the first backend of attn-select's order that vLLM accepts; ``refusals`` asks it about one."""
-    # A kernel of vLLM's own is passed over where only times of attn-select's put it before another that vLLM accepts.
+    # own: vLLM's own choice, which stays unless times or a user speak for another one; None: it has none.
     config, device = selection.config, selection.device
     phases = served_phases(config)
     refused: dict[str, Refusals] = {}
-    order = selection.ranked(phases)
-    for place, candidate in enumerate(order):
-        backend = candidate.backend
+    for backend in _order(selection, phases):
+        kernels = kernels_of(backend)
+        backends = {phase: kernels[0 if phase == "prefill" else -1] for phase in phases}
         engines = engine_backends(backend, config, device)
         if not engines:
             refused[backend] = [_NO_ROW]
         for engine in engines:
             reasons = refusals(backend, engine)
-            if not reasons and TABLE.has_own_kernel(backend) and not engine.own:
-                later = [other.backend for other in order[place + 1 :]]
-                better = [name for name in later if rests_on_our_times(selection, backend, phases[-1], name)]
-                if any(not refusals(name, each) for name in better for each in engine_backends(name, config, device)):
-                    reasons = [_BY_OUR_TIMES]
+            if not reasons and own is not None and engine != own:
+                measured = engine.own or not TABLE.has_own_kernel(backend)
+                stays = why_own_stays(selection, backends, attn_select_name(own, config, device), measured)
+                reasons = [_OWN.format(own.name, stays)] if stays else []
             if not reasons:
                 return Choice(selection, backend, engine, refused)
             refused[engine.name] = reasons
     return Choice(selection, None, None, refused)
+
+
+def _order(selection: Selection, phases: tuple[Phase, ...]) -> list[str]:
+    """Return attn-select's order: before all others the pair of backends that it chose, where vLLM can have it."""
+    chosen = tuple(selection.selected[phase] for phase in phases)
+    return [*[name for name, pair in PAIRS.items() if pair == chosen], *[c.backend for c in selection.ranked(phases)]]
 
 
 def refusals_of(name: str, members: Any, ask: Callable[[Any], Iterable[str]]) -> Refusals:
@@ -73,7 +80,14 @@ def refusals_of(name: str, members: Any, ask: Callable[[Any], Iterable[str]]) ->
         return [f"{type(error).__name__}: {error}"]
 
 
-def prefill_order(selection: Selection) -> list[str]:
-    """Return vLLM's names of the backends of MLA prefill in attn-select's order."""
-    names = [TABLE.names_of(candidate.backend, "mla_prefill") for candidate in selection.ranked(("prefill",))]
-    return [each[0] for each in names if each]
+def prefill_order(selection: Selection) -> list[tuple[str, str]]:
+    """Return the backends of MLA prefill in attn-select's order, each with vLLM's name of it, where it has one."""
+    ranked = [candidate.backend for candidate in selection.ranked(("prefill",))]
+    return [(backend, names[0]) for backend in ranked if (names := TABLE.names_of(backend, "mla_prefill"))]
+
+
+def why_own_prefill_stays(selection: Selection, backend: str, own: str) -> str:
+    """Say why vLLM's own choice of MLA prefill, by vLLM's name, stays in place of a backend of attn-select's order."""
+    known = next((name for name, engine in prefill_order(selection) if engine == own), None)
+    stays = why_own_stays(selection, {"prefill": backend}, known)
+    return stays and _OWN.format(own, stays)

@@ -53,7 +53,8 @@ def _get_attn_backend_cls(
     if selected_backend is not None:
         path = _explicit(selected_backend, attn_selector_config)
     else:
-        path = adapter.unless_it_fails(lambda: _chosen(platform, attn_selector_config, num_heads, adapter))
+        default = partial(original, platform, None, attn_selector_config, num_heads)
+        path = adapter.unless_it_fails(lambda: _chosen(platform, attn_selector_config, num_heads, adapter, default))
     return path or original(platform, selected_backend, attn_selector_config, num_heads)
 
 
@@ -79,8 +80,11 @@ def _explicit(selected: Any, attn_config: Any) -> str | None:
     return str(selected.get_path())
 
 
-def _chosen(platform: Any, attn_config: Any, num_heads: int | None, adapter: Adapter) -> str | None:
+def _chosen(
+    platform: Any, attn_config: Any, num_heads: int | None, adapter: Adapter, default: Callable[[], str]
+) -> str | None:
     """Return the class path of the backend that attn-select chooses; None where vLLM is to choose."""
+    # default: returns the class path of vLLM's own choice.
     kind = kind_of(attn_config)
     vllm_config = get_current_vllm_config()
     if not current_platform.is_cpu():
@@ -94,16 +98,30 @@ def _chosen(platform: Any, attn_config: Any, num_heads: int | None, adapter: Ada
         _say(log_block.abstained_text(error.message, kind))
         return None
     device = "cpu" if current_platform.is_cpu() else None
-    selection = select(config, device, adapter.rules(), workload=workload_in_an_engine())
-    choice = judge(selection, platform, attn_config, vllm_config)
+    mode = vllm_config.compilation_config.cudagraph_mode
+    eager = mode is None or not mode.has_full_cudagraphs()
+    selection = select(config, device, adapter.rules(), workload=workload_in_an_engine(), host_time=eager)
+    choice = judge(selection, platform, attn_config, vllm_config, _own_choice(default))
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:
         _say(log_block.prefill_text(*choose_prefill(selection, platform, vllm_config)))
     return None if choice.engine is None else str(AttentionBackendEnum[choice.engine.name].get_path())
 
 
-def judge(selection: Selection, platform: Any, attn_config: Any, vllm_config: Any) -> Choice:
-    """Return the first backend of a selection's order that vLLM accepts on this platform."""
+def _own_choice(default: Callable[[], str]) -> EngineBackend | None:
+    """Return what vLLM chooses by itself; None where it has nothing for such layers."""
+    try:
+        path = default()
+    except ValueError:
+        return None
+    names = [name for name, each in AttentionBackendEnum.__members__.items() if each.value == path]
+    return EngineBackend(next(iter(names), path), own=False)
+
+
+def judge(
+    selection: Selection, platform: Any, attn_config: Any, vllm_config: Any, own: EngineBackend | None = None
+) -> Choice:
+    """Return the first backend of a selection's order that vLLM accepts on this platform; ``own`` as in ``choose``."""
     capability = platform.get_device_capability()
 
     def refusals(backend: str, engine: EngineBackend) -> Refusals:
@@ -118,7 +136,7 @@ def judge(selection: Selection, platform: Any, attn_config: Any, vllm_config: An
 
         return refusals_of(engine.name, AttentionBackendEnum, ask)
 
-    return choose(selection, refusals)
+    return choose(selection, refusals, own)
 
 
 def _say(text: str) -> None:

@@ -48,3 +48,9 @@ def engine_backends(backend: str, config: AttentionConfig, device: Device) -> tu
     own = (EngineBackend(OWN_PREFIX + backend, True),) if TABLE.adapter_runs(backend, config, device) else ()
     names = CPU_NAMES.get(backend, ()) if device.is_cpu else TABLE.names_of(backend)
     return (*own, *(EngineBackend(name, False) for name in names))
+
+
+def attn_select_name(engine: EngineBackend, config: AttentionConfig, device: Device) -> str | None:
+    """Return attn-select's name of one of vLLM's own backends for a layer; None where it has none."""
+    names = [row.backend for row in TABLE.names if row.argument == "attention" and row.name == engine.name]
+    return next((name for name in names if engine in engine_backends(name, config, device)), None)

@@ -21,6 +21,7 @@ seconds that each engine took to start; at the end the geometric mean of the rat
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -30,6 +31,7 @@ from typing import Any
 
 from serve_arms import Arm, ArmError
 from serve_engine import MODELS
+from serve_profile import told
 from serve_requests import KINDS, agreement, drawn
 
 from attn_select_vllm.names import OWN_PREFIX
@@ -68,12 +70,14 @@ def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -
     """Run the rounds of one kind of traffic, print what they say, and return each arm's ratio to vLLM's choice."""
     rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
     agreed: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     for number in range(options.rounds + 1):
         served: dict[str, Any] = {}
         for arm in arms if number % 2 else arms[::-1]:
-            served[arm.name] = arm.ask(kind, options.seed + number, options.requests, options.longest)
+            served[arm.name] = arm.ask("serve", kind, options.seed + number, options.requests, options.longest)
         if number:  # the first warms up
             for name, found in served.items():
+                seconds[name].append(found["seconds"])
                 rates[name].append(sum(map(len, found["tokens"])) / found["seconds"])
                 agreed[name].append(agreement(served[BASE]["tokens"], found["tokens"]))
     prompts = sum(len(prompt) for prompt, _ in drawn(kind, options.seed, options.requests, options.longest))
@@ -87,6 +91,10 @@ def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -
             line += f", ratio {medians[name]:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
             line += f", tokens agree to {statistics.median(agreed[name]):.0%}"
         print(line, flush=True)
+    for arm in arms if options.profile else ():
+        seen = arm.ask("profiled", kind, options.seed + options.rounds, options.requests, options.longest)
+        (options.logs / f"kernels-{model}-{kind}-{arm.name}.json").write_text(json.dumps(seen))
+        print(f"  {arm.name:<26} {told(seen, statistics.median(seconds[arm.name]))}", flush=True)
     return medians
 
 
@@ -120,6 +128,7 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help=f"of an arm's KV cache (default: {CACHE_GIB})")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--also", default="", metavar="NAME,…", help="backends by vLLM's names, an arm each")
+    parser.add_argument("--profile", action="store_true", help="say where the time goes, by a round more")
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
     options = parser.parse_args()
     if unknown := [kind for kind in options.kinds.split(",") if kind not in KINDS]:

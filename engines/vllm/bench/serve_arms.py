@@ -40,7 +40,7 @@ class Arm:
         return self.ask()
 
     def ask(self, *arguments: Any) -> dict[str, Any]:
-        """Give the process what ``Engine.serve`` takes, and wait for the answer; ArmError where it ends before."""
+        """Give the process a method of ``Engine`` with its arguments, and wait; ArmError where it ends before."""
         try:
             self._pipe.send(arguments)
             found: dict[str, Any] = self._pipe.recv()

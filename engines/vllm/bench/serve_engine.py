@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from serve_profile import device_times
 from serve_requests import drawn
 
 COMMON: dict[str, Any] = {
@@ -188,6 +189,15 @@ class Engine:
         )
         self._served = 0
 
+    def profiled(self, *arguments: Any) -> dict[str, Any]:
+        """Serve as ``serve`` does while PyTorch's profiler watches the device; return what it saw."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.llm.reset_prefix_cache()  # they may have been served before
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            self.serve(*arguments)
+        return device_times(seen)
+
     def serve(self, kind: str, seed: int, count: int, longest: int | None) -> dict[str, Any]:
         """Serve drawn requests, all given at once; return the seconds and the tokens of each."""
         requests, engine = drawn(kind, seed, count, longest), self.llm.llm_engine
@@ -228,7 +238,8 @@ def answer(job: dict[str, Any], pipe: Connection) -> None:
     layers = engine.llm.collective_rpc(layers_of)[0]
     pipe.send({"layers": layers, "took": time.perf_counter() - began})
     while True:
-        pipe.send(engine.serve(*pipe.recv()))
+        method, *arguments = pipe.recv()
+        pipe.send(getattr(engine, method)(*arguments))
 
 
 if __name__ == "__main__":

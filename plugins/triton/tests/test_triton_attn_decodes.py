@@ -86,6 +86,36 @@ def test_splits_fit_the_reserved_workspace(room: int, wanted: list[int], device:
     layers.check(group, problem)
 
 
+def test_a_decode_is_cut_anew_once_its_keys_have_grown(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts, split_keys = [], schedule.split_keys
+    monkeypatch.setattr(schedule, "split_keys", lambda *a, **k: cuts.append(len(a[0])) or split_keys(*a, **k))
+    group = layers.many_sms(layers.made(device, layers.layer_config()), 4)
+
+    def step(requests: Any) -> int:
+        layers.check(group, layers.problem_of(group, requests))
+        return len(cuts)
+
+    # As steps follow one another; then twice as many keys; then others behind them, of fewer requests and of fewer keys.
+    assert [step([(1, seq_len + more) for _, seq_len in layers.UNEVEN]) for more in (0, 1, 9)] == [1, 1, 1]
+    assert step([(1, 2 * seq_len) for _, seq_len in layers.UNEVEN]) == 2
+    assert step(layers.UNEVEN[:3]) == 3
+    assert step([(1, 600), *layers.UNEVEN[1:3]]) == 4
+
+
+def test_a_list_that_is_full_is_cut_anew(device: torch.device) -> None:
+    """One key more than pieces have makes one piece more of every request: more than the list has room for."""
+    group = layers.made(device, layers.layer_config(), cuda_graphs=True)
+    builder = layers.builder_of(layers.many_sms(group, 4))
+    (part,) = group.build(common_of(layers.problem_of(group, [(1, 512)] * 4))).parts[0].metadata.parts
+    kept = builder._last_cut
+    builder._last_cut = dataclasses.replace(kept, each=512 // 8, splits=8)
+    builder._capacity = lambda requests, units: 32  # so many pieces are there
+    layers.check(group, layers.problem_of(group, [(1, 512)] * 4))
+    assert builder._last_cut.each == 64
+    layers.check(group, layers.problem_of(group, [(1, 513)] * 4))
+    assert builder._last_cut.each == kept.each + 1
+
+
 def test_speculative_queries_and_prefills_in_one_batch(device: torch.device) -> None:
     group = layers.many_sms(layers.made(device, layers.layer_config(num_speculative_tokens=3)))
     assert group.reorder_batch_threshold == 4

@@ -139,9 +139,11 @@ def test_which_kernel_runs(fields: dict[str, Any], where: str, gluon: bool) -> N
 )
 def test_where_prefills_copy_latents(fields: dict[str, Any], where: str, mib: int) -> None:
     given = {"num_heads": 16, "sparse_top_k": 2048, "kv_cache_dtype": "fp8_e4m3", **DEEPSEEK, **fields}
-    plan = plan_of(TRITON_MLA_SPARSE, AttentionConfig(**given), where)
-    assert plan.kernel == MLASparseKernel(False, mib << 20)
-    assert plan.workspace_bytes >= mib << 20
+    config = AttentionConfig(**given)
+    plans = {phase: plan_of(TRITON_MLA_SPARSE, config, where, phase=phase) for phase in config.phases}
+    assert plans["prefill"].kernel == MLASparseKernel(False, mib << 20)
+    assert plans["decode"].kernel == MLASparseKernel(False, 0)
+    assert plans["prefill"].workspace_bytes - plans["decode"].workspace_bytes == mib << 20
 
 
 MIXED = [(1, 900), (1, 30), (0, 40), (600, 700), (500, 900), (3, 2000)]
@@ -166,28 +168,28 @@ def copying_group(monkeypatch: pytest.MonkeyPatch, mib: int = 256, **fields: Any
 
 def test_prefills_copy_latents_where_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     group = copying_group(monkeypatch)
-    assert parts_of(group, MIXED) == [(0, 2, 0), (2, 1105, 3600)]
-    assert parts_of(group, [(600, 700)]) == [(0, 600, 700)]
+    assert parts_of(group, MIXED) == [(0, 2, 0), (2, 1105, 704 + 960 + 2048)]  # in whole pages of 64 tokens
+    assert parts_of(group, [(600, 700)]) == [(0, 600, 704)]
     assert parts_of(group, [(1, 900)] * 4) == [(0, 4, 0)]
     assert parts_of(group, [(2, 4000)]) == [(0, 2, 0)]  # the copy of 4000 latents would take longer
     room = copying_group(monkeypatch, mib=1)  # of 910 latents
-    assert parts_of(room, MIXED) == [(0, 2, 0), (2, 602, 700), (602, 1102, 900), (1102, 1105, 0)]
+    assert parts_of(room, MIXED) == [(0, 2, 0), (2, 602, 704), (602, 1105, 0)]
     assert parts_of(copying_group(monkeypatch, mib=0), MIXED) == [(0, 1105, 0)]
 
 
 def test_slots_follow_the_pages_that_were_copied(device: torch.device) -> None:
-    """Of whole pages that two requests share, either copy serves."""
+    """Of pages that two requests share, either copy serves: both are whole, whatever the first one's length is."""
     table = torch.tensor([[2, 7, -1], [2, 3, 9]], dtype=torch.int32, device=device)
-    start_loc = torch.tensor([0, 100, 290], dtype=torch.int32, device=device)
+    start_loc = torch.tensor([0, 128, 320], dtype=torch.int32, device=device)
     pages = rows_of_pages(table, start_loc, 12, 64).tolist()
-    assert [pages[page] for page in (7, 3, 9)] == [64, 164, 228]
-    assert pages[2] in (0, 100)
+    assert [pages[page] for page in (7, 3, 9)] == [64, 192, 256]
+    assert pages[2] in (0, 128)
     slots = torch.tensor([[-1, 7 * 64 + 5, 9 * 64 + 61, -1], [3 * 64, -1, -1, -1]], dtype=torch.int32, device=device)
     pages_tensor = torch.tensor(pages, dtype=torch.int32, device=device)
     front, counts = slots_in_front(slots, pages_tensor, 64)
     assert counts.tolist() == [2, 1]
-    assert front[0, :2].tolist() == [69, 228 + 61]
-    assert front[1, 0].item() == 164
+    assert front[0, :2].tolist() == [69, 256 + 61]
+    assert front[1, 0].item() == 192
 
 
 @pytest.mark.gpu

@@ -77,7 +77,7 @@ class MLADecodeKernel:
 
 @dataclass(frozen=True, slots=True)
 class MLASparseKernel:
-    """``TRITON_MLA_SPARSE``'s kernel, in both phases.
+    """``TRITON_MLA_SPARSE``'s kernel, in both phases but for what prefills copy.
 
     Attributes:
         gluon: ``kernels.mla_decode_gathered``, written in Gluon for Hopper; else ``kernels.mla_decode``.

@@ -116,7 +116,7 @@ def plan(
     lacks, gather_bytes = gather_lacks(config, device), 0
     noted = notes(config, device)
     # A release in which that kernel never ran runs the portable one alone.
-    if lacks and copies_help(config, device) and not gluon_marks(environment):
+    if phase == "prefill" and lacks and copies_help(config, device) and not gluon_marks(environment):
         gather_bytes = options.gather_workspace_mib << 20
     because = f"the Gluon kernel {lacks}" if lacks else _GATHER
     if gather_bytes:

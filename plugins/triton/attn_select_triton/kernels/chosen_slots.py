@@ -72,11 +72,9 @@ def rows_of_pages(block_table: Tensor, start_loc: Tensor, num_blocks: int, page:
 
     Args:
         block_table: int32 ``(B, W)``, each row contiguous.
-        start_loc: int32 ``(B + 1,)``, prefix sums of the requests' lengths.
+        start_loc: int32 ``(B + 1,)``, prefix sums of the requests' lengths in whole pages: of a page that requests
+            share, every copy is whole.
         num_blocks: of the cache, each of ``page`` tokens.
-
-    Requests may share whole pages alone, as ``BlockPool.share_prefix`` does: of a page that one request fills and
-    another has the beginning of, the row may be in the shorter copy.
 
     Returns:
         int32 ``(num_blocks,)``; 0 for pages of no request.

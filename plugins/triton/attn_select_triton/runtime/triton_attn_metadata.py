@@ -38,6 +38,28 @@ from attn_select_triton.tuning import Cost, Way, way_cost
 # with 64, and won 13 to 24 % at 504 MiB.
 LEAST_SAVED = 256 << 20
 
+# By how much the keys of a decode may have grown until it is cut anew: working that out takes half of a step's build.
+GROWN = 17 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the keys of a decode are cut, and for which."""
+
+    of: tuple[Any, ...]  # the arguments of ``schedule.split_keys`` beside the lengths, and how many those are
+    keys: int  # of all requests
+    longest: int
+    splits: int  # pieces of the longest
+    each: int  # keys of a piece
+
+    def serves(self, of: tuple[Any, ...], keys: int, longest: int) -> bool:
+        """Whether it is still good enough: the same requests some steps later look like that."""
+        return (
+            of == self.of
+            and self.keys <= keys <= GROWN * self.keys
+            and self.longest <= longest <= GROWN * self.longest
+        )
+
 
 @dataclass(slots=True)
 class Gather:
@@ -125,6 +147,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         self._counter: Tensor | None = None
         self._tile_rows = 0
         self._fixed_split = 0
+        self._last_cut: Cut | None = None
         if not config.has_cache:
             return
         self.reorder_batch_threshold = config.max_decode_query_len
@@ -298,22 +321,20 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         tile_tokens = self._tile_tokens(launch, query_len)
         # With a window only what a program's rows see counts as keys.
         lens = np.clip(lens, 1, self._visible(tile_tokens, int(lens.max())) or 1)
+        keys = int(lens.sum())
         # Where few programs have many pieces each, merging by the last of them would take longer than a launch.
         merges = requests if requests * units <= tuning.decode_splits().apart and not self._fixed_split else 0
         if self._fixed_split:
             splits, each = self._fixed_pieces, self._fixed_split
         else:
             rows = min(launch.block_m, self._group * query_len)
-            splits, each = schedule.split_keys(
-                lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, rows=rows,
-                apart=merges > 0,
-            )  # fmt: skip
+            splits, each = self._cut(lens, keys, units=units, room=room, launch=launch, rows=rows, apart=merges > 0)
         bounds, seq_lens, table = self._requests(common, first, last)
         assert table is not None
         parted: dict[str, Any] = {}
         if splits > 1 or (captured is not None and not self._fixed_split):
             # The same at capture and replay: the bound follows from padded sizes.
-            capacity = min(requests * splits, requests + int(lens.sum()) // each)
+            capacity = min(requests * splits, requests + keys // each)
             if captured is not None:
                 capacity = self._capacity(requests, units)
                 captured = captured[: capacity + merges]
@@ -345,6 +366,22 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             **parted,
         )
         return Part(self._causal and common.causal, self._ranges(common, first, last), decode)
+
+    def _cut(
+        self, lens: schedule.Lens, keys: int, *, units: int, room: int, launch: Launch, rows: int, apart: bool
+    ) -> tuple[int, int]:  # fmt: skip
+        """Return what ``schedule.split_keys`` does, or did for the same requests some steps before."""
+        of, longest, last = (len(lens), units, room, launch, rows, apart), int(lens.max()), self._last_cut
+        if last is not None and last.serves(of, keys, longest):
+            pieces = int((-(-lens // last.each)).sum())
+            if pieces <= min(room, self._capacity(len(lens), units)):
+                return max(last.splits, -(-longest // last.each)), last.each
+        splits, each = schedule.split_keys(
+            lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, rows=rows,
+            apart=apart,
+        )  # fmt: skip
+        self._last_cut = Cut(of, keys, longest, splits, each)
+        return splits, each
 
     def _tile_tokens(self, launch: Launch, query_len: int) -> int:
         """Return how many tokens of a request one program has rows of, at most."""

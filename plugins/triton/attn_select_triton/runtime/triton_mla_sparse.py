@@ -11,7 +11,7 @@ as the Gluon kernel takes them, where its gain is larger than what the copy cost
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -60,13 +60,15 @@ class Gather:
     latents: Tensor  # ``(rows, R + 64)`` of the query's dtype, written by each layer; zeros where there is no rope part
     block_table: Tensor  # int32 ``(requests, W)``
     starts: Tensor  # int32 ``(requests,)``, zeros
-    start_loc: Tensor  # int32 ``(requests + 1,)``, the row of each request's first token
+    # int32 ``(requests + 1,)``, the row of each request's first token; each has whole pages, which others may share
+    start_loc: Tensor
     pages: Tensor | None = None  # of ``rows_of_pages``, once a layer ran
 
     def copy(self, kv_cache: Tensor, scale: Tensor) -> Tensor:
         """Copy one layer's latents; return them as blocks of one token."""
         size, rows = kv_cache.shape[1], len(self.latents)
-        if self.pages is None:
+        if self.pages is None or (kv_cache.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # What a capture records has not run: each layer that is captured finds its pages in the graph.
             self.pages = rows_of_pages(self.block_table, self.start_loc, kv_cache.shape[0], size)
         latents = self.latents[:, : kv_cache.shape[2]]
         gather_cache_mla(kv_cache, latents, self.block_table, self.starts, self.start_loc, rows, size, scale)
@@ -95,7 +97,9 @@ class SparseCall:
 
 
 def _kernel(context: BackendContext) -> MLASparseKernel:
-    kernel = next(iter(context.plans.values())).kernel
+    """Return the prefills' kernel where they are served: it is the decodes', and may copy latents too."""
+    plans = context.plans
+    kernel = (plans.get("prefill") or plans["decode"]).kernel
     assert isinstance(kernel, MLASparseKernel)
     return kernel
 
@@ -105,17 +109,17 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        config, plan = context.config, next(iter(context.plans.values()))
+        config = context.config
         rank = cast(int, config.kv_lora_rank)
         gather_bytes = _kernel(context).gather_bytes
         self._bounds = torch.arange(context.max_num_batched_tokens + 1, dtype=torch.int32, device=context.device)
-        room = (plan.workspace_bytes - gather_bytes) // 4
+        room = (max(plan.workspace_bytes for plan in context.plans.values()) - gather_bytes) // 4
         self._workspace = torch.empty(room, dtype=torch.float32, device=context.device)
         self._per_token = config.num_heads * (rank + 1)
         self._launch = launch_of(context)
         self._sms = sm_count(context.device)
         dtype = PLAIN_DTYPES[config.dtype]
-        longest = context.max_num_seqs * context.max_model_len
+        longest = context.max_num_seqs * self._in_pages(context.max_model_len)
         width = rank + GLUON_ROPE
         rows = min(gather_bytes // (width * dtype.itemsize), longest)
         self._latents = torch.zeros(rows, width, dtype=dtype, device=context.device)
@@ -163,7 +167,7 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
         found: list[tuple[int, int]] = []
         used = room  # so that the first request begins a launch
         for request in range(begin, len(lens)):
-            rows = int(keys[request])
+            rows = self._in_pages(int(keys[request]))
             if rows > room:  # it reads the cache, and the next one begins a launch
                 used = room
             elif found and found[-1][1] == request and used + rows <= room:
@@ -173,12 +177,17 @@ class TritonMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseCall]):
                 used = rows
         return found
 
+    def _in_pages(self, keys: Any) -> Any:
+        """Return a number of keys, or a tensor of them, in whole pages."""
+        size = self.context.block_size or 1
+        return -(-keys // size) * size
+
     def _gather(self, common: CommonAttentionMetadata, first: int, last: int) -> Gather:
         """Return what copies the latents of requests ``first .. last - 1``."""
         assert common.block_table_tensor is not None
         lens = common.seq_lens_cpu[first:last]
         rows = torch.zeros(len(lens) + 1, dtype=torch.int32)
-        rows[1:] = lens.cumsum(0)
+        rows[1:] = self._in_pages(lens).cumsum(0)
         return Gather(
             self._latents[: int(rows[-1])],
             common.block_table_tensor[first:last],
