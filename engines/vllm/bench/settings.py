@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,13 @@ class Row:
     two_sides: bool = False
 
 
-ROWS = {
+ROWS = {  # what takes longest comes first
+    "graphs-piecewise": Row(STEPS | {"compilation_config": PIECES | {"mode": 3, "backend": "eager"}}, NO_CACHE),
+    "compiled": Row({"compilation_config": {}}, NO_CACHE),  # vLLM's defaults
+    # The connector stores a prompt when its first chunk is computed, and knows prompts by their whole blocks.
+    "kv-connector": Row(
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 16384, "block_size": 32}, two_sides=True
+    ),
     "prefix-caching": Row(job={"shared": SHARED}),
     "chunked-prefill": Row(STEPS),
     "fp8-cache": Row({"kv_cache_dtype": "fp8"}),
@@ -84,16 +91,10 @@ ROWS = {
         STEPS | {"compilation_config": PIECES | {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}},
         {"variables": {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}},
     ),
-    "graphs-piecewise": Row(STEPS | {"compilation_config": PIECES | {"mode": 3, "backend": "eager"}}, NO_CACHE),
-    "compiled": Row({"compilation_config": {}}, NO_CACHE),  # vLLM's defaults
     # vLLM asserts that less memory is in use afterwards, whatever other engines take meanwhile: so a larger cache.
     "sleep": Row({"enable_sleep_mode": True}, {"sleep": True, "cache_gib": 8}),
     "drafts-ngram": Row(COUNTED, {"speculate": "ngram:3"}),
     "drafts-eagle": Row(COUNTED, {"speculate": "eagle:3"}, layers=1),  # one layer, which the head knows
-    # The connector stores a prompt when its first chunk is computed, and knows prompts by their whole blocks.
-    "kv-connector": Row(
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 16384, "block_size": 32}, two_sides=True
-    ),
     "mla": Row(STEPS, {"shared": SHARED, "config": {"first_k_dense_replace": 4}}, model="mla"),
     # vLLM wants more ranks than KV heads, and leave to ask its workers what they run.
     "dcp": Row(
@@ -126,20 +127,15 @@ def run(name: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "options": {"gpu_memory_utilization": 0.05} | row.options,
     }
     plugin = "attn_select" if arm == OURS or arm.startswith(OWN_PREFIX) else ""
+    engines = []
     with tempfile.TemporaryDirectory() as store:
-        sides = {"": job}
-        if row.two_sides:
-            extra = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": store}}
-            roles = {" prefill": "kv_producer", " decode": "kv_consumer"}
-            sides = {
-                side: job | {"options": job["options"] | {"kv_transfer_config": extra | {"kv_role": role}}}
-                for side, role in roles.items()
-            }
-        engines = []
+        extra = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": store}}
         try:
-            for side, wanted in sides.items():
-                log = options.logs / f"settings-{name}-{arm}{side.replace(' ', '-')}.log"
-                engines.append(Arm(f"{arm}{side}", wanted, plugin, log))
+            for role in ("kv_producer", "kv_consumer") if row.two_sides else ("",):
+                if role:
+                    job["options"] |= {"kv_transfer_config": extra | {"kv_role": role}}
+                log = options.logs / "-".join(filter(None, ("settings", name, arm, role)))
+                engines.append(Arm(f"{arm} {role}".strip(), job, plugin, log.with_suffix(".log")))
             started = [engine.start(options.limit) for engine in engines]
             for seed in (options.seed, options.seed + 1):
                 asked = ("mixed", seed, options.requests, options.longest)
@@ -164,9 +160,10 @@ def said(name: str, arms: dict[str, Future[dict[str, Any]]]) -> str:
         try:
             found = future.result()
         except ArmError as error:
-            last = [text for text in str(error).splitlines() if text.strip()]
-            lines.append(f"{line}FAILED: {last[0]}")
-            lines += [f"    | {text[-300:]}" for text in last[-3:]]
+            first, *last = [text for text in str(error).splitlines() if text.strip()]
+            errors = [place for place, text in enumerate(last) if re.search(r"\w(Error|Exception)\b", text)]
+            told = last[errors[-1] :][:3] if errors else last[-3:]  # warnings may come behind the last error
+            lines += [f"{line}FAILED: {first}", *(f"    | {text[:300]}" for text in told)]
             continue
         rate = sum(map(len, found["tokens"])) / found["seconds"]
         line += f"ran, {found['layers']}, {rate:.0f} tokens/s"
@@ -209,20 +206,18 @@ def main() -> None:
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows: {unknown[0]!r} is unknown; known are {', '.join(ROWS)}")
-    began, table = time.monotonic(), dict.fromkeys(names, "")
+    began = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = {name: {arm: pool.submit(run, name, arm, options) for arm in arms_of(name, options)} for name in names}
-        while rows:
-            wait(
-                [future for arms in rows.values() for future in arms.values() if not future.done()],
-                None,
-                FIRST_COMPLETED,
-            )
-            for name in [name for name, arms in rows.items() if all(future.done() for future in arms.values())]:
-                table[name] = said(name, rows.pop(name))
+        rows_of = {future: name for name, arms in rows.items() for future in arms.values()}
+        table = {name: said(name, arms) for name, arms in rows.items() if not arms}
+        for future in as_completed(rows_of):
+            name = rows_of[future]
+            if name not in table and all(each.done() for each in rows[name].values()):
+                table[name] = said(name, rows[name])
                 print(table[name], flush=True)
     print(f"\nAll rows, {options.requests} requests each, in {time.monotonic() - began:.0f} s:")
-    print("\n".join(table.values()))
+    print("\n".join(table[name] for name in names))
 
 
 if __name__ == "__main__":
