@@ -3,7 +3,7 @@
     python serve.py llama rank gpt-oss gemma2 mla mla-128 narrow
     python serve.py llama --kinds mixed,decode-heavy --rounds 6
     python serve.py llama --also ATTN_SELECT_FLASH_ATTN_TRITON_ATTN,TRITON_ATTN
-    python serve.py llama --drafts 3                 # all arms speculate by n-grams
+    python serve.py llama --speculate ngram:3        # all arms; or eagle:3, by a head of random weights
     python serve.py tiny --requests 6 --longest 60   # on a CPU
 
 The arms are vLLM's choice, attn-select's (``ATTN_SELECT_RULES`` and ``ATTN_SELECT_WORKLOAD`` count), and every backend
@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import tempfile
 from pathlib import Path
@@ -53,7 +54,7 @@ def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
         "model": model,
         "longest": longest + ROOM,
         "sizes": SIZES,
-        "drafts": options.drafts,
+        "speculate": options.speculate,
         "kv_cache_dtype": options.kv_cache_dtype,
         "cache_gib": options.cache_gib,
     }
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, help="tokens of a request at most (default: the kind's)")
     parser.add_argument("--rounds", type=int, default=4, help="that count (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the first round's requests (default: 0)")
-    parser.add_argument("--drafts", type=int, default=0, help="tokens that n-grams propose a step (default: none)")
+    parser.add_argument("--speculate", default="", metavar="METHOD:TOKENS", help="drafts of ngram or, of Llamas, eagle")
     parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help=f"of an arm's KV cache (default: {CACHE_GIB})")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--also", default="", metavar="NAME,…", help="backends by vLLM's names, an arm each")
@@ -133,6 +134,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [kind for kind in options.kinds.split(",") if kind not in KINDS]:
         parser.error(f"--kinds: {unknown[0]!r} is unknown; known are {', '.join(KINDS)}")
+    if options.speculate and not re.fullmatch(r"(ngram|eagle):[1-9]\d*", options.speculate):
+        parser.error(f"--speculate: {options.speculate!r} is neither ngram:TOKENS nor eagle:TOKENS")
     found: dict[tuple[str, str], list[float]] = {}
     for model in options.models:
         for kind, medians in measure(model, options).items():

@@ -1,4 +1,4 @@
-"""The arms of ``serve.py`` seen from outside: processes that are told what to do, and answer."""
+"""The arms of ``serve.py`` and ``settings.py`` seen from outside: processes that are told what to do, and answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ArmError(Exception):
-    """An arm's process ended before it was told to."""
+    """An arm's process ended before it was told to, or said nothing in the time that it had."""
 
 
 class Arm:
@@ -35,18 +35,27 @@ class Arm:
             )
         atexit.register(self._process.kill)
 
-    def start(self) -> dict[str, Any]:
+    def start(self, limit: float | None = None) -> dict[str, Any]:
         """Start the engine; return its ``layers`` by backend, and the seconds that it ``took``."""
-        return self.ask()
+        return self.ask(limit=limit)
 
-    def ask(self, *arguments: Any) -> dict[str, Any]:
-        """Give the process a method of ``Engine`` with its arguments, and wait; ArmError where it ends before."""
+    def ask(self, *arguments: Any, limit: float | None = None) -> dict[str, Any]:
+        """Give the process a method of ``Engine`` with its arguments, and wait; ArmError where it ends before.
+
+        ArmError too where nothing comes in ``limit`` seconds.
+        """
         try:
             self._pipe.send(arguments)
+            if not self._pipe.poll(limit):
+                raise ArmError(f"{self.name} said nothing in {limit:.0f} s; the end of its output:\n{self.tail()}")
             found: dict[str, Any] = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise ArmError(f"{self.name} ended; the end of its output:\n{self.log.read_text()[-4000:]}") from error
+            raise ArmError(f"{self.name} ended; the end of its output:\n{self.tail()}") from error
         return found
+
+    def tail(self) -> str:
+        """Return the end of its output."""
+        return self.log.read_text()[-4000:]
 
     def said(self) -> list[str]:
         """Return what attn-select has logged in it."""

@@ -1,4 +1,4 @@
-"""One arm of ``serve.py``: an engine of vLLM in a process of its own, stepped by hand.
+"""One arm of ``serve.py`` or ``settings.py``: an engine of vLLM in a process of its own, stepped by hand.
 
 ``python serve_engine.py ADDRESS JOB`` connects to the address. JOB is what ``Engine`` takes, as JSON.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_profile import device_times
-from serve_requests import drawn
+from serve_requests import drawn, shared_prefix
 
 COMMON: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,22 +114,41 @@ MODELS["mla-128"] = (
     | {"num_hidden_layers": 28, "first_k_dense_replace": 28}
     | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 128)
 )
-CLASSES = {"LlamaForCausalLM": "llama", "DeepseekV2ForCausalLM": "deepseek_v2", "Gemma2ForCausalLM": "gemma2"}
+CLASSES = {
+    "LlamaForCausalLM": "llama",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "Gemma2ForCausalLM": "gemma2",
+    "EagleLlamaForCausalLM": "llama_eagle",
+}
+SPREAD = 0.02
+"""Standard deviation of the weights."""
+RANK = 16
+"""Of the LoRA adapter."""
 
 
 def random_weights(sinks: bool) -> None:
-    """Draw dummy weights from N(0, 0.02), norms and sinks of 1; give every layer of a Llama sinks, if wanted."""
+    """Draw dummy weights from N(0, SPREAD), norms and sinks of 1; give every layer of a Llama sinks, if wanted.
+
+    An EAGLE head gets the weights of its target's first layer and sees embeddings alone, so it is right where the
+    target has no other layer. It has no norm before its attention, whose weights take over what that does.
+    """
     import torch
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.model_executor.models import llama
 
     @torch.no_grad()
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        for number, (_, tensor) in enumerate(model.named_parameters()):
-            if tensor.ndim < 2:  # norms and sinks
+        for number, (name, tensor) in enumerate(model.named_parameters()):
+            if name.endswith(("k_scale", "v_scale")):  # of an FP8 cache
+                tensor.copy_(torch.linspace(0.5, 1.5, tensor.numel()).reshape(tensor.shape))
+            elif tensor.ndim < 2:  # norms and sinks
                 tensor.fill_(1.0)
+            elif name.endswith("model.fc.weight"):
+                tensor.copy_(torch.eye(*tensor.shape, device=tensor.device))
             else:
-                tensor.normal_(0.0, 0.02, generator=torch.Generator(device=tensor.device).manual_seed(number))
+                tensor.normal_(0.0, SPREAD, generator=torch.Generator(device=tensor.device).manual_seed(number))
+            if "qkv_proj" in name and type(model).__name__.startswith("Eagle"):
+                tensor.div_(SPREAD)
 
     dummy_loader.DummyModelLoader.load_weights = load_weights
     if not sinks:
@@ -155,39 +175,43 @@ def layers_of(worker: Any) -> dict[str, int]:
 
 
 class Engine:
-    """One arm's engine in this process, stepped by hand."""
+    """One arm's engine in this process, stepped by hand.
+
+    Beside what ``serve.py`` gives it, a job may change the model's ``config`` and the ``options`` of vLLM's ``LLM``;
+    ``shared`` is the tokens with which every prompt begins; ``lora`` gives every other request an adapter; ``sleep``
+    lets the engine sleep and wake before each service but the first.
+    """
 
     def __init__(self, job: dict[str, Any]) -> None:
-        import importlib
-
-        from vllm import LLM, ModelRegistry
+        from vllm import LLM
 
         random_weights(job["model"] == "gpt-oss")
-        config = {**COMMON, **MODELS[job["model"]]}
-        (name,) = config["architectures"]
-        module = importlib.import_module(f"vllm.model_executor.models.{CLASSES[name]}")
-        ModelRegistry.register_model(name, getattr(module, name))  # else a second Python would look at it
+        config = {**COMMON, **MODELS[job["model"]], **job.get("config", {})}
+        register(config["architectures"][0])
         self.folder = Path(tempfile.mkdtemp())
         (self.folder / "config.json").write_text(json.dumps(config))
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": job["sizes"]}
-        self.llm = LLM(
-            str(self.folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=config["torch_dtype"],
-            kv_cache_dtype=job["kv_cache_dtype"],
-            max_model_len=job["longest"],
-            max_num_seqs=max(job["sizes"]),
-            gpu_memory_utilization=0.1,  # arms start at once: what is free says nothing
-            kv_cache_memory_bytes=job["cache_gib"] << 30,
-            compilation_config=graphs,
-            enable_prefix_caching=True,
-            seed=0,
-            disable_log_stats=True,
-            **({"attention_backend": job["backend"]} if job["backend"] else {}),
-            **({"speculative_config": n_grams(job["drafts"])} if job["drafts"] else {}),
-        )
-        self._served = 0
+        options = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": config["torch_dtype"],
+            "kv_cache_dtype": job["kv_cache_dtype"],
+            "max_model_len": job["longest"],
+            "max_num_seqs": max(job["sizes"]),
+            "gpu_memory_utilization": 0.1,  # arms start at once: what is free says nothing
+            "kv_cache_memory_bytes": job["cache_gib"] << 30,
+            "compilation_config": graphs,
+            "enable_prefix_caching": True,
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        if job["backend"]:
+            options["attention_backend"] = job["backend"]
+        if job["speculate"]:
+            options["speculative_config"] = speculation(job["speculate"], config, self.folder, job["backend"])
+        self.llm = LLM(str(self.folder), **options | job.get("options", {}))
+        self._job, self._served = job, 0
+        self._adapter = adapter(config, self.folder) if job.get("lora") else None
 
     def profiled(self, *arguments: Any) -> dict[str, Any]:
         """Serve as ``serve`` does while PyTorch's profiler watches the device; return what it saw."""
@@ -198,21 +222,42 @@ class Engine:
             self.serve(*arguments)
         return device_times(seen)
 
-    def serve(self, kind: str, seed: int, count: int, longest: int | None) -> dict[str, Any]:
-        """Serve drawn requests, all given at once; return the seconds and the tokens of each."""
+    def serve(
+        self, kind: str, seed: int, count: int, longest: int | None, most_new: int | None = None
+    ) -> dict[str, Any]:
+        """Serve drawn requests, all given at once; return the seconds and the tokens of each.
+
+        The result also has how many prompt tokens were ``cached``, and the ``drafts`` made and accepted until now
+        where vLLM counts them. ``most_new`` bounds the tokens that a request gets.
+        """
         requests, engine = drawn(kind, seed, count, longest), self.llm.llm_engine
+        prefix = shared_prefix(self._job.get("shared", 0))
+        if self._job.get("sleep") and self._served:
+            self.llm.sleep(level=1)
+            self.llm.wake_up()
         self._served += 1
         tokens: dict[str, list[int]] = {}
+        cached = 0
         start = time.perf_counter()
         for number, (prompt, new) in enumerate(requests):
             name = f"{self._served}, request {number}"
             tokens[name] = []
-            engine.add_request(name, {"prompt_token_ids": prompt}, self._wanted(new))
+            wanted = self._wanted(min(new, most_new or new))
+            lora = self._adapter if number % 2 else None
+            engine.add_request(name, {"prompt_token_ids": prefix + prompt}, wanted, lora_request=lora)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     tokens[output.request_id] = [*output.outputs[0].token_ids]
-        return {"seconds": time.perf_counter() - start, "tokens": [*tokens.values()]}
+                    cached += output.num_cached_tokens or 0
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "tokens": [*tokens.values()], "cached": cached, "drafts": self._drafts()}
+
+    def _drafts(self) -> list[int]:
+        if not self.llm.llm_engine.log_stats:
+            return []
+        counted = {one.name: one.value for one in self.llm.get_metrics() if hasattr(one, "value")}
+        return [counted.get(f"vllm:spec_decode_num_{kind}_tokens", 0) for kind in ("draft", "accepted")]
 
     def _wanted(self, tokens: int) -> Any:
         from vllm import SamplingParams
@@ -222,13 +267,53 @@ class Engine:
         return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=last)
 
 
-def n_grams(drafts: int) -> dict[str, Any]:
-    """Return vLLM's settings of speculation by n-grams."""
-    return {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+def register(architecture: str) -> None:
+    """Name the class of a model to vLLM, which would start a second Python to look at it."""
+    import importlib
+
+    from vllm import ModelRegistry
+
+    module = importlib.import_module(f"vllm.model_executor.models.{CLASSES[architecture]}")
+    ModelRegistry.register_model(architecture, getattr(module, architecture))
+
+
+def speculation(wanted: str, config: dict[str, Any], folder: Path, backend: str | None) -> dict[str, Any]:
+    """Return vLLM's settings of ``ngram:TOKENS`` or ``eagle:TOKENS``; write a head of one layer for the latter."""
+    method, _, drafts = wanted.partition(":")
+    found = {"method": method, "num_speculative_tokens": int(drafts)}
+    if method == "ngram":
+        return found | {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    register("EagleLlamaForCausalLM")
+    head = {name: value for name, value in config.items() if name != "layer_types"} | {"num_hidden_layers": 1}
+    (folder / "eagle").mkdir()
+    (folder / "eagle" / "config.json").write_text(json.dumps(head))
+    return found | {"model": str(folder / "eagle")} | ({"attention_backend": backend} if backend else {})
+
+
+def adapter(config: dict[str, Any], folder: Path) -> Any:
+    """Write a random LoRA adapter of a Llama's attention; return vLLM's request for it."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    hidden, size = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    shapes = {"q": (hidden, heads), "k": (hidden, kv_heads), "v": (hidden, kv_heads), "o": (heads, hidden)}
+    draw, tensors = torch.Generator().manual_seed(0), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (wide, out) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, wide, generator=draw) * SPREAD
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, RANK, generator=draw) * SPREAD
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 4 * RANK, "target_modules": [f"{n}_proj" for n in shapes]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return LoRARequest("random", 1, str(folder))
 
 
 def answer(job: dict[str, Any], pipe: Connection) -> None:
     """Run one arm in this process: start its engine when the pipe says something, then serve what else it says."""
+    os.environ |= job.get("variables", {})
     import torch  # noqa: F401  before the first word: until then all arms start at once
     import vllm  # noqa: F401
 

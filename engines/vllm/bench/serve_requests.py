@@ -47,6 +47,12 @@ def drawn(kind: str, seed: int, count: int, longest: int | None = None) -> list[
     return found
 
 
+def shared_prefix(tokens: int) -> list[int]:
+    """Return so many ids, always the same."""
+    draw = random.Random("shared")
+    return [draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
+
+
 def agreement(wanted: list[list[int]], found: list[list[int]]) -> float:
     """Return the share of tokens before the first difference, in the mean over the requests."""
     shares = []
