@@ -99,9 +99,8 @@ def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -
     return medians
 
 
-def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(model: str, arms: list[Arm], options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Start a model's arms one after another and serve every kind; return the ratios by kind and arm."""
-    arms = arms_of(model, options)
     try:
         for arm in arms:
             start = arm.start()
@@ -137,11 +136,14 @@ def main() -> None:
     if options.speculate and not re.fullmatch(r"(ngram|eagle):[1-9]\d*", options.speculate):
         parser.error(f"--speculate: {options.speculate!r} is neither ngram:TOKENS nor eagle:TOKENS")
     found: dict[tuple[str, str], list[float]] = {}
-    for model in options.models:
-        for kind, medians in measure(model, options).items():
+    arms = arms_of(options.models[0], options)
+    for model, following in zip(options.models, [*options.models[1:], None], strict=True):
+        ahead = arms_of(following, options) if following else []  # they import while this model's engines start
+        for kind, medians in measure(model, arms, options).items():
             for name, ratio in medians.items():
                 if name != BASE:
                     found.setdefault((kind, name), []).append(ratio)
+        arms = ahead
     for (kind, name), ratios in found.items():
         mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
         print(f"\n{kind}, {name}: {mean:.3f} in the geometric mean of {len(ratios)} models, least {min(ratios):.3f}")

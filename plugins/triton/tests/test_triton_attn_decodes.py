@@ -86,7 +86,7 @@ def test_splits_fit_the_reserved_workspace(room: int, wanted: list[int], device:
     layers.check(group, problem)
 
 
-def test_a_decode_is_cut_anew_once_its_keys_have_grown(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_is_cut_anew_once_its_keys_have_changed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     cuts, split_keys = [], schedule.split_keys
     monkeypatch.setattr(schedule, "split_keys", lambda *a, **k: cuts.append(len(a[0])) or split_keys(*a, **k))
     group = layers.many_sms(layers.made(device, layers.layer_config()), 4)
@@ -95,25 +95,23 @@ def test_a_decode_is_cut_anew_once_its_keys_have_grown(device: torch.device, mon
         layers.check(group, layers.problem_of(group, requests))
         return len(cuts)
 
-    # As steps follow one another; then twice as many keys; then others behind them, of fewer requests and of fewer keys.
+    # As steps follow one another; then twice as many keys; then fewer requests, and fewer keys.
     assert [step([(1, seq_len + more) for _, seq_len in layers.UNEVEN]) for more in (0, 1, 9)] == [1, 1, 1]
     assert step([(1, 2 * seq_len) for _, seq_len in layers.UNEVEN]) == 2
     assert step(layers.UNEVEN[:3]) == 3
     assert step([(1, 600), *layers.UNEVEN[1:3]]) == 4
 
 
-def test_a_list_that_is_full_is_cut_anew(device: torch.device) -> None:
-    """One key more than pieces have makes one piece more of every request: more than the list has room for."""
-    group = layers.made(device, layers.layer_config(), cuda_graphs=True)
-    builder = layers.builder_of(layers.many_sms(group, 4))
-    (part,) = group.build(common_of(layers.problem_of(group, [(1, 512)] * 4))).parts[0].metadata.parts
-    kept = builder._last_cut
-    builder._last_cut = dataclasses.replace(kept, each=512 // 8, splits=8)
-    builder._capacity = lambda requests, units: 32  # so many pieces are there
+def test_pieces_that_have_no_room_are_cut_anew(device: torch.device) -> None:
+    group = layers.many_sms(layers.made(device, layers.layer_config()), 4)
+    builder = layers.builder_of(group)
+    layers.check(group, layers.problem_of(group, [(1, 512)] * 4))
+    # Pieces of 64 keys, of which a list holds 36: of 4 requests at most so many are of 2,048 keys, and one more of 2,112.
+    builder._last_cut = dataclasses.replace(builder._last_cut, each=64, splits=8, most=36)
     layers.check(group, layers.problem_of(group, [(1, 512)] * 4))
     assert builder._last_cut.each == 64
-    layers.check(group, layers.problem_of(group, [(1, 513)] * 4))
-    assert builder._last_cut.each == kept.each + 1
+    layers.check(group, layers.problem_of(group, [(1, 528)] * 4))
+    assert builder._last_cut.each > 64
 
 
 def test_speculative_queries_and_prefills_in_one_batch(device: torch.device) -> None:

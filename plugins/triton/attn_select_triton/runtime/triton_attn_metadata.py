@@ -38,27 +38,26 @@ from attn_select_triton.tuning import Cost, Way, way_cost
 # with 64, and won 13 to 24 % at 504 MiB.
 LEAST_SAVED = 256 << 20
 
-# By how much the keys of a decode may have grown until it is cut anew: working that out takes half of a step's build.
-GROWN = 17 / 16
+# By what share the keys of a decode may change until it is cut anew: working that out takes half of a step's build.
+CHANGED = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How the keys of a decode are cut, and for which."""
 
-    of: tuple[Any, ...]  # the arguments of ``schedule.split_keys`` beside the lengths, and how many those are
+    of: tuple[Any, ...]  # requests, and the arguments of ``schedule.split_keys`` beside the lengths
     keys: int  # of all requests
     longest: int
     splits: int  # pieces of the longest
     each: int  # keys of a piece
+    most: int  # pieces that there is room for
 
     def serves(self, of: tuple[Any, ...], keys: int, longest: int) -> bool:
-        """Whether it is still good enough: the same requests some steps later look like that."""
-        return (
-            of == self.of
-            and self.keys <= keys <= GROWN * self.keys
-            and self.longest <= longest <= GROWN * self.longest
-        )
+        """Whether it is still good enough for lengths, and its pieces of them have room."""
+        if of != self.of or of[0] + keys // self.each > self.most:
+            return False
+        return abs(keys - self.keys) <= CHANGED * self.keys and abs(longest - self.longest) <= CHANGED * self.longest
 
 
 @dataclass(slots=True)
@@ -265,7 +264,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         if self.context.kv_layout is None:
             return [self._prefill(common, 0, common.num_reqs)] if common.num_actual_tokens else []
         bounds = common.query_start_loc_cpu
-        if int(bounds[-1]) == int(bounds[-2]):
+        if common.max_query_len > self._longest_decode and int(bounds[-1]) == int(bounds[-2]):
             # A mixed batch's padding stands behind its prefills, where it would count as decodes.
             filled = (bounds.diff() > 0).nonzero()
             common = common.requests(0, int(filled[-1]) + 1 if len(filled) else 1)
@@ -317,10 +316,12 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         launch, requests = self._launch(last - first, query_len), last - first
         units = self.shape.kv_heads * -(-self._group * query_len // launch.block_m)
         room = self._workspace.numel() // (query_len * self._row)
-        lens = common.seq_lens_cpu[first:last].numpy().astype(np.int64)
-        tile_tokens = self._tile_tokens(launch, query_len)
+        lens = common.seq_lens_cpu.numpy()[first:last]
+        tile_tokens, longest = self._tile_tokens(launch, query_len), int(lens.max())
         # With a window only what a program's rows see counts as keys.
-        lens = np.clip(lens, 1, self._visible(tile_tokens, int(lens.max())) or 1)
+        seen = self._visible(tile_tokens, longest)
+        if seen < longest:
+            lens, longest = np.minimum(lens, seen), seen
         keys = int(lens.sum())
         # Where few programs have many pieces each, merging by the last of them would take longer than a launch.
         merges = requests if requests * units <= tuning.decode_splits().apart and not self._fixed_split else 0
@@ -328,7 +329,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             splits, each = self._fixed_pieces, self._fixed_split
         else:
             rows = min(launch.block_m, self._group * query_len)
-            splits, each = self._cut(lens, keys, units=units, room=room, launch=launch, rows=rows, apart=merges > 0)
+            splits, each = self._cut(lens, keys, longest, (requests, units, room, launch, rows, merges > 0))
         bounds, seq_lens, table = self._requests(common, first, last)
         assert table is not None
         parted: dict[str, Any] = {}
@@ -367,20 +368,20 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         )
         return Part(self._causal and common.causal, self._ranges(common, first, last), decode)
 
-    def _cut(
-        self, lens: schedule.Lens, keys: int, *, units: int, room: int, launch: Launch, rows: int, apart: bool
-    ) -> tuple[int, int]:  # fmt: skip
-        """Return what ``schedule.split_keys`` does, or did for the same requests some steps before."""
-        of, longest, last = (len(lens), units, room, launch, rows, apart), int(lens.max()), self._last_cut
+    def _cut(self, lens: schedule.Lens, keys: int, longest: int, of: tuple[Any, ...]) -> tuple[int, int]:
+        """Return what ``schedule.split_keys`` does, or did for nearly these lengths in the step before."""
+        # keys: the sum of the lengths.
+        last = self._last_cut
         if last is not None and last.serves(of, keys, longest):
-            pieces = int((-(-lens // last.each)).sum())
-            if pieces <= min(room, self._capacity(len(lens), units)):
-                return max(last.splits, -(-longest // last.each)), last.each
+            return max(last.splits, -(-longest // last.each)), last.each
+        _, units, room, launch, rows, apart = of
+        lens = np.maximum(lens, 1, dtype=np.int64)
         splits, each = schedule.split_keys(
             lens, units=units, room=room, gpu=self._gpu, launch=launch, key_bytes=self._key_bytes, rows=rows,
             apart=apart,
         )  # fmt: skip
-        self._last_cut = Cut(of, keys, longest, splits, each)
+        most = min(room, self._capacity(len(lens), units))
+        self._last_cut = Cut(of, keys, longest, splits, each, most)
         return splits, each
 
     def _tile_tokens(self, launch: Launch, query_len: int) -> int:
