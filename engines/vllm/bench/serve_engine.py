@@ -97,6 +97,7 @@ MODELS["gemma2"] = {  # soft caps, windows in every other layer, heads of 256
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,  # vLLM's model takes no other
     "hidden_activation": "gelu_pytorch_tanh",
 }
 MODELS["tiny"] = MODELS["llama"] | {  # for a CPU
