@@ -174,6 +174,11 @@ class MLACommonImpl(Generic[M]):
         self.need_to_return_lse_for_decode = RANKS.size > 1 and type(self).can_return_lse_for_decode  # type: ignore[attr-defined]
 
 
+def get_mla_prefill_backend(vllm_config: Any) -> Any:
+    """Return FlashAttention's, which vLLM chooses on most GPUs."""
+    return type("FLASH_ATTN", (), {"__module__": "vllm"})
+
+
 def concat_mla_q(ql_nope: Any, q_pe: Any, q_out: Any) -> None:
     """As vLLM's kernel, which takes no other sizes (csrc/concat_mla_q.cuh)."""
     assert (ql_nope.shape[-1], q_pe.shape[-1]) == (512, 64)
@@ -360,7 +365,10 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
         "vllm.model_executor.layers.attention.mla_attention": {**mla, "QueryLenSupport": QueryLenSupport},
         f"{prefill}.base": {"MLADimensions": SimpleNamespace},
         f"{prefill}.registry": {"MLAPrefillBackendEnum": registry(("FLASH_ATTN", "FLASHINFER"), False)},
-        f"{prefill}.selector": {"MLAPrefillSelectorConfig": SimpleNamespace},
+        f"{prefill}.selector": {
+            "MLAPrefillSelectorConfig": SimpleNamespace,
+            "get_mla_prefill_backend": get_mla_prefill_backend,
+        },
     }
     before = dict(sys.modules)
     for name, content in modules.items():
