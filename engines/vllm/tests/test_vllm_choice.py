@@ -16,9 +16,10 @@ from vllm_emulated import LLAMA, AttentionSelectorConfig, engine_config
 
 from attn_select import AttentionConfig, __version__, clear_cache, select
 from attn_select.backends import registry
+from attn_select.backends.registry import load_plugins
 from attn_select.engines import own_choice
 from attn_select.engines.own_choice import LEAST_GAIN, SERVING
-from attn_select.errors import AttnSelectError, ConfigError, RulesError
+from attn_select.errors import AttnSelectError, ConfigError, RulesError, RuntimeMissingError
 from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
 from attn_select_vllm.choice import Choice, choose
@@ -252,9 +253,9 @@ def test_an_own_choice_that_attn_select_does_not_know_stays() -> None:
     assert choice_text(choice, "any").startswith(f"{HEAD}leaves any to vLLM's elsewhere.Backend: ")
 
 
-def test_a_chosen_pair_runs_behind_one_backend(tmp_path: Path) -> None:
-    rules = mine('prefer = ["TRITON_ATTN"]\nphase = "decode"', tmp_path)
-    selection = serving(GEMMA_LAYERS, "h200", rules=rules)
+def test_a_chosen_pair_runs_behind_one_backend() -> None:
+    """By times: layers of 256 on an H200."""
+    selection = serving(AttentionConfig(num_heads=16, num_kv_heads=8, head_size=256), "h200")
     assert selection.selected == PAIR
     paired = EngineBackend("ATTN_SELECT_FLASH_ATTN_TRITON_ATTN", own=True)
     choice = chosen(selection, "FLASH_ATTN")
@@ -263,6 +264,10 @@ def test_a_chosen_pair_runs_behind_one_backend(tmp_path: Path) -> None:
     assert f"FLASH_ATTN in prefills, TRITON_ATTN (attn-select's kernel, as {paired.name})" in text.splitlines()[0]
     assert ONE_OF_TWO not in text
     assert "CUDA graphs" in text
+    little = serving(selection.config.model_copy(update={"sliding_window": 4096}), "h200", workload="1024q1s2k,8q4k")
+    assert little.selected == PAIR
+    stays = chosen(little, "FLASH_ATTN")
+    assert (stays.engine, (stays.stays[paired.name].gain or 2) < LEAST_GAIN) == (vllms("FLASH_ATTN"), True)
 
 
 ONE_OF_TWO = "it runs in prefill and decode: the order in decode counts"
@@ -344,6 +349,52 @@ def test_the_entry_point_wraps_the_platform(vllm: Any) -> None:
     assert "4 query heads, 2 KV heads, head size 32, float32" in block
     assert "TRITON_ATTN" in block
     assert "selector_rules.toml:" in block
+
+
+def test_vllms_own_choice_stays_on_a_cpu(vllm: Any) -> None:
+    engine = started(vllm)
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    assert engine.log.lines[0].startswith(f"{HEAD}leaves full_attention to vLLM's CPU_ATTN: ")
+
+
+def test_what_vllm_has_no_backend_for_is_ours(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none(*_: Any, **__: Any) -> str:
+        raise ValueError("No valid attention backend found")
+
+    monkeypatch.setattr("vllm_emulated.Platform.get_attn_backend_cls", has_none)
+    assert started(vllm).platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+
+
+def test_a_pair_is_asked_for_both_of_its_kernels(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started(vllm)
+    from attn_select_vllm.hook import judge
+
+    engine.platform.device_name = "cuda"
+    selection = serving(AttentionConfig(num_heads=16, num_kv_heads=8, head_size=256), "h200")
+    judged = (selection, engine.platform, ASKED, engine.config, vllms("FLASH_ATTN"))
+    pair = "ATTN_SELECT_FLASH_ATTN_TRITON_ATTN"
+    assert judge(*judged).engine == EngineBackend(pair, own=True)
+
+    def missing(_: Any) -> None:
+        raise RuntimeMissingError("no kernels")
+
+    monkeypatch.setattr(type(load_plugins().specs["FLASH_ATTN"]), "get_class", missing)
+    assert judge(*judged).engine == vllms("FLASH_ATTN")
+    assert pair in judge(*judged).refused
+
+
+@pytest.mark.parametrize("rule", ["", 'prefer = ["FLASHINFER_MLA"]'])
+def test_vllms_own_choice_of_mla_prefill_stays(vllm: Any, rule: str, tmp_path: Path) -> None:
+    engine = started(vllm)
+    from attn_select_vllm.mla_prefill import choose_prefill
+
+    selection = serving(MLA_LAYERS, "h100", **({"rules": mine(rule, tmp_path)} if rule else {}))
+    choice = choose_prefill(selection, engine.platform, engine.config)
+    asked = engine.config.attention_config.mla_prefill_backend
+    assert choice.own == vllms("FLASH_ATTN")
+    assert (choice.engine, asked and asked.name) == (
+        (vllms("FLASHINFER"), "FLASHINFER") if rule else (choice.own, None)
+    )
 
 
 RELEASES_OF_EACH_REGISTRY = ("0.26.0", "0.32.0")

@@ -44,7 +44,7 @@ class AttentionBackend:
         return False
 
     @classmethod
-    def validate_configuration(cls, **asked: Any) -> list[str]:
+    def validate_configuration(cls, *asked: Any, **also: Any) -> list[str]:
         return []
 
 
