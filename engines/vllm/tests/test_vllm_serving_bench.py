@@ -46,7 +46,8 @@ def test_an_arm_that_ends_early_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     options = ["--requests", "4", "--longest", "60", "--rounds", "1", "--kinds", "mixed", "--cache-gib", "1"]
     command = [sys.executable, str(BENCH), "tiny", *options, "--drafts", "2", "--logs", str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    variables = {"OMP_NUM_THREADS": "1", "ATTN_SELECT_RULES": str(Path(__file__).with_name("our_kernels.toml"))}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "tiny, attn-select: " in done.stdout
     assert "layers {'ATTN_SELECT_TORCH_SDPA': 3}" in done.stdout
