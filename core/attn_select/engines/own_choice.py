@@ -50,10 +50,11 @@ def why_own_stays(
         return None
     if own is not None and any(_turned_down(selection, phase, own) for phase in others):
         return None
-    times = predicted_us(selection, dict.fromkeys(backends, own)), predicted_us(selection, backends)
-    if not measured or times[0] is None or times[1] is None:
+    kept_out = any(rule.effect == "evidence" and rule.phase in (None, *backends) for rule in selection.rules)
+    own_us, other_us = predicted_us(selection, dict.fromkeys(backends, own)), predicted_us(selection, backends)
+    if kept_out or not measured or own_us is None or other_us is None:
         return OwnStays(None)
-    gain = times[0] / times[1]
+    gain = own_us / other_us
     return None if gain >= LEAST_GAIN else OwnStays(gain)
 
 

@@ -184,6 +184,15 @@ def test_vllms_own_choice_stays_below_one_percent() -> None:
     assert second == "  no times say that TRITON_ATTN is faster"  # vLLM's kernel of that name was not timed
 
 
+def test_times_that_a_rule_keeps_out_say_nothing(tmp_path: Path) -> None:
+    """FLASH_ATTN stands before FLASHINFER by rules, and takes less time on an H200."""
+    accepted = ("FLASH_ATTN", "FLASHINFER")
+    assert chosen(serving(LLAMA_LAYERS, "h200"), "FLASHINFER", accepted).engine == vllms("FLASH_ATTN")
+    rules = mine("evidence = false", tmp_path)
+    choice = chosen(serving(LLAMA_LAYERS, "h200", rules=rules), "FLASHINFER", accepted)
+    assert (choice.engine, choice.stays["FLASH_ATTN"].gain) == (vllms("FLASHINFER"), None)
+
+
 def test_what_comes_first_anyway_stays_without_a_word() -> None:
     """A Gemma 2's layers on an H200."""
     choice = chosen(serving(GEMMA_LAYERS, "h200"), "FLASH_ATTN")
