@@ -15,7 +15,7 @@ from attn_select.rules.rule import PACKAGED
 SERVING = "serving"
 """The workload that an engine is chosen for where its user names none."""
 LEAST_GAIN = 1.01
-"""So many times as long the engine's own choice must be predicted to take, over the whole workload."""
+"""So many times as long the engine's own choice must be predicted to take, over the workload's steps that it runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections import namedtuple
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,14 @@ def test_vllms_own_choice_stays_below_one_percent() -> None:
         f"and {LEAST_GAIN} is the least"
     )
     assert second == "  no times say that TRITON_ATTN is faster"  # vLLM's kernel of that name was not timed
+
+
+@pytest.mark.parametrize("stale", ["TRITON_ATTN", "FLASH_ATTN"])
+def test_times_of_other_kernels_than_are_here_say_nothing(stale: str) -> None:
+    selection = serving(LLAMA_LAYERS, "h200")
+    used = replace(selection.evidence, stale={stale: "another release"})
+    choice = chosen(replace(selection, evidence=used), "FLASH_ATTN")
+    assert (choice.engine, choice.stays["ATTN_SELECT_TRITON_ATTN"].gain) == (vllms("FLASH_ATTN"), None)
 
 
 def test_times_that_a_rule_keeps_out_say_nothing(tmp_path: Path) -> None:
