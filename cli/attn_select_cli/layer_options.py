@@ -213,7 +213,7 @@ def workload_options(function: F) -> F:
         shell_complete=complete.workloads,
         metavar="SHAPES|PROFILE|FILE",
         help="The batches to be fast at: 64q1s4k*0.8,q2k*0.2 (requests, q new tokens, s all tokens; shares), "
-        "a profile (chat, long-context, offline, speculative, agent) or a .toml file.",
+        "a profile (chat, long-context, offline, speculative, agent, serving) or a .toml file.",
     )(function)
 
 

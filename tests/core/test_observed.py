@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_select.engines.observed import SHORT, ObservedSteps, observes, shape_of, workload_in_an_engine
+from attn_select.engines.own_choice import SERVING
 from attn_select.machine.variables import WORKLOAD
 from attn_select.times.workload import Workload, parse_workload
 
@@ -88,12 +89,12 @@ def test_it_is_written_at_the_first_step_and_at_growing_intervals(folder: Path) 
     assert changes == [1, 2, 4, 8, 16, 32, 64, 124, 184, 244, 304, 364]
 
 
-def test_an_observed_engine_is_chosen_for_without_a_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_chosen_for_serving_unless_a_workload_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKLOAD, raising=False)
-    assert (workload_in_an_engine(), observes()) == (None, False)
+    assert (workload_in_an_engine(), observes()) == (SERVING, False)
     monkeypatch.setenv(WORKLOAD, "")
-    assert (workload_in_an_engine(), observes()) == (None, False)
+    assert (workload_in_an_engine(), observes()) == (SERVING, False)
     monkeypatch.setenv(WORKLOAD, "chat")
     assert (workload_in_an_engine(), observes()) == ("chat", False)
     monkeypatch.setenv(WORKLOAD, "observe")
-    assert (workload_in_an_engine(), observes()) == (None, True)
+    assert (workload_in_an_engine(), observes()) == (SERVING, True)

@@ -6,6 +6,7 @@ Knows no engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from attn_select.decide.selection import Selection
 from attn_select.layer.config import Phase
@@ -14,27 +15,47 @@ from attn_select.rules.rule import PACKAGED
 SERVING = "serving"
 """The workload that an engine is chosen for where its user names none."""
 LEAST_GAIN = 1.01
-"""So many times as long the engine's own choice must be predicted to take, over the whole workload."""
+"""So many times as long the engine's own choice must be predicted to take, over the workload's steps that it runs."""
 
 
-def why_own_stays(selection: Selection, backends: Mapping[Phase, str], own: str | None, measured: bool = True) -> str:
-    """Say why the engine's own choice stays where attn-select would choose another one; empty where it does not.
+@dataclass(frozen=True, slots=True)
+class OwnStays:
+    """Why the engine's own choice stays where attn-select would choose another one.
+
+    Attributes:
+        gain: how many times as fast the other one is predicted; None where no times compare the two.
+    """
+
+    gain: float | None
+
+    def text(self, other: str) -> str:
+        """Return it in words; ``other`` is the engine's name of what does not run."""
+        if self.gain is None:
+            return f"no times say that {other} is faster"
+        return f"{other} is predicted {self.gain:.3f} times as fast, and {LEAST_GAIN} is the least"
+
+
+def why_own_stays(
+    selection: Selection, backends: Mapping[Phase, str], own: str | None, measured: bool = True
+) -> OwnStays | None:
+    """Say why the engine's own choice stays where attn-select would choose another one; None where it does not.
 
     Args:
         backends: what attn-select would choose, by phase.
         own: attn-select's name of what the engine chooses by itself; None where it has none.
-        measured: whether times of ``backends`` are of what would run. They are not of an engine's kernel of that name.
+        measured: whether times of both are of what would run. They are not of an engine's kernel of the same name.
     """
-    phases = tuple(backends)
-    if all(_asked_for(selection, phase, name) for phase, name in backends.items()):
-        return ""
-    if own is not None and any(_turned_down(selection, phase, own) for phase in phases):
-        return ""
-    times = predicted_us(selection, dict.fromkeys(phases, own)), predicted_us(selection, backends)
-    if not measured or times[0] is None or times[1] is None:
-        return "no times say that it is faster"
-    gain = times[0] / times[1]
-    return "" if gain >= LEAST_GAIN else f"it is predicted {gain:.3f} times as fast, and {LEAST_GAIN} is the least"
+    others = {phase: name for phase, name in backends.items() if name != own} or backends
+    if any(_asked_for(selection, phase, name) for phase, name in others.items()):
+        return None
+    if own is not None and any(_turned_down(selection, phase, own) for phase in others):
+        return None
+    kept_out = any(rule.effect == "evidence" and rule.phase in (None, *backends) for rule in selection.rules)
+    own_us, other_us = predicted_us(selection, dict.fromkeys(backends, own)), predicted_us(selection, backends)
+    if kept_out or not measured or own_us is None or other_us is None:
+        return OwnStays(None)
+    gain = own_us / other_us
+    return None if gain >= LEAST_GAIN else OwnStays(gain)
 
 
 def predicted_us(selection: Selection, backends: Mapping[Phase, str | None]) -> float | None:
@@ -55,12 +76,15 @@ def predicted_us(selection: Selection, backends: Mapping[Phase, str | None]) -> 
 
 def _asked_for(selection: Selection, phase: Phase, backend: str) -> bool:
     """Whether the user names a backend for a phase: as the choice, or in a rule that puts it before others."""
-    rules = [rule for rule in selection.rules if rule.phase in (None, phase) and rule.layer > PACKAGED]
-    named = any(rule.effect in ("prefer", "priority") and backend in rule.backends for rule in rules)
-    return named or selection.explicit.get(phase) == backend
+    return selection.explicit.get(phase) == backend or _names(selection, phase, backend, ("prefer", "priority"))
 
 
 def _turned_down(selection: Selection, phase: Phase, backend: str) -> bool:
     """Whether a rule of the user's puts a backend behind others, or forbids it."""
-    rules = [rule for rule in selection.rules if rule.phase in (None, phase) and rule.layer > PACKAGED]
-    return any(rule.effect in ("avoid", "deny") and backend in rule.backends for rule in rules)
+    return _names(selection, phase, backend, ("avoid", "deny"))
+
+
+def _names(selection: Selection, phase: Phase, backend: str, effects: tuple[str, ...]) -> bool:
+    """Whether a rule of the user's with one of these effects names a backend for a phase."""
+    rules = [rule for rule in selection.rules if rule.layer > PACKAGED and rule.phase in (None, phase)]
+    return any(rule.effect in effects and backend in rule.backends for rule in rules)

@@ -6,62 +6,79 @@ Imports nothing of vLLM, so that a choice can be tried without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from attn_select.decide.selection import Selection
-from attn_select.engines.own_choice import why_own_stays
+from attn_select.engines.own_choice import OwnStays, why_own_stays
 from attn_select.errors import RuntimeMissingError
 from attn_select.layer.config import AttentionConfig, Phase
-from attn_select_vllm.names import PAIRS, TABLE, EngineBackend, attn_select_name, engine_backends, kernels_of
+from attn_select_vllm.names import PAIRS, EngineBackend, attn_select_name, engine_backends, is_measured, kernels_of
 
 Refusals = list[str]
-"""Why vLLM does not take a backend, or is not to take it; empty where it does."""
+"""Why vLLM does not take a backend; empty where it does."""
 _NO_ROW = "vLLM has no backend that stands for it on this device"
-_OWN = "vLLM's own choice is {}: {}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for one kind of layers."""
+    """What runs a kind of layers: the name in attn-select and vLLM's backend; both None where vLLM is to choose."""
 
     selection: Selection
-    # attn-select's name of the backend that runs, and the same as vLLM knows it; None where vLLM accepts none.
     backend: str | None
     engine: EngineBackend | None
-    # What was passed over before it, with the reasons: by vLLM's name, or attn-select's where vLLM has none for it.
-    refused: Mapping[str, Refusals]
+    refused: Mapping[str, Refusals]  # what vLLM did not accept before it, by vLLM's name where it has one
+    own: EngineBackend | None = None  # what vLLM chooses by itself; None where it has nothing for such layers
+    stays: Mapping[str, OwnStays] = field(default_factory=dict)  # by vLLM's name, in whose place that stays
+
+    @property
+    def leaves(self) -> bool:
+        """Whether vLLM's own choice runs in the place of another backend that vLLM accepts."""
+        return bool(self.stays) and self.engine in (None, self.own)
 
 
 def served_phases(config: AttentionConfig) -> tuple[Phase, ...]:
-    """Return the phases that one backend of vLLM serves: all, but of MLA decode alone, with prefill apart."""
+    """Return the phases that the choice is for: vLLM gives dense MLA's prefill a backend of its own."""
     return ("decode",) if config.mla and not config.sparse else config.phases
 
 
 def choose(
-    selection: Selection, refusals: Callable[[str, EngineBackend], Refusals], own: EngineBackend | None = None
+    selection: Selection,
+    refusals: Callable[[str, EngineBackend], Refusals],
+    own: EngineBackend | None = None,
+    argument: str = "attention",
 ) -> Choice:
-    """Return the first backend of attn-select's order that vLLM accepts; ``refusals`` asks it about one."""
-    # own: vLLM's own choice, which stays unless times or a user speak for another one; None: it has none.
+    """Return the first backend of attn-select's order that vLLM accepts; its own one stays unless times or a user speak
+    for another one.
+
+    Args:
+        refusals: asks vLLM about a backend, by attn-select's name and vLLM's.
+        own: what vLLM chooses by itself; None where it has nothing for such layers.
+        argument: which choice of vLLM's it is: ``attention``, or ``mla_prefill`` for dense MLA's prefills.
+    """
     config, device = selection.config, selection.device
-    phases = served_phases(config)
+    phases: tuple[Phase, ...] = ("prefill",) if argument == "mla_prefill" else served_phases(config)
+    known = None if own is None else attn_select_name(own, argument)
     refused: dict[str, Refusals] = {}
+    stays: dict[str, OwnStays] = {}
     for backend in _order(selection, phases):
         kernels = kernels_of(backend)
         backends = {phase: kernels[0 if phase == "prefill" else -1] for phase in phases}
-        engines = engine_backends(backend, config, device)
+        engines = engine_backends(backend, config, device, argument)
         if not engines:
             refused[backend] = [_NO_ROW]
         for engine in engines:
-            reasons = refusals(backend, engine)
-            if not reasons and own is not None and engine != own:
-                measured = engine.own or not TABLE.has_own_kernel(backend)
-                stays = why_own_stays(selection, backends, attn_select_name(own, config, device), measured)
-                reasons = [_OWN.format(own.name, stays)] if stays else []
-            if not reasons:
-                return Choice(selection, backend, engine, refused)
-            refused[engine.name] = reasons
-    return Choice(selection, None, None, refused)
+            why = None
+            if own is not None and engine != own:
+                measured = is_measured(backend, engine) and is_measured(known, own)
+                why = why_own_stays(selection, backends, known, measured)
+            if reasons := refusals(backend, engine):
+                refused[engine.name] = reasons
+            elif why is not None:
+                stays[engine.name] = why
+            else:
+                return Choice(selection, backend, engine, refused, own, stays)
+    return Choice(selection, None, None, refused, own, stays)
 
 
 def _order(selection: Selection, phases: tuple[Phase, ...]) -> list[str]:
@@ -78,16 +95,3 @@ def refusals_of(name: str, members: Any, ask: Callable[[Any], Iterable[str]]) ->
         return list(ask(members[name].get_class()))
     except (ImportError, OSError, RuntimeMissingError) as error:
         return [f"{type(error).__name__}: {error}"]
-
-
-def prefill_order(selection: Selection) -> list[tuple[str, str]]:
-    """Return the backends of MLA prefill in attn-select's order, each with vLLM's name of it, where it has one."""
-    ranked = [candidate.backend for candidate in selection.ranked(("prefill",))]
-    return [(backend, names[0]) for backend in ranked if (names := TABLE.names_of(backend, "mla_prefill"))]
-
-
-def why_own_prefill_stays(selection: Selection, backend: str, own: str) -> str:
-    """Say why vLLM's own choice of MLA prefill, by vLLM's name, stays in place of a backend of attn-select's order."""
-    known = next((name for name, engine in prefill_order(selection) if engine == own), None)
-    stays = why_own_stays(selection, {"prefill": backend}, known)
-    return stays and _OWN.format(own, stays)

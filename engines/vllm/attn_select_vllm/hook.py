@@ -25,7 +25,7 @@ from attn_select_vllm.choice import Choice, Refusals, choose, refusals_of
 from attn_select_vllm.kernels.limits import limits, speculation_limits
 from attn_select_vllm.layers import kind_of, layer_config
 from attn_select_vllm.mla_prefill import choose_prefill
-from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, EngineBackend
+from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, EngineBackend, kernels_of
 from attn_select_vllm.registration import member
 
 logger = init_logger("vllm.attn_select")
@@ -104,7 +104,7 @@ def _chosen(
     choice = judge(selection, platform, attn_config, vllm_config, _own_choice(default))
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:
-        _say(log_block.prefill_text(*choose_prefill(selection, platform, vllm_config)))
+        _say(log_block.prefill_text(choose_prefill(selection, platform, vllm_config)))
     return None if choice.engine is None else str(AttentionBackendEnum[choice.engine.name].get_path())
 
 
@@ -131,7 +131,8 @@ def judge(
         def ask(made: Any) -> Refusals:
             if not engine.own:
                 return list(made.validate_configuration(device_capability=capability, **attn_config._asdict()))
-            load_plugins().specs[backend].get_class()
+            for name in kernels_of(backend):
+                load_plugins().specs[name].get_class()
             return speculation_limits(vllm_config, backend)
 
         return refusals_of(engine.name, AttentionBackendEnum, ask)

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from attn_select import __version__
 from attn_select.decide.lines import plain
 from attn_select.decide.selection import Selection
 from attn_select.decide.text import layer_lines, warning_lines
-from attn_select_vllm.choice import Choice, Refusals, served_phases
-from attn_select_vllm.names import OWN_PREFIX, PAIRS, engine_backends
-
-_NOTHING = "nothing that vLLM accepts; vLLM chooses by itself"
+from attn_select_vllm.choice import Choice, served_phases
+from attn_select_vllm.names import OWN_PREFIX, PAIRS, engine_backends, kernels_of
 
 
 def choice_text(choice: Choice, kind: str) -> str:
     """Return the block of one kind of layers."""
-    lines = [f"attn-select {__version__} chose for {kind}: {_winner(choice)}"]
-    lines += _refused(choice.refused)
+    lines = _lines(choice, kind)
     selection = choice.selection
     phases = served_phases(selection.config)
-    wanted = tuple(dict.fromkeys(selection.selected[phase] for phase in phases))
-    if choice.engine is not None and len(wanted) > 1:
+    runs_pair = choice.backend in PAIRS
+    runs_one_of_two = not runs_pair and len({selection.selected[phase] for phase in phases}) > 1
+    if runs_one_of_two and choice.engine is not None and not choice.leaves:
         lines.append(f"  it runs in {' and '.join(phases)}: the order in decode counts")
-        lines += [
-            f"  --attention-backend {OWN_PREFIX}{name} runs prefills by {pair[0]}; it was never run on a GPU"
-            for name, pair in PAIRS.items()
-            if pair == wanted
-        ]
-    if not lines[1:] and choice.engine is None:
+    if not lines[1:] and not choice.leaves and choice.engine is None:
         lines += _to_install(selection)
-    runs = choice.engine is not None and choice.engine.own and choice.backend in selection.selected.values()
+    chosen = runs_pair or choice.backend in selection.selected.values()
+    runs = choice.engine is not None and choice.engine.own and chosen
     shown = replace(selection, kv_layout=None)  # the cache is laid out by vLLM, otherwise
     lines.append(plain([*layer_lines(shown, kind, runs=runs, remedies=False), *warning_lines(selection.warnings)]))
     return "\n".join(lines)
@@ -50,10 +44,9 @@ def abstained_text(reason: str, kind: str) -> str:
     return f"attn-select {__version__} leaves {kind} to vLLM: {reason}"
 
 
-def prefill_text(chosen: str | None, refused: Mapping[str, Refusals]) -> str:
+def prefill_text(choice: Choice) -> str:
     """Return the lines about MLA prefill."""
-    what = f"{chosen} (vLLM's kernel)" if chosen else _NOTHING
-    return "\n".join([f"attn-select {__version__} chose for mla prefill: {what}", *_refused(refused)])
+    return "\n".join(_lines(choice, "mla prefill"))
 
 
 def _to_install(selection: Selection) -> Iterator[str]:
@@ -66,13 +59,22 @@ def _to_install(selection: Selection) -> Iterator[str]:
             return
 
 
+def _lines(choice: Choice, kind: str) -> list[str]:
+    """Return the line of what runs, and those of what does not run in its place."""
+    passed = [why.text(name) for name, why in choice.stays.items()]
+    if choice.leaves and choice.own is not None:
+        lines = [f"attn-select {__version__} leaves {kind} to vLLM's {choice.own.name}: {passed.pop(0)}"]
+    else:
+        lines = [f"attn-select {__version__} chose for {kind}: {_winner(choice)}"]
+    lines += [f"  {name} is not taken: {'; '.join(reasons)}" for name, reasons in choice.refused.items()]
+    return [*lines, *[f"  {text}" for text in passed]]
+
+
 def _winner(choice: Choice) -> str:
     if choice.engine is None:
-        return _NOTHING
-    whose = f"attn-select's kernel, as {choice.engine.name}" if choice.engine.own else "vLLM's kernel"
-    return f"{choice.backend} ({whose})"
-
-
-def _refused(refused: Mapping[str, Refusals]) -> Iterator[str]:
-    for name, reasons in refused.items():
-        yield f"  {name} is not taken: {'; '.join(reasons)}"
+        return "nothing that vLLM accepts; vLLM chooses by itself"
+    if not choice.engine.own:
+        return f"{choice.engine.name} (vLLM's kernel)"
+    *prefills, decodes = kernels_of(choice.backend or "")
+    names = "".join(f"{name} in prefills, " for name in prefills) + decodes
+    return f"{names} (attn-select's kernel, as {choice.engine.name})"

@@ -43,14 +43,27 @@ def kernels_of(backend: str) -> tuple[str, ...]:
     return PAIRS.get(backend, (backend,))
 
 
-def engine_backends(backend: str, config: AttentionConfig, device: Device) -> tuple[EngineBackend, ...]:
-    """Return the backends of vLLM that stand for one of attn-select's, in the order in which they are tried."""
-    own = (EngineBackend(OWN_PREFIX + backend, True),) if TABLE.adapter_runs(backend, config, device) else ()
+def engine_backends(
+    backend: str, config: AttentionConfig, device: Device, argument: str = "attention"
+) -> tuple[EngineBackend, ...]:
+    """Return the backends of vLLM that stand for one of attn-select's, in the order in which they are tried.
+
+    ``backend`` may be one of ``PAIRS``; ``argument`` is which choice of vLLM's it is for, as in ``choose``.
+    """
+    if argument != "attention":
+        return tuple(EngineBackend(name, False) for name in TABLE.names_of(backend, argument))
+    runs = backend in PAIRS or TABLE.adapter_runs(backend, config, device)
+    own = (EngineBackend(OWN_PREFIX + backend, True),) if runs else ()
     names = CPU_NAMES.get(backend, ()) if device.is_cpu else TABLE.names_of(backend)
     return (*own, *(EngineBackend(name, False) for name in names))
 
 
-def attn_select_name(engine: EngineBackend, config: AttentionConfig, device: Device) -> str | None:
-    """Return attn-select's name of one of vLLM's own backends for a layer; None where it has none."""
-    names = [row.backend for row in TABLE.names if row.argument == "attention" and row.name == engine.name]
-    return next((name for name in names if engine in engine_backends(name, config, device)), None)
+def attn_select_name(engine: EngineBackend, argument: str = "attention") -> str | None:
+    """Return attn-select's name of one of vLLM's own backends for GPUs; None where it has none."""
+    rows = (row for row in TABLE.names if (row.argument, row.name) == (argument, engine.name))
+    return next((row.backend for row in rows if row.backend), None)
+
+
+def is_measured(backend: str | None, engine: EngineBackend) -> bool:
+    """Whether attn-select's times of a backend are of what runs as one of vLLM's."""
+    return engine.own or backend is None or not TABLE.has_own_kernel(backend)

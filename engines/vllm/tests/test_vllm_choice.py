@@ -6,6 +6,8 @@ import json
 import pickle
 import sys
 from collections import namedtuple
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,17 @@ from typing import Any
 import pytest
 from vllm_emulated import LLAMA, AttentionSelectorConfig, engine_config
 
-from attn_select import AttentionConfig, clear_cache, select
+from attn_select import AttentionConfig, __version__, clear_cache, select
 from attn_select.backends import registry
-from attn_select.errors import AttnSelectError, ConfigError, RulesError
+from attn_select.backends.registry import load_plugins
+from attn_select.engines import own_choice
+from attn_select.engines.own_choice import LEAST_GAIN, SERVING
+from attn_select.errors import AttnSelectError, ConfigError, RulesError, RuntimeMissingError
 from attn_select.machine.device import lookup
 from attn_select.testing.toolkit import GQA_FIELDS, MLA_FIELDS
-from attn_select_vllm.choice import choose, prefill_order
-from attn_select_vllm.log_block import choice_text, explicit_text
-from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, TABLE, engine_backends
+from attn_select_vllm.choice import Choice, choose
+from attn_select_vllm.log_block import choice_text, explicit_text, prefill_text
+from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, TABLE, EngineBackend, engine_backends
 
 GOLDEN = json.loads((Path(__file__).with_name("vllm_answers_0_33_0.json")).read_text("utf-8"))
 """Made by ``python vllm_answers.py 8.0 9.0 10.0 12.0`` with vLLM 0.33.0; that file says how."""
@@ -85,28 +90,6 @@ def test_own_kernels_come_where_vllm_has_none_or_slower_ones() -> None:
     assert names("FLASH_ATTN", gqa, hopper) == ["FLASH_ATTN"]
 
 
-def chosen_on_an_h200(accepted: set[str], **options: Any) -> str | None:
-    """What is taken for a Llama's layers where vLLM accepts these alone."""
-    selection = select(AttentionConfig(**GQA_FIELDS), "h200", **options)
-    choice = choose(selection, lambda _, engine: [] if engine.name in accepted else ["-"])
-    return choice.engine.name if choice.engine else None
-
-
-def test_times_of_our_kernel_choose_no_kernel_of_vllms(tmp_path: Path) -> None:
-    ours, theirs, flash = OWN_PREFIX + "TRITON_ATTN", "TRITON_ATTN", "FLASH_ATTN"
-    assert chosen_on_an_h200({ours, theirs, flash}) == ours
-    assert chosen_on_an_h200({theirs, flash}) == flash
-    assert chosen_on_an_h200({theirs, flash}, workload="chat") == flash
-    assert chosen_on_an_h200({theirs, "FLEX_ATTENTION"}) == theirs
-    assert chosen_on_an_h200({theirs}) == theirs
-    assert chosen_on_an_h200({theirs, flash}, backend="TRITON_ATTN") == theirs
-    selection = select(AttentionConfig(**GQA_FIELDS), "h200")
-    choice = choose(selection, lambda _, engine: [] if engine.name in (theirs, flash) else ["the adapter does not"])
-    text = choice_text(choice, "full_attention")
-    assert f"{ours} is not taken: the adapter does not" in text
-    assert f"{theirs} is not taken: it comes first by times of attn-select's kernel alone" in text
-
-
 def test_the_log_says_what_runs_and_not_what_does_not() -> None:
     """Providers, buffers and CUDA-graph levels are those of attn-select's kernels, which vLLM's own are not."""
     selection = select(AttentionConfig(**GQA_FIELDS), "h100", times=False)
@@ -121,26 +104,240 @@ def test_the_log_says_what_runs_and_not_what_does_not() -> None:
     assert "CUDA graphs ALWAYS" in choice_text(ours, "full_attention")
 
 
-def test_the_log_says_which_of_a_pair_runs_and_who_runs_both() -> None:
-    asked = {"prefill": "FLASH_ATTN", "decode": "TRITON_ATTN"}
-    pair = choose(select(AttentionConfig(**GQA_FIELDS), "h200", backend=asked), lambda *_: [])
-    assert set(pair.selection.selected.values()) == {"FLASH_ATTN", "TRITON_ATTN"}
-    text = "it runs in prefill and decode: the order in decode counts"
-    assert text in choice_text(pair, "full_attention")
-    by_name = "--attention-backend ATTN_SELECT_FLASH_ATTN_TRITON_ATTN runs prefills by FLASH_ATTN"
-    assert by_name in choice_text(pair, "full_attention")
-    assert "(prefills by FLASH_ATTN, decodes by TRITON_ATTN)" in explicit_text(
-        OWN_PREFIX + "FLASH_ATTN_TRITON_ATTN", "full_attention"
+HEAD = f"attn-select {__version__} "
+LLAMA_LAYERS, MLA_LAYERS = AttentionConfig(**GQA_FIELDS), AttentionConfig(**MLA_FIELDS)
+GEMMA_LAYERS = AttentionConfig(num_heads=16, num_kv_heads=8, head_size=256, logits_soft_cap=50.0)
+PAIR = {"prefill": "FLASH_ATTN", "decode": "TRITON_ATTN"}
+
+
+def vllms(name: str) -> EngineBackend:
+    return EngineBackend(name, own=False)
+
+
+def chosen(selection: Any, own: str | None, accepted: Collection[str] | None = None, **options: Any) -> Choice:
+    """What is taken where vLLM accepts these backends alone, or all that stand for one of attn-select's."""
+
+    def refusals(_: str, engine: EngineBackend) -> list[str]:
+        return [] if accepted is None or engine.name in accepted else ["-"]
+
+    return choose(selection, refusals, None if own is None else vllms(own), **options)
+
+
+def serving(config: AttentionConfig, gpu: str, **options: Any) -> Any:
+    return select(config, gpu, **{"workload": SERVING, **options})
+
+
+def mine(text: str, folder: Path) -> Path:
+    """A user's file of one rule."""
+    (folder / "mine.toml").write_text(f'version = 1\n[[rules]]\nname = "mine"\n{text}\n')
+    return folder / "mine.toml"
+
+
+@pytest.mark.parametrize(("gpu", "own"), [("cpu", "CPU_ATTN"), ("b200", "FLASH_ATTN")])
+def test_vllms_own_choice_stays_where_nothing_was_timed(gpu: str, own: str) -> None:
+    selection = serving(LLAMA_LAYERS, gpu)
+    assert selection.evidence is None
+    choice = chosen(selection, own)
+    first = next(iter(choice.stays))
+    assert (choice.engine, choice.leaves) == (vllms(own), True)
+    assert first == engine_backends(selection.selected["decode"], selection.config, selection.device)[0].name != own
+    assert choice.stays[first].gain is None
+    head = choice_text(choice, "full_attention").splitlines()[0]
+    assert head == f"{HEAD}leaves full_attention to vLLM's {own}: no times say that {first} is faster"
+
+
+def test_times_of_one_percent_leave_vllms_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama's layers on an H200."""
+    selection = serving(LLAMA_LAYERS, "h200")
+    choice = chosen(selection, "FLASH_ATTN")
+    assert (choice.backend, choice.engine) == ("TRITON_ATTN", EngineBackend("ATTN_SELECT_TRITON_ATTN", own=True))
+    assert not choice.stays
+    gain = predicted(selection, "FLASH_ATTN") / predicted(selection, "TRITON_ATTN")
+    assert gain > LEAST_GAIN
+    monkeypatch.setattr(own_choice, "LEAST_GAIN", gain)
+    assert chosen(selection, "FLASH_ATTN").engine == choice.engine
+    monkeypatch.setattr(own_choice, "LEAST_GAIN", gain + 1e-6)
+    stays = chosen(selection, "FLASH_ATTN")
+    assert (stays.engine, stays.stays["ATTN_SELECT_TRITON_ATTN"].gain) == (vllms("FLASH_ATTN"), gain)
+
+
+def predicted(selection: Any, backend: str) -> float:
+    time_us = own_choice.predicted_us(selection, dict.fromkeys(selection.config.phases, backend))
+    assert time_us is not None
+    return time_us
+
+
+def test_vllms_own_choice_stays_below_one_percent() -> None:
+    """A Gemma 2's layers with a window on an H100."""
+    selection = serving(GEMMA_LAYERS.model_copy(update={"sliding_window": 4096}), "h100")
+    assert selection.selected == dict.fromkeys(("prefill", "decode"), "TRITON_ATTN")
+    choice = chosen(selection, "FLASH_ATTN")
+    ours = "ATTN_SELECT_TRITON_ATTN"
+    gain = choice.stays[ours].gain
+    assert gain is not None
+    assert 1 < gain < LEAST_GAIN
+    assert (choice.engine, choice.refused) == (vllms("FLASH_ATTN"), {})
+    head, second, *_ = choice_text(choice, "sliding_attention").splitlines()
+    assert head == (
+        f"{HEAD}leaves sliding_attention to vLLM's FLASH_ATTN: {ours} is predicted {gain:.3f} times as fast, "
+        f"and {LEAST_GAIN} is the least"
     )
-    assert text not in choice_text(choose(select(AttentionConfig(**GQA_FIELDS), "h100"), lambda *_: []), "any")
-    assert text not in choice_text(choose(select(AttentionConfig(**MLA_FIELDS), "h200"), lambda *_: []), "mla")
+    assert second == "  no times say that TRITON_ATTN is faster"  # vLLM's kernel of that name was not timed
 
 
-def test_mla_prefill_is_ordered_apart() -> None:
-    assert prefill_order(select(AttentionConfig(**MLA_FIELDS), "h100", times=False)) == ["FLASH_ATTN", "FLASHINFER"]
+@pytest.mark.parametrize("stale", ["TRITON_ATTN", "FLASH_ATTN"])
+def test_times_of_other_kernels_than_are_here_say_nothing(stale: str) -> None:
+    selection = serving(LLAMA_LAYERS, "h200")
+    used = replace(selection.evidence, stale={stale: "another release"})
+    choice = chosen(replace(selection, evidence=used), "FLASH_ATTN")
+    assert (choice.engine, choice.stays["ATTN_SELECT_TRITON_ATTN"].gain) == (vllms("FLASH_ATTN"), None)
+
+
+def test_times_that_a_rule_keeps_out_say_nothing(tmp_path: Path) -> None:
+    """FLASH_ATTN stands before FLASHINFER by rules, and takes less time on an H200."""
+    accepted = ("FLASH_ATTN", "FLASHINFER")
+    assert chosen(serving(LLAMA_LAYERS, "h200"), "FLASHINFER", accepted).engine == vllms("FLASH_ATTN")
+    rules = mine("evidence = false", tmp_path)
+    choice = chosen(serving(LLAMA_LAYERS, "h200", rules=rules), "FLASHINFER", accepted)
+    assert (choice.engine, choice.stays["FLASH_ATTN"].gain) == (vllms("FLASHINFER"), None)
+
+
+def test_what_comes_first_anyway_stays_without_a_word() -> None:
+    """A Gemma 2's layers on an H200."""
+    choice = chosen(serving(GEMMA_LAYERS, "h200"), "FLASH_ATTN")
+    assert (choice.engine, choice.stays, choice.leaves) == (vllms("FLASH_ATTN"), {}, False)
+    assert "chose for full_attention: FLASH_ATTN (vLLM's kernel)" in choice_text(choice, "full_attention")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        'prefer = ["TRITON_ATTN"]',
+        'prefer = ["TRITON_ATTN"]\nphase = "decode"',
+        'priority = ["TRITON_ATTN", "FLASH_ATTN"]',
+        'priority = ["TRITON_ATTN"]\nonly = true',
+        'avoid = ["FLASH_ATTN"]',
+        'deny = ["FLASH_ATTN"]',
+    ],
+)
+def test_a_users_rule_leaves_vllms_own_choice(rule: str, tmp_path: Path) -> None:
+    """The layers of a card that was not surveyed, where attn-select ranks FLASH_ATTN before TRITON_ATTN."""
+    ours = ("ATTN_SELECT_TRITON_ATTN", "FLASH_ATTN")
+    without = chosen(serving(LLAMA_LAYERS, "a100"), "FLASH_ATTN", ours)
+    assert without.engine == vllms("FLASH_ATTN")
+    choice = chosen(serving(LLAMA_LAYERS, "a100", rules=mine(rule, tmp_path)), "FLASH_ATTN", ours)
+    assert choice.engine is not None
+    assert (choice.engine.name, choice.stays) == ("ATTN_SELECT_TRITON_ATTN", {})
+
+
+@pytest.mark.parametrize("rule", ['prefer = ["FLASH_ATTN"]', 'priority = ["FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"]'])
+def test_a_users_rule_keeps_vllms_own_choice(rule: str, tmp_path: Path) -> None:
+    """A Llama's layers on an H200, where times speak against it."""
+    accepted = ("ATTN_SELECT_TRITON_ATTN", "FLASH_ATTN")
+    choice = chosen(serving(LLAMA_LAYERS, "h200", rules=mine(rule, tmp_path)), "FLASH_ATTN", accepted)
+    assert choice.engine == vllms("FLASH_ATTN")
+
+
+def test_a_name_leaves_vllms_own_choice() -> None:
+    choice = chosen(serving(GEMMA_LAYERS, "h200", backend="TRITON_ATTN"), "FLASH_ATTN", ("TRITON_ATTN", "FLASH_ATTN"))
+    assert choice.engine == vllms("TRITON_ATTN")
+
+
+def test_times_of_our_kernel_choose_no_kernel_of_vllms(tmp_path: Path) -> None:
+    selection = serving(LLAMA_LAYERS, "h200")
+    choice = chosen(selection, "FLASH_ATTN", ("TRITON_ATTN", "FLASH_ATTN"))
+    assert choice.engine == vllms("FLASH_ATTN")
+    assert choice.stays["TRITON_ATTN"].gain is None
+    assert "ATTN_SELECT_TRITON_ATTN" in choice.refused
+    # Nor do they compare the two, or vLLM's with another backend.
+    beside = chosen(selection, "TRITON_ATTN")
+    assert (beside.engine, beside.stays["ATTN_SELECT_TRITON_ATTN"].gain) == (vllms("TRITON_ATTN"), None)
+    gemma = chosen(serving(GEMMA_LAYERS, "h200"), "TRITON_ATTN")
+    assert (gemma.engine, gemma.stays["FLASH_ATTN"].gain) == (vllms("TRITON_ATTN"), None)
+    # A user who names it has attn-select's.
+    rules = mine('prefer = ["TRITON_ATTN"]', tmp_path)
+    asked = chosen(serving(LLAMA_LAYERS, "h200", rules=rules), "TRITON_ATTN")
+    assert asked.engine == EngineBackend("ATTN_SELECT_TRITON_ATTN", own=True)
+
+
+def test_layers_that_vllm_has_nothing_for_are_ours() -> None:
+    choice = chosen(serving(LLAMA_LAYERS, "b200"), None, ("ATTN_SELECT_TRITON_ATTN",))
+    assert choice.engine == EngineBackend("ATTN_SELECT_TRITON_ATTN", own=True)
+
+
+def test_an_own_choice_that_attn_select_does_not_know_stays() -> None:
+    choice = chosen(serving(LLAMA_LAYERS, "h200"), "elsewhere.Backend")
+    assert (choice.engine, choice.leaves) == (None, True)
+    assert choice_text(choice, "any").startswith(f"{HEAD}leaves any to vLLM's elsewhere.Backend: ")
+
+
+def test_a_chosen_pair_runs_behind_one_backend() -> None:
+    """By times: layers of 256 on an H200."""
+    selection = serving(AttentionConfig(num_heads=16, num_kv_heads=8, head_size=256), "h200")
+    assert selection.selected == PAIR
+    paired = EngineBackend("ATTN_SELECT_FLASH_ATTN_TRITON_ATTN", own=True)
+    choice = chosen(selection, "FLASH_ATTN")
+    assert (choice.backend, choice.engine) == ("FLASH_ATTN_TRITON_ATTN", paired)
+    text = choice_text(choice, "full_attention")
+    assert f"FLASH_ATTN in prefills, TRITON_ATTN (attn-select's kernel, as {paired.name})" in text.splitlines()[0]
+    assert ONE_OF_TWO not in text
+    assert "CUDA graphs" in text
+    little = serving(selection.config.model_copy(update={"sliding_window": 4096}), "h200", workload="1024q1s2k,8q4k")
+    assert little.selected == PAIR
+    stays = chosen(little, "FLASH_ATTN")
+    assert (stays.engine, (stays.stays[paired.name].gain or 2) < LEAST_GAIN) == (vllms("FLASH_ATTN"), True)
+
+
+ONE_OF_TWO = "it runs in prefill and decode: the order in decode counts"
+
+
+def test_the_log_says_which_of_a_pair_runs(tmp_path: Path) -> None:
+    rules = mine('prefer = ["TRITON_ATTN"]\nphase = "decode"', tmp_path)
+    selection = serving(GEMMA_LAYERS, "h200", rules=rules)
+    choice = chosen(selection, "FLASH_ATTN", ("ATTN_SELECT_TRITON_ATTN", "FLASH_ATTN"))
+    assert choice.backend == "TRITON_ATTN"
+    assert ONE_OF_TWO in choice_text(choice, "full_attention")
+    alike = chosen(select(MLA_LAYERS, "h200"), None)
+    assert ONE_OF_TWO not in choice_text(alike, "mla")  # vLLM has a choice of its own for MLA's prefills
+    named = explicit_text(OWN_PREFIX + "FLASH_ATTN_TRITON_ATTN", "full_attention")
+    assert "(prefills by FLASH_ATTN, decodes by TRITON_ATTN)" in named
+
+
+def test_mla_prefill_is_chosen_apart(tmp_path: Path) -> None:
+    def prefill(selection: Any, own: str | None) -> Choice:
+        return chosen(selection, own, argument="mla_prefill")
+
+    untimed, timed = serving(MLA_LAYERS, "b200"), serving(MLA_LAYERS, "h100")
+    assert (untimed.selected["prefill"], timed.selected["prefill"]) == ("FLASH_ATTN_MLA", "FLASHINFER_MLA")
+    assert prefill(untimed, None).engine == vllms("FLASH_ATTN")
+    stays = prefill(untimed, "FLASHINFER")
+    assert (stays.engine, stays.stays["FLASH_ATTN"].gain) == (vllms("FLASHINFER"), None)
+    little = prefill(timed, "FLASH_ATTN")
+    assert little.engine == vllms("FLASH_ATTN")
+    assert 1 < (little.stays["FLASHINFER"].gain or 0) < LEAST_GAIN
+    assert prefill_text(little).startswith(f"{HEAD}leaves mla prefill to vLLM's FLASH_ATTN: FLASHINFER is predicted ")
+    for rule in ('prefer = ["FLASHINFER_MLA"]', 'deny = ["FLASH_ATTN_MLA"]'):
+        rules = mine(f'{rule}\nphase = "prefill"', tmp_path)
+        assert prefill(serving(MLA_LAYERS, "h100", rules=rules), "FLASH_ATTN").engine == vllms("FLASHINFER")
 
 
 ASKED = AttentionSelectorConfig(head_size=32, dtype="torch.float32", kv_cache_dtype="auto", block_size=None)
+
+
+def rules_file(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine read a rule."""
+    (folder / "r.toml").write_text(f'version = 1\n[[rules]]\nname = "mine"\n{text}\n')
+    monkeypatch.setenv("ATTN_SELECT_RULES", str(folder / "r.toml"))
+    clear_cache()
+
+
+@pytest.fixture
+def prefers_our_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules_file('prefer = ["TORCH_SDPA"]', tmp_path, monkeypatch)
+
+
+asked_for = pytest.mark.usefixtures("prefers_our_kernel")
+"""Tests of what runs where a user asks for attn-select's kernels: on a CPU vLLM's own choice stays otherwise."""
 
 
 def started(vllm: Any, config: Any = None, version: str = "0.32.0") -> Any:
@@ -152,6 +349,7 @@ def started(vllm: Any, config: Any = None, version: str = "0.32.0") -> Any:
     return engine
 
 
+@asked_for
 def test_the_entry_point_wraps_the_platform(vllm: Any) -> None:
     engine = vllm(engine_config(LLAMA))
     from attn_select_vllm.plugin import register
@@ -169,6 +367,52 @@ def test_the_entry_point_wraps_the_platform(vllm: Any) -> None:
     assert "4 query heads, 2 KV heads, head size 32, float32" in block
     assert "TRITON_ATTN" in block
     assert "selector_rules.toml:" in block
+
+
+def test_vllms_own_choice_stays_on_a_cpu(vllm: Any) -> None:
+    engine = started(vllm)
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    assert engine.log.lines[0].startswith(f"{HEAD}leaves full_attention to vLLM's CPU_ATTN: ")
+
+
+def test_what_vllm_has_no_backend_for_is_ours(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none(*_: Any, **__: Any) -> str:
+        raise ValueError("No valid attention backend found")
+
+    monkeypatch.setattr("vllm_emulated.Platform.get_attn_backend_cls", has_none)
+    assert started(vllm).platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+
+
+def test_a_pair_is_asked_for_both_of_its_kernels(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started(vllm)
+    from attn_select_vllm.hook import judge
+
+    engine.platform.device_name = "cuda"
+    selection = serving(AttentionConfig(num_heads=16, num_kv_heads=8, head_size=256), "h200")
+    judged = (selection, engine.platform, ASKED, engine.config, vllms("FLASH_ATTN"))
+    pair = "ATTN_SELECT_FLASH_ATTN_TRITON_ATTN"
+    assert judge(*judged).engine == EngineBackend(pair, own=True)
+
+    def missing(_: Any) -> None:
+        raise RuntimeMissingError("no kernels")
+
+    monkeypatch.setattr(type(load_plugins().specs["FLASH_ATTN"]), "get_class", missing)
+    assert judge(*judged).engine == vllms("FLASH_ATTN")
+    assert pair in judge(*judged).refused
+
+
+@pytest.mark.parametrize("rule", ["", 'prefer = ["FLASHINFER_MLA"]'])
+def test_vllms_own_choice_of_mla_prefill_stays(vllm: Any, rule: str, tmp_path: Path) -> None:
+    engine = started(vllm)
+    from attn_select_vllm.mla_prefill import choose_prefill
+
+    selection = serving(MLA_LAYERS, "h100", **({"rules": mine(rule, tmp_path)} if rule else {}))
+    choice = choose_prefill(selection, engine.platform, engine.config)
+    asked = engine.config.attention_config.mla_prefill_backend
+    assert choice.own == vllms("FLASH_ATTN")
+    assert (choice.engine, asked and asked.name) == (
+        (vllms("FLASHINFER"), "FLASHINFER") if rule else (choice.own, None)
+    )
 
 
 RELEASES_OF_EACH_REGISTRY = ("0.26.0", "0.32.0")
@@ -236,6 +480,7 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@asked_for
 def test_encoders_run_our_kernels(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(vllm, engine_config({**LLAMA, "model_type": "bert"}))
     asked = ASKED._replace(attn_type="encoder_only")
@@ -252,6 +497,7 @@ def test_an_explicit_own_backend_is_held_to_the_limits(vllm: Any, asked: dict[st
         engine.platform.get_attn_backend_cls(engine.registry[name], ASKED._replace(**asked))
 
 
+@asked_for
 def test_an_engine_that_speculates_after_one_that_does_not(vllm: Any) -> None:
     """vLLM keeps choices by what its selector is asked, which says nothing of speculation."""
     engine = started(vllm)
@@ -308,14 +554,14 @@ def test_the_working_directorys_rules_are_not_an_engines(
     vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = tmp_path / "selector_rules.toml"
-    rules.write_text('version = 1\n[[rules]]\nname = "no-sdpa"\ndeny = ["TORCH_SDPA"]\n')
+    rules.write_text('version = 1\n[[rules]]\nname = "sdpa"\nprefer = ["TORCH_SDPA"]\n')
     monkeypatch.chdir(tmp_path)
     clear_cache()
     engine = started(vllm)
-    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     monkeypatch.setenv("ATTN_SELECT_RULES", str(rules))
     clear_cache()
-    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
 
 
 def of_release_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +580,7 @@ def test_cross_attention_runs_our_kernels_from_0_32(vllm: Any, monkeypatch: pyte
     assert limits(asked, engine.config) == []
 
 
+@asked_for
 def test_images_are_passed_on_from_0_32(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(vllm)
     of_release_0_32(monkeypatch)
@@ -369,6 +616,7 @@ def test_connectors_read_caches_of_vllms_own_shape(vllm: Any, monkeypatch: pytes
     assert limits(without._replace(use_mla=True), shared) == []
 
 
+@asked_for
 def test_no_store_is_shared_with_vllms_own_backends_for_cpus(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """These pack what they write: before, an engine with attn-select read other numbers there, without a word."""
     engine = started(vllm)
@@ -379,15 +627,8 @@ def test_no_store_is_shared_with_vllms_own_backends_for_cpus(vllm: Any, monkeypa
         engine.platform.get_attn_backend_cls(engine.registry["ATTN_SELECT_TORCH_SDPA"], asked)
 
 
-def rules_file(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an engine read a rule."""
-    (folder / "r.toml").write_text(f'version = 1\n[[rules]]\nname = "mine"\n{text}\n')
-    monkeypatch.setenv("ATTN_SELECT_RULES", str(folder / "r.toml"))
-    clear_cache()
-
-
 def test_a_backend_that_vllm_does_not_have_is_named(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules_file('prefer = ["FLEX_ATTENTION"]', tmp_path, monkeypatch)
+    rules_file('prefer = ["FLEX_ATTENTION", "TORCH_SDPA"]', tmp_path, monkeypatch)
     engine = started(vllm)
     assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
     assert "  FLEX_ATTENTION is not taken: vLLM has no backend that stands for it" in engine.log.lines[0]
@@ -398,7 +639,7 @@ def test_a_rule_of_a_backend_that_nobody_knows_is_warned_of(
 ) -> None:
     rules_file('prefer = ["TORCH_SPDA"]', tmp_path, monkeypatch)
     engine = started(vllm)
-    assert engine.platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]
+    assert engine.platform.get_attn_backend_cls(None, ASKED) == "vllm.CPU_ATTN"
     (warning,) = [line for line in engine.log.lines if line.startswith("WARNING")]
     assert "TORCH_SPDA" in warning
     assert "TORCH_SDPA" in warning
@@ -422,6 +663,7 @@ def test_what_to_install_where_no_plugin_serves_the_device(vllm: Any, monkeypatc
     assert "  TORCH_SDPA would run: pip install " in engine.log.lines[0]
 
 
+@asked_for
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
@@ -453,6 +695,7 @@ class ByEagle(Speculation):
     method = "eagle"
 
 
+@asked_for
 @pytest.mark.parametrize("speculation", [ByNGrams, ByEagle])
 def test_uniform_drafts_run_our_kernels(
     vllm: Any, speculation: type[Speculation], monkeypatch: pytest.MonkeyPatch
@@ -501,6 +744,7 @@ def test_ahead_of_a_gpu_kernels_count_the_keys_on_the_device(vllm: Any) -> None:
     ]
 
 
+@asked_for
 def test_what_the_adapter_does_not_do_is_vllms(vllm: Any) -> None:
     engine = started(vllm)
     assert engine.platform.get_attn_backend_cls(None, ASKED._replace(use_mm_prefix=True)) == "vllm.CPU_ATTN"
@@ -528,6 +772,7 @@ def test_layers_that_attn_select_does_not_know_are_vllms(vllm: Any) -> None:
     assert "leaves full_attention to vLLM: kv_cache_dtype = 'int8_per_token_head'" in engine.log.lines[0]
 
 
+@asked_for
 def test_an_unlisted_release_runs_without_us(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = vllm(engine_config(LLAMA), "0.99.0")
     from attn_select_vllm.plugin import register

@@ -124,6 +124,24 @@ def test_the_platform_is_asked_as_we_wrap_it() -> None:
     assert list(inspect.signature(CpuPlatform.get_attn_backend_cls).parameters) == list(emulated)
 
 
+def test_vllms_own_choice_is_known_by_its_path() -> None:
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    asked = real("AttentionSelectorConfig")(head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=None)
+    assert CpuPlatform.get_attn_backend_cls(None, asked) == AttentionBackendEnum.CPU_ATTN.value
+    triton = AttentionBackendEnum.TRITON_ATTN  # as a GPU's platform says it
+    assert ".".join(triton.get_class().full_cls_name()) == triton.value
+
+
+def test_vllms_own_choice_of_mla_prefill_is_asked_for_as_we_do() -> None:
+    from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
+
+    emulated = inspect.signature(vllm_emulated.get_mla_prefill_backend).parameters
+    assert list(inspect.signature(get_mla_prefill_backend).parameters) == list(emulated)
+
+
 @pytest.mark.parametrize("method", ["info_once", "warning_once"])
 def test_the_logger_says_things_once(method: str) -> None:
     from vllm.logger import init_logger

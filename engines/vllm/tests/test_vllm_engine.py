@@ -1,4 +1,4 @@
-"""The real engine on a CPU: attn-select chooses, TORCH_SDPA runs under vLLM's protocol, and the tokens are vLLM's own.
+"""The real engine on a CPU: a rule asks for TORCH_SDPA, it runs under vLLM's protocol, and the tokens are vLLM's own.
 
 Runs where vLLM is installed (``make test-engines``). Tokens are compared in float32, where both kernels agree.
 """
@@ -58,9 +58,11 @@ def run(
 ) -> tuple[list[Run], str]:
     """Run engines one after another in a process of their own; return what they did, and the log.
 
-    With ``gpu`` attn-select's kernels run by Triton's interpreter, as planned for it.
+    A rule asks for attn-select's kernels, since vLLM's own choice stays otherwise. With ``gpu`` they run by Triton's
+    interpreter, as planned for it.
     """
     fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    fixed["ATTN_SELECT_RULES"] = str(HERE / "our_kernels.toml")
     asked = json.dumps([(str(folder), {"enforce_eager": True} | options) for folder, options in engines])
     command = [sys.executable, str(HERE / "engine_run.py"), asked, *([gpu] if gpu else [])]
     done = subprocess.run(

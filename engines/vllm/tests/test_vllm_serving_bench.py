@@ -56,7 +56,8 @@ def test_an_arm_that_hangs_is_told_when_its_time_is_over(tmp_path: Path, monkeyp
 def bench(program: str, *options: str) -> str:
     """Run a bench with a tiny model; return what it printed."""
     command = [sys.executable, str(BENCH / program), *options, "--cache-gib", "1"]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    variables = {"OMP_NUM_THREADS": "1", "ATTN_SELECT_RULES": str(Path(__file__).with_name("our_kernels.toml"))}
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -44,7 +44,7 @@ class AttentionBackend:
         return False
 
     @classmethod
-    def validate_configuration(cls, **asked: Any) -> list[str]:
+    def validate_configuration(cls, *asked: Any, **also: Any) -> list[str]:
         return []
 
 
@@ -172,6 +172,11 @@ class MLACommonImpl(Generic[M]):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.dcp_world_size = RANKS.size
         self.need_to_return_lse_for_decode = RANKS.size > 1 and type(self).can_return_lse_for_decode  # type: ignore[attr-defined]
+
+
+def get_mla_prefill_backend(vllm_config: Any) -> Any:
+    """Return FlashAttention's, which vLLM chooses on most GPUs."""
+    return type("FLASH_ATTN", (), {"__module__": "vllm"})
 
 
 def concat_mla_q(ql_nope: Any, q_pe: Any, q_out: Any) -> None:
@@ -360,7 +365,10 @@ def emulated_vllm(config: Any, version: str = "0.32.0") -> Iterator[SimpleNamesp
         "vllm.model_executor.layers.attention.mla_attention": {**mla, "QueryLenSupport": QueryLenSupport},
         f"{prefill}.base": {"MLADimensions": SimpleNamespace},
         f"{prefill}.registry": {"MLAPrefillBackendEnum": registry(("FLASH_ATTN", "FLASHINFER"), False)},
-        f"{prefill}.selector": {"MLAPrefillSelectorConfig": SimpleNamespace},
+        f"{prefill}.selector": {
+            "MLAPrefillSelectorConfig": SimpleNamespace,
+            "get_mla_prefill_backend": get_mla_prefill_backend,
+        },
     }
     before = dict(sys.modules)
     for name, content in modules.items():

@@ -106,7 +106,7 @@ def test_pieces_that_have_no_room_are_cut_anew(device: torch.device) -> None:
     group = layers.many_sms(layers.made(device, layers.layer_config()), 4)
     builder = layers.builder_of(group)
     layers.check(group, layers.problem_of(group, [(1, 512)] * 4))
-    # Pieces of 64 keys, of which a list holds 36: of 4 requests at most so many are of 2,048 keys, and one more of 2,112.
+    # Of pieces of 64 keys a list holds 36: 4 requests have so many at most with 2,048 keys, one more with 2,112.
     builder._last_cut = dataclasses.replace(builder._last_cut, each=64, splits=8, most=36)
     layers.check(group, layers.problem_of(group, [(1, 512)] * 4))
     assert builder._last_cut.each == 64
