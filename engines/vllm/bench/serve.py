@@ -41,6 +41,8 @@ BASE, OURS = "vLLM", "attn-select"
 ROOM = 128
 """Tokens of an engine's longest request beyond the drawn ones: drafts need some."""
 CACHE_GIB = 24
+SERVED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""As ``vllm serve`` runs an engine: its core in a process of its own, which answers what its layers run on."""
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Requests of captured decodes; as many run at a time."""
 
@@ -57,6 +59,7 @@ def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
         "speculate": options.speculate,
         "kv_cache_dtype": options.kv_cache_dtype,
         "cache_gib": options.cache_gib,
+        "variables": {} if options.profile else SERVED,
     }
     arms = []
     for name in (BASE, OURS, *also):
@@ -128,7 +131,11 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help=f"of an arm's KV cache (default: {CACHE_GIB})")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--also", default="", metavar="NAME,…", help="backends by vLLM's names, an arm each")
-    parser.add_argument("--profile", action="store_true", help="say where the time goes, by a round more")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="say where the time goes, by a round more (with the core in the arm's own process)",
+    )
     parser.add_argument("--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())))
     options = parser.parse_args()
     if unknown := [kind for kind in options.kinds.split(",") if kind not in KINDS]:

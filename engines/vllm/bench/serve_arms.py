@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -32,8 +34,9 @@ class Arm:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
-        atexit.register(self._process.kill)
+        atexit.register(self.end)
 
     def start(self, limit: float | None = None) -> dict[str, Any]:
         """Start the engine; return its ``layers`` by backend, and the seconds that it ``took``."""
@@ -63,6 +66,7 @@ class Arm:
         return [line.partition("] ")[2] for line in lines if "hook.py" in line or "takes no part" in line]
 
     def end(self) -> None:
-        """End the process, so that its memory is free."""
-        self._process.kill()
+        """End the process and those that it started, so that their memory is free."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
