@@ -179,7 +179,7 @@ def _refuse_replaced(result: EngineArguments) -> None:
 
 
 def _adapter_text(table: EngineTable, backends: Iterable[str]) -> str:
-    return f"{table.adapter}, installed beside {table.engine}, runs attn-select's {', '.join(backends)} in it"
+    return f"{table.adapter}, installed beside {table.engine}, has attn-select's {', '.join(backends)} for it"
 
 
 def _shown_model(options: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     )
     assert "attn-select-vllm" not in preset.out  # it does not bring FLASHINFER there
     triton = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h200").out
-    assert "  attn-select-vllm, installed beside vLLM, runs attn-select's TRITON_ATTN in it\n" in triton
+    assert "  attn-select-vllm, installed beside vLLM, has attn-select's TRITON_ATTN for it\n" in triton
     assert "attn-select-sglang" not in run("flags", "-e", "sglang", "-m", "llama-3-8b", "-g", "h200").out
     folder = tmp_path / "a model"
     folder.mkdir()
