@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from attn_select.engines.observed import SHORT, ObservedSteps, observes, shape_of, workload_in_an_engine
 from attn_select.engines.own_choice import SERVING
+from attn_select.layer.config import AttentionConfig
 from attn_select.machine.variables import WORKLOAD
+from attn_select.testing.toolkit import GQA_FIELDS
 from attn_select.times.workload import Workload, parse_workload
 
 
@@ -90,11 +92,20 @@ def test_it_is_written_at_the_first_step_and_at_growing_intervals(folder: Path) 
 
 
 def test_an_engine_is_chosen_for_serving_unless_a_workload_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, serving = AttentionConfig(**GQA_FIELDS), parse_workload(SERVING)
     monkeypatch.delenv(WORKLOAD, raising=False)
-    assert (workload_in_an_engine(), observes()) == (SERVING, False)
+    assert (workload_in_an_engine(layer), observes()) == (serving, False)
     monkeypatch.setenv(WORKLOAD, "")
-    assert (workload_in_an_engine(), observes()) == (SERVING, False)
+    assert (workload_in_an_engine(layer), observes()) == (serving, False)
     monkeypatch.setenv(WORKLOAD, "chat")
-    assert (workload_in_an_engine(), observes()) == ("chat", False)
+    assert (workload_in_an_engine(layer), observes()) == ("chat", False)
     monkeypatch.setenv(WORKLOAD, "observe")
-    assert (workload_in_an_engine(), observes()) == (SERVING, True)
+    assert (workload_in_an_engine(layer), observes()) == (serving, True)
+
+
+def test_an_engine_that_drafts_is_chosen_for_decodes_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WORKLOAD, raising=False)
+    workload = workload_in_an_engine(AttentionConfig(**GQA_FIELDS, num_speculative_tokens=3))
+    assert isinstance(workload, Workload)
+    assert workload.name == SERVING
+    assert {group.query_len for shape in workload.shapes for group in shape.batch.groups if group.query_len < 16} == {4}

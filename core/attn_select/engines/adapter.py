@@ -1,8 +1,8 @@
 """In which releases of an engine an adapter takes part. Knows no engine: an adapter says what it was run with.
 
 The worst case of an adapter is the engine without attn-select. In a release that is not listed, where an interface of
-the engine has moved, where the user's settings cannot be read, and on a device that attn-select does not see as the
-engine does, one warning says so and the engine's own choice runs.
+the engine has moved, where the user's settings cannot be read, on a device that attn-select does not see as the engine
+does, and where attn-select itself fails, one warning says so and the engine's own choice runs.
 """
 
 from __future__ import annotations
@@ -74,15 +74,23 @@ class Adapter:
         return rules
 
     def unless_it_fails(self, choose: Callable[[], Found]) -> Found | None:
-        """Return what is chosen; None, and a warning, where settings cannot be read or an interface has moved."""
+        """Return what is chosen; None, and a warning, where settings cannot be read or an interface has moved.
+
+        So where attn-select has a fault: it may end no engine that runs without it.
+        """
         try:
             return choose()
         except AttnSelectError as error:
-            if os.environ.get(STRICT) == "1":
-                raise
-            self.warn(f"{self._out()}: {error.message}. {STRICT}=1 in the environment makes this an error")
+            failed: Exception = error
+            why = error.message
         except MOVED as error:
             self.interface_moved(error)
+            return None
+        except Exception as error:
+            failed, why = error, f"a fault of attn-select ({type(error).__name__}: {error})"
+        if os.environ.get(STRICT) == "1":
+            raise failed
+        self.warn(f"{self._out()}: {why}. {STRICT}=1 in the environment makes this an error")
         return None
 
     def sees(self, found: Detection, compute_capability: tuple[int, int] | None, platform: str) -> bool:

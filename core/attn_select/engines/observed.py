@@ -17,9 +17,11 @@ from typing import Any
 
 from attn_select.engines.adapter import MOVED, Adapter
 from attn_select.engines.own_choice import SERVING
+from attn_select.layer.config import AttentionConfig
 from attn_select.machine.files import replace_file
 from attn_select.machine.variables import WORKLOAD
 from attn_select.times.batch_shape import BatchShape, RequestGroup
+from attn_select.times.workload import Workload, default_mix
 
 OBSERVE = "observe"
 """The value of ``ATTN_SELECT_WORKLOAD`` with which an engine is watched, and chosen for without a workload."""
@@ -36,10 +38,11 @@ Lengths = tuple[Sequence[int], Sequence[int]]
 """New tokens, and all tokens, of each request."""
 
 
-def workload_in_an_engine() -> str:
-    """Return the workload that an engine is chosen for: ``SERVING`` where none is named, or where it is observed."""
+def workload_in_an_engine(config: AttentionConfig) -> Workload | str:
+    """Return the workload that an engine's layers are chosen for: where none is named, or where it is observed,
+    ``SERVING`` with their drafts."""
     given = os.environ.get(WORKLOAD)
-    return given if given and given != OBSERVE else SERVING
+    return given if given and given != OBSERVE else default_mix(config, SERVING)
 
 
 def observes() -> bool:

@@ -94,18 +94,17 @@ def phases_of(batch: BatchShape, config: LayerConfig) -> tuple[Phase, ...]:
 
 
 @cache
-def default_mix(config: LayerConfig) -> Workload:
-    """Return what a layer is chosen for where no workload is named: ``DEFAULT_MIX``, its decodes with the layer's
-    drafts."""
+def default_mix(config: LayerConfig, profile: str = DEFAULT_MIX) -> Workload:
+    """Return what a layer is chosen for where no workload is named: a profile, its decodes with the layer's drafts."""
     new = config.max_decode_query_len if config.has_cache else 1
     shapes = []
-    for shape in _shapes(PROFILES[DEFAULT_MIX]):
+    for shape in _shapes(PROFILES[profile]):
         groups = [
             RequestGroup(each.count, new, max(new, each.seq_len)) if each.query_len == 1 else each
             for each in shape.batch.groups
         ]
         shapes.append(WeightedShape(BatchShape(tuple(groups)), shape.weight))
-    return Workload(DEFAULT_MIX, tuple(shapes))
+    return Workload(profile, tuple(shapes))
 
 
 WorkloadArgument = Workload | str | PurePath

@@ -75,9 +75,8 @@ def _chosen(view: Any, adapter: Adapter) -> dict[str, str]:
     configs = read.attention_configs
     if not configs:
         return _leave("the model", "none of its layers has attention that attn-select has a kernel for")
-    selections = select_model(
-        configs, device, adapter.rules(), environment=environment, workload=workload_in_an_engine()
-    )
+    workload = workload_in_an_engine(configs[0])
+    selections = select_model(configs, device, adapter.rules(), environment=environment, workload=workload)
     choice = choose(selections, bool(get_platform().has_flashinfer), architecture)
     logger.info("%s", log_block(choice, kinds, selections))
     return choice.declared()

@@ -23,7 +23,7 @@ from attn_select.machine.detection import detect_device
 from attn_select_vllm import log_block
 from attn_select_vllm.choice import Choice, Refusals, choose, refusals_of
 from attn_select_vllm.kernels.limits import limits, speculation_limits
-from attn_select_vllm.layers import kind_of, layer_config
+from attn_select_vllm.layers import kind_of, layer_config, wanted_graphs
 from attn_select_vllm.mla_prefill import choose_prefill
 from attn_select_vllm.names import OWN_KERNELS, OWN_PREFIX, EngineBackend, kernels_of
 from attn_select_vllm.registration import member
@@ -98,9 +98,8 @@ def _chosen(
         _say(log_block.abstained_text(error.message, kind))
         return None
     device = "cpu" if current_platform.is_cpu() else None
-    mode = vllm_config.compilation_config.cudagraph_mode
-    eager = mode is None or not mode.has_full_cudagraphs()
-    selection = select(config, device, adapter.rules(), workload=workload_in_an_engine(), host_time=eager)
+    eager = wanted_graphs(vllm_config) == "NEVER"
+    selection = select(config, device, adapter.rules(), workload=workload_in_an_engine(config), host_time=eager)
     choice = judge(selection, platform, attn_config, vllm_config, _own_choice(default))
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:
@@ -112,7 +111,7 @@ def _own_choice(default: Callable[[], str]) -> EngineBackend | None:
     """Return what vLLM chooses by itself; None where it has nothing for such layers."""
     try:
         path = default()
-    except ValueError:
+    except (ValueError, RuntimeError):  # a platform says NotImplementedError of what it lacks
         return None
     names = [name for name, each in AttentionBackendEnum.__members__.items() if each.value == path]
     return EngineBackend(next(iter(names), path), own=False)

@@ -30,17 +30,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from serve_arms import Arm, ArmError
+from serve_arms import BASE, Arm, ArmError, arm_names
 from serve_engine import MODELS
 from serve_profile import told
 from serve_requests import KINDS, agreement, drawn
 
-from attn_select_vllm.names import OWN_PREFIX
-
-BASE, OURS = "vLLM", "attn-select"
-ROOM = 128
-"""Tokens of an engine's longest request beyond the drawn ones: drafts need some."""
-CACHE_GIB = 24
 SERVED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """As ``vllm serve`` runs an engine: its core in a process of its own, which answers what its layers run on."""
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -49,25 +43,17 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 def arms_of(model: str, options: argparse.Namespace) -> list[Arm]:
     """Start the processes of a model's arms: vLLM's choice, attn-select's, and the backends of ``--also`` for it."""
-    is_mla = "kv_lora_rank" in MODELS[model]
-    also = [name for name in options.also.split(",") if name and ("MLA" in name) == is_mla]
-    longest = options.longest or max(traffic.longest + traffic.new[1] for traffic in KINDS.values())
     job = {
         "model": model,
-        "longest": longest + ROOM,
+        "longest": options.longest or max(traffic.longest + traffic.new[1] for traffic in KINDS.values()),
         "sizes": SIZES,
         "speculate": options.speculate,
-        "kv_cache_dtype": options.kv_cache_dtype,
         "cache_gib": options.cache_gib,
         "variables": {} if options.profile else SERVED,
+        "options": {"kv_cache_dtype": options.kv_cache_dtype},
     }
-    arms = []
-    for name in (BASE, OURS, *also):
-        backend = None if name in (BASE, OURS) else name
-        plugin = "attn_select" if name == OURS or name.startswith(OWN_PREFIX) else ""
-        log = options.logs / f"serve-{model}-{name}.log"
-        arms.append(Arm(name, job | {"backend": backend}, plugin, log))
-    return arms
+    names = arm_names(model, options.also)
+    return [Arm(name, job, options.logs / f"serve-{model}-{name}.log") for name in names]
 
 
 def serve(model: str, kind: str, arms: list[Arm], options: argparse.Namespace) -> dict[str, float]:
@@ -128,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="that count (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the first round's requests (default: 0)")
     parser.add_argument("--speculate", default="", metavar="METHOD:TOKENS", help="drafts of ngram or, of Llamas, eagle")
-    parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help=f"of an arm's KV cache (default: {CACHE_GIB})")
+    parser.add_argument("--cache-gib", type=int, default=24, help="of an arm's KV cache (default: 24)")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--also", default="", metavar="NAME,…", help="backends by vLLM's names, an arm each")
     parser.add_argument(

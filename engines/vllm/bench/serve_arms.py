@@ -13,16 +13,31 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from serve_engine import MODELS
+
+from attn_select_vllm.names import OWN_PREFIX
+
+BASE, OURS = "vLLM", "attn-select"
+"""The arms of vLLM's choice and of attn-select's; others are named by vLLM's names of backends."""
+
+
+def arm_names(model: str, backends: str) -> list[str]:
+    """Return the names of a model's arms; ``backends`` are more of them with commas, for its kind of layers or not."""
+    is_mla = "kv_lora_rank" in MODELS[model]
+    return [BASE, OURS, *[name for name in backends.split(",") if name and ("MLA" in name) == is_mla]]
+
 
 class ArmError(Exception):
     """An arm's process ended before it was told to, or said nothing in the time that it had."""
 
 
 class Arm:
-    """One engine in a process of its own; its whole output goes to a file."""
+    """One engine in a process of its own; its whole output goes to a file, by whose name errors speak of it."""
 
-    def __init__(self, name: str, job: dict[str, Any], plugin: str, log: Path) -> None:
+    def __init__(self, name: str, job: dict[str, Any], log: Path) -> None:
         self.name, self.log = name, log
+        job = job | {"backend": None if name in (BASE, OURS) else name}
+        plugin = "attn_select" if name == OURS or name.startswith(OWN_PREFIX) else ""
         variables = {"VLLM_PLUGINS": plugin, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         program = str(Path(__file__).with_name("serve_engine.py"))
         self._pipe, theirs = Pipe()
@@ -50,10 +65,10 @@ class Arm:
         try:
             self._pipe.send(arguments)
             if not self._pipe.poll(limit):
-                raise ArmError(f"{self.name} said nothing in {limit:.0f} s; the end of its output:\n{self.tail()}")
+                raise ArmError(f"{self.log.stem} said nothing in {limit:.0f} s; the end of its output:\n{self.tail()}")
             found: dict[str, Any] = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise ArmError(f"{self.name} ended; the end of its output:\n{self.tail()}") from error
+            raise ArmError(f"{self.log.stem} ended; the end of its output:\n{self.tail()}") from error
         return found
 
     def tail(self) -> str:

@@ -125,6 +125,8 @@ SPREAD = 0.02
 """Standard deviation of the weights."""
 RANK = 16
 """Of the LoRA adapter."""
+ROOM = 128
+"""Tokens of the longest request beyond the drawn ones and the shared ones: drafts need some."""
 
 
 def random_weights(sinks: bool) -> None:
@@ -178,9 +180,11 @@ def layers_of(worker: Any) -> dict[str, int]:
 class Engine:
     """One arm's engine in this process, stepped by hand.
 
-    Beside what ``serve.py`` gives it, a job may change the model's ``config`` and the ``options`` of vLLM's ``LLM``;
-    ``shared`` is the tokens with which every prompt begins; ``lora`` gives every other request an adapter; ``sleep``
-    lets the engine sleep and wake before each service but the first.
+    A job names a ``model`` of ``MODELS`` and the ``backend`` (None: vLLM and its plugins choose), the tokens of the
+    ``longest`` request, the ``sizes`` of captured decodes, and ``cache_gib``. It may change the model's ``config`` and
+    the ``options`` of vLLM's ``LLM``. ``speculate`` is as ``serve.py`` has it; ``shared`` is the tokens with which
+    every prompt begins; ``lora`` gives every other request an adapter; ``sleep`` lets the engine sleep and wake before
+    each service but the first.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -196,8 +200,7 @@ class Engine:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": config["torch_dtype"],
-            "kv_cache_dtype": job["kv_cache_dtype"],
-            "max_model_len": job["longest"],
+            "max_model_len": job["longest"] + job.get("shared", 0) + ROOM,
             "max_num_seqs": max(job["sizes"]),
             "gpu_memory_utilization": 0.1,  # arms start at once: what is free says nothing
             "kv_cache_memory_bytes": job["cache_gib"] << 30,
@@ -208,7 +211,7 @@ class Engine:
         }
         if job["backend"]:
             options["attention_backend"] = job["backend"]
-        if job["speculate"]:
+        if job.get("speculate"):
             options["speculative_config"] = speculation(job["speculate"], config, self.folder, job["backend"])
         self.llm = LLM(str(self.folder), **options | job.get("options", {}))
         self._job, self._served = job, 0

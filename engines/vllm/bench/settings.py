@@ -29,17 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve_arms import Arm, ArmError
+from serve_arms import BASE, Arm, ArmError, arm_names
 from serve_engine import MODELS, RANK
 from serve_requests import agreement
 
-from attn_select_vllm.names import OWN_PREFIX
-
-BASE, OURS = "vLLM", "attn-select"
 SHARED = 1024
 """Tokens with which all prompts begin, where they begin alike."""
-ROOM = 128
-"""Tokens of an engine's longest request beyond the drawn ones: drafts need some."""
 SIZES = (1, 2, 4, 8, 16, 32)
 """Requests of captured decodes; as many run at a time."""
 MEASURED = threading.Lock()
@@ -113,20 +108,15 @@ def run(name: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
         ArmError: it failed, or took too long.
     """
     row = ROWS[name]
-    model = row.model or options.model
     job = {
-        "model": model,
-        "longest": options.longest + row.job.get("shared", 0) + ROOM,
+        "model": row.model or options.model,
+        "longest": options.longest,
         "sizes": SIZES,
-        "speculate": "",
-        "kv_cache_dtype": "auto",
         "cache_gib": options.cache_gib,
-        "backend": None if arm in (BASE, OURS) else arm,
         **row.job,
         "config": {"num_hidden_layers": row.layers} | row.job.get("config", {}),
         "options": {"gpu_memory_utilization": 0.05} | row.options,
     }
-    plugin = "attn_select" if arm == OURS or arm.startswith(OWN_PREFIX) else ""
     engines = []
     with tempfile.TemporaryDirectory() as store:
         extra = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": store}}
@@ -135,7 +125,7 @@ def run(name: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
                 if role:
                     job["options"] |= {"kv_transfer_config": extra | {"kv_role": role}}
                 log = options.logs / "-".join(filter(None, ("settings", name, arm, role)))
-                engines.append(Arm(f"{arm} {role}".strip(), job, plugin, log.with_suffix(".log")))
+                engines.append(Arm(arm, job, log.with_suffix(".log")))
             started = [engine.start(options.limit) for engine in engines]
             for seed in (options.seed, options.seed + 1):
                 asked = ("mixed", seed, options.requests, options.longest)
@@ -180,12 +170,10 @@ def said(name: str, arms: dict[str, Future[dict[str, Any]]]) -> str:
 
 
 def arms_of(name: str, options: argparse.Namespace) -> Sequence[str]:
-    """Return the arms of a row, none without the GPUs for it; the backends by name are those of its kind of layers."""
+    """Return the arms of a row, none without the GPUs for it."""
     if ROWS[name].gpus > options.gpus:
         return []
-    is_mla = "kv_lora_rank" in MODELS[ROWS[name].model or options.model]
-    named = [each for each in f"{options.named},{options.other}".split(",") if each and ("MLA" in each) == is_mla]
-    return [BASE, OURS, *named]
+    return arm_names(ROWS[name].model or options.model, f"{options.named},{options.other}")
 
 
 def main() -> None:

@@ -375,9 +375,10 @@ def test_vllms_own_choice_stays_on_a_cpu(vllm: Any) -> None:
     assert engine.log.lines[0].startswith(f"{HEAD}leaves full_attention to vLLM's CPU_ATTN: ")
 
 
-def test_what_vllm_has_no_backend_for_is_ours(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ValueError("No valid attention backend found"), NotImplementedError("on CPU")])
+def test_what_vllm_has_no_backend_for_is_ours(error: Exception, vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def has_none(*_: Any, **__: Any) -> str:
-        raise ValueError("No valid attention backend found")
+        raise error
 
     monkeypatch.setattr("vllm_emulated.Platform.get_attn_backend_cls", has_none)
     assert started(vllm).platform.get_attn_backend_cls(None, ASKED) == OWN_KERNELS["TORCH_SDPA"]

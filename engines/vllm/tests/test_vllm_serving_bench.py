@@ -38,17 +38,17 @@ def dying(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Arm:
     """An arm whose process runs some code before anything else, and then ends."""
     (folder / "sitecustomize.py").write_text(f"import os, time\nprint('died early', flush=True)\n{code}\nos._exit(1)\n")
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    return Arm("first", {}, "", folder / "log")
+    return Arm("first", {}, folder / "serve-first.log")
 
 
 def test_an_arm_that_ends_early_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArmError, match=r"first ended; the end of its output:\ndied early"):
+    with pytest.raises(ArmError, match=r"serve-first ended; the end of its output:\ndied early"):
         dying("", tmp_path, monkeypatch).start()
 
 
 def test_an_arm_that_hangs_is_told_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arm = dying("time.sleep(600)", tmp_path, monkeypatch)
-    with pytest.raises(ArmError, match=r"first said nothing in 0 s"):
+    with pytest.raises(ArmError, match=r"serve-first said nothing in 0 s"):
         arm.start(limit=0.1)
     arm.end()
 

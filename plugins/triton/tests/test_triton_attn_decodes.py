@@ -16,7 +16,8 @@ import triton_attn_layers as layers
 from attn_select.reference.running import common_of
 from attn_select.runtime import Capacity
 from attn_select.runtime.cuda_graph import StaticBatch
-from attn_select_triton.runtime import schedule
+from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select_triton.runtime import schedule, triton_attn_metadata
 from attn_select_triton.tuning import Gpu, Tile
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
@@ -112,6 +113,90 @@ def test_pieces_that_have_no_room_are_cut_anew(device: torch.device) -> None:
     assert builder._last_cut.each == 64
     layers.check(group, layers.problem_of(group, [(1, 528)] * 4))
     assert builder._last_cut.each > 64
+
+
+def test_equal_requests_keep_their_pieces_as_they_grow(device: torch.device) -> None:
+    group = layers.many_sms(layers.made(device, layers.layer_config()), 10)
+
+    def step(requests: Any) -> list[int]:
+        common = common_of(layers.problem_of(group, requests))
+        (part,) = group.build(common).parts[0].metadata.parts
+        return layers.pieces_of(part)
+
+    for requests, tokens in ((1, 900), (2, 512), (8, 512)):
+        first = step([(1, tokens)] * requests)
+        assert [step([(1, tokens + more)] * requests) for more in (1, 2, 30)] == [first] * 3
+
+
+def grown(lens: list[int], longest: int, draw: np.random.Generator) -> list[int]:
+    """Return the lengths of the step after: mostly a few tokens more, at times one request less, more, or a longer."""
+    lens = [min(longest, seq_len + int(draw.integers(1, 5))) for seq_len in lens]
+    event = draw.random()
+    if event < 0.1 and len(lens) > 1:
+        lens.pop(int(draw.integers(len(lens))))
+    elif event < 0.2 and len(lens) < 8:
+        lens.append(int(draw.choice([4, 60, 500, 1500])))
+    elif event < 0.3:
+        request = int(draw.integers(len(lens)))
+        lens[request] = min(longest, lens[request] + lens[request] // 3)
+    return lens
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("room", [12, 40, 2000])
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_speculative_tokens": 3}, {"sliding_window": 700, "num_speculative_tokens": 3}], ids=str
+)
+def test_steps_that_follow_one_another_lose_no_keys(
+    fields: dict[str, Any], room: int, cuda_graphs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of all steps fit the list, which a graph reads at one place, and the workspace; drafts may be refused."""
+    config, draw = layers.layer_config(**fields), np.random.default_rng(room)
+    group = layers.made(device, config, capacity=Capacity(8, 64, 2048), cuda_graphs=cuda_graphs)
+    builder, query_len = layers.builder_of(layers.many_sms(group, 30)), config.max_decode_query_len
+    builder._workspace = builder._workspace[: room * query_len * builder._row]
+    lists: list[tuple[int, ...]] = []
+    partials: list[int] = []
+
+    def listed(bounds: torch.Tensor, seq_lens: torch.Tensor, **given: Any) -> torch.Tensor:
+        """As ``list_pieces``, which tests of its own have, but count alone: no step takes the interpreter long."""
+        keys = seq_lens.cpu().numpy()
+        if given["reach"]:
+            keys = np.minimum(keys, min(query_len, given["tile_tokens"]) - 1 + given["reach"])
+        shares = np.clip(-(-keys // given["split_tokens"]), 1, given["most_splits"])
+        assert int((keys - shares * given["split_tokens"]).max()) <= 0  # else pieces are larger than they are to be
+        assert int(shares.sum()) <= given["capacity"]
+        partials.append(int(shares[shares > 1].sum()))
+        pieces = torch.empty(given["capacity"] + given["merges"], 8) if given["pieces"] is None else given["pieces"]
+        lists.append((pieces.data_ptr(), len(pieces), given["capacity"]))
+        return pieces
+
+    monkeypatch.setattr(triton_attn_metadata, "list_pieces", listed)
+    batch, lens = StaticBatch(group, query_len), [300, 4, 700, 90]
+    if cuda_graphs:
+        group.build_for_cudagraph_capture(batch.dummy(8))
+    for _ in range(400):
+        lens = grown(lens, 2048, draw)
+        bounds, host = torch.arange(len(lens) + 1, dtype=torch.int32) * query_len, torch.tensor(lens, dtype=torch.int32)
+        refused = torch.from_numpy(draw.integers(0, query_len, len(lens))).int()
+        common = CommonAttentionMetadata(
+            query_start_loc=bounds.to(device),
+            query_start_loc_cpu=bounds,
+            seq_lens=(host - refused).to(device),
+            seq_lens_cpu=host,
+            num_reqs=len(lens),
+            num_actual_tokens=len(lens) * query_len,
+            max_query_len=query_len,
+            max_seq_len=max(lens),
+            block_table_tensor=torch.zeros(len(lens), 128, dtype=torch.int32, device=device),
+            slot_mapping=torch.zeros(len(lens) * query_len, dtype=torch.int64, device=device),
+        )
+        (part,) = group.build(batch.load(common, 8) if cuda_graphs else common).parts[0].metadata.parts
+        if part.decode.pieces is not None:
+            slots = part.decode._tensors[0].numel() // (query_len * config.num_heads * config.value_head_size)
+            assert partials[-1] <= slots <= room
+    assert len(set(partials)) > 2
+    assert not cuda_graphs or len(set(lists)) == 1
 
 
 def test_speculative_queries_and_prefills_in_one_batch(device: torch.device) -> None:

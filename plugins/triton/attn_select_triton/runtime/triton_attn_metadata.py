@@ -373,7 +373,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
         # keys: the sum of the lengths.
         last = self._last_cut
         if last is not None and last.serves(of, keys, longest):
-            return max(last.splits, -(-longest // last.each)), last.each
+            # Pieces grow, and not their number: else equal requests, each a key longer, would have one more each.
+            return last.splits, max(last.each, -(-longest // last.splits))
         _, units, room, launch, rows, apart = of
         lens = np.maximum(lens, 1, dtype=np.int64)
         splits, each = schedule.split_keys(
