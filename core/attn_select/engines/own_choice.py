@@ -15,7 +15,7 @@ from attn_select.rules.rule import PACKAGED
 SERVING = "serving"
 """The workload that an engine is chosen for where its user names none."""
 LEAST_GAIN = 1.01
-"""So many times as long the engine's own choice must be predicted to take, over the workload's steps that it runs."""
+"""Another backend runs where the engine's own choice is predicted to take at least this many times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ def why_own_stays(
     Args:
         backends: what attn-select would choose, by phase.
         own: attn-select's name of what the engine chooses by itself; None where it has none.
-        measured: whether times of both are of what would run. They are not of an engine's kernel of the same name.
+        measured: whether both backends' times are of the kernels that would run. A kernel of the engine's that has the name
+            of one of attn-select's was never timed.
     """
     others = {phase: name for phase, name in backends.items() if name != own} or backends
     if any(_asked_for(selection, phase, name) for phase, name in others.items()):

@@ -95,3 +95,15 @@ def refusals_of(name: str, members: Any, ask: Callable[[Any], Iterable[str]]) ->
         return list(ask(members[name].get_class()))
     except (ImportError, OSError, RuntimeMissingError) as error:
         return [f"{type(error).__name__}: {error}"]
+
+
+def own_choice(members: Any, default: Callable[[], str]) -> EngineBackend | None:
+    """Return what vLLM chooses by itself, of the enum ``members``; None where it has nothing for such layers.
+
+    ``default`` returns the class path of vLLM's choice.
+    """
+    try:
+        path = default()
+    except (ValueError, RuntimeError):  # a platform says NotImplementedError of what it lacks
+        return None
+    return EngineBackend(next((name for name, each in members.__members__.items() if each.value == path), path), False)

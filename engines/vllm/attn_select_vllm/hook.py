@@ -21,7 +21,7 @@ from attn_select.engines.wrap import wrap
 from attn_select.errors import ConfigError, ModelError
 from attn_select.machine.detection import detect_device
 from attn_select_vllm import log_block
-from attn_select_vllm.choice import Choice, Refusals, choose, refusals_of
+from attn_select_vllm.choice import Choice, Refusals, choose, own_choice, refusals_of
 from attn_select_vllm.kernels.limits import limits, speculation_limits
 from attn_select_vllm.layers import kind_of, layer_config, wanted_graphs
 from attn_select_vllm.mla_prefill import choose_prefill
@@ -100,26 +100,14 @@ def _chosen(
     device = "cpu" if current_platform.is_cpu() else None
     eager = wanted_graphs(vllm_config) == "NEVER"
     selection = select(config, device, adapter.rules(), workload=workload_in_an_engine(config), host_time=eager)
-    choice = judge(selection, platform, attn_config, vllm_config, _own_choice(default))
+    choice = judge(selection, platform, attn_config, vllm_config, own_choice(AttentionBackendEnum, default))
     _say(log_block.choice_text(choice, kind))
     if kind == "mla" and not current_platform.is_cpu() and vllm_config.attention_config.mla_prefill_backend is None:
         _say(log_block.prefill_text(choose_prefill(selection, platform, vllm_config)))
     return None if choice.engine is None else str(AttentionBackendEnum[choice.engine.name].get_path())
 
 
-def _own_choice(default: Callable[[], str]) -> EngineBackend | None:
-    """Return what vLLM chooses by itself; None where it has nothing for such layers."""
-    try:
-        path = default()
-    except (ValueError, RuntimeError):  # a platform says NotImplementedError of what it lacks
-        return None
-    names = [name for name, each in AttentionBackendEnum.__members__.items() if each.value == path]
-    return EngineBackend(next(iter(names), path), own=False)
-
-
-def judge(
-    selection: Selection, platform: Any, attn_config: Any, vllm_config: Any, own: EngineBackend | None = None
-) -> Choice:
+def judge(selection: Selection, platform: Any, attn_config: Any, vllm_config: Any, own: EngineBackend | None) -> Choice:
     """Return the first backend of a selection's order that vLLM accepts on this platform; ``own`` as in ``choose``."""
     capability = platform.get_device_capability()
 

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig, get_mla_prefill_backend
 
 from attn_select.decide.selection import Selection
-from attn_select_vllm.choice import Choice, Refusals, choose, refusals_of
+from attn_select_vllm.choice import Choice, Refusals, choose, own_choice, refusals_of
 from attn_select_vllm.names import EngineBackend
 
 
@@ -25,18 +25,13 @@ def choose_prefill(selection: Selection, platform: Any, vllm_config: Any) -> Cho
             engine.name, MLAPrefillBackendEnum, lambda made: made.validate_configuration(capability, asked)
         )
 
-    choice = choose(selection, refusals, _own_choice(vllm_config), "mla_prefill")
+    own = own_choice(MLAPrefillBackendEnum, lambda: _path_of_own_choice(vllm_config))
+    choice = choose(selection, refusals, own, "mla_prefill")
     if choice.engine is not None and choice.engine != choice.own:
         vllm_config.attention_config.mla_prefill_backend = MLAPrefillBackendEnum[choice.engine.name]
     return choice
 
 
-def _own_choice(vllm_config: Any) -> EngineBackend | None:
-    """Return what vLLM chooses by itself; None where it has nothing for such layers."""
-    try:
-        chosen = get_mla_prefill_backend(vllm_config)
-    except ValueError:
-        return None
-    path = f"{chosen.__module__}.{chosen.__qualname__}"
-    names = [name for name, each in MLAPrefillBackendEnum.__members__.items() if each.value == path]
-    return EngineBackend(next(iter(names), path), own=False)
+def _path_of_own_choice(vllm_config: Any) -> str:
+    chosen = get_mla_prefill_backend(vllm_config)
+    return f"{chosen.__module__}.{chosen.__qualname__}"

@@ -1,13 +1,13 @@
 """Production settings of the real vLLM engine, each served by vLLM's choice, by attn-select's, and by a third backend.
 
     python settings.py                                             # all settings, 8 engines at a time on one GPU
-    python settings.py --named ATTN_SELECT_TRITON_ATTN,ATTN_SELECT_TRITON_MLA --rows fp8-cache,lora
-    python settings.py --model tiny --other "" --rows drafts-eagle --longest 200 --requests 6 --jobs 2  # on a CPU
+    python settings.py --also ATTN_SELECT_TRITON_ATTN,TRITON_ATTN --rows fp8-cache,lora
+    python settings.py --model tiny --also "" --rows drafts-eagle --longest 200 --requests 6 --jobs 2  # on a CPU
 
-The arms of a setting are vLLM's choice, attn-select's, the backends of ``--named`` (attn-select's by name, since the
-choice may be vLLM's own) and those of ``--other``, which say how near two of vLLM's own backends are to each other.
-Every arm serves the same drawn requests twice: the first time warms up. An arm that fails or says nothing for
-``--limit`` seconds is told with the last lines of its output, and the others go on.
+The arms of a setting are vLLM's choice, attn-select's, and the backends of ``--also``: two of vLLM's own say how near
+such backends are to each other, and attn-select's run by name, since its choice may be vLLM's own. Every arm serves
+the same drawn requests twice: the first time warms up. An arm that fails or says nothing for ``--limit`` seconds is
+told with the last lines of its output, and the others go on.
 
 Engines run side by side. One at a time is measured, but others start meanwhile: the rates are no figures to compare
 closely, for which ``serve.py`` is there. Printed are, as each setting ends and as a table at the end, whether an arm
@@ -37,6 +37,8 @@ SHARED = 1024
 """Tokens with which all prompts begin, where they begin alike."""
 SIZES = (1, 2, 4, 8, 16, 32)
 """Requests of captured decodes; as many run at a time."""
+ALSO = "TRITON_ATTN,TRITON_MLA"
+"""Two of vLLM's own backends: how near they are to its choice is the yardstick of tokens."""
 MEASURED = threading.Lock()
 """Held while an engine is measured."""
 STEPS = {"max_num_batched_tokens": 512}
@@ -173,15 +175,16 @@ def arms_of(name: str, options: argparse.Namespace) -> Sequence[str]:
     """Return the arms of a row, none without the GPUs for it."""
     if ROWS[name].gpus > options.gpus:
         return []
-    return arm_names(ROWS[name].model or options.model, f"{options.named},{options.other}")
+    return arm_names(ROWS[name].model or options.model, options.also)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"default: {','.join(ROWS)}")
     parser.add_argument("--model", default="llama", choices=sorted(MODELS), help="of most rows (default: llama)")
-    parser.add_argument("--named", default="", metavar="NAME,…", help="attn-select's backends, an arm each")
-    parser.add_argument("--other", default="TRITON_ATTN,TRITON_MLA", metavar="NAME,…", help="vLLM's, an arm each")
+    parser.add_argument(
+        "--also", default=ALSO, metavar="NAME,…", help=f"backends by vLLM's names, an arm each (default: {ALSO})"
+    )
     parser.add_argument("--requests", type=int, default=32, help="of a service (default: 32)")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of a request at most (default: 3000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first service's requests (default: 0)")

@@ -77,7 +77,7 @@ def test_a_run_on_a_cpu(tmp_path: Path) -> None:
 @ON_A_CPU
 def test_settings_on_a_cpu(tmp_path: Path) -> None:
     """The head drafts what the model says, a CPU does not sleep, and two GPUs are not there."""
-    options = ["--requests", "3", "--longest", "100", "--jobs", "2", "--other", "", "--logs", str(tmp_path)]
+    options = ["--requests", "3", "--longest", "100", "--jobs", "2", "--also", "", "--logs", str(tmp_path)]
     *_, table = bench("settings.py", "--model", "tiny", "--rows", "drafts-eagle,sleep,dcp", *options).partition(
         "All rows"
     )
