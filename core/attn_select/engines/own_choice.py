@@ -43,8 +43,8 @@ def why_own_stays(
     Args:
         backends: what attn-select would choose, by phase.
         own: attn-select's name of what the engine chooses by itself; None where it has none.
-        measured: whether both backends' times are of the kernels that would run. A kernel of the engine's that has the name
-            of one of attn-select's was never timed.
+        measured: whether both backends' times are of the kernels that would run. A kernel of the engine's own that has
+            the name of one of attn-select's was never timed.
     """
     others = {phase: name for phase, name in backends.items() if name != own} or backends
     if any(_asked_for(selection, phase, name) for phase, name in others.items()):
