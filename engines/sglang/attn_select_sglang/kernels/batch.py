@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.utils import is_cpu
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attn_select.runtime import BatchError, CommonAttentionMetadata
 from attn_select.runtime.batch import to_device
@@ -46,6 +47,9 @@ def common_of(
     slots = forward_batch.out_cache_loc[:tokens]
     if translate is not None:
         rows, slots = translate(rows), translate(slots)
+    # Of requests that only fill a captured batch SGLang gives lengths and rows, and no slots (build_replay_fb_view in
+    # decode_cuda_graph_runner.py 0.5.23): what they write goes nowhere.
+    slots = pad(slots.to(torch.int64), (0, tokens - len(slots)), value=-1)
     return CommonAttentionMetadata(
         query_start_loc=to_device(bounds_cpu, req_to_token.device),
         query_start_loc_cpu=bounds_cpu,
@@ -56,7 +60,7 @@ def common_of(
         max_query_len=max(lens),
         max_seq_len=longest,
         block_table_tensor=torch.div(rows, page_size, rounding_mode="floor").to(torch.int32),
-        slot_mapping=slots.to(torch.int64),
+        slot_mapping=slots,
         block_size=page_size,
         tree_mask=None if mask is None else tree_of(mask, drafts, before),  # without one drafts are a chain
     )

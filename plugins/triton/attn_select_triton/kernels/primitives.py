@@ -417,6 +417,13 @@ def attend_visible(
     )
 
 
+@triton.constexpr_function
+def power_of_two(count):
+    """Return the least power of two that is not below ``count``."""
+    # Not ``triton.next_power_of_2``: SGLang puts a plain function there (srt/utils/common.py 0.5.23), which kernels refuse.
+    return 1 << (count - 1).bit_length()
+
+
 @triton.jit
 def key_bounds(
     first_row, last_row, seq_len, window, ranges_ptr,
@@ -440,7 +447,7 @@ def key_bounds(
         full_high = tl.minimum(seq_len, tl.maximum(first_row + 1, 0))
     if RANGES > 0:
         # An image range that a row stands in adds keys on both sides. It takes none away, so the full tiles stay.
-        index = tl.arange(0, triton.next_power_of_2(RANGES))
+        index = tl.arange(0, power_of_two(RANGES))
         first = tl.load(ranges_ptr + 2 * index, mask=index < RANGES, other=1)
         last = tl.load(ranges_ptr + 2 * index + 1, mask=index < RANGES, other=0)
         meets = (first <= last_row) & (last >= first_row) & (index < RANGES)
