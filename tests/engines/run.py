@@ -81,6 +81,11 @@ ENVIRONMENTS = (
             "engines/vllm/tests/test_vllm_serving_bench.py",
             FLAG_PARSERS,
         ),
+        smoke=(
+            "engines/vllm/tests/test_vllm_contract.py",
+            "engines/vllm/tests/test_vllm_engine.py",
+            FLAG_PARSERS,
+        ),
         removed=("torchvision", "torchaudio", "torchcodec"),  # the index's builds are for CUDA and break the import
     ),
     Environment(

@@ -420,8 +420,8 @@ def attend_visible(
 @triton.constexpr_function
 def power_of_two(count):
     """Return the least power of two that is not below ``count``."""
-    # Not ``triton.next_power_of_2``: SGLang puts a plain function there (srt/utils/common.py 0.5.23), and kernels refuse
-    # those.
+    # Not ``triton.next_power_of_2``: SGLang puts a plain function there (srt/utils/common.py 0.5.23), which kernels
+    # refuse.
     return 1 << (count - 1).bit_length()
 
 
