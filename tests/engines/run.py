@@ -82,6 +82,7 @@ ENVIRONMENTS = (
             FLAG_PARSERS,
         ),
         smoke=(
+            *("-m", "not slow or slow(ci=True)"),
             "engines/vllm/tests/test_vllm_contract.py",
             "engines/vllm/tests/test_vllm_engine.py",
             FLAG_PARSERS,
