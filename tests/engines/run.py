@@ -81,12 +81,6 @@ ENVIRONMENTS = (
             "engines/vllm/tests/test_vllm_serving_bench.py",
             FLAG_PARSERS,
         ),
-        smoke=(
-            *("-m", "not slow or slow(ci=True)"),
-            "engines/vllm/tests/test_vllm_contract.py",
-            "engines/vllm/tests/test_vllm_engine.py",
-            FLAG_PARSERS,
-        ),
         removed=("torchvision", "torchaudio", "torchcodec"),  # the index's builds are for CUDA and break the import
     ),
     Environment(

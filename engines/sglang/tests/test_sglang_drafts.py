@@ -46,11 +46,11 @@ def step_of(engine: Engine, chosen: list[int], fill: int = 0) -> tuple[Any, list
     """Return a step that checks drafts of these requests, its tokens' K and V in each layer, and the trees.
 
     Args:
-        fill: requests behind them that only fill a captured batch.
+        fill: requests behind them that only fill a captured batch, without slots as SGLang's.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    slots = [slot for request in chosen for slot in engine.place(request, DRAFTS)] + [0] * fill * DRAFTS
+    slots = [slot for request in chosen for slot in engine.place(request, DRAFTS)]
     trees = [drawn_tree(engine) for _ in chosen]
     before = [engine.lens[request] for request in chosen]
     masks = [
@@ -68,7 +68,7 @@ def step_of(engine: Engine, chosen: list[int], fill: int = 0) -> tuple[Any, list
         out_cache_loc=torch.tensor(slots),
         spec_info=SimpleNamespace(draft_token_num=DRAFTS, custom_mask=torch.cat(masks)),
     )
-    return batch, [torch.randn(len(slots), 2 * KV_HEADS, SIZE) for _ in engine.layers], trees
+    return batch, [torch.randn(len(lens) * DRAFTS, 2 * KV_HEADS, SIZE) for _ in engine.layers], trees
 
 
 def check(engine: Engine, backend: Any, batch: Any, rows: list[Tensor], trees: list[Tensor], chosen: list[int]) -> None:

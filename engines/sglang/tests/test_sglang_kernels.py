@@ -205,18 +205,30 @@ class Engine:
         self.holders[index] = HeldLayer(self.layers[index])
         self.runner.model = torch.nn.ModuleList(self.holders)
 
-    def check(self, backend: Any, batch: Any, rows: list[Tensor], chosen: list[int], lens: list[int] | None) -> None:
-        """Run every layer of a step and compare each request's rows with float64 attention."""
+    def check(
+        self,
+        backend: Any,
+        batch: Any,
+        rows: list[Tensor],
+        chosen: list[int],
+        lens: list[int] | None,
+        fill: int = 0,
+    ) -> None:
+        """Run every layer of a step and compare each request's rows with float64 attention.
+
+        Args:
+            fill: decodes behind them that only fill a captured batch.
+        """
         for holder, layer, row, seen, window in zip(
             self.holders, self.layers, rows, self.seen, self.windows, strict=True
         ):
             sinks = getattr(holder, "sinks", None)
-            query = torch.randn(len(row), HEADS * SIZE)
-            key, value = row.split(KV_HEADS, dim=1)
+            query = torch.randn(len(row) + fill, HEADS * SIZE)
+            key, value = torch.cat([row, torch.randn(fill, *row.shape[1:])]).split(KV_HEADS, dim=1)
             output = backend.forward(query, key, value, layer, batch, **({} if sinks is None else {"sinks": sinks}))
             assert output.shape == query.shape
-            parts = [tensor.split(lens or [1] * len(chosen)) for tensor in (query, output)]
-            for request, asked, given in zip(chosen, *parts, strict=False):  # behind them stand those that only fill
+            parts = [tensor[: len(row)].split(lens or [1] * len(chosen)) for tensor in (query, output)]
+            for request, asked, given in zip(chosen, *parts, strict=True):
                 keys, values = seen[request].split(KV_HEADS, dim=1)
                 wanted = attention(asked.view(-1, HEADS, SIZE), keys, values, window, sinks).float()
                 torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
@@ -301,11 +313,10 @@ def test_captured_decodes(name: str, two_pools: bool, monkeypatch: pytest.Monkey
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
     for chosen in ([0, 3], [5, 1, 4, 2], [3, 0], [2, 5, 0, 1], [4, 1, 3]):
         batch, rows = engine.step(chosen, None)
-        if filled := len(chosen) % 2:
-            fill_up(batch, filled)
-            rows = [torch.cat([row, row[:filled]]) for row in rows]
+        fill = len(chosen) % 2
+        fill_up(batch, fill)
         backend.init_forward_metadata_out_graph(batch)
-        engine.check(backend, batch, rows, chosen, [1] * batch.batch_size)
+        engine.check(backend, batch, rows, chosen, None, fill)
 
 
 def fill_up(batch: Any, requests: int) -> None:

@@ -27,7 +27,7 @@ from attn_select.runtime import (
 )
 from attn_select.runtime.compile_ahead import compile_in_an_engine
 from attn_select.runtime.cuda_graph import StaticBatch, check_level
-from attn_select_sglang.kernels.batch import VERIFY, common_of, reordered
+from attn_select_sglang.kernels.batch import VERIFY, common_of, reordered, requests_with_slots
 from attn_select_sglang.kernels.limits import captures, drafts_of, limits
 
 logger = logging.getLogger("sglang.attn_select")
@@ -128,15 +128,18 @@ class OwnAttnBackend(AttentionBackend):
         """Build the step for every group."""
         if forward_batch.forward_mode.is_idle():
             return
-        self.forward_metadata = {group: _built(group, common) for group, common in self._batches(forward_batch)}
+        batches = self._batches(forward_batch, forward_batch.batch_size)
+        self.forward_metadata = {group: _built(group, common) for group, common in batches}
 
-    def _batches(self, forward_batch: Any) -> Iterator[tuple[LayerGroup, CommonAttentionMetadata]]:
-        """Return every group with the step's batch, in the token slots of the pool that the group's layers are in."""
+    def _batches(self, forward_batch: Any, requests: int) -> Iterator[tuple[LayerGroup, CommonAttentionMetadata]]:
+        """Return every group with the first ``requests``, in the slots of the pool that the group's layers are in."""
         known: dict[bool, CommonAttentionMetadata] = {}
         for (_, in_window_pool), group in self._groups.items():
             if in_window_pool not in known:
                 translate = self.token_to_kv_pool.translate_loc_from_full_to_swa if in_window_pool else None
-                known[in_window_pool] = common_of(forward_batch, self._req_to_token, self.page_size, translate)
+                known[in_window_pool] = common_of(
+                    forward_batch, requests, self._req_to_token, self.page_size, translate
+                )
             yield group, known[in_window_pool]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -165,7 +168,7 @@ class OwnAttnBackend(AttentionBackend):
             sizes = ", ".join(map(str, sorted(self._captured))) or "none"
             raise BatchError(f"batch_size = {size}: no decode of this size was captured (captured: {sizes})")
         else:
-            for group, common in self._batches(forward_batch):
+            for group, common in self._batches(forward_batch, requests_with_slots(forward_batch)):
                 group.build(self._static[group].load(common, size))
         self.forward_metadata = self._captured[size]
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from sglang.srt.utils import is_cpu
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attn_select.runtime import BatchError, CommonAttentionMetadata
 from attn_select.runtime.batch import to_device
@@ -21,18 +20,29 @@ MODES = ("DECODE", "EXTEND", "MIXED", "SPLIT_PREFILL", VERIFY)
 """SGLang's kinds of steps: tokens attend to all before the step, and within the step causally or by a tree."""
 
 
+def requests_with_slots(forward_batch: Any) -> int:
+    """Return how many of a replayed batch's requests are real: the others, behind them, fill a captured size."""
+    # SGLang gives those a row and a length, and no slot (build_replay_fb_view in decode_cuda_graph_runner.py 0.5.23).
+    tokens_each = forward_batch.spec_info.draft_token_num if forward_batch.forward_mode.name == VERIFY else 1
+    return len(forward_batch.out_cache_loc) // tokens_each
+
+
 def common_of(
-    forward_batch: Any, req_to_token: Tensor, page_size: int, translate: Callable[[Tensor], Tensor] | None = None
+    forward_batch: Any,
+    requests: int,
+    req_to_token: Tensor,
+    page_size: int,
+    translate: Callable[[Tensor], Tensor] | None = None,
 ) -> CommonAttentionMetadata:
-    """Return attn-select's view of a ``ForwardBatch`` of decodes, extends or drafts. Does not wait for the device."""
-    # ``req_to_token`` is int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one
+    """Return attn-select's view of the first ``requests`` of a ``ForwardBatch`` of decodes, extends or drafts."""
+    # Does not wait for the device. ``req_to_token`` is int32 ``(requests, tokens)``, SGLang's token slots of each request in order; slots of one
     # page lie one behind the other, the first at a multiple of the page size. ``translate`` turns them into slots of
     # the pool that the layers' keys and values are in, page by page; None: they are those already.
     if forward_batch.forward_mode.name not in MODES:
         raise BatchError(f"forward_mode = {forward_batch.forward_mode.name}: accepted are {', '.join(MODES)}")
     if forward_batch.seq_lens_cpu is None:
         raise BatchError("seq_lens_cpu is None: the kernels' plans are made from lengths on the host")
-    requests, mode, drafts, mask = forward_batch.batch_size, forward_batch.forward_mode, 0, None
+    mode, drafts, mask = forward_batch.forward_mode, 0, None
     if mode.name == VERIFY:
         drafts, mask = forward_batch.spec_info.draft_token_num, forward_batch.spec_info.custom_mask
         lens = [drafts] * requests
@@ -47,9 +57,6 @@ def common_of(
     slots = forward_batch.out_cache_loc[:tokens]
     if translate is not None:
         rows, slots = translate(rows), translate(slots)
-    # Of requests that only fill a captured batch SGLang gives lengths and rows, and no slots (build_replay_fb_view in
-    # decode_cuda_graph_runner.py 0.5.23): what they write goes nowhere.
-    slots = pad(slots.to(torch.int64), (0, tokens - len(slots)), value=-1)
     return CommonAttentionMetadata(
         query_start_loc=to_device(bounds_cpu, req_to_token.device),
         query_start_loc_cpu=bounds_cpu,
@@ -60,7 +67,7 @@ def common_of(
         max_query_len=max(lens),
         max_seq_len=longest,
         block_table_tensor=torch.div(rows, page_size, rounding_mode="floor").to(torch.int32),
-        slot_mapping=slots,
+        slot_mapping=slots.to(torch.int64),
         block_size=page_size,
         tree_mask=None if mask is None else tree_of(mask, drafts, before),  # without one drafts are a chain
     )
@@ -69,8 +76,7 @@ def common_of(
 def tree_of(mask: Tensor, drafts: int, before: Tensor) -> Tensor:
     """Return which of a request's drafts each of them sees, bool ``(B * drafts, drafts)``."""
     # SGLang's mask lies one request behind the other: ``(drafts, drafts)`` of each in its engine for CPUs, elsewhere
-    # with a column in front for each token before the step (speculative/ngram_worker.py 0.5.23). Of requests that only
-    # fill a captured batch there is none, and they get any.
+    # with a column in front for each token before the step (speculative/ngram_worker.py 0.5.23).
     if is_cpu():
         return mask.view(-1, drafts)
     widths = before.long() + drafts
@@ -79,7 +85,7 @@ def tree_of(mask: Tensor, drafts: int, before: Tensor) -> Tensor:
     # Where request b's draft i has the column of draft j: the request's start, its columns before the step, i whole
     # rows, j.
     places = (ends - widths * drafts + before)[:, None, None] + each[:, None] * widths[:, None, None] + each
-    return mask[places.clamp_(max=len(mask) - 1)].view(-1, drafts)
+    return mask[places].view(-1, drafts)
 
 
 def reordered(common: CommonAttentionMetadata, order: Sequence[int]) -> tuple[CommonAttentionMetadata, Tensor]:

@@ -82,7 +82,7 @@ class OwnMLABackend(OwnAttnBackend):
         if forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata(forward_batch)
             return
-        common = common_of(forward_batch, self._req_to_token, self.page_size)
+        common = common_of(forward_batch, forward_batch.batch_size, self._req_to_token, self.page_size)
         new = VarlenMetadata.of_new_tokens(common, causal=True)
         self.forward_metadata = {
             group: Prompts(common, new, _builder(group).build_prefill(new)) for group in self._groups.values()
