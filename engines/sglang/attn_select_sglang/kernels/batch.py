@@ -35,9 +35,10 @@ def common_of(
     translate: Callable[[Tensor], Tensor] | None = None,
 ) -> CommonAttentionMetadata:
     """Return attn-select's view of the first ``requests`` of a ``ForwardBatch`` of decodes, extends or drafts."""
-    # Does not wait for the device. ``req_to_token`` is int32 ``(requests, tokens)``, SGLang's token slots of each request
-    # in order; slots of one page lie one behind the other, the first at a multiple of the page size. ``translate`` turns
-    # them into slots of the pool that the layers' keys and values are in, page by page; None: they are that pool's.
+    # Does not wait for the device. ``req_to_token`` is int32 ``(requests, tokens)``, SGLang's token slots of each
+    # request in order; slots of one page lie one behind the other, the first at a multiple of the page size.
+    # ``translate`` turns them into slots of the pool that the layers' keys and values are in, page by page; None: they
+    # are that pool's.
     if forward_batch.forward_mode.name not in MODES:
         raise BatchError(f"forward_mode = {forward_batch.forward_mode.name}: accepted are {', '.join(MODES)}")
     if forward_batch.seq_lens_cpu is None:
