@@ -130,4 +130,4 @@ def _judged(
     if spec is None:
         return [], [f"no plugin here has {name}"]
     now = present(recorded, spec, environment)
-    return stale_parts(recorded, now), [f"{part} is not installed here" for part in recorded if part not in now]
+    return stale_parts(name, recorded, now), [f"{part} is not installed here" for part in recorded if part not in now]

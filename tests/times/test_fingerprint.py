@@ -113,10 +113,17 @@ def test_times_are_stale_where_a_known_part_differs(plugin: Callable[..., str]) 
     own: Any = spec(("torch",), ("triton",))
     plugin()
     recorded = fingerprint(own, environment(triton="3.6.0"))
-    assert stale_parts(recorded, present(recorded, own, environment(triton="3.6.9"))) == []
-    assert stale_parts(recorded, present(recorded, own, environment(triton="3.7.1"))) == []  # measured to be alike
-    assert stale_parts(recorded, present(recorded, own, environment(triton="3.8.0"))) == ["triton 3.6, now 3.8"]
+    assert stale_parts("ACME", recorded, present(recorded, own, environment(triton="3.6.9"))) == []
+    assert stale_parts("ACME", recorded, present(recorded, own, environment(triton="3.7.1"))) == []  # measured to be alike
+    assert stale_parts("ACME", recorded, present(recorded, own, environment(triton="3.8.0"))) == ["triton 3.6, now 3.8"]
     plugin(**{"kernels/decode.py": "WIDTH = 8\n"})
     now = present(recorded, own, environment())
     assert set(now) == {"sources"}  # Triton's version is not known, and nothing is said of it
-    assert stale_parts(recorded, now) == ["its own kernels or schedules changed"]
+    assert stale_parts("ACME", recorded, now) == ["its own kernels or schedules changed"]
+
+
+def test_releases_are_alike_for_the_backends_that_were_compared() -> None:
+    recorded, now = {"vllm": "0.26.0"}, {"vllm": "0.33.0"}
+    assert stale_parts("FLASH_ATTN", recorded, now) == stale_parts("FLASH_ATTN_MLA", recorded, now) == []
+    assert stale_parts("FLASHMLA", recorded, now) == ["vllm 0.26.0, now 0.33.0"]
+    assert stale_parts("FLASH_ATTN", recorded, {"vllm": "0.32.0"}) == ["vllm 0.26.0, now 0.32.0"]

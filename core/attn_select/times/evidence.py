@@ -68,7 +68,7 @@ def load_evidence(
         if name not in specs:
             continue
         now = present(surveyed.fingerprint, specs[name], environment)
-        if parts := stale_parts(surveyed.fingerprint, now):
+        if parts := stale_parts(name, surveyed.fingerprint, now):
             stale[name] = ", ".join(parts)
             if name in known_stale() or (SOURCES in now and now[SOURCES] != surveyed.fingerprint[SOURCES]):
                 without.add(name)

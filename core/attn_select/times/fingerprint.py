@@ -65,13 +65,12 @@ def _versions(names: Sequence[str], environment: Environment) -> dict[str, str]:
     return {name: ".".join(version.split(".")[:2]) if name in COMPILERS else version for name, version in known.items()}
 
 
-def stale_parts(recorded: Fingerprint, now: Fingerprint) -> list[str]:
+def stale_parts(backend: str, recorded: Fingerprint, now: Fingerprint) -> list[str]:
     """Return in words which parts are others now; nothing: the times are of the kernels that are here, or alike."""
-    here = {name: now.get(name, was) for name, was in recorded.items()}
     changed = [
         name
         for name, was in recorded.items()
-        if was != here[name] and not any({was, here[name]} <= {*each["releases"]} for each in _alike().get(name, ()))
+        if (here := now.get(name, was)) != was and not _alike(backend, name, was, here)
     ]
     return [
         "its own kernels or schedules changed" if name == SOURCES else f"{name} {recorded[name]}, now {now[name]}"
@@ -79,9 +78,15 @@ def stale_parts(recorded: Fingerprint, now: Fingerprint) -> list[str]:
     ]
 
 
+def _alike(backend: str, name: str, *releases: str) -> bool:
+    """Whether a row says that these releases of a library are alike for a backend: a library may hold several ones."""
+    rows = _alike_rows().get(name, ())
+    return any({*releases} <= {*row["releases"]} and backend in row.get("backends", [backend]) for row in rows)
+
+
 @functools.cache
-def _alike() -> dict[str, list[dict[str, list[str]]]]:
-    """Return which releases of a library were measured to be alike."""
+def _alike_rows() -> dict[str, list[dict[str, list[str]]]]:
+    """Return the rows of ``ALIKE`` by library."""
     found: dict[str, list[dict[str, list[str]]]] = tomllib.loads(ALIKE.read_text(encoding="utf-8"))
     return found
 
