@@ -114,7 +114,7 @@ def test_times_are_stale_where_a_known_part_differs(plugin: Callable[..., str]) 
     plugin()
     recorded = fingerprint(own, environment(triton="3.6.0"))
     assert stale_parts("ACME", recorded, present(recorded, own, environment(triton="3.6.9"))) == []
-    assert stale_parts("ACME", recorded, present(recorded, own, environment(triton="3.7.1"))) == []  # measured to be alike
+    assert stale_parts("ACME", recorded, present(recorded, own, environment(triton="3.7.1"))) == []  # alike
     assert stale_parts("ACME", recorded, present(recorded, own, environment(triton="3.8.0"))) == ["triton 3.6, now 3.8"]
     plugin(**{"kernels/decode.py": "WIDTH = 8\n"})
     now = present(recorded, own, environment())

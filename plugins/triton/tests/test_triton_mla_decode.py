@@ -150,9 +150,9 @@ def test_through_tensor_descriptors() -> None:
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_strides_that_do_not_suit_the_hopper_kernel(block_m: int) -> None:
     batch = Batch([70, 5], [1, 2], config_of(4, 32, 16), 64, device())
-    wide = torch.full((3, 5, 48), torch.nan, dtype=batch.query.dtype, device=batch.query.device)
-    wide[:, :4] = batch.query
-    batch.query = wide[:, :4]
+    wide = batch.cache.new_full((*batch.cache.shape[:2], 49), torch.nan)
+    wide[..., :48] = batch.cache
+    batch.cache = wide[..., :48]
     batch.check(MLALaunch(block_m, 64, 4, 1, True, True), 2)
 
 

@@ -67,6 +67,22 @@ def test_long_requests_among_many_short_ones_on_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_latent_that_lies_head_by_head_gets_the_same_kernel(heads: int, tokens: int) -> None:
+    """As a product for each head leaves it; another kernel would round otherwise."""
+    group = group_of(layer_config(num_heads=heads, **DEEPSEEK))
+    common, cache, _ = batch(group, [1] * tokens, [4097, 64, 65, 1000, 129][:tokens])
+    query, (builder, impl) = queries(group, tokens), parts_of(group)
+    latent, rope = query[..., :512], query[..., 512:]
+    by_head = latent.transpose(0, 1).contiguous().transpose(0, 1)
+    found = [latent.new_full(latent.shape, torch.nan) for _ in range(2)]
+    for given, output in zip((latent, by_head), found, strict=True):
+        impl.forward_mqa((given, rope), cache, builder.build(0, common), Outputs(output))
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "block_size"), [(16, 64), (128, 64), (128, 16)])
 def test_128_ki_of_context_on_a_gpu(heads: int, block_size: int) -> None:
     length = 1 << 17

@@ -332,14 +332,11 @@ class _Prepared:
         stride_b, stride_t, _ = kv_cache.stride()
         whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * element % 16 == 0
         described = launch.described and whole_rows
-        # As TMA sees a query: rows, one per token and head, all the same distance from each other.
-        flat_query = all(
-            part.stride(0) == heads * part.stride(1) and part.data_ptr() % 16 == 0 for part in (query, query_rope)
-        )
+        by_16_bytes = query.data_ptr() % 16 == 0 and query_rope.data_ptr() % 16 == 0
         fp8 = kv_cache.dtype == torch.float8_e4m3fn
-        # The launch was chosen before strides and addresses were known: where they do not suit TMA, the other kernel's.
-        # Over FP8 the kernel itself reads the query, to round it.
-        if launch.hopper and not (described and (fp8 or flat_query)):
+        # The launch was chosen before addresses and the cache's strides were known: where they do not suit TMA, the
+        # other kernel's. Over FP8 the kernel itself reads the query, to round it.
+        if launch.hopper and not (described and (fp8 or by_16_bytes)):
             columns = power_of_two(rank) + power_of_two(rope)
             tile = tile_of(
                 "mla", capability_of(query.device), rows=launch.block_m, columns=columns, in_boxes=False
@@ -406,6 +403,14 @@ def mla_workspace(max_query_len: int, heads: int, rank: int) -> int:
     return max_query_len * heads * (rank + 1)
 
 
+def _in_rows(part: Tensor) -> Tensor:
+    """Return a query ``(T, H, D)`` as TMA reads it, its T x H rows evenly apart; copied where they are not."""
+    # vLLM 0.26 projects the latent head by head and leaves it so. The other kernel reads that as it is, and is slower.
+    if part.stride(0) == part.shape[1] * part.stride(1):
+        return part
+    return part.flatten(0, 1).view(part.shape)
+
+
 def mla_decode(
     query: Tensor | tuple[Tensor, Tensor],
     kv_cache: Tensor,
@@ -451,6 +456,8 @@ def mla_decode(
     tokens, heads, _ = latent.shape
     if tokens == 0:
         return
+    if launch.hopper and kv_cache.dtype != torch.float8_e4m3fn:
+        latent, rope = _in_rows(latent), _in_rows(rope)
     with_lse, split = output_lse is not None, num_splits > 1 or pieces is not None
     slot_rows = max_query_len * heads
     parts = part_lse = None
