@@ -163,6 +163,21 @@ def test_vllms_own_choice_stays_below_one_percent() -> None:
     assert second == "  no times say that TRITON_ATTN is faster"  # vLLM's kernel of that name was not timed
 
 
+@pytest.mark.parametrize(("heads", "engine"), [(16, "ATTN_SELECT_TRITON_MLA"), (128, "FLASH_ATTN_MLA")])
+def test_decodes_of_mla_are_weighed_as_what_they_are_of_a_step(heads: int, engine: str) -> None:
+    """Of 128 heads prefills take most of a step, so that what decodes gain is lost in it."""
+    layer = AttentionConfig(**{**MLA_FIELDS, "num_heads": heads, "cuda_graph": "UNIFORM_SINGLE_TOKEN_DECODE"})
+    selection = serving(layer, "h200")
+    choice = chosen(selection, "FLASH_ATTN_MLA")
+    assert choice.engine is not None
+    assert choice.engine.name == engine
+    decodes = [own_choice.predicted_us(selection, {"decode": name}) or 0 for name in ("FLASH_ATTN_MLA", "TRITON_MLA")]
+    assert decodes[0] > LEAST_GAIN * decodes[1]
+    if heads == 128:
+        kept = choice.stays["ATTN_SELECT_TRITON_MLA"]
+        assert 1 < (kept.gain or 0) < kept.least
+
+
 @pytest.mark.parametrize("stale", ["TRITON_ATTN", "FLASH_ATTN"])
 def test_times_of_other_kernels_than_are_here_say_nothing(stale: str) -> None:
     selection = serving(LLAMA_LAYERS, "h200")
