@@ -225,6 +225,7 @@ def under_the_runner_of_gpus(models: dict[str, Path]) -> tuple[dict[str, Run], s
         "eagle": (models["llama of one layer"], eagle | TRITON),
         "one KV head": (models["llama of one KV head"], TRITON | FEW),
         "deepseek": (models["deepseek"], LATENTS),
+        "deepseek with drafts": (models["deepseek"], LATENTS | {"speculative_config": DRAFTS}),
     }
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     runs, log = run(variables, *engines.values(), gpu="a100")
@@ -274,22 +275,35 @@ def test_ranks_share_contexts(models: dict[str, Path], under_the_runner_of_gpus:
     assert all(len(set(row)) > 5 for row in whole.tokens)  # few different tokens would prove nothing
 
 
+def assert_near(found: Run, wanted: Run) -> None:
+    """Check that most tokens come before the first difference of a prompt: some may differ in float16."""
+    pairs = zip(wanted.tokens, found.tokens, strict=True)
+    same = [list(takewhile(lambda each: each[0] == each[1], zip(*rows, strict=True))) for rows in pairs]
+    assert sum(map(len, same)) > 0.8 * sum(map(len, wanted.tokens))
+    assert all(len(set(row)) > 5 for row in wanted.tokens)  # few different tokens would prove nothing
+
+
+@more_engines
+def test_mla_verifies_drafts(under_the_runner_of_gpus: tuple[dict[str, Run], str]) -> None:
+    plain, found = (under_the_runner_of_gpus[0][name] for name in ("deepseek", "deepseek with drafts"))
+    assert found.backends == plain.backends == [{"ATTN_SELECT_TRITON_MLA"}]
+    assert found.drafts[0] > 10
+    assert_near(found, plain)
+
+
 @more_engines
 @two_cpus
 def test_ranks_share_the_contexts_of_mla(
     models: dict[str, Path], under_the_runner_of_gpus: tuple[dict[str, Run], str]
 ) -> None:
-    """In float16, in which the kernel runs: so some tokens may differ from those of one rank with whole contexts."""
+    """In float16, in which the kernel runs; beside one rank with whole contexts."""
     whole = under_the_runner_of_gpus[0]["deepseek"]
     options = LATENTS | SHARED | {"tensor_parallel_size": 2}
     (found,), log = run(TWO_RANKS, (models["deepseek"], options), gpu="a100")
     assert whole.backends == [{"ATTN_SELECT_TRITON_MLA"}]
     assert found.backends == whole.backends * 2
     assert "Worker_TP1_DCP1" in log
-    pairs = zip(whole.tokens, found.tokens, strict=True)
-    same = [list(takewhile(lambda each: each[0] == each[1], zip(*rows, strict=True))) for rows in pairs]
-    assert sum(map(len, same)) > 0.8 * sum(map(len, whole.tokens))
-    assert all(len(set(row)) > 5 for row in whole.tokens)  # few different tokens would prove nothing
+    assert_near(found, whole)
 
 
 @more_engines

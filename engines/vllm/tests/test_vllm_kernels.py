@@ -394,9 +394,13 @@ MLA: dict[str, Any] = {
 
 
 @needs_interpreter
-def test_mla_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lens", [(1, 1), (3, 1)], ids=["one token each", "drafts"])
+def test_mla_decodes(vllm: Any, lens: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that verify drafts are decodes, whose lengths differ where a request has fewer."""
     config = use(vllm, "a100", monkeypatch, MLA)
     config.model_config.dtype = torch.float32
+    if lens != (1, 1):
+        config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=2)
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float16)
     from attn_select_vllm.kernels.mla import TritonMlaBackend
 
@@ -409,15 +413,16 @@ def test_mla_decodes(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     table = torch.randperm(12, dtype=torch.int32).view(3, 4)
     cache = torch.randn(12, BLOCK, 576).half()
-    metadata = builder.build(0, step_of((1, 1, 9), (17, 50, 9), table))
+    metadata = builder.build(0, step_of((*lens, 9), (17, 50, 9), table))
     assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
-    query = torch.randn(2, 4, 576).half()
+    query = torch.randn(sum(lens), 4, 576).half()
     output, lse = impl.forward_mqa((query[..., :512], query[..., 512:]), cache, metadata, layer)
     assert lse is None
-    for request, length in enumerate((17, 50)):
-        keys = cache[table[request].long()].view(-1, 1, 576)[:length]
-        wanted = attention(query[request : request + 1], keys, keys[..., :512], None, scale)
-        torch.testing.assert_close(output[request : request + 1].double(), wanted, rtol=4e-3, atol=4e-3)
+    outputs = zip(query.split(lens), output.split(lens), strict=True)
+    for row, length, (asked, found) in zip(table, (17, 50), outputs, strict=False):
+        keys = cache[row.long()].view(-1, 1, 576)[:length]
+        wanted = attention(asked, keys, keys[..., :512], None, scale)
+        torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("interleave", [1, 16])

@@ -97,6 +97,7 @@ class AttentionSelectorConfig(NamedTuple):
 
 class QueryLenSupport(Enum):
     SINGLE_ONLY = "single_only"
+    VARLEN = "varlen"
 
 
 @dataclass
@@ -138,12 +139,15 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[M]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.metadata_cls, self.dcp_world_size = metadata_cls, RANKS.size
+        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
+        as_decodes = self.query_len_support is not QueryLenSupport.SINGLE_ONLY and RANKS.size == 1  # type: ignore[attr-defined]
+        self.reorder_batch_threshold = 1 + drafts if as_decodes else 1
         self.dcp_local_block_size, self.dcp_virtual_block_size = RANKS.interleave, RANKS.interleave * RANKS.size
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         lens = common_attn_metadata.query_start_loc_cpu.diff()
-        decodes = int((lens <= 1).sum())
-        return self.metadata_cls(decodes, decodes, len(lens) - decodes)
+        decodes = int((lens <= self.reorder_batch_threshold).sum())
+        return self.metadata_cls(decodes, int(lens[:decodes].sum()), len(lens) - decodes)
 
 
 class MLACommonImpl(Generic[M]):

@@ -44,7 +44,9 @@ class OwnMLAMetadata(MLACommonMetadata[Any]):
 class OwnMLABuilder(OwnSteps, MLACommonMetadataBuilder[OwnMLAMetadata]):
     """Builds vLLM's metadata, and attn-select's for the decodes in it."""
 
-    query_len_support = QueryLenSupport.SINGLE_ONLY
+    # Drafts are verified as decodes, of any lengths up to theirs. Otherwise vLLM would read them as prefills, which
+    # decompress all that came before, and could capture no step that verifies.
+    query_len_support = QueryLenSupport.VARLEN
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, OwnMLAMetadata)
