@@ -10,8 +10,7 @@ from torch import Tensor
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, PAGED_ATTENTION, cache_shape
-from attn_select.reference.oracle_quant import quantize_query
-from attn_select.runtime.torch_dtypes import storage_dtype
+from attn_select.reference.oracle_quant import quantize_query, storage_dtype
 from attn_select.testing import (
     gather_reference,
     paged_reference,

@@ -24,13 +24,13 @@ from attn_select.layer.layouts import (
 )
 from attn_select.reference.oracle import MASK, attention_options, attention_reference, rows_by_request, visible_keys
 from attn_select.reference.oracle_quant import (
+    FP8_DTYPES,
     decode,
     encode,
     pack_fp8_ds_mla,
     quantize_query,
     unpack_fp8_ds_mla,
 )
-from attn_select.runtime.torch_dtypes import FP8_DTYPES
 
 Scale = Tensor | float | None
 

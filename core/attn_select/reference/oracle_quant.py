@@ -11,10 +11,24 @@ import torch
 from torch import Tensor
 
 from attn_select.layer.layouts import FP8_DS_MLA_BYTES
-from attn_select.runtime.torch_dtypes import FP8_DTYPES, storage_dtype
 
+# The oracle's own, so that it needs no runtime.
+FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+PLAIN_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LATENT, ROPE, TILE = 512, 64, 128
 """Of one token in the 656-byte format: latent width, rope width, and latent values that share one scale."""
+
+
+def storage_dtype(cache_dtype: str) -> torch.dtype:
+    """Return the torch dtype that stores ``cache_dtype`` (``AttentionConfig.cache_dtype``); uint8 for fp8_ds_mla.
+
+    Raises:
+        ValueError: the oracle does not know it (nvfp4).
+    """
+    known = {**PLAIN_DTYPES, **FP8_DTYPES, "fp8_ds_mla": torch.uint8}
+    if cache_dtype not in known:
+        raise ValueError(f"the oracle does not know the cache dtype {cache_dtype!r}: it knows {', '.join(known)}")
+    return known[cache_dtype]
 
 
 def encode(numbers: Tensor, cache_dtype: str, scale: Tensor | float | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from attn_select.reference.oracle_paged import (
     slot_mapping_reference,
     write_reference,
 )
-from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
+from attn_select.reference.oracle_quant import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 
 FP8_SCALE = 0.02
 """Of standard normal numbers in an FP8 cache: they reach 5, and e4m3 holds 448 scales."""
