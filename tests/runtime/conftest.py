@@ -233,9 +233,7 @@ def make_toy() -> MakeToy:
                 split = None
                 if common_prefix_len:
                     assert self.context.block_size is not None
-                    split = split_for_cascade(
-                        common_attn_metadata, common_prefix_len, self.context.block_size, width_multiple
-                    )
+                    split = split_for_cascade(common_attn_metadata, common_prefix_len, self.context.block_size)
                 toy.builds.append(ToyMetadata(common_attn_metadata, common_prefix_len, fast_build, split))
                 return toy.builds[-1]
 

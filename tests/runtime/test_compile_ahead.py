@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,20 +64,23 @@ def test_where_nothing_is_compiled_no_group_is_made(contexts: list[str], monkeyp
     assert contexts == []
 
 
-def test_an_engine_compiles_a_kind_of_layers_once(contexts: list[str]) -> None:
-    said: list[str] = []
+LOGGER = logging.getLogger("attn_select_test_engine")
+
+
+def test_an_engine_compiles_a_kind_of_layers_once(contexts: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", LOGGER.name)
     layer = select(AttentionConfig(**FIELDS, logits_soft_cap=21.0), "cpu")
     shared = select(AttentionConfig(num_heads=4, dtype="float32", decode_context_parallel_size=2, **LATENT), "cpu")
     for _ in range(2):
-        compile_in_an_engine(
-            [layer, layer, shared], CPU, CAPACITY, cuda_graphs=False, say=said.append, warn=pytest.fail
-        )
+        compile_in_an_engine([layer, layer, shared], CPU, CAPACITY, cuda_graphs=False, logger=LOGGER)
     assert [each for each in contexts if each in ("begin", "end")] == ["begin", "end"]
-    (text,) = said
-    assert text.startswith("2 kernels compiled side by side, or read from their cache, in ")
+    (record,) = caplog.records
+    assert (record.levelname, record.args[0]) == ("INFO", 2)  # type: ignore[index]
 
 
-def test_an_engine_starts_where_nothing_can_be_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_starts_where_nothing_can_be_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from attn_select_torch.runtime.sdpa import SDPABackend
 
     @contextmanager
@@ -84,10 +88,9 @@ def test_an_engine_starts_where_nothing_can_be_compiled_ahead(monkeypatch: pytes
         raise RuntimeError("ptxas is missing")
         yield
 
-    warned: list[str] = []
     monkeypatch.setattr(SDPABackend, "compiling", compiling)
     layer = select(AttentionConfig(**FIELDS, logits_soft_cap=22.0), "cpu")
-    compile_in_an_engine([layer], CPU, CAPACITY, cuda_graphs=False, say=pytest.fail, warn=warned.append)
-    assert warned == [
-        "kernels were not compiled ahead, each compiles in the first step that needs it: ptxas is missing"
-    ]
+    compile_in_an_engine([layer], CPU, CAPACITY, cuda_graphs=False, logger=LOGGER)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().endswith(": ptxas is missing")

@@ -26,27 +26,37 @@ from attn_select.rules.ranking import holds_for, holds_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineName:
-    """One of an engine's backends by its name, what it accepts, and the backend of attn-select that it stands for."""
+class EngineRow:
+    """What is about some layers, devices and models alone."""
+
+    when: tuple[Condition, ...] = ()  # conditions on the layer and the device, as in rules
+    architectures: tuple[str, ...] = ()  # patterns of the only models that it is about; empty: all
+    source: str  # file of the engine, and what to look for in it
+
+    def is_about(self, architecture: str) -> bool:
+        """Whether it is about a model."""
+        return not self.architectures or _matches(architecture, self.architectures)
+
+    def holds(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
+        """Whether it is about a layer of a model on a device."""
+        return self.is_about(architecture) and _all_hold(self.when, config, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineName(EngineRow):
+    """One of an engine's backends, where the engine runs it, and the backend of attn-select that it stands for."""
 
     name: str  # the engine's
     backend: str = ""  # attn-select's; empty: attn-select has no kernel for it
     argument: str = "attention"  # the key of ``EngineTable.arguments`` that takes it
-    when: tuple[Condition, ...] = ()  # conditions on the layer and the device, as in rules: there the engine runs it
     kernels: tuple[str, ...] = ()  # patterns of the names of attn-select's kernels that it stands for; empty: all
     # tokens per cache block that it takes, or multiples where the engine splits blocks; empty: all
     block_sizes: tuple[int, ...] = ()
     arguments: Mapping[str, str] = field(default_factory=dict)
     # whether the engine runs a kernel of its own under the name, not the library that attn-select runs
     own_kernel: bool = False
-    architectures: tuple[str, ...] = ()  # patterns of the only models that it is for; empty: all
     fault: str = ""  # why its numbers are wrong in this release, with the issue; empty: nothing is known against it
     needs: str = ""  # what must be installed or set for it, beside the engine
-    source: str  # file of the engine, and what to look for in it
-
-    def is_about(self, architecture: str) -> bool:
-        """Whether it is for a model."""
-        return _is_about(architecture, self.architectures)
 
     def runs(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
         """Whether the engine takes the name for a layer, by whatever kernel."""
@@ -65,61 +75,42 @@ class EngineName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRefusal:
+class EngineRefusal(EngineRow):
     """What an engine does not serve, or not as it should, whatever the backend."""
 
-    when: tuple[Condition, ...] = ()
-    architectures: tuple[str, ...] = ()  # patterns of the only models that it is about; empty: all
     why: str  # what stands against it
     starts: bool = False  # whether the engine starts all the same, and does something else than asked
-    source: str  # file of the engine, and what to look for in it
-
-    def holds(self, config: AttentionConfig, device: Device, architecture: str) -> bool:
-        """Whether it is about a layer of a model."""
-        return _is_about(architecture, self.architectures) and _all_hold(self.when, config, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherLayers:
+class OtherLayers(EngineRow):
     """Models whose layers an engine runs in another way than attn-select reads them."""
 
-    architectures: tuple[str, ...] = ()  # patterns of the models' classes
     why: str
-    source: str  # file of the engine, and what to look for in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDefault:
-    """What an engine runs where no argument names a backend."""
+class EngineDefault(EngineRow):
+    """What an engine runs where no argument names a backend, for all models without one of their own."""
 
     name: str = ""
     order: tuple[str, ...] = ()  # in place of ``name``: the first of these that accepts the layer, by its row of names
     setting: str = ""  # what must be set for it: an environment variable, as ``NAME=1``
     argument: str = "attention"  # as in ``EngineName``
-    when: tuple[Condition, ...] = ()
-    # patterns of the only models that it is for; empty: all without a default of their own
-    architectures: tuple[str, ...] = ()
     arguments: Mapping[str, str] = field(default_factory=dict)  # what the engine sets with it
-    source: str  # file and line of the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineKernel:
+class EngineKernel(EngineRow):
     """An engine's own backend for a kind of layers that attn-select has no kernel for (``UnservedLayers``)."""
 
     kinds: tuple[str, ...]  # patterns of the kinds' names
     name: str
-    when: tuple[Condition, ...] = ()
     default: bool = True  # whether it is what the engine takes there without being told
-    source: str  # file of the engine, and what to look for in it
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_about(architecture: str, patterns: Sequence[str]) -> bool:
-    return not patterns or _matches(architecture, patterns)
 
 
 def _all_hold(conditions: Iterable[Condition], config: AttentionConfig, device: Device) -> bool:
@@ -212,8 +203,7 @@ class EngineTable:
         for each in self.defaults:
             if each.argument != argument or (not each.architectures and architecture in self.own_defaults):
                 continue
-            holds = each.setting in ("", setting) and _is_about(architecture, each.architectures)
-            if holds and _all_hold(each.when, config, device):
+            if each.setting in ("", setting) and each.holds(config, device, architecture):
                 yield each
 
     def accepting(

@@ -24,15 +24,10 @@ than times know: vLLM's FLASH_ATTN_MLA does the last 512 tokens of a prompt (its
 
 @dataclass(frozen=True, slots=True)
 class OwnStays:
-    """Why the engine's own choice stays where attn-select would choose another one.
+    """Why the engine's own choice stays where attn-select would choose another one."""
 
-    Attributes:
-        gain: how many times as fast the other one is predicted; None where no times compare the two.
-        least: what that would have to be.
-    """
-
-    gain: float | None
-    least: float = LEAST_GAIN
+    gain: float | None  # how many times as fast the other one is predicted; None where no times compare the two
+    least: float = LEAST_GAIN  # what that would have to be
 
     def text(self, other: str) -> str:
         """Return it in words; ``other`` is the engine's name of what does not run."""
@@ -44,14 +39,10 @@ class OwnStays:
 def why_own_stays(
     selection: Selection, backends: Mapping[Phase, str], own: str | None, measured: bool = True
 ) -> OwnStays | None:
-    """Say why the engine's own choice stays where attn-select would choose another one; None where it does not.
-
-    Args:
-        backends: what attn-select would choose, by phase.
-        own: attn-select's name of what the engine chooses by itself; None where it has none.
-        measured: whether both backends' times are of the kernels that would run. A kernel of the engine's own that has
-            the name of one of attn-select's was never timed.
-    """
+    """Say why the engine's own choice stays where attn-select would choose another one; None where it does not."""
+    # ``backends`` is what attn-select would choose, ``own`` its name of what the engine chooses by itself, None where
+    # it has none. ``measured``: both backends' times are of the kernels that would run; a kernel of the engine's own
+    # that has the name of one of attn-select's was never timed.
     others = {phase: name for phase, name in backends.items() if name != own} or backends
     if any(_asked_for(selection, phase, name) for phase, name in others.items()):
         return None

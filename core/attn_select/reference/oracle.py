@@ -102,15 +102,9 @@ def attention_reference(
     for start in range(0, rows, step):
         chunk = slice(start, start + step)
         positions = query_positions[chunk]
-        visible = visible_keys(
-            positions,
-            seq_len,
-            causal=causal,
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            mm_prefix_ranges=mm_prefix_ranges,
-            tree_mask=None if tree_mask is None else tree_mask[chunk],
-        )
+        tree = None if tree_mask is None else tree_mask[chunk]
+        mask = (causal, sliding_window, attention_chunk_size, mm_prefix_ranges, tree)
+        visible = visible_keys(positions, seq_len, *mask)
         # Zero times NaN is NaN: a value that no row sees must not reach the sum, not even with weight zero.
         seen = visible.any(dim=0)[:, None, None]
         k = torch.where(seen, keys.double(), 0.0)
@@ -143,15 +137,18 @@ def last_positions(rows: int, seq_len: int, device: torch.device | str = "cpu") 
     return torch.arange(seq_len - rows, seq_len, device=device)
 
 
+MASK = ("causal", "sliding_window", "attention_chunk_size", "mm_prefix_ranges", "tree_mask")
+"""The arguments of ``attention_reference`` that say which keys a row sees, in the order of ``visible_keys``."""
+
+
 def visible_keys(
     query_positions: Tensor,
     seq_len: int,
-    *,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    attention_chunk_size: int | None = None,
-    mm_prefix_ranges: Sequence[tuple[int, int]] = (),
-    tree_mask: Tensor | None = None,
+    causal: bool,
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+    mm_prefix_ranges: Sequence[tuple[int, int]],
+    tree_mask: Tensor | None,
 ) -> Tensor:
     """Return bool ``(T, seq_len)``: whether the row at ``query_positions[t]`` sees the key at position s."""
     i = query_positions[:, None]

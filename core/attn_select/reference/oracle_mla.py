@@ -50,21 +50,11 @@ def sparse_mla_reference(
     spread: Tensor | None = None,
     **per_head: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form.
-
-    The indexer chooses the tokens and leaves out the future ones: there is no mask here.
-
-    Args:
-        query: absorbed, ``(T, H, R + Pr)``.
-        kv_cache: in layout ``MLA`` or ``FP8_DS_MLA``.
-        indices: integers ``(T, top_k)``: physical slots ``block * block_size + offset``. Negative ones are padding, at
-            any place; a slot that is listed twice counts twice.
-        spread: float64 ``(T, H)``, filled as ``attention_reference`` does.
-        per_head: as in ``attention_options``.
-
-    Returns:
-        Latent output float64 ``(T, H, R)`` and natural-log LSE float64 ``(T, H)``.
-    """
+    """Attend from each token to its own choice of cached tokens (DeepSeek Sparse Attention), in the absorbed form."""
+    # The indexer leaves out future tokens: there is no mask here. ``query`` is absorbed, ``(T, H, R + Pr)``, and the
+    # cache in layout ``MLA`` or ``FP8_DS_MLA``. ``indices`` are integers ``(T, top_k)``, physical slots; negative ones
+    # are padding, at any place, and a slot that is listed twice counts twice. Returned are the latent output float64
+    # ``(T, H, R)`` and the LSE float64 ``(T, H)``.
     if query_dtype is not None:
         query = quantize_query(query, query_dtype, q_scale)
     options = attention_options(config, **per_head)

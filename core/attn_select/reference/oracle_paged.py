@@ -22,7 +22,7 @@ from attn_select.layer.layouts import (
     MLA,
     PAGED_ATTENTION,
 )
-from attn_select.reference.oracle import attention_options, attention_reference, rows_by_request, visible_keys
+from attn_select.reference.oracle import MASK, attention_options, attention_reference, rows_by_request, visible_keys
 from attn_select.reference.oracle_quant import (
     FP8_DTYPES,
     decode,
@@ -99,20 +99,11 @@ def paged_reference(
         seq_len, count = lens[request], counts[request]
         options["query_positions"] = positions
         options["spread"] = None if spread is None else spread[mine]
-        options["mm_prefix_ranges"] = ranges = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
-        tree = None
+        options["mm_prefix_ranges"] = mm_prefix_ranges[request] if mm_prefix_ranges is not None else ()
+        options["tree_mask"] = None
         if tree_mask is not None and count <= tree_mask.shape[1]:
-            tree = tree_mask[positions - seq_len + int(query_start_loc[request + 1]), :count]
-        options["tree_mask"] = tree
-        visible = visible_keys(
-            positions,
-            seq_len,
-            causal=options["causal"],
-            sliding_window=options["sliding_window"],
-            attention_chunk_size=options["attention_chunk_size"],
-            mm_prefix_ranges=ranges,
-            tree_mask=tree,
-        )
+            options["tree_mask"] = tree_mask[positions - seq_len + int(query_start_loc[request + 1]), :count]
+        visible = visible_keys(positions, seq_len, *(options[name] for name in MASK))
         seen = visible.any(dim=0).nonzero().flatten()
         slots = slot_mapping_reference(block_table[request], seen, size)
         keys = query.new_zeros((seq_len, config.num_kv_heads, query.shape[2]), dtype=torch.float64)

@@ -175,22 +175,12 @@ class StepMemory:
 
 def common_of(problem: Problem, **changes: Any) -> CommonAttentionMetadata:
     """Return a step's batch as engines hand it over, with fields changed."""
-    bounds, lens = problem.query_start_loc.cpu(), problem.seq_lens.cpu()
-    common = CommonAttentionMetadata(
-        query_start_loc=problem.query_start_loc,
-        query_start_loc_cpu=bounds,
-        seq_lens=problem.seq_lens,
-        seq_lens_cpu=lens,
-        num_reqs=len(lens),
-        num_actual_tokens=int(bounds[-1]),
-        max_query_len=int(bounds.diff().max()),
-        max_seq_len=int(lens.max()),
-        block_table_tensor=problem.block_table,
-        slot_mapping=problem.slot_mapping,
-        mm_prefix_ranges=problem.mm_prefix_ranges,
-        tree_mask=problem.tree_mask,
-    )
-    return dataclasses.replace(common, **changes)
+    query_lens, seq_lens = problem.query_start_loc.diff().tolist(), problem.seq_lens.tolist()
+    # The slots are the problem's, so that no new keys are counted: padding has queries and no keys.
+    common = prepare_batch(query_lens, seq_lens, new_lens=[0] * len(seq_lens), device=problem.query.device)
+    names = ("slot_mapping", "mm_prefix_ranges", "tree_mask")
+    given: dict[str, Any] = {name: getattr(problem, name) for name in names}
+    return dataclasses.replace(common, **{"block_table_tensor": problem.block_table, **given, **changes})
 
 
 def layer_of(group: LayerGroup, problem: Problem, **changes: Any) -> Any:

@@ -16,9 +16,9 @@ from attn_select.layer.state import StateConfig
 from attn_select.reference.comparison import ErrorBound, RelativeError, relative_error, same_bits
 from attn_select.reference.state_problems import StateProblem, Tokens, each_of
 from attn_select.runtime.batch import prepare_batch
-from attn_select.runtime.cuda_graph import Commons, CudaGraphRunner, Function, Slots
-from attn_select.runtime.metadata import decodes_first
-from attn_select.runtime.states import StateGroup, StatePool, StaticStates
+from attn_select.runtime.cuda_graph import CudaGraphRunner
+from attn_select.runtime.metadata import CommonAttentionMetadata, decodes_first
+from attn_select.runtime.states import StateGroup, StatePool, StateSlots, StaticStates
 
 GRAPH_SIZES = (2, 5, 16)
 """Requests that decodes are captured for: most batches are padded."""
@@ -47,28 +47,6 @@ class _Known:
     last: int = 0
 
 
-class _Unrecorded:
-    """Runs decodes on the memory that graphs of them would read, without a graph."""
-
-    def __init__(self, function: Function, static: StaticStates, inputs: Mapping[str, Tensor]) -> None:
-        self._function, self._static = function, static
-        # As a capture does: every size once, also those with more requests than there are slots.
-        for size in GRAPH_SIZES:
-            rows = {name: each.new_zeros(static.padded_tokens(size), *each.shape[1:]) for name, each in inputs.items()}
-            function(rows, {static.group: static.metadata(size)})
-
-    def __call__(self, inputs: Mapping[str, Tensor], commons: Commons, slots: Slots) -> Tensor:
-        group, static = self._static.group, self._static
-        common = commons[group]
-        size = next(size for size in GRAPH_SIZES if size >= common.num_reqs)
-        static.load(common, slots[group], size)
-        padded = {}
-        for name, tensor in inputs.items():
-            padded[name] = tensor.new_zeros(static.padded_tokens(size), *tensor.shape[1:])
-            padded[name][: common.num_actual_tokens] = tensor
-        return self._function(padded, {group: static.metadata(size)})[: common.num_actual_tokens]
-
-
 class StateServing:
     """Serves requests through one layer. All slots hold NaN at the start and when a request gives them back."""
 
@@ -95,7 +73,7 @@ class StateServing:
         self._known: dict[object, _Known] = {}
         self.seconds, self.replays = 0.0, 0
         self._poison([*range(num_slots), *([-1] if cuda_graphs else [])])
-        self._graphs: dict[int, CudaGraphRunner[StateGroup] | _Unrecorded] = {}
+        self._graphs: dict[int, CudaGraphRunner[StateGroup] | StaticStates] = {}
 
     def add(self, request: object) -> None:
         """Add a request, whose state is zero."""
@@ -152,8 +130,11 @@ class StateServing:
         if (graphs := self._graphs_of(counts)) is None:
             found = self._layer_of(inputs, {self.group: self.group.build(common, slots)})
         else:
-            found = graphs(inputs, {self.group: common}, {self.group: slots})
             self.replays += 1
+            if isinstance(graphs, StaticStates):
+                found = self._unrecorded(graphs, inputs, common, slots)
+            else:
+                found = graphs(inputs, {self.group: common}, {self.group: slots})
         if found.is_cuda:
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - began
@@ -162,8 +143,9 @@ class StateServing:
                 raise AssertionError(f"{name} was changed: it is the caller's")
         return found, drawn
 
-    def _graphs_of(self, counts: Sequence[int]) -> CudaGraphRunner[StateGroup] | _Unrecorded | None:
+    def _graphs_of(self, counts: Sequence[int]) -> CudaGraphRunner[StateGroup] | StaticStates | None:
         """Return what replays a step of requests with these numbers of tokens; None where it runs eagerly."""
+        # On a CPU that is the memory that graphs would read.
         each = counts[0]
         level: CudaGraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE" if each == 1 else "UNIFORM_BATCH"
         reached = CUDA_GRAPH_LEVELS.index(self.group.cudagraph_support) >= CUDA_GRAPH_LEVELS.index(level)
@@ -178,10 +160,19 @@ class StateServing:
                 runner.capture()
                 self._graphs[each] = runner
             else:
-                self._graphs[each] = _Unrecorded(
-                    self._layer_of, StaticStates(self.group, each, GRAPH_SIZES[-1]), inputs
-                )
+                static = self._graphs[each] = StaticStates(self.group, each, GRAPH_SIZES[-1])
+                for size in GRAPH_SIZES:  # as a capture does, also those with more requests than there are slots
+                    self._layer_of(_padded(inputs, 0, static.padded_tokens(size)), {self.group: static.metadata(size)})
         return self._graphs[each]
+
+    def _unrecorded(
+        self, static: StaticStates, inputs: Tokens, common: CommonAttentionMetadata, slots: StateSlots
+    ) -> Tensor:
+        """Run decodes on the memory that graphs of them would read, without a graph."""
+        size = next(size for size in GRAPH_SIZES if size >= common.num_reqs)
+        static.load(common, slots, size)
+        padded = _padded(inputs, common.num_actual_tokens, static.padded_tokens(size))
+        return self._layer_of(padded, {self.group: static.metadata(size)})[: common.num_actual_tokens]
 
     def _layer_of(self, inputs: Mapping[str, Tensor], metadata: Mapping[Any, Any]) -> Tensor:
         gates = self._problem.gates({**inputs})
@@ -200,3 +191,8 @@ class StateServing:
         self.cache.state[slots] = torch.nan
         if self.cache.conv is not None:
             self.cache.conv[slots] = torch.nan
+
+
+def _padded(inputs: Tokens, tokens: int, padded: int) -> Tokens:
+    """Return the first tokens with zeros behind them."""
+    return each_of(inputs, lambda each: torch.cat([each[:tokens], each.new_zeros(padded - tokens, *each.shape[1:])]))

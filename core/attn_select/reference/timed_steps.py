@@ -316,13 +316,7 @@ def timed_step(
     device: torch.device | str | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> TimedStep:
-    """Return one step of a selection's layers.
-
-    Args:
-        requests: ``(query_len, seq_len)`` each.
-        phases: whose backends run; None: all.
-        context_parallel: the ranks that the cache lies on; no ranks share a state.
-    """
+    """Return one step of a selection's layers; ``phases``: whose backends run, None: all. No ranks share a state."""
     if isinstance(selection.config, StateConfig):
         return StateStep(selection, requests, phases, device)
     return AttentionStep(selection, requests, phases, device, context_parallel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Unpack, cast
 
@@ -245,12 +244,6 @@ class Attention(GroupLayer):
                 tokens, heads * half // 8, dtype=torch.float8_e4m3fn, device=device
             )
         return given
-
-    def run(self, arguments: Sequence[Tensor | None], kv_cache: Tensor | None, output: Tensor) -> None:
-        """Compute the layer for ``torch.ops.attn_select.attention``."""
-        query, key, value = arguments
-        assert query is not None
-        self.forward(query, key, value, kv_cache, None, output)
 
     def _check(
         self,

@@ -13,8 +13,6 @@ from attn_select.runtime.kv_cache import (
     allocate_kv_cache,
     cache_dtype,
     check_cache_shape,
-    key_value_views,
-    paged_attention_views,
 )
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.torch_dtypes import FP8_DTYPES
@@ -60,9 +58,13 @@ def convert_kv_cache(
     after = target_scales or Scales.make(blocks.device)
     num_blocks = -(-tokens // target.block_size) * (target.block_size // target.kernel_block_size)
     made = allocate_kv_cache(target.layout, target.config, num_blocks, target.kernel_block_size, blocks.device)
-    rows = _stored_rows(blocks, source, tokens)
+    views = torch_ops.stored_views(blocks, source.layout, source.config)
+    # K and V ``(tokens, num_kv_heads, size)``, or ``(tokens, width)`` of latents, as stored; FP8 as bytes.
+    rows = [view.flatten(0, 1)[:tokens] for view in views]
+    rows = [row.flatten(2) if row.ndim > 3 else row for row in rows]  # the classic layout splits K's heads
     if _stored_alike(source, target, before, after):
-        _write(rows, _plain(made), target, after)
+        plain = made.view(torch.uint8) if made.dtype in FP8_DTYPES.values() else made
+        _write(rows, plain, target, after)
     else:
         _write(_numbers(rows, source, before), made, target, after)
     return made
@@ -91,11 +93,6 @@ def _require_blocks(blocks: Tensor, source: CacheFormat) -> int:
     return num_blocks * block_size
 
 
-def _plain(numbers: Tensor) -> Tensor:
-    """Return FP8 numbers as bytes, others as they are: torch's index operations do not support FP8."""
-    return numbers.view(torch.uint8) if numbers.dtype in FP8_DTYPES.values() else numbers
-
-
 def _stored_alike(source: CacheFormat, target: CacheFormat, before: Scales, after: Scales) -> bool:
     """Whether the same bits are the same number on both sides."""
     here, there = source.facts(), target.facts()
@@ -105,19 +102,6 @@ def _stored_alike(source: CacheFormat, target: CacheFormat, before: Scales, afte
         return True
     scales = ((before.k, after.k), (before.v, after.v))
     return all(bool((old == new).all()) for old, new in scales)
-
-
-def _stored_rows(blocks: Tensor, source: CacheFormat, tokens: int) -> list[Tensor]:
-    """Return K and V ``(tokens, num_kv_heads, size)``, or ``(tokens, width)`` of latents, as stored; FP8 as bytes."""
-    plain = _plain(blocks)
-    if source.layout in (layouts.MLA, layouts.FP8_DS_MLA):
-        views = [plain]
-    elif source.layout == layouts.PAGED_ATTENTION:
-        k, v = paged_attention_views(plain, source.config)
-        views = [k.permute(0, 3, 1, 2, 4).flatten(3), v.permute(0, 3, 1, 2)]
-    else:
-        views = [*key_value_views(plain, source.layout, source.config)]
-    return [view.flatten(0, 1)[:tokens] for view in views]
 
 
 def _numbers(rows: list[Tensor], source: CacheFormat, scales: Scales) -> list[Tensor]:

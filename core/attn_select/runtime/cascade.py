@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from attn_select.runtime.batch import to_device
 from attn_select.runtime.integers import size
-from attn_select.runtime.kv_cache import kernel_block_table
 from attn_select.runtime.metadata import CommonAttentionMetadata
 
 MIN_PREFIX, MIN_REQUESTS = 256, 8
@@ -58,13 +56,11 @@ def common_prefix_len(block_tables: list[tuple[int, ...]], num_computed_tokens: 
     return shared * block_size
 
 
-def split_for_cascade(
-    common: CommonAttentionMetadata, prefix_len: int, block_size: int, width_multiple: int = 1
-) -> CascadeSplit:
+def split_for_cascade(common: CommonAttentionMetadata, prefix_len: int, block_size: int) -> CascadeSplit:
     """Cut a batch into prefix and suffix, after whole blocks. No device synchronisation."""
     # ``prefix_len`` is a multiple of ``block_size`` and at most what every request had cached before this step: then
-    # no query stands inside the prefix, and it needs no mask. ``width_multiple`` is the plan's
-    # ``block_table_width_multiple``; above 1 the halves of the tables are copies.
+    # no query stands inside the prefix, and it needs no mask. The halves of the tables are views: backends that cascade
+    # take tables of any width.
     table = common.block_table_tensor
     assert table is not None
     assert prefix_len % block_size == 0
@@ -81,7 +77,7 @@ def split_for_cascade(
         num_reqs=1,
         max_query_len=tokens,
         max_seq_len=prefix_len,
-        block_table_tensor=_padded(table[:1, :blocks], width_multiple),
+        block_table_tensor=table[:1, :blocks],
         causal=False,
         tree_mask=None,
     )
@@ -90,10 +86,6 @@ def split_for_cascade(
         seq_lens=common.seq_lens - prefix_len,
         seq_lens_cpu=common.seq_lens_cpu - prefix_len,
         max_seq_len=common.max_seq_len - prefix_len,
-        block_table_tensor=_padded(table[:, blocks:], width_multiple),
+        block_table_tensor=table[:, blocks:],
     )
     return CascadeSplit(prefix, suffix)
-
-
-def _padded(table: Tensor, width_multiple: int) -> Tensor:
-    return table if width_multiple == 1 else kernel_block_table(table, 1, width_multiple)

@@ -309,6 +309,15 @@ def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) ->
         )
 
 
+def check_columns(table: Tensor, most: int, max_model_len: int) -> None:
+    """Raise BatchError for a block table with more columns than were reserved for the longest request."""
+    if table.shape[1] > most:
+        raise BatchError(
+            f"block_table_tensor of {table.shape[1]} columns: max_model_len = {max_model_len} reserved {most}",
+            hint="make the group with a larger max_model_len in its Capacity, or cut the table",
+        )
+
+
 def check_common_prefix(block_table: Tensor, prefix_len: int, block_size: int) -> None:
     """Check that all requests have the same blocks in the first ``prefix_len`` tokens. Synchronises."""
     rows = block_table[:, : prefix_len // block_size].cpu()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -58,13 +59,12 @@ def _compiles(selection: Selection[Any]) -> bool:
 def compile_in_an_engine(
     selections: Sequence[Selection[Any]],
     *arguments: Any,
-    say: Callable[[str], None],
-    warn: Callable[[str], None],
+    logger: logging.Logger,
     **options: Any,
 ) -> None:
     """Compile ahead what an engine's layers will launch, each kind of layers once in a process."""
-    # Layers whose contexts ranks share are left out: they have no group without the other ranks. What goes wrong is
-    # told to ``warn``, and the engine starts all the same: each kernel then compiles in the first step that needs it.
+    # Layers whose contexts ranks share are left out: they have no group without the other ranks. What goes wrong is a
+    # warning, and the engine starts all the same: each kernel then compiles in the first step that needs it.
     new: dict[Hashable, Selection[Any]] = {}
     for selection in selections:
         config, names = selection.config, [spec.name for spec in selection.backends.values() if spec is not None]
@@ -75,7 +75,8 @@ def compile_in_an_engine(
     try:
         done = compile_ahead([*new.values()], *arguments, **options)
     except Exception as error:
-        warn(f"kernels were not compiled ahead, each compiles in the first step that needs it: {error}")
+        logger.warning("attn-select: kernels were not compiled ahead, each compiles in the first step: %s", error)
         return
     if done.kernels:
-        say(f"{done.kernels} kernels compiled side by side, or read from their cache, in {done.seconds:.1f} s")
+        text = "attn-select: %d kernels compiled side by side, or read from their cache, in %.1f s"
+        logger.info(text, done.kernels, done.seconds)

@@ -18,6 +18,7 @@ from torch import Tensor
 from attn_select.errors import ConfigError
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
 from attn_select.runtime.batch import to_device
+from attn_select.runtime.checks import check_columns
 from attn_select.runtime.layer_group import LayerGroup
 from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata, causal_trees, check_uniform, prefix_sums
 from attn_select.runtime.states import StateGroup, StateSlots, StaticStates
@@ -89,12 +90,7 @@ class StaticBatch:
             self.slot_mapping[: common.num_actual_tokens].copy_(common.slot_mapping)
             self.slot_mapping[common.num_actual_tokens : tokens].fill_(-1)
         if (table := common.block_table_tensor) is not None:
-            if table.shape[1] > self.block_table.shape[1]:
-                raise BatchError(
-                    f"block_table_tensor of {table.shape[1]} columns: max_model_len = "
-                    f"{self.group.capacity.max_model_len} reserved {self.block_table.shape[1]}",
-                    hint="make the group with a larger max_model_len in its Capacity, or cut the table",
-                )
+            check_columns(table, self.block_table.shape[1], self.group.capacity.max_model_len)
             self.block_table[: common.num_reqs, : table.shape[1]].copy_(table)
         if self.tree_mask is not None:
             given = common.tree_mask

@@ -69,7 +69,7 @@ def _run(*arguments: Any) -> None:
     layer = _layers.get(layer_name)
     if layer is None:
         raise BatchError(f"layer_name = {layer_name!r}: the layer that a compiled graph calls no longer exists")
-    layer.run(tensors, kv_cache, output)
+    layer.forward(*tensors[:3], kv_cache, None, output, *tensors[3:])
 
 
 def _fake(*_: Any) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.capacity import Capacity
+from attn_select.runtime.checks import check_columns
 from attn_select.runtime.kv_cache import kernel_block_table
-from attn_select.runtime.metadata import BatchError, CommonAttentionMetadata
+from attn_select.runtime.metadata import CommonAttentionMetadata
 
 
 def width_multiple(context: BackendContext) -> int:
@@ -39,11 +40,7 @@ class KernelTables:
         table = common.block_table_tensor
         if table is None or (self._kept is None and self._ratio == 1 and table.shape[1] % self._multiple == 0):
             return common
-        if self._kept is not None and table.shape[1] > self._columns:
-            raise BatchError(
-                f"block_table_tensor of {table.shape[1]} columns: max_model_len = {self._longest} reserved "
-                f"{self._columns}",
-                hint="make the group with a larger max_model_len in its Capacity, or cut the table",
-            )
+        if self._kept is not None:
+            check_columns(table, self._columns, self._longest)
         table = kernel_block_table(table, self._ratio, self._multiple, self._kept)
         return replace(common, block_table_tensor=table, block_size=self._context.block_size)

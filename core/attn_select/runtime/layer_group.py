@@ -28,7 +28,6 @@ from attn_select.runtime.scales import Scales
 from attn_select.runtime.terms import Terms
 from attn_select.runtime.warm_up import WarmUp, warm_up
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CONTENTS = ("query", "key", "value", "kv_c_normed", "k_pe")
 """What a layer is given that must hold finite numbers; outputs are poisoned in tests."""
 _WRITTEN = ("output", "output_lse", "output_block_scale")
@@ -243,7 +242,7 @@ class LayerGroup(ABC):
         """
         return all(plan.nan_tail_safe for own in self.distinct for plan in own.context.plans.values())
 
-    def zero_blocks(self, kv_cache: Tensor, block_ids: Sequence[int] | Tensor) -> None:
+    def zero_blocks(self, kv_cache: Tensor, block_ids: Sequence[int]) -> None:
         """Fill blocks of one layer's cache with zeros. Does not synchronise with the device.
 
         Call it for every layer before the first step that uses newly allocated blocks, where ``nan_tail_safe`` is
@@ -252,29 +251,20 @@ class LayerGroup(ABC):
 
         Args:
             kv_cache: from ``allocate_kv_cache``.
-            block_ids: the allocator's blocks, as ``BlockPool.allocate`` returns them, or an integer tensor of them on
-                the cache's device.
+            block_ids: the allocator's blocks, as ``BlockPool.allocate`` returns them.
 
         Raises:
             ConfigError: the layers keep no cache.
-            BatchError: this is no cache of this group, or an id is no integer or outside the cache. The ids of a tensor
-                are not read, so only their dtype is checked.
+            BatchError: this is no cache of this group, or an id is no integer or outside the cache.
         """
         layout, _, ratio = self._blocks()
         in_cache = self.num_blocks_of(kv_cache)
-        if isinstance(block_ids, Tensor):
-            if block_ids.dtype not in _INTEGERS or block_ids.ndim != 1:
-                kind = f"{block_ids.dtype} {tuple(block_ids.shape)}"
-                raise BatchError(f"block_ids is {kind}: accepted is a tensor of integers of one dimension")
-            # Ids on the device are not read back, since this may not synchronise.
-            ids = block_ids.to(torch.int64)
-        else:
-            blocks = integers(block_ids)
-            if blocks is None:
-                raise BatchError(f"block_ids = {show(block_ids)}: accepted is a sequence of integers")
-            if wrong := [block for block in blocks if not 0 <= block < in_cache]:
-                raise BatchError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {in_cache - 1}")
-            ids = to_device(torch.tensor(blocks, dtype=torch.int64), self.device)
+        blocks = integers(block_ids)
+        if blocks is None:
+            raise BatchError(f"block_ids = {show(block_ids)}: accepted is a sequence of integers on the host")
+        if wrong := [block for block in blocks if not 0 <= block < in_cache]:
+            raise BatchError(f"block_ids holds {wrong[0]}: accepted are the cache's blocks, 0 to {in_cache - 1}")
+        ids = to_device(torch.tensor(blocks, dtype=torch.int64), self.device)
         if ratio > 1:
             # A block of ``ratio`` kernel blocks: they lie in a row in the cache.
             ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).flatten()

@@ -179,12 +179,6 @@ class MLAAttention(GroupLayer):
             if name in names
         }
 
-    def run(self, arguments: Sequence[Tensor | None], kv_cache: Tensor | None, output: Tensor) -> None:
-        """Compute the layer for ``torch.ops.attn_select.mla_attention``."""
-        query, kv_c_normed, k_pe, topk_indices = arguments
-        assert query is not None
-        self.forward(query, kv_c_normed, k_pe, kv_cache, None, output, topk_indices)
-
     def _write(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write the step's latents, by the backend that reads them or, if there is none, by the shared operation."""
         group = self.group

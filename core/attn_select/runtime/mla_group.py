@@ -57,15 +57,21 @@ class MLALayerGroup(LayerGroup):
                 parts.append(self.dense_prefill(rows, requests))
         return AttentionMetadata(self, common, common.num_actual_tokens, slots, tuple(parts))
 
-    @abstractmethod
     def written_slots(self, common: CommonAttentionMetadata) -> Tensor:
-        """Return where the step's latents go in this group's own cache, int64 ``(T,)``."""
+        """Return where the step's latents go in this group's own cache, int64 ``(T,)``: here the batch's slots."""
+        return cast(Tensor, common.slot_mapping)
 
-    @abstractmethod
+    def own_slots(self, topk_indices: Tensor) -> Tensor:
+        """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache: here all of them."""
+        return topk_indices
+
     def latent_part(
         self, phase: Phase, rows: slice, common: CommonAttentionMetadata, slots: Tensor, fast: bool, captured: bool
     ) -> Part:
         """Return requests that are computed on latents; ``slots`` are the step's."""
+        backend = self.backend_for(phase)
+        spans = spans_of(self.config, common.query_start_loc_cpu)
+        return Part(phase, rows, backend.build(backend.batch(common), 0, fast, captured), spans)
 
     @abstractmethod
     def dense_prefill(self, rows: slice, common: CommonAttentionMetadata) -> Part:
@@ -74,10 +80,6 @@ class MLALayerGroup(LayerGroup):
     @abstractmethod
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
-
-    @abstractmethod
-    def own_slots(self, topk_indices: Tensor) -> Tensor:
-        """Return the chosen slots ``(T, sparse_top_k)`` that lie in this group's own cache."""
 
     @property
     def reorder_batch_threshold(self) -> int | None:
@@ -130,18 +132,6 @@ class MLAAttentionGroup(MLALayerGroup):
             device=self.device,
         )
 
-    def written_slots(self, common: CommonAttentionMetadata) -> Tensor:
-        """As ``MLALayerGroup.written_slots``: the batch's."""
-        return cast(Tensor, common.slot_mapping)
-
-    def latent_part(
-        self, phase: Phase, rows: slice, common: CommonAttentionMetadata, slots: Tensor, fast: bool, captured: bool
-    ) -> Part:
-        """As ``MLALayerGroup.latent_part``."""
-        backend = self.backend_for(phase)
-        spans = spans_of(self.config, common.query_start_loc_cpu)
-        return Part(phase, rows, backend.build(backend.batch(common), 0, fast, captured), spans)
-
     def dense_prefill(self, rows: slice, common: CommonAttentionMetadata) -> Part:
         """As ``MLALayerGroup.dense_prefill``."""
         return self.prefill_in_chunks(rows, common, self.kernel_block_size)
@@ -181,7 +171,3 @@ class MLAAttentionGroup(MLALayerGroup):
         where = (chunk.block_table, chunk.starts, chunk.start_loc, chunk.num_tokens, kv_cache.shape[1])
         ops.gather_cache_mla(kv_cache, self.workspace, *where, self.config, scales)
         return self.workspace[: chunk.num_tokens]
-
-    def own_slots(self, topk_indices: Tensor) -> Tensor:
-        """As ``MLALayerGroup.own_slots``: all of them."""
-        return topk_indices

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attn_select.layer.config import AttentionConfig
-from attn_select.layer.layouts import FP8_DS_MLA, PAGED_ATTENTION
+from attn_select.layer.layouts import FP8_DS_MLA, MLA, PAGED_ATTENTION
 from attn_select.runtime.kv_cache import key_value_views, paged_attention_views
 from attn_select.runtime.rank_memory import RankMemory
 from attn_select.runtime.scales import Scales
@@ -94,6 +94,17 @@ def _bytes(view: Tensor) -> Tensor:
     return view.view(torch.uint8) if view.dtype in FP8_DTYPES.values() else view
 
 
+def stored_views(kv_cache: Tensor, layout: str, config: AttentionConfig) -> list[Tensor]:
+    """Return K and V, or the latents, as views ``(num_blocks, block_size, …)`` of what is stored; FP8 as bytes."""
+    stored = _bytes(kv_cache)
+    if layout in (MLA, FP8_DS_MLA):
+        return [stored]
+    if layout == PAGED_ATTENTION:
+        k, v = paged_attention_views(stored, config)
+        return [k.permute(0, 3, 1, 2, 4), v.permute(0, 3, 1, 2)]
+    return [*key_value_views(stored, layout, config)]
+
+
 def reshape_and_cache(
     key: Tensor,
     value: Tensor,
@@ -110,17 +121,10 @@ def reshape_and_cache(
         slot_mapping: int64 ``(T,)``; tokens with slot -1 are skipped.
         scales: an FP8 cache stores ``x / scale``, saturated and rounded to nearest even; others ignore them.
     """
-    stored_key = _stored(key, scales.k, kv_cache.dtype)
-    stored_value = _stored(value, scales.v, kv_cache.dtype)
-    if layout == PAGED_ATTENTION:
-        k, v = paged_attention_views(kv_cache, config)
-        scatter_rows(
-            _bytes(k).permute(0, 3, 1, 2, 4), stored_key.view(*key.shape[:-1], k.shape[2], k.shape[4]), slot_mapping
-        )
-        scatter_rows(_bytes(v).permute(0, 3, 1, 2), stored_value, slot_mapping)
-        return
-    for view, stored in zip(key_value_views(kv_cache, layout, config), (stored_key, stored_value), strict=True):
-        scatter_rows(_bytes(view), stored, slot_mapping)
+    views = stored_views(kv_cache, layout, config)
+    for view, rows, scale in zip(views, (key, value), (scales.k, scales.v), strict=True):
+        stored = _stored(rows, scale, kv_cache.dtype)
+        scatter_rows(view, stored.reshape(len(rows), *view.shape[2:]), slot_mapping)
 
 
 def concat_and_cache_mla(

@@ -7,7 +7,6 @@ and tree). Prefills and steps without a ``tree_mask`` run on the kernel as alway
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 from attn_select.decide.selection import Selection
-from attn_select.layer.config import CudaGraphLevel, Phase
+from attn_select.layer.config import CudaGraphLevel
 from attn_select.layer.dtypes import is_quantized
 from attn_select.runtime import ops
-from attn_select.runtime.capacity import Capacity
 from attn_select.runtime.group import AttentionGroup
 from attn_select.runtime.kv_cache import key_value_views
 from attn_select.runtime.layer_group import LayerGroup
@@ -47,23 +45,16 @@ class DraftTreeMetadata(AttentionMetadata):
 class DraftTreeGroup(LayerGroup):
     """The group of layers with ``draft_tree`` whose kernels take no mask; arguments are ``AttentionGroup``'s."""
 
-    def __init__(
-        self,
-        selection: Selection,
-        device: torch.device | str | None = None,
-        capacity: Capacity | None = None,
-        *,
-        cuda_graphs: bool = False,
-        phases: Sequence[Phase] | None = None,
-    ) -> None:
+    def __init__(self, selection: Selection, *arguments: Any, cuda_graphs: bool = False, **options: Any) -> None:
         fields = {"draft_tree": False, "output_quantization": "none"}
         whole: Selection[Any] = selection
         part = replace(whole, config=whole.config.model_copy(update=fields))
-        made: dict[str, Any] = {"cuda_graphs": cuda_graphs, "phases": phases, "checked": False}
+        made: dict[str, Any] = {**options, "cuda_graphs": cuda_graphs, "checked": False}
         # Two groups, since both kinds of batches are in one step: each has builders, and so buffers, of its own.
-        self.plain = AttentionGroup(part, device, capacity, **made)
-        self.context = AttentionGroup(part, device, capacity, **made)
-        super().__init__(selection, None, capacity, cuda_graphs=cuda_graphs, parts=(self.plain, self.context))
+        self.plain = AttentionGroup(part, *arguments, **made)
+        self.context = AttentionGroup(part, *arguments, **made)
+        parts = (self.plain, self.context)
+        super().__init__(selection, None, self.plain.capacity, cuda_graphs=cuda_graphs, parts=parts)
         requests, columns = self.capacity.max_num_seqs, self.reorder_batch_threshold
         self._static = StaticBuffers(self.device, captured=cuda_graphs)
         self._static.reserve("lens", requests)

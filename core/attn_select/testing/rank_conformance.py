@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from attn_select.decide.selection import Selection
@@ -22,7 +22,7 @@ ALONE = {
 """What no backend runs over several ranks, off; the level of CUDA graphs is the plan's."""
 
 
-def layers_of(suite: BackendConformance, size: int, fields: Mapping[str, Any]) -> Iterator[tuple[int, Selection]]:
+def layers_of(suite: BackendConformance, size: int) -> Iterator[tuple[int, Selection]]:
     """Yield numbers and selections of layers over ``size`` ranks that a suite's backend runs on this machine."""
     _, device, environment = suite.place()
     for index in range(suite.num_configs):
@@ -30,7 +30,7 @@ def layers_of(suite: BackendConformance, size: int, fields: Mapping[str, Any]) -
         if case.changed is not None or not case.config.has_cache or case.config.output_quantization == "fp4":
             continue
         try:
-            config = case.config.model_copy(update={**ALONE, **fields, "decode_context_parallel_size": size})
+            config = case.config.model_copy(update={**ALONE, "decode_context_parallel_size": size})
         except ConfigError:
             continue
         plans = plans_of(suite.answers_here(config))
@@ -45,16 +45,14 @@ def check_on_group(
     num_layers: int,
     *,
     cuda_graphs: bool = False,
-    fields: Mapping[str, Any] | None = None,
     merge: str | None = None,
 ) -> list[str]:
     """Run a suite's first layers over the ranks of a process group; every rank calls it. Return what went wrong."""
     # That is the same on all ranks: per failure the layer as an expression, the options, and the error. ``merge`` is
-    # how results are merged, as ``ContextParallel`` has it; None: drawn for each layer. ``fields`` are of all
-    # configurations.
+    # how results are merged, as ``ContextParallel`` has it; None: drawn for each layer.
     here = suite.place()[0]
     size, wrong, ran = ContextParallel(group).size, [], 0
-    for index, selection in layers_of(suite, size, fields or {}):
+    for index, selection in layers_of(suite, size):
         if ran == num_layers:
             break
         options = rank_options(random.Random(f"ranks {index}"), selection)

@@ -192,8 +192,7 @@ def reasons_of(spec: BackendSpec, config: AttentionConfig, *args: Any, **kwargs:
 
 def codes_of(spec: BackendSpec, config: AttentionConfig, *args: Any, **kwargs: Any) -> set[str]:
     """Return the codes of the reasons against a configuration, none where it is accepted; arguments as in ``ask``."""
-    outcome = ask(spec, config, *args, **kwargs)
-    return set() if isinstance(outcome, BackendPlan) else {reason.code for reason in outcome}
+    return codes(ask(spec, config, *args, **kwargs))
 
 
 def outcomes(

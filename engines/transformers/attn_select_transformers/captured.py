@@ -48,7 +48,8 @@ class Graphs:
     def fixed(
         self, kind: Kind, lens: Lens, layer: Cache, size: int, options: dict[str, Any]
     ) -> tuple[Kernels, AttentionMetadata]:
-        """As ``paged.Captured.fixed``. The first layer of a kind makes its batch, and fills it."""
+        """Return the kernels and the metadata of a layer, for ``size`` requests with the padding."""
+        # The first layer of a kind makes its batch, and fills it.
         key = (kind, layer.index)
         if key not in self._fixed:
             longest = options["block_table"].shape[-1] * layer.page

@@ -7,7 +7,7 @@ are gathered by the cache itself, and attended to as dense ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from attn_select.errors import ConfigError
 from attn_select.layer import layouts
-from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata
+from attn_select.runtime import AttentionMetadata, CommonAttentionMetadata, prepare_batch
 from attn_select_transformers.dense import attend_runs
-from attn_select_transformers.kinds import Kernels, Kind, choices_of, kind_of
+from attn_select_transformers.kinds import Kernels, choices_of, kind_of
 from attn_select_transformers.runs import Run, Runs
 
 _LENS = "_attn_select_lens"
@@ -51,15 +51,6 @@ class Cache(Protocol):
         """Write the step's keys and values; return all that is attended to, ``(1, heads, tokens, size)``."""
 
 
-class Captured(Protocol):
-    """Where the layers of a step that is captured find their kernels and metadata."""
-
-    def fixed(
-        self, kind: Kind, lens: Lens, layer: Cache, size: int, options: dict[str, Any]
-    ) -> tuple[Kernels, AttentionMetadata]:
-        """Return the kernels and the metadata to run with, for ``size`` requests with the padding."""
-
-
 def note_lens(cache: Any, queries: list[int], past: list[int]) -> None:
     """Remember a step's lengths with the engine's cache, before the step runs."""
     setattr(cache, _LENS, Lens(queries, past, {}))
@@ -80,13 +71,14 @@ def attend(
     value: Tensor,
     scaling: float | None,
     options: dict[str, Any],
-    graphs: Captured | None = None,
+    graphs: Any = None,
 ) -> Tensor:
     """Write the step's keys and values into the engine's cache and attend."""
     # Returned is ``(1, T, num_heads, value_head_size)``. The query is ``(1, num_heads, T, head_size)``, the tokens of
     # all requests; key and value likewise. Of the options these are read: ``cu_seq_lens_q``, ``read_index``,
-    # ``write_index``, ``block_table``, ``softcap`` and ``s_aux``. Raises ConfigError where the step comes by block
-    # tables, and the kernel's blocks do not fill the engine's pages.
+    # ``write_index``, ``block_table``, ``softcap`` and ``s_aux``. ``graphs`` are the ``captured.Graphs`` of a step that
+    # is captured. Raises ConfigError where the step comes by block tables, and the kernel's blocks do not fill the
+    # engine's pages.
     lens = lens_of(cache)
     kind = kind_of(query, key, value, "decoder", layer.window, options)
     choices_of(module).kinds[kind] = None
@@ -175,15 +167,11 @@ def common_of(
     size = kernels.group.block_size
     assert size is not None
     seq_lens = [past + queries for past, queries in zip(lens.past, lens.queries, strict=True)]
-    requests, longest = len(seq_lens), max(seq_lens)
-    bounds = torch.tensor([0, *lens.queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    lens_cpu = torch.tensor(seq_lens, dtype=torch.int32)
-    both = torch.cat((bounds, lens_cpu))
-    on_device = both if device.type == "cpu" else both.pin_memory().to(device, non_blocking=True)
-    starts, num_keys = on_device[: requests + 1], on_device[requests + 1 :]
+    common = prepare_batch(lens.queries, seq_lens, device=device)
+    num_keys, longest = common.seq_lens, common.max_seq_len
     width = -(-longest // size)
     if options.get("block_table") is not None:
-        pages = options["block_table"][layer.index][:requests].clamp(min=0)
+        pages = options["block_table"][layer.index][: common.num_reqs].clamp(min=0)
         # A page holds ``split`` blocks of the kernel, one behind the other; -1 behind a request's pages was made 0.
         split = layer.page // size
         table = (pages[:, : -(-longest // layer.page), None] * split + torch.arange(split, device=device)).flatten(1)
@@ -198,16 +186,5 @@ def common_of(
         # begins.
         firsts = (num_keys.cumsum(0) - num_keys)[:, None] + torch.arange(width, device=device) * size
         table = read[firsts.clamp(max=len(read) - 1)] // size
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=bounds,
-        seq_lens=num_keys,
-        seq_lens_cpu=lens_cpu,
-        num_reqs=requests,
-        num_actual_tokens=int(bounds[-1]),
-        max_query_len=max(lens.queries),
-        max_seq_len=longest,
-        block_table_tensor=table[:, :width].to(torch.int32).contiguous(),
-        slot_mapping=slots,
-        block_size=size,
-    )
+    table = table[:, :width].to(torch.int32).contiguous()
+    return replace(common, block_table_tensor=table, slot_mapping=slots, block_size=size)

@@ -48,14 +48,9 @@ def choose(
     own: EngineBackend | None = None,
     argument: str = "attention",
 ) -> Choice:
-    """Return the first backend of attn-select's order that vLLM accepts; its own one stays unless times or a user speak
-    for another one.
-
-    Args:
-        refusals: asks vLLM about a backend, by attn-select's name and vLLM's.
-        own: what vLLM chooses by itself; None where it has nothing for such layers.
-        argument: which choice of vLLM's it is: ``attention``, or ``mla_prefill`` for dense MLA's prefills.
-    """
+    """Return the first backend of attn-select's order that vLLM accepts, unless its own choice stays."""
+    # ``refusals`` asks vLLM about a backend, by attn-select's name and vLLM's. ``own`` is what vLLM chooses by itself,
+    # None where it has nothing. ``argument``: which choice of vLLM's it is, or ``mla_prefill`` of dense MLA's prefills.
     config, device = selection.config, selection.device
     phases: tuple[Phase, ...] = ("prefill",) if argument == "mla_prefill" else served_phases(config)
     known = None if own is None else attn_select_name(own, argument)

@@ -38,12 +38,11 @@ class StateGroup:
         device: where the layers run; None: the device of the selection.
         cuda_graphs: whether steps will be captured (``CudaGraphRunner``).
         phases: the phases that the group serves; None: all.
-        checked: whether batches and tensors are read back and checked; None: as ``ATTN_SELECT_CHECK`` says.
 
     Attributes:
         selection, config, device, cuda_graphs: as given.
         backends: what runs each phase.
-        checked: as the argument.
+        checked: whether batches and tensors are read back and checked, as ``ATTN_SELECT_CHECK`` says.
         num_slots: slots of each layer's states that requests may have; None before the first ``allocate`` or ``adopt``.
 
     Raises:
@@ -60,7 +59,6 @@ class StateGroup:
         *,
         cuda_graphs: bool = False,
         phases: Sequence[Phase] | None = None,
-        checked: bool | None = None,
     ) -> None:
         if not isinstance(selection, Selection) or not isinstance(selection.config, StateConfig):
             text = f"selection = {show(selection)}: accepted is what attn_select.select returns for a StateConfig"
@@ -75,7 +73,7 @@ class StateGroup:
         for name, plans in selection.plans_by_backend(phases).items():
             made = self._load(specs[name], plans)
             self.backends.update(dict.fromkeys(plans, made))
-        self.checked = checks.checks_enabled() if checked is None else checked
+        self.checked = checks.checks_enabled()
         # Per cache and slot, the stamp of the step whose state a layer wrote there last (checked mode). A step says
         # which states it reads (``StateSlots.read_stamps``), so a slot that holds another one is named.
         self._books: dict[tuple[int, int], dict[int, int]] = {}

@@ -68,18 +68,12 @@ class _Owned:
     # The last step, built; its drafts stay or go by ``accept``, once.
     last: StateSlots | None = None
     accepted: bool = False
-    # The step that was planned since, not yet built, with the slots it will hold and the free ones among them.
-    next: _Next | None = None
-
-
-@dataclass(slots=True)
-class _Next:
-    """A planned step of one request: the states' slots, those it keeps beside them, and those taken from the pool."""
-
-    step: StateSlots
-    writes: list[int]
-    keeps: list[int]
-    taken: list[int]
+    # The step that was planned since, not yet built; the slots of its states, and those taken from the pool for them.
+    next: StateSlots | None = None
+    writes: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    # The slots that it will hold beside these.
+    keeps: list[int] = field(default_factory=list)
 
 
 class StatePool(CountedPool):
@@ -143,7 +137,7 @@ class StatePool(CountedPool):
         """
         owned = self._of(request)
         if owned.next is not None:
-            self._release(owned.next.taken)
+            self._release(owned.taken)
         self._release(owned.slots)
         del self._requests[request]
 
@@ -174,9 +168,9 @@ class StatePool(CountedPool):
                 text = f"request {request!r} gets {show(tokens)} tokens: accepted are integers from 1"
                 raise PoolError(text, request)
             if owned.next is not None:
-                if not owned.next.step.refused:
+                if not owned.next.refused:
                     raise _unsettled(request)
-                refused.append(owned.next.step)
+                refused.append(owned.next)
             elif owned.last is not None and owned.last.refused:
                 raise PoolError(
                     f"request {request!r}: a group refused its last step, which another group built",
@@ -214,11 +208,10 @@ class StatePool(CountedPool):
             if spare and 0 < len(own) <= states and own[-1] == owned.state:
                 own.pop()
                 spare -= 1
-            taken = self._take(states - len(own))
-            writes = own[:states] + taken
-            owned.next = _Next(planned, writes, own[states:], taken)
+            owned.next, owned.taken, owned.keeps = planned, self._take(states - len(own)), own[states:]
+            owned.writes = own[:states] + owned.taken
             planned.read.append(owned.state)
-            planned.write.append(writes)
+            planned.write.append(owned.writes)
             planned.before.append(owned.seen)
             planned.read_stamps.append(0 if owned.state == FROM_ZERO else self._stamps[owned.state])
         return planned
@@ -240,7 +233,7 @@ class StatePool(CountedPool):
         step = self._own(slots)
         by_request = [(request, self._of(request)) for request in step.num_tokens]
         for request, owned in by_request:
-            if owned.last is not step and (owned.next is None or owned.next.step is not step):
+            if step not in (owned.last, owned.next):
                 raise PoolError(
                     f"the slots are of a step of request {request!r} that was taken back, or that a later one followed",
                     request,
@@ -248,12 +241,10 @@ class StatePool(CountedPool):
                 )
         fresh = [pair for pair in by_request if pair[1].last is not step]
         for request, owned in fresh:
-            following = owned.next
-            assert following is not None
-            holds = following.writes + following.keeps
+            holds = owned.writes + owned.keeps
             if owned.slots != holds:
                 self._release([slot for slot in owned.slots if slot not in holds])
-            owned.slots, owned.written, owned.state = holds, following.writes, following.writes[-1]
+            owned.slots, owned.written, owned.state = holds, owned.writes, owned.writes[-1]
             owned.seen += step.num_tokens[request]
             owned.last, owned.accepted, owned.next = step, False, None
         if fresh or not stamped:
@@ -330,10 +321,9 @@ class StatePool(CountedPool):
     def _drop(self, step: StateSlots) -> bool:
         """Give back what a planned step took; return whether any of its requests had it still before them."""
         waiting = [owned for request in step.num_tokens if (owned := self._requests.get(request)) is not None]
-        waiting = [owned for owned in waiting if owned.next is not None and owned.next.step is step]
+        waiting = [owned for owned in waiting if owned.next is step]
         for owned in waiting:
-            assert owned.next is not None
-            self._release(owned.next.taken)
+            self._release(owned.taken)
             owned.next = None
         return bool(waiting)
 

@@ -81,8 +81,7 @@ class OwnAttnBackend(AttentionBackend):
                 groups[0].device,
                 groups[0].capacity,
                 cuda_graphs=captures(model_runner),
-                say=lambda text: logger.info("attn-select: %s", text),
-                warn=lambda text: logger.warning("attn-select: %s", text),
+                logger=logger,
             )
 
     @abstractmethod

@@ -167,8 +167,7 @@ class Groups:
                 self._groups[0].capacity,
                 cuda_graphs=self._groups[0].cuda_graphs,
                 phases=tuple(self._groups[0].backends),
-                say=lambda text: logger.info("attn-select: %s", text),
-                warn=lambda text: logger.warning("attn-select: %s", text),
+                logger=logger,
             )
 
     @property
