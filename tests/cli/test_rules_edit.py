@@ -138,23 +138,8 @@ def test_wrong_input_writes_nothing(run: Any, user_file: Path, arguments: list[s
 
 
 def test_a_rule_that_takes_no_effect_is_told_beforehand(run: Any, user_file: Path) -> None:
-    result = run("rules", "deny", "FLASHMLA", "--when", "sparse", "--when", "mla=false", "--model", "deepseek-v3")
+    result = run("rules", "deny", "FLASHMLA", "--when", "num_heads<=0", "--model", "deepseek-v3")
     assert "is never reached" in result.err
-
-
-def test_a_preference_below_a_denial_names_the_denial(run: Any, user_file: Path) -> None:
-    assert run("rules", "deny", "FLASHINFER", "--name", "bad-release", "--yes", "--model", "llama-3-8b").code == 0
-    result = run("rules", "prefer", "FLASHINFER", "--gpu", "h20", "--yes", "--model", "llama-3-8b")
-    assert f"no effect on FLASHINFER: rule 'bad-release' ({user_file}:6) denies it" in result.err
-    assert "'bad-release'" in run("rules", "check").out
-    other = run("rules", "prefer", "FLASH_ATTN", "--yes", "--model", "llama-3-8b")
-    assert "no effect" not in other.err
-
-
-def test_a_narrower_denial_is_no_reason_to_warn(run: Any, user_file: Path) -> None:
-    deny = ("rules", "deny", "FLASHINFER", "--phase", "decode", "--when", "kv_cache_dtype=fp8*", "--yes")
-    assert run(*deny, "--model", "llama-3-8b").code == 0
-    assert "no effect" not in run("rules", "prefer", "FLASHINFER", "--yes", "--model", "llama-3-8b").err
 
 
 def test_a_broken_file_is_left_alone(run: Any, user_file: Path) -> None:

@@ -45,9 +45,7 @@ UNSET = "none"
 """What is written for a number that a layer does not have."""
 _MAY_BE_UNSET = ("sliding_window", "attention_chunk_size", "logits_soft_cap", "v_head_size")
 _STATE = state.StateConfig.model_fields
-ONLY_OF_STATES = tuple(name for name in _STATE if name not in _CONFIG)
-ONLY_OF_ATTENTION = ("mla", "sparse", *(name for name in _CONFIG if name not in _STATE))
-_FIELDS_OF_LAYERS = (*_CONFIG, *ONLY_OF_STATES)
+_FIELDS_OF_LAYERS = dict.fromkeys((*_CONFIG, *_STATE))
 _OF_CONFIG = tuple(name for name in _FIELDS_OF_LAYERS if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
 _INTEGERS = (*_OF_CONFIG, *(name for name in OF_BATCH if name not in _FLOATS), "sm_count")
 _OF_DEVICE = ("gpu", "compute_capability", "arch", "sm_count", "memory_gib", "bandwidth_gbps")
