@@ -34,8 +34,8 @@ def groups() -> dict[str, tuple[str, ...]]:
     heads = ("num_heads", "num_kv_heads", "head_size", "v_head_size", "attn_type")
     states = ("recurrence", "num_v_heads", "conv_kernel_size")
     return {
-        "Model, and how it is served": ("model", "all_models", *_SERVED),
-        "Machine": ("gpu", "all_gpus", "pins"),
+        "Model, and how it is served": ("model", *_SERVED),
+        "Machine": ("gpu", "pins"),
         OWN: (),
         "Rules and times": ("backend", "rules", "workload", "times", "no_times", "host_time"),
         "A layer by hand, or in place of the model's": (*heads, *features, "mla", *MLA_DIMS, "sparse_top_k", *states),
