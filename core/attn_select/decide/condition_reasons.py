@@ -10,7 +10,7 @@ from attn_select.backends.spec import Reason
 from attn_select.layer.features import FEATURES
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
-from attn_select.rules.conditions import OF_NAMES, UNSET, Condition, accepted_names
+from attn_select.rules.conditions import NAMES, UNSET, Condition
 from attn_select.rules.ranking import holds_for
 
 _FEATURES = {feature.field: feature for feature in FEATURES}
@@ -44,8 +44,6 @@ def _reason(condition: Condition, config: LayerConfig, device: Device) -> Reason
 
 def _values(condition: Condition) -> list[Any]:
     """Return the values that a condition accepts, patterns of names written out."""
-    if condition.field not in OF_NAMES:
+    if condition.field not in NAMES:
         return list(condition.written)
-    return [
-        name for name in accepted_names(condition.field) if (name,) in condition.points and condition.matches((name,))
-    ]
+    return [name for name in NAMES[condition.field] if condition.matches((name,))]

@@ -6,19 +6,16 @@ alone. The fields of the workload (``batch``, ``seq_len``, …) hold where they 
 
 from __future__ import annotations
 
-import math
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from attn_select.errors import UnknownNameError, show
 from attn_select.layer import config, dtypes, state
-from attn_select.layer.features import MOST_SPECULATIVE_TOKENS
 from attn_select.rules import predicates
 from attn_select.rules.predicates import ConditionError, Predicate
 
-_NAMES: dict[str, tuple[str, ...]] = {
+NAMES: dict[str, tuple[str, ...]] = {
     "dtype": dtypes.DTYPES,
     "kv_cache_dtype": dtypes.KV_CACHE_DTYPES,
     "attn_type": config.ATTENTION_TYPES,
@@ -27,11 +24,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "recurrence": state.RECURRENCES,
     "state_dtype": dtypes.DTYPES,
 }
-OF_NAMES = tuple(_NAMES)
-"""Fields that take names."""
+"""The values of fields that take names."""
 _CONFIG = config.AttentionConfig.model_fields
 _BOOLEANS = ("mla", "sparse", *(name for name, item in _CONFIG.items() if item.annotation is bool))
-_FLOATS = ("logits_soft_cap", "memory_gib", "bandwidth_gbps", "effective_batch")
 OF_BATCH = {
     "batch": "num_requests",
     "seq_len": "max_seq_len",
@@ -44,27 +39,13 @@ OF_BATCH = {
 UNSET = "none"
 """What is written for a number that a layer does not have."""
 _MAY_BE_UNSET = ("sliding_window", "attention_chunk_size", "logits_soft_cap", "v_head_size")
-_STATE = state.StateConfig.model_fields
-_FIELDS_OF_LAYERS = dict.fromkeys((*_CONFIG, *_STATE))
-_OF_CONFIG = tuple(name for name in _FIELDS_OF_LAYERS if name not in {*_BOOLEANS, *_FLOATS, *_NAMES})
-_INTEGERS = (*_OF_CONFIG, *(name for name in OF_BATCH if name not in _FLOATS), "sm_count")
+_SIZES = [name for name in (*_CONFIG, *state.StateConfig.model_fields) if name not in {*_BOOLEANS, *NAMES}]
 _OF_DEVICE = ("gpu", "compute_capability", "arch", "sm_count", "memory_gib", "bandwidth_gbps")
-
+_NUMBERS = (*dict.fromkeys(_SIZES), *OF_BATCH, "sm_count", "memory_gib", "bandwidth_gbps")
 _TEXTS = ("gpu", "compute_capability", "arch", "cuda", "library")
-FIELDS: tuple[str, ...] = (*_BOOLEANS, *_INTEGERS, *_FLOATS, *_NAMES, *_TEXTS)
+FIELDS: tuple[str, ...] = (*_BOOLEANS, *_NUMBERS, *NAMES, *_TEXTS)
 """Every name that may stand in ``when``."""
 
-_LIMITS = {
-    "head_size": (1, 8192),
-    "v_head_size": (1, 8192),
-    "qk_rope_head_dim": (0, 2**31 - 1),
-    "conv_kernel_size": (0, 64),
-    "chunk_size": (1, 4096),
-    "num_speculative_tokens": (0, MOST_SPECULATIVE_TOKENS),
-    "kv_tokens": (1, 2**62),
-    "pairs": (1, 2**62),
-}
-"""Where a field has other limits than 1 to 2**31 - 1."""
 _LONGEST = 200
 
 
@@ -77,9 +58,6 @@ class Condition:
     # called with the field's value, which is never None. Fields that take names get a tuple: all the names that the
     # value goes by (``kv_cache_dtype`` ``auto`` is also the dtype that it stands for)
     matches: Predicate
-    # values that, together with another condition's, tell the two apart wherever they differ; empty where such values
-    # cannot be listed (patterns of GPU names, versions)
-    points: frozenset[Any]
     unset: bool = False  # whether a layer that does not have the field matches too
 
     @property
@@ -106,19 +84,12 @@ def is_boolean(field: str) -> bool:
 
 def is_number(field: str) -> bool:
     """Whether ``field`` takes numbers and comparisons."""
-    return field in _INTEGERS or field in _FLOATS
-
-
-def limits(field: str) -> tuple[float, float]:
-    """Return the least and the greatest value that a field of numbers can have."""
-    if field in _FLOATS:
-        return math.ulp(0.0), sys.float_info.max
-    return _LIMITS.get(field, (1, 2**31 - 1))
+    return field in _NUMBERS
 
 
 def accepted_names(field: str) -> tuple[str, ...]:
     """Return the values of an enumerated field, aliases of dtypes included; empty for other fields."""
-    names = _NAMES.get(field, ())
+    names = NAMES.get(field, ())
     return (*names, *(a for a, full in dtypes.ALIASES.items() if full in names)) if "dtype" in field else names
 
 
@@ -167,9 +138,9 @@ def _compile(field: str, value: object, warnings: list[str]) -> Condition:
     if is_boolean(field):
         compiled = predicates.booleans(field, values)
     elif is_number(field):
-        compiled = predicates.numbers(field, given, warnings, integers=field in _INTEGERS, limits=limits(field))
-    elif field in _NAMES:
-        compiled = predicates.names(field, values, _NAMES[field], accepted_names(field))
+        compiled = predicates.numbers(field, given)
+    elif field in NAMES:
+        compiled = predicates.names(field, values, NAMES[field], accepted_names(field))
     elif field == "compute_capability":
         compiled = predicates.capabilities(field, values)
     elif field == "arch":
@@ -178,4 +149,4 @@ def _compile(field: str, value: object, warnings: list[str]) -> Condition:
         compiled = predicates.gpus(field, values, warnings)
     else:
         compiled = predicates.versions(field, values)
-    return Condition(field, values, *compiled, unset)
+    return Condition(field, values, compiled, unset)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from attn_select.backends import distributions
 from attn_select.errors import UnknownNameError, show
-from attn_select.layer.config import MLA_DIMS, PHASES
-from attn_select.rules.conditions import (
-    Condition,
-    compile_when,
-    is_number,
-    limits,
-)
 from attn_select.rules.document import MOST_PROBLEMS, Problem, problem_text
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.libraries import library_doubts
@@ -22,9 +15,6 @@ from attn_select.rules.rule import Rule
 
 if TYPE_CHECKING:
     from attn_select.backends.registry import Registry
-
-(_MLA,), _ = compile_when({"mla": True})
-(_NOT_MLA,), _ = compile_when({"mla": False})
 
 
 def known_names(registry: Registry) -> list[str]:
@@ -55,76 +45,26 @@ def _names(rules: RuleSet) -> Iterator[tuple[str, int | None, str, str]]:
 def unreachable(rules: RuleSet) -> list[Problem]:
     """Return a problem for every rule without any effect.
 
-    That is: a priority rule that earlier ones of its file always beat, a rule with a condition that nothing meets, and
-    one that disables a rule which no earlier file has.
+    That is: a priority rule that an earlier one of its file always beats, since all conditions of that one stand in it
+    too, and a rule that disables one which no earlier file has.
     """
     problems = list(rules.idle)
     for _, in_layer in groupby(rules.rules, key=lambda rule: rule.layer):
         seen: list[Rule] = []
-        for rule in in_layer:
-            unmet = next((each for each in rule.when if not _may_hold(each)), None)
-            text = None if unmet is None else f"nothing matches {unmet}{_accepted(unmet.field)}"
-            if text is None and rule.effect == "priority":
-                if beaten_by := _beaten_by(rule, seen):
-                    text = f"{' and '.join(f'{r.name!r} (line {r.line})' for r in beaten_by)} matched first"
-                seen.append(rule)
-            if text is not None:
-                problems.append((rule.file, rule.line, f"rule {rule.name!r} is never reached: {text}"))
+        for rule in [each for each in in_layer if each.effect == "priority"]:
+            if (first := next((each for each in seen if _beats(each, rule)), None)) is not None:
+                text = f"rule {rule.name!r} is never reached: {first.name!r} (line {first.line}) matched first"
+                problems.append((rule.file, rule.line, text))
+            seen.append(rule)
     return problems
 
 
-def _may_hold(condition: Condition) -> bool:
-    """Whether a value may match a condition."""
-    return condition.unset or not condition.points or any(map(condition.matches, condition.points))
-
-
-def _accepted(field: str) -> str:
-    """Return the values that a field of numbers can have, in words; nothing for other fields."""
-    if not is_number(field):
-        return ""
-    least, most = limits(field)
-    if 0 < least < 1:
-        return " (it is greater than 0)"
-    return f" (it is at least {least})" if most >= 2**31 - 1 else f" (it lies between {least} and {most})"
-
-
-def _beaten_by(rule: Rule, earlier: Sequence[Rule]) -> list[Rule]:
-    """Return the earlier rules that together take every case of ``rule``, or nothing."""
-    found: dict[str, Rule] = {}
-    for phase in PHASES if rule.phase is None else (rule.phase,):
-        for when in _halves(rule.when):
-            for other in earlier:
-                if other.phase in (None, phase) and implies(when, other.when):
-                    found[other.name] = other
-                    break
-            else:
-                return []
-    return list(found.values())
-
-
-def _halves(when: tuple[Condition, ...]) -> list[tuple[Condition, ...]]:
-    """Split ``when`` into its MLA and its other cases: most rules files have these two halves."""
-    fields = {condition.field for condition in when}
-    if "mla" in fields:
-        return [when]
-    sparse = any(condition.field == "sparse" and not condition.matches(False) for condition in when)
-    if sparse or not fields.isdisjoint((*MLA_DIMS, "sparse_top_k")):
-        return [(*when, _MLA)]
-    return [(*when, _MLA), (*when, _NOT_MLA)]
-
-
-def implies(narrow: Iterable[Condition], wide: Iterable[Condition]) -> bool:
-    """Whether everything that matches ``narrow`` surely matches ``wide`` too."""
-    by_field = {condition.field: condition for condition in narrow}
-    return all(_implies(by_field.get(condition.field), condition) for condition in wide)
-
-
-def _implies(narrow: Condition | None, wide: Condition) -> bool:
-    if narrow is None or (narrow.unset and not wide.unset):
-        return False
-    if narrow.points:
-        return all(wide.matches(point) for point in narrow.points | wide.points if narrow.matches(point))
-    return set(narrow.written) <= set(wide.written)
+def _beats(earlier: Rule, later: Rule) -> bool:
+    """Whether a rule surely matches wherever a later one does: it has no condition that is not in the other too."""
+    narrow = {condition.field: {*condition.written} for condition in later.when}
+    wide = {condition.field: {*condition.written} for condition in earlier.when}
+    implied = all(field in narrow and narrow[field] <= values for field, values in wide.items())
+    return implied and earlier.phase in (None, later.phase)
 
 
 def rule_warnings(rules: RuleSet, known: Sequence[str]) -> list[str]:

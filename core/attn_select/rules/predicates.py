@@ -1,7 +1,4 @@
-"""Compiles the written values of one ``when`` field into a predicate.
-
-Each function returns the predicate and the points that tell it from others (``Condition.points``).
-"""
+"""Compiles the written values of one ``when`` field into a predicate."""
 
 from __future__ import annotations
 
@@ -17,9 +14,6 @@ from attn_select.errors import UnknownNameError, nearest, show
 from attn_select.layer import dtypes
 
 Predicate = Callable[[Any], bool]
-Compiled = tuple[Predicate, frozenset[Any]]
-
-_CAPABILITIES = frozenset((major, minor) for major in range(5, 21) for minor in range(10))
 
 
 class ConditionError(ValueError):
@@ -30,20 +24,17 @@ class ConditionError(ValueError):
         self.problems = tuple(problems) or (((), message),)
 
 
-def booleans(field: str, values: Sequence[object]) -> Compiled:
+def booleans(field: str, values: Sequence[object]) -> Predicate:
     """Compile ``true`` and ``false``."""
     for value in values:
         if not isinstance(value, bool):
             raise ConditionError(f"{field} = {show(value)}: expected true or false")
-    return frozenset(values).__contains__, frozenset((True, False))
+    return frozenset(values).__contains__
 
 
-def numbers(
-    field: str, values: Sequence[object], warnings: list[str], *, integers: bool, limits: tuple[float, float]
-) -> Compiled:
+def numbers(field: str, values: Sequence[object]) -> Predicate:
     """Compile numbers and comparisons: ``16``, ``"<=16"``, ``">=64,<=128"``."""
     alternatives: list[Predicate] = []
-    points: set[float] = set(limits)
     for value in values:
         try:
             if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -55,20 +46,10 @@ def numbers(
             accepted = 'expected a number or a string such as "<=16" or ">=64,<=128"'
             raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
         alternatives.append(_all(_compare(sign, bound) for sign, bound in bounds))
-        near: set[float] = set(limits)
-        for _, bound in bounds:  # the bound and the next value above it, which stands for all up to the next bound
-            if integers:
-                near |= {math.ceil(bound), math.floor(bound) + 1}
-            else:
-                near |= {bound, math.nextafter(bound, math.inf)}
-        near = {point for point in near if limits[0] <= point <= limits[1]}
-        points |= near
-        if len(values) > 1 and not any(map(alternatives[-1], near)):
-            warnings.append(f"{field} = {show(value)} matches nothing")
-    return _any(alternatives), frozenset(points)
+    return _any(alternatives)
 
 
-def names(field: str, values: Sequence[object], valid: Sequence[str], spellings: Sequence[str]) -> Compiled:
+def names(field: str, values: Sequence[object], valid: Sequence[str], spellings: Sequence[str]) -> Predicate:
     """Compile names and patterns of an enumerated field. The predicate takes a tuple of names for one value."""
     accepted: set[str] = set()
     for value in values:
@@ -80,10 +61,10 @@ def names(field: str, values: Sequence[object], valid: Sequence[str], spellings:
             hint = UnknownNameError("name", value, spellings).hint
             raise ConditionError(f"{field} = {show(value)} matches no value; {hint}")
         accepted.update(found)
-    return lambda names: not accepted.isdisjoint(names), frozenset((name,) for name in valid)
+    return lambda names: not accepted.isdisjoint(names)
 
 
-def capabilities(field: str, values: Sequence[object]) -> Compiled:
+def capabilities(field: str, values: Sequence[object]) -> Predicate:
     """Compile compute capabilities, compared as pairs of numbers: ``9.x``, ``>=8.9``."""
     alternatives: list[Predicate] = []
     for value in values:
@@ -94,7 +75,7 @@ def capabilities(field: str, values: Sequence[object]) -> Compiled:
         except ValueError:
             accepted = 'expected a string such as "9.x", "8.9", ">=8.0" or ">=8.0,<10.0"'
             raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
-    return _any(alternatives), _CAPABILITIES
+    return _any(alternatives)
 
 
 def _capability(sign: str, operand: str) -> Predicate:
@@ -107,26 +88,24 @@ def _capability(sign: str, operand: str) -> Predicate:
     return _compare(sign, (major, int(match[2])))
 
 
-def gpus(field: str, values: Sequence[object], warnings: list[str]) -> Compiled:
+def gpus(field: str, values: Sequence[object], warnings: list[str]) -> Predicate:
     """Compile GPU names and patterns of them. A name that no known GPU has is a warning: new GPUs appear."""
     patterns: set[str] = set()
     for value in values:
         if not isinstance(value, str) or not value.strip():
             raise ConditionError(f'{field} = {show(value)}: expected a name such as "h20" or a pattern such as "rtx*"')
         patterns.add(_gpu(value.strip().casefold(), warnings))
-    if any(map(_is_pattern, patterns)):
-        return _any(map(_glob, patterns)), frozenset()
-    return frozenset(patterns).__contains__, frozenset(patterns)
+    return _any(map(_glob, patterns))
 
 
-def archs(field: str, values: Sequence[object]) -> Compiled:
+def archs(field: str, values: Sequence[object]) -> Predicate:
     """Compile names of AMD's architectures and patterns of them: ``gfx942``, ``gfx11*``."""
     for value in values:
         if not isinstance(value, str) or not re.fullmatch(r"gfx[0-9a-f*?]+", value):
             raise ConditionError(
                 f'{field} = {show(value)}: expected a name such as "gfx942" or a pattern such as "gfx11*"'
             )
-    return _any(_glob(str(value)) for value in values), frozenset()
+    return _any(_glob(str(value)) for value in values)
 
 
 def _gpu(text: str, warnings: list[str]) -> str:
@@ -148,9 +127,9 @@ def _gpu(text: str, warnings: list[str]) -> str:
     return text
 
 
-def versions(field: str, values: Sequence[object]) -> Compiled:
+def versions(field: str, values: Sequence[object]) -> Predicate:
     """Compile PEP 440 ranges; a bare version means that very one."""
-    return _any(_version(field, value) for value in values), frozenset()
+    return _any(_version(field, value) for value in values)
 
 
 def _version(field: str, value: object) -> Predicate:

@@ -12,7 +12,7 @@ from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment, canonical_distribution
-from attn_select.rules.conditions import OF_BATCH, OF_NAMES, Condition
+from attn_select.rules.conditions import NAMES, OF_BATCH, Condition
 from attn_select.rules.libraries import PREFIX
 from attn_select.rules.rule import PACKAGED, Rule
 
@@ -165,7 +165,7 @@ def holds_for_config(condition: Condition, config: LayerConfig) -> bool:
     if condition.field == "kv_cache_dtype":
         # ``auto`` and the dtype that it stands for are the same cache, so a rule may name either.
         value = ("auto", config.dtype) if value in ("auto", config.dtype) else (value,)
-    elif condition.field in OF_NAMES:
+    elif condition.field in NAMES:
         value = (value,)
     return condition.unset if value is None else condition.matches(value)
 
