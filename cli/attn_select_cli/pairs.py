@@ -16,7 +16,8 @@ GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 def pair_options(function: F) -> F:
     """Add ``--model`` and ``--gpu``; ``models_and_gpus`` reads them."""
     function = gpu_option(f"A device (repeatable) [default: {', '.join(GPUS)}].", several=True)(function)
-    return model_option(f"A model (repeatable) [default: {', '.join(MODELS)}].", several=True)(function)
+    with_both: F = model_option(f"A model (repeatable) [default: {', '.join(MODELS)}].", several=True)(function)
+    return with_both
 
 
 def models_and_gpus(options: dict[str, Any]) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
