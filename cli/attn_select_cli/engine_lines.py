@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_select.decide.lines import HANG, MARGIN, Line
+from attn_select.decide.lines import Line, row
 from attn_select.engines.answers import EngineAnswer, EngineAnswers
 
 _OF_DEVICE = "compute-capability"
@@ -12,9 +12,9 @@ _OF_KIND = {"mla-only", "mla-unsupported", "sparse-only", "sparse-unsupported", 
 def engine_lines(answers: EngineAnswers, full: bool) -> list[Line]:
     """Return the lines; not ``full``: backends for other GPUs and for other layers are only counted."""
     table = answers.table
-    lines = [_row(f"{table.engine} {table.release}" if not i else "", *each) for i, each in enumerate(_chosen(answers))]
+    lines = [row(f"{table.engine} {table.release}" if not i else "", each) for i, each in enumerate(_chosen(answers))]
     accepted = [each for each in answers.backends if not each.reasons]
-    lines += [_row("" if i else "accepts", *_accepted(each, table.engine)) for i, each in enumerate(accepted)]
+    lines += [row("" if i else "accepts", _accepted(each, table.engine)) for i, each in enumerate(accepted)]
     rejected = {"for other GPUs": 0, "serve other layers": 0}
     told: list[tuple[str, str]] = []
     for each in answers.backends[len(accepted) :]:
@@ -25,7 +25,7 @@ def engine_lines(answers: EngineAnswers, full: bool) -> list[Line]:
             told.append((f"{_name(each)}: {'; '.join(reason.message for reason in each.reasons)}", ""))
     if folded := ", ".join(f"{count} {why}" for why, count in rejected.items() if count):
         told.append((f"{folded} (--full names them)", "dim"))
-    return lines + [_row("" if i else "rejects", *each, label_style="rejected") for i, each in enumerate(told)]
+    return lines + [row("" if i else "rejects", each, style="rejected") for i, each in enumerate(told)]
 
 
 def _chosen(answers: EngineAnswers) -> list[tuple[str, str]]:
@@ -58,7 +58,3 @@ def _accepted(answer: EngineAnswer, engine: str) -> tuple[str, str]:
 
 def _name(answer: EngineAnswer) -> str:
     return answer.row.name + (" (prefill)" if answer.row.argument == "mla_prefill" else "")
-
-
-def _row(label: str, text: str, style: str = "", label_style: str = "") -> Line:
-    return [(f"  {label}".ljust(MARGIN), label_style), HANG, (text, style)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attn_select.decide.cache_text import shared_cache_lines
-from attn_select.decide.lines import HANG, MARGIN, Line, byte_text
+from attn_select.decide.lines import HANG, Line, byte_text, row
 from attn_select.engines import ENGINES
 from attn_select.engines.names import EngineKernel, engine_table
 from attn_select.layer.models.unserved import UnservedLayers
@@ -28,21 +28,21 @@ def unserved_lines(layers: UnservedLayers, device: Device) -> list[Line]:
     )
     lines: list[Line] = [
         [(f"{layers.kind} × {layers.count}  ", "title"), HANG, (heads, "")],
-        _row("no kernel here", f"sparse attention to {layers.attends_to}", "rejected"),
+        row("no kernel here", (f"sparse attention to {layers.attends_to}", ""), style="rejected"),
     ]
     if chosen:
-        lines.append([(" " * MARGIN, ""), HANG, (chosen, "dim")])
+        lines.append(row("", (chosen, "dim")))
     if layers.bytes_per_token is not None:
         own, indexer, owners = layers.bytes_per_token, layers.indexer_bytes_per_token, layers.owners
         text = f"{own:g} bytes per token and layer in {layers.cache_dtype}"
         text += f" and {indexer:g} of the indexer's keys" if indexer else ""
         total = byte_text(round(own * owners.caches + indexer * owners.indexers))
         whose = f"all {layers.count}" if owners.caches == layers.count else f"the {owners.caches} that own one"
-        lines.append(_row("KV cache", f"{text}, {total} per token for {whose}"))
+        lines.append(row("KV cache", (f"{text}, {total} per token for {whose}", "")))
         lines += shared_cache_lines(owners)
     for index, table in enumerate(map(engine_table, ENGINES)):
         text = engine_names(table.kernels_of(layers, device)) or "no backend is known"
-        lines.append(_row("" if index else "engines", f"{table.engine} {table.release}: {text}"))
+        lines.append(row("" if index else "engines", (f"{table.engine} {table.release}: {text}", "")))
     return lines
 
 
@@ -65,7 +65,3 @@ def engine_names(kernels: Sequence[EngineKernel]) -> str:
 def _known(*facts: tuple[int | None, str]) -> str:
     """Return the texts of those numbers that the model's config says."""
     return ", ".join(text for number, text in facts if number is not None)
-
-
-def _row(label: str, text: str, style: str = "") -> Line:
-    return [(f"  {label}".ljust(MARGIN), style), HANG, (text, "")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from attn_select.decide.lines import HANG, MARGIN, Line, byte_text, us_text
+from attn_select.decide.lines import Line, byte_text, row, us_text
 from attn_select.decide.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -17,16 +17,12 @@ def cache_lines(selection: Outcome[Any], count: int | None, owners: CacheOwners 
     if selection.cache_shape is None:
         return []
     if selection.bytes_per_request is not None:
-        return [_row("  State", _state_text(selection, selection.bytes_per_request, count or 1))]
+        return [row("State", (_state_text(selection, selection.bytes_per_request, count or 1), ""))]
     if selection.bytes_per_token is None:
         return []
     text = _kv_text(selection, selection.bytes_per_token, count or 1, owners)
     shared = [] if owners is None else shared_cache_lines(owners)
-    return [_row("  KV cache", text), *shared, *_rank_lines(selection)]
-
-
-def _row(label: str, text: str) -> Line:
-    return [(label.ljust(MARGIN), ""), HANG, (text, "")]
+    return [row("KV cache", (text, "")), *shared, *_rank_lines(selection)]
 
 
 def _stored(selection: Outcome[Any]) -> str:
@@ -57,7 +53,7 @@ def shared_cache_lines(owners: CacheOwners) -> list[Line]:
     lines: list[Line] = []
     for source in dict.fromkeys(owners.kv_sources.values()):
         readers = _ranges([layer for layer, read in owners.kv_sources.items() if read == source])
-        lines.append([(" " * MARGIN, ""), HANG, (f"layers {readers} read the cache of layer {source}", "dim")])
+        lines.append(row("", (f"layers {readers} read the cache of layer {source}", "dim")))
     return lines
 
 
@@ -80,14 +76,14 @@ def _rank_lines(selection: Outcome[Any]) -> list[Line]:
     from attn_select.times.ranks import MEASURED_ON  # few layers have ranks
 
     text = f"{costs.ranks} share the cache: {costs.bytes_per_token:g} of {selection.bytes_per_token} bytes per token "
-    lines = [_row("  Ranks", text + "and layer on each")]
+    lines = [row("Ranks", (text + "and layer on each", ""))]
     for step in costs.steps:
         pays = "saves memory, no time: the heads of all ranks keep each one busy"
         if step.pays_from is not None:
             pays = f"pays from {step.pays_from} tokens of context on"
         text = f"{step.batch}: attention takes {us_text(step.ranks_us)} instead of {us_text(step.alone_us)} (at peak "
         text += f"rates), collectives add {us_text(step.collectives_us)} (as on {MEASURED_ON}); {pays}"
-        lines.append(_row("", text))
+        lines.append(row("", (text, "")))
     if not costs.steps:
-        lines.append(_row("", f"times of collectives on {selection.device.name} are not known"))
+        lines.append(row("", (f"times of collectives on {selection.device.name} are not known", "")))
     return lines

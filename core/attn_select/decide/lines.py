@@ -27,6 +27,11 @@ MARGIN = 19
 """Column of the text beside ``prefill``, ``decode`` and ``KV cache``."""
 
 
+def row(label: str, *pieces: tuple[str, str], style: str = "") -> Line:
+    """Return a line whose text stands beside a label, or without one under the text of the line before."""
+    return [(f"  {label}".ljust(MARGIN), style), HANG, *pieces]
+
+
 def plain(lines: Iterable[Line]) -> str:
     """Return the lines without styles, trailing white space removed; what is not printable is replaced."""
     return "\n".join(printable("".join(text for text, _ in line).rstrip()) for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_select.decide.lines import HANG, MARGIN, Line
+from attn_select.decide.lines import Line, row
 from attn_select.decide.outcome import Outcome, RunnerUp, Verdict
 from attn_select.decide.time_text import near_text
 from attn_select.layer.config import Phase
@@ -26,8 +26,7 @@ def runner_up_lines(selection: Outcome[Any]) -> list[Line]:
     lines: list[Line] = []
     for (name, why), phases in by_text.items():
         where = "" if len(phases) == len(selection.backends) else f" in {phases[0]}"
-        margin = ("" if lines else "  before").ljust(MARGIN)
-        lines.append([(margin, ""), HANG, (f"{name}{where}", ""), (why, "")])
+        lines.append(row("" if lines else "before", (f"{name}{where}", ""), (why, "")))
     return lines
 
 

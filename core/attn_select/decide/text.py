@@ -13,7 +13,7 @@ from attn_select.backends.spec import BackendPlan, Reason
 from attn_select.decide.amd import NVIDIA
 from attn_select.decide.cache_text import cache_lines
 from attn_select.decide.config_text import config_text
-from attn_select.decide.lines import HANG, MARGIN, Line, byte_text, plain
+from attn_select.decide.lines import HANG, Line, byte_text, plain, row
 from attn_select.decide.outcome import Candidate, Outcome, Verdict
 from attn_select.decide.runner_up_text import runner_up_lines
 from attn_select.decide.time_text import chosen_time_lines, time_lines
@@ -128,8 +128,10 @@ def brief_lines(
     if several:
         counts = ", ".join([f"{len(names)} others {why}" for why, names in several.items()])
         lines[""] = [(counts, ""), (" (--full names them)", "dim")]
-    margins = [("  rejected".ljust(MARGIN), "rejected"), *[(" " * MARGIN, "")] * len(lines)]
-    rejected_lines = [[margin, HANG, *line] for margin, line in zip(margins, lines.values(), strict=False)]
+    rejected_lines = [
+        row("" if index else "rejected", *line, style="" if index else "rejected")
+        for index, line in enumerate(lines.values())
+    ]
     own = [rule for rule in selection.rules if rule.layer > PACKAGED]
     return plan_lines(selection, kind, count, owners=owners) + rejected_lines + _rule_lines(selection, own)
 
@@ -179,11 +181,11 @@ def plan_lines(
             facts.append(f"block table width a multiple of {plan.block_table_width_multiple}")
         if plan.provider:
             facts.append(f"kernel from {plan.provider}")
-        lines.append([(" " * MARGIN, ""), HANG, (", ".join(facts), "dim")])
-        lines += [[(" " * MARGIN, ""), HANG, (note, "dim")] for note in plan.notes]
+        lines.append(row("", (", ".join(facts), "dim")))
+        lines += [row("", (note, "dim")) for note in plan.notes]
         if not plan.nan_tail_safe:
-            lines.append([(" " * MARGIN, ""), HANG, ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")])
-        lines += [[(" " * MARGIN, ""), HANG, ("unverified: ", "warning"), (clause, "")] for clause in plan.unverified]
+            lines.append(row("", ("not NaN-safe: ", "warning"), (NAN_TAIL_WARNING, "")))
+        lines += [row("", ("unverified: ", "warning"), (clause, "")) for clause in plan.unverified]
     if not runs:
         return lines + chosen_time_lines(selection)
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attn_select.decide.lines import HANG, MARGIN, Line, byte_text, us_text
+from attn_select.decide.lines import HANG, Line, byte_text, row, us_text
 from attn_select.decide.outcome import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ def chosen_time_lines(selection: Outcome[Any]) -> list[Line]:
     """Say how long the chosen backends are predicted to take for the workload's steps, and what that rests on."""
     if selection.evidence is None and selection.device.is_cpu:
         return []
-    return [[("  Time".ljust(MARGIN), ""), HANG, (_chosen_times(selection, selection.evidence), "")]]
+    return [row("Time", (_chosen_times(selection, selection.evidence), ""))]
 
 
 def _chosen_times(selection: Outcome[Any], used: EvidenceUsed | None) -> str:

@@ -72,6 +72,22 @@ class Fields:
         """Return the width of a head (elements); 0 and null are None (some config classes write a missing one as 0)."""
         return self.integer(field, 0, 8192) or None
 
+    def head_size(self, heads: int | None) -> int | None:
+        """Return the width of a head: the config's own, else hidden size by heads; None where neither is there."""
+        if self.integer("head_dim", 0, 8192) == 0:
+            raise self.wrong("head_dim", 0, "an integer from 1 to 8192, or null")
+        if (size := self.size("head_dim")) is not None or heads is None:
+            return size
+        hidden = self.integer("hidden_size")
+        if hidden is None or self.family.variant == "zamba":
+            return None
+        if hidden % heads or hidden // heads > 8192:
+            raise ModelError(
+                f"{self.where}: hidden_size = {hidden} by num_attention_heads = {heads} is no head size "
+                "(an integer from 1 to 8192), and there is no head_dim"
+            )
+        return hidden // heads
+
     def heads(self, field: str) -> int | None:
         """Return a number of heads or of layers."""
         return self.integer(field, 1, MAX_LAYERS)

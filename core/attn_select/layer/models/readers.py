@@ -14,7 +14,6 @@ from attn_select.layer.models.data_files import defaults
 from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.kv_sharing import sharing
 from attn_select.layer.models.layer_kind import Layer, Reading, Sparse, StateLayer
-from attn_select.layer.models.sizes import head_size
 from attn_select.layer.models.state_layers import state_layer
 from attn_select.layer.models.text import first_architecture
 from attn_select.layer.models.unserved import KINDS, sparse_kind
@@ -160,7 +159,7 @@ def _base(fields: Fields, attn_type: str, mm_prefix: bool) -> Layer:
     """Read what all layers of a stack have in common."""
     heads = fields.heads("num_attention_heads")
     mla = _mla(fields, heads)
-    size = None if mla else head_size(fields, heads)
+    size = None if mla else fields.head_size(heads)
     return Layer(
         num_heads=heads,
         num_kv_heads=1 if mla else variants.kv_heads(fields, heads),
@@ -212,7 +211,7 @@ def _encoder_decoder(fields: Fields) -> Reading:
         if count is None:
             raise ModelError(f"{fields.where}: {side}_layers is missing", hint=types.NO_MODEL)
         bias = variants.position_bias(fields)
-        layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=head_size(fields, heads), position_bias=bias)
+        layer = Layer(num_heads=heads, num_kv_heads=heads, head_size=fields.head_size(heads), position_bias=bias)
         if alone:
             kinds = ("encoder_only",) if alone == "encoder" else ("decoder",)
         for kind in kinds:  # cross-attention has no distances

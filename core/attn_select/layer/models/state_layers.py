@@ -10,7 +10,6 @@ from collections.abc import Callable
 from attn_select.errors import ModelError
 from attn_select.layer.models.fields import Fields
 from attn_select.layer.models.layer_kind import StateLayer
-from attn_select.layer.models.sizes import head_size
 
 
 def state_layer(fields: Fields) -> StateLayer | str:
@@ -38,7 +37,7 @@ def _state_dtype(fields: Fields) -> str:
 
 def _head_size(fields: Fields, heads: int, name: str) -> int:
     """Return the width of a head of recurrences whose keys and values are alike; ``name`` is the field that says it."""
-    if (size := head_size(fields, heads)) is None:
+    if (size := fields.head_size(heads)) is None:
         raise ModelError(f"{fields.where}: {name} is missing, which its state layers need")
     return size
 
