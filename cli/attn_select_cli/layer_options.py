@@ -160,6 +160,9 @@ def gpu_option(text: str, *, several: bool) -> Callable[[Any], Any]:
     )
 
 
+# The models and GPUs of a table of pairs where none are named.
+MODELS = ("llama-3-8b", "qwen3-32b", "gemma-3-27b", "gpt-oss-120b", "deepseek-v3", "deepseek-v3.2", "bert-base")
+GPUS = ("a100", "l40s", "h100", "b200", "rtx5090")
 _MODEL_HELP = (
     "A preset (`attn-select models`), a config.json, a folder holding one, or org/name in the Hugging Face cache"
 )
@@ -235,6 +238,21 @@ def explain_options(function: F) -> F:
 def diff_options(function: F) -> F:
     """Add the options of one decision: one model, one GPU."""
     return decision_options(workload_options(function), _ONE_MODEL, gpu_option(f"{_GPU_HELP}.", several=False))
+
+
+def pair_options(function: F) -> F:
+    """Add ``--model`` and ``--gpu``; ``models_and_gpus`` reads them."""
+    function = gpu_option(f"A device (repeatable) [default: {', '.join(GPUS)}].", several=True)(function)
+    with_both: F = model_option(f"A model (repeatable) [default: {', '.join(MODELS)}].", several=True)(function)
+    return with_both
+
+
+def models_and_gpus(options: dict[str, Any]) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
+    """Take the options of ``pair_options`` out of ``options``; return the models and the GPUs."""
+    model, gpu = options.pop("model"), options.pop("gpu")
+    if options["num_heads"] is not None and not model:
+        model = (None,)  # flags alone describe one layer
+    return model or MODELS, gpu or GPUS
 
 
 def run_options(function: F) -> F:

@@ -9,8 +9,13 @@ from typing import Any
 import click
 
 from attn_select_cli.help import Command
-from attn_select_cli.layer_options import decision_options, engine_option, workload_options
-from attn_select_cli.pairs import models_and_gpus, pair_options
+from attn_select_cli.layer_options import (
+    decision_options,
+    engine_option,
+    models_and_gpus,
+    pair_options,
+    workload_options,
+)
 
 EPILOG = """\b
 Examples:

@@ -17,8 +17,7 @@ import click
 from attn_select.layer.config import PHASES
 from attn_select_cli import complete
 from attn_select_cli.help import Command
-from attn_select_cli.layer_options import gpu_option, model_option, options_in
-from attn_select_cli.pairs import GPUS, MODELS
+from attn_select_cli.layer_options import GPUS, MODELS, gpu_option, model_option, options_in
 
 if TYPE_CHECKING:
     from attn_select.rules.layers import RuleSet

@@ -116,9 +116,10 @@ class LayerBench:
 
     def totals(self, phase: str) -> list[tuple[str, float]]:
         """Return the workload's time by backend over the shapes of a phase, microseconds, the fastest first."""
+        from attn_select.times.workload import phases_of
+
         config = self.layer.selection.config
-        longest = config.max_decode_query_len
-        mine = [pair for pair in self.batches if pair[0].batch.is_decode(longest) is (phase == "decode")]
+        mine = [pair for pair in self.batches if phases_of(pair[0].batch, config)[0] == phase]
         sums: dict[str, list[float]] = {}
         for shape, found in mine:
             for timed in found.timed:

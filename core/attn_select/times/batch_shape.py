@@ -103,10 +103,6 @@ class BatchShape:
         """Tokens of the longest request, the new ones included."""
         return max([group.seq_len for group in self.groups])
 
-    def is_decode(self, max_query_len: int = 1) -> bool:
-        """Whether no request has more than ``max_query_len`` new tokens (1 plus a layer's speculative tokens)."""
-        return self.max_query_len <= max_query_len
-
 
 def parse_batch_shape(text: str) -> BatchShape:
     """Read a batch such as ``64q1s4k`` or ``2q512s8k_32q1s2k``.

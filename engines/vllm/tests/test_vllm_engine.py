@@ -396,7 +396,7 @@ def test_observed_steps_are_those_that_ran(in_one_process: tuple[dict[str, Run],
     steps = sum(map(int, re.findall(r"(\d+) (?:decode|prefill|mixed)", file.read_text().partition("\n")[0])))
     # Each engine runs its prompts of 5, 40, 1, 23 and 64 tokens in one step, and then decodes all five.
     assert shapes["q64_q40_q23_q5_q1"] == pytest.approx(len(runs) / steps, rel=1e-4)
-    decodes = [batch for batch in map(parse_batch_shape, shapes) if batch.is_decode()]  # others are of drafts
+    decodes = [batch for batch in map(parse_batch_shape, shapes) if batch.max_query_len == 1]  # others are of drafts
     assert {(each.num_requests, each.num_tokens) for each in decodes} == {(5, 5)}
     assert min(each.num_kv_tokens for each in decodes) == 5 + 40 + 1 + 23 + 64 + 5
     assert f"ATTN_SELECT_WORKLOAD={file} chooses for it" in log
