@@ -77,7 +77,8 @@ def test_plugin_registers_without_its_library(plugin: str) -> None:
 
 def test_the_command_line_is_light() -> None:
     names = {module_name(CLI, file) for file in CLI.rglob("*.py")}
-    apart = {f"{CLI.name}.{name}" for name in ("serving", "warming")}  # what `run` and `warm` import
+    # What `run` and `warm` import, and what prints on a terminal.
+    apart = {f"{CLI.name}.{name}" for name in ("serving", "terminal", "warming")}
     assert names > apart
     light = "\n".join(f"import {name}" for name in sorted(names - apart))
     assert loaded(light) <= LIGHT | {CLI.name, "click"}

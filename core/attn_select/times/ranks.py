@@ -53,9 +53,9 @@ class RankCosts:
     steps: tuple[RankStep, ...]
 
 
-def shared_tokens(heads: int, query_width: int, width: int, element: float, most: int = MOST_SHARED_BYTES) -> int:
-    """Return how many tokens' queries and results, of all ranks' heads, fit in ``most`` bytes of shared memory."""
-    return int(most // (heads * ((query_width + width) * element + 4)))
+def shared_tokens(heads: int, query_width: int, width: int, element: float) -> int:
+    """Return how many tokens' queries and results, of all ranks' heads, fit in the shared memory."""
+    return int(MOST_SHARED_BYTES // (heads * ((query_width + width) * element + 4)))
 
 
 def collectives_us(config: AttentionConfig, tokens: int) -> float:

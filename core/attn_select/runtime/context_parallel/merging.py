@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_select.runtime import ops
 from attn_select.runtime.context_parallel.collectives import Collectives
 from attn_select.runtime.rank_memory import RankLayout, RankMemory
-from attn_select.times.ranks import MOST_SHARED_BYTES, shared_tokens
+from attn_select.times.ranks import shared_tokens
 
 WAYS = ("a2a", "symm")
 """``a2a``: outputs and LSEs are exchanged head by head in one message, and each rank merges its own heads' results
@@ -33,19 +33,12 @@ class Merger:
         self.memory: RankMemory | None = None
 
     def share_memory(
-        self,
-        tokens: int,
-        heads: int,
-        query_width: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        most_bytes: int = MOST_SHARED_BYTES,
+        self, tokens: int, heads: int, query_width: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> bool:
         """Let steps of few tokens go by ``symm``, if ranks can share memory; return whether. Every rank calls it."""
-        # ``heads`` are those of a partial result. Of ``tokens``, the most of a step, fewer may fit in ``most_bytes``.
+        # ``heads`` are those of a partial result. Of ``tokens``, the most of a step, fewer may fit.
         query_width = query_width if self.sharded else 0
-        tokens = min(tokens, shared_tokens(heads, query_width, width, dtype.itemsize, most_bytes))
+        tokens = min(tokens, shared_tokens(heads, query_width, width, dtype.itemsize))
         layout = RankLayout(self.collectives.size, tokens, heads, query_width, width, dtype)
         self.memory = self.collectives.share_memory(layout, device)
         return self.memory is not None
