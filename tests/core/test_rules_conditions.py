@@ -184,6 +184,7 @@ def test_library_and_cuda_versions(written: Any, version: str | None, expected: 
         {"num_heads": True},
         {"num_heads": "many"},
         {"num_heads": float("nan")},
+        {"num_heads": -4},
         {"num_heads": 10**400},
         {"num_heads": " " * 199 + "16"},
         {"mla": 1, "num_head": 3, "library": {"a": 1, "b c": "1"}},

@@ -40,10 +40,10 @@ def numbers(field: str, values: Sequence[object]) -> Predicate:
             if isinstance(value, bool) or not isinstance(value, (int, float, str)):
                 raise ValueError
             bounds = [(sign, float(operand)) for sign, operand in _comparisons(str(value))]
-            if not all(math.isfinite(bound) for _, bound in bounds):
+            if not all(math.isfinite(bound) and bound >= 0 for _, bound in bounds):
                 raise ValueError
         except ValueError:
-            accepted = 'expected a number or a string such as "<=16" or ">=64,<=128"'
+            accepted = 'expected a number from 0 on, or a string such as "<=16" or ">=64,<=128"'
             raise ConditionError(f"{field} = {show(value)}: {accepted}") from None
         alternatives.append(_all(_compare(sign, bound) for sign, bound in bounds))
     return _any(alternatives)
