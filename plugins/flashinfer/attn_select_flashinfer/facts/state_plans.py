@@ -25,6 +25,11 @@ class StateKernel:
 
     name: str
 
+    @property
+    def entry(self) -> str:
+        """FlashInfer's entry."""
+        return self.name.partition("-")[0]
+
 
 def state_plan(
     config: StateConfig,

@@ -5,47 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_select.layer.config import Phase
 from attn_select.layer.state import NORM_EPSILON
-from attn_select.runtime.states import (
-    Gates,
-    StateContext,
-    StateImpl,
-    StatePart,
-    gathered_states,
-    slots_in_pool,
-)
+from attn_select.runtime.states import Gates, StatePart, gathered_states, slots_in_pool
 from attn_select_flashinfer.runtime import library
 
 
-class FlashInferGdnImpl(StateImpl):
+class FlashInferGdnImpl(library.PooledStateImpl):
     """Runs one layer."""
 
     raw_gates = ("decode",)
 
-    def __init__(self, context: StateContext) -> None:
-        super().__init__(context)
-        library.flashinfer().check(*(plan.kernel.name for plan in context.plans.values()))  # type: ignore[attr-defined]
-
-    def forward(
-        self,
-        phase: Phase,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gates: Gates,
-        states: Tensor,
-        part: StatePart,
-        output: Tensor,
-    ) -> None:
-        """Run a part of a step, as ``StateImpl.forward`` documents it."""
-        run = self._decode if phase == "decode" else self._prefill
-        run(query, key, value, gates, states, part, output)
-
-    def _prefill(
-        self, query: Tensor, key: Tensor, value: Tensor, gates: Gates, states: Tensor, part: StatePart, output: Tensor
-    ) -> None:
-        state = gathered_states(states, part)
+    def prefill(self, tokens: library.Tokens, gates: Gates, states: Tensor, part: StatePart) -> Tensor:
+        (query, key, value), state = tokens, gathered_states(states, part)
         found, last = library.flashinfer().chunk_gated_delta_rule(
             q=_normalised(query),
             k=_normalised(key),
@@ -60,20 +31,19 @@ class FlashInferGdnImpl(StateImpl):
             cu_seqlens=part.query_start_loc.long(),
             output_state=torch.empty_like(state),
         )
-        output.copy_(found)
         states[part.write_slots] = last.to(states.dtype)
+        output: Tensor = found
+        return output
 
-    def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, gates: Gates, states: Tensor, part: StatePart, output: Tensor
-    ) -> None:
+    def decode(self, tokens: library.Tokens, gates: Gates, states: Tensor, part: StatePart) -> Tensor:
         raw = gates.raw
         assert raw is not None
         assert raw.b is not None
         read, write = slots_in_pool(states, part)
         # (B, 1, heads, size): one token per request.
-        tokens = {n: each.contiguous().unsqueeze(1) for n, each in (("q", query), ("k", key), ("v", value))}
+        named = {name: each.contiguous().unsqueeze(1) for name, each in zip("qkv", tokens, strict=True)}
         found, _ = library.flashinfer().gated_delta_rule_decode_pretranspose(
-            **tokens,
+            **named,
             state=None,
             A_log=raw.A_log,
             a=raw.a.contiguous().unsqueeze(1),
@@ -85,7 +55,8 @@ class FlashInferGdnImpl(StateImpl):
             initial_state_indices=read,
             output_state_indices=write,
         )
-        output.copy_(found.squeeze(1))
+        output: Tensor = found.squeeze(1)
+        return output
 
 
 def _normalised(rows: Tensor) -> Tensor:

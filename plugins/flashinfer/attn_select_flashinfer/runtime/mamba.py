@@ -11,20 +11,12 @@ from torch import Tensor
 
 from attn_select.layer.config import Phase
 from attn_select.runtime.batch import to_device
-from attn_select.runtime.states import (
-    Gates,
-    RawGates,
-    StateContext,
-    StateImpl,
-    StatePart,
-    gathered_states,
-    slots_in_pool,
-)
+from attn_select.runtime.states import Gates, StateContext, StatePart, gathered_states, slots_in_pool
 from attn_select_flashinfer.facts.mamba import CHUNK, LEAST_LOG_DECAY
 from attn_select_flashinfer.runtime import library
 
 
-class FlashInferMambaImpl(StateImpl):
+class FlashInferMambaImpl(library.PooledStateImpl):
     """Runs one layer."""
 
     raw_gates = ("prefill", "decode")
@@ -32,28 +24,11 @@ class FlashInferMambaImpl(StateImpl):
 
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)
-        library.flashinfer().check(*(plan.kernel.name for plan in context.plans.values()))  # type: ignore[attr-defined]
         self._no_skip = torch.zeros(context.config.num_v_heads, device=context.device)
 
-    def forward(
-        self,
-        phase: Phase,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gates: Gates,
-        states: Tensor,
-        part: StatePart,
-        output: Tensor,
-    ) -> None:
-        """Run a part of a step, as ``StateImpl.forward`` documents it."""
-        assert gates.raw is not None
-        run = self._decode if phase == "decode" else self._prefill
-        output.copy_(run(query, key, value, gates.raw, states, part))
-
-    def _prefill(
-        self, query: Tensor, key: Tensor, value: Tensor, raw: RawGates, states: Tensor, part: StatePart
-    ) -> Tensor:
+    def prefill(self, tokens: library.Tokens, gates: Gates, states: Tensor, part: StatePart) -> Tensor:
+        (query, key, value), raw = tokens, gates.raw
+        assert raw is not None
         request, chunk, offset = (to_device(each, states.device) for each in segments(part.query_start_loc_cpu))
         # Packed: a batch of one.
         found, last = library.flashinfer().ssd_combined_fwd(
@@ -73,10 +48,9 @@ class FlashInferMambaImpl(StateImpl):
         rows: Tensor = found.squeeze(0)
         return rows
 
-    def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, raw: RawGates, states: Tensor, part: StatePart
-    ) -> Tensor:
-        config = self.context.config
+    def decode(self, tokens: library.Tokens, gates: Gates, states: Tensor, part: StatePart) -> Tensor:
+        (query, key, value), raw, config = tokens, gates.raw, self.context.config
+        assert raw is not None
         read, write = slots_in_pool(states, part)
         width, size = config.v_head_size, config.head_size
 

@@ -46,19 +46,13 @@ class FlashMLAMetadata(DenseBatch):
     padding: Padding | None  # None where all queries are ``query_len`` long
 
 
-def _kernel(context: BackendContext) -> FlashMLAKernel:
-    kernel = context.plans["decode"].kernel
-    assert isinstance(kernel, FlashMLAKernel)
-    return kernel
-
-
 class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
     """Launches nothing but a copy of FP8's table: the schedule is made by the first layer's call, in a CUDA graph at
     each replay."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        kernel = _kernel(context)
+        kernel = context.kernel(FlashMLAKernel)
         self._fp8 = kernel.function == "dense_fp8"
         self._new_schedule: Any = TensorSchedule if self._fp8 else adapter_for(kernel).new_schedule
         self._tables: dict[int, Tensor] = {}  # by their width, since graphs hold the address
@@ -101,7 +95,7 @@ class FlashMLAImpl(MLAAttentionImpl):
 
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
-        kernel = _kernel(context)
+        kernel = context.kernel(FlashMLAKernel)
         self._adapter, self._fp8 = adapter_for(kernel), kernel.function == "dense_fp8"
         self._dense = self._adapter.dense
         self._direct = self._adapter.writes_output and not self._fp8

@@ -77,8 +77,7 @@ class FlashMLASparseMetadata:
 
 def _kernels(context: BackendContext) -> list[FlashMLAKernel]:
     """Return the kernels of the phases that are served here; all are of one build."""
-    kernels = [plan.kernel for plan in context.plans.values()]
-    return [kernel for kernel in kernels if isinstance(kernel, FlashMLAKernel)]
+    return [context.kernel(FlashMLAKernel, phase) for phase in context.plans]
 
 
 class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetadata]):
