@@ -25,7 +25,7 @@ from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashmla.facts.builds import FlashMLAKernel
-from attn_select_flashmla.runtime.adapters import RANK, DenseBatch, TensorSchedule, adapter_for
+from attn_select_flashmla.runtime.adapters import RANK, DecodeBatch, TensorSchedule, adapter_for
 from attn_select_flashmla.runtime.lse import store_lse
 
 
@@ -38,7 +38,7 @@ class Padding:
 
 
 @dataclass(slots=True)
-class FlashMLAMetadata(DenseBatch):
+class FlashMLAMetadata(DecodeBatch):
     """One batch of B decodes."""
 
     num_reqs: int  # B
