@@ -21,14 +21,9 @@ RAW_GATES = "activates the gates itself: give the layers raw gates"
 
 @dataclass(frozen=True, slots=True)
 class StateKernel:
-    """What runs a phase; ``name``: FlashInfer's entry, and which of its kernels where it has several."""
+    """What runs a phase; ``name``: FlashInfer's entry, and behind a hyphen which of its kernels where it has several."""
 
     name: str
-
-    @property
-    def entry(self) -> str:
-        """FlashInfer's entry."""
-        return self.name.partition("-")[0]
 
 
 def state_plan(

@@ -21,7 +21,6 @@ from attn_select.runtime.backend import AttentionBackend
 from attn_select.runtime.installed_builds import InstalledBuild
 from attn_select.runtime.states import Gates, StateBackend, StateContext, StateImpl, StatePart
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
-from attn_select_flashinfer.facts.state_plans import StateKernel
 
 Tokens = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
@@ -182,8 +181,8 @@ class PooledStateImpl(StateImpl):
 
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)
-        kernels = [plan.kernel for plan in context.plans.values() if isinstance(plan.kernel, StateKernel)]
-        flashinfer().check(*(kernel.entry for kernel in kernels))
+        kernels = [plan.kernel_name or "" for plan in context.plans.values()]
+        flashinfer().check(*(kernel.partition("-")[0] for kernel in kernels))  # as ``StateKernel`` names them
 
     def forward(
         self,
