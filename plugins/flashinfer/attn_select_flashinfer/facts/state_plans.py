@@ -21,7 +21,7 @@ RAW_GATES = "activates the gates itself: give the layers raw gates"
 
 @dataclass(frozen=True, slots=True)
 class StateKernel:
-    """What runs a phase; ``name``: FlashInfer's entry, and behind a hyphen which of its kernels where it has several."""
+    """What runs a phase; ``name``: FlashInfer's entry, behind a hyphen which of its kernels where it has several."""
 
     name: str
 
