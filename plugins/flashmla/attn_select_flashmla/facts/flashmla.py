@@ -50,8 +50,6 @@ class FlashMLAOptions(BackendOptions):
     provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
 
 
-_LAYOUTS = (MLA,)
-_BLOCKS = (64,)
 _SPLITS = (
     "split-KV partial sums take (batch + SM parts) x query heads x query length x (kv_lora_rank + 1) x 4 bytes per call"
 )
@@ -74,37 +72,23 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the layer, or what each one lacks."""
     pins = pin_provider("FLASHMLA", options.provider)
-    chosen = choose(
-        BUILDS,
-        environment,
-        lambda build: objections(build, config),
-        pins=pins,
-        # The static facts reject every other device.
-        capability=(9, 0),
-    )
+    # The static facts reject every other device.
+    chosen = choose(BUILDS, environment, lambda build: objections(build, config), pins=pins, capability=(9, 0))
     if not isinstance(chosen, FlashMLABuild):
         return chosen
-    return _plan(chosen, config, describe_pins(pins) or "Hopper's dense decode")
-
-
-def _plan(build: FlashMLABuild, config: AttentionConfig, because: str) -> BackendPlan:
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
-    notes = build.notes
-    if fp8 and config.dtype == "float16":
-        notes = (*notes, _CONVERTED)
-    if config.cuda_graph != "NEVER":
-        notes = (*notes, _SPLITS)
+    notes = {_CONVERTED: fp8 and config.dtype == "float16", _SPLITS: config.cuda_graph != "NEVER"}
     return BackendPlan(
-        kernel=kernel_of(build, "dense_fp8" if fp8 else "dense"),
+        kernel=kernel_of(chosen, "dense_fp8" if fp8 else "dense"),
         path="dense FP8" if fp8 else "dense",
-        because=because,
+        because=describe_pins(pins) or "Hopper's dense decode",
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=True,
-        kv_layouts=_LAYOUTS,
-        kernel_block_sizes=_BLOCKS,
+        kv_layouts=(MLA,),
+        kernel_block_sizes=(64,),
         cuda_graph="UNIFORM_BATCH",
-        provider=build.provider,
-        notes=notes,
+        provider=chosen.provider,
+        notes=(*chosen.notes, *(note for note, holds in notes.items() if holds)),
     )
 
 

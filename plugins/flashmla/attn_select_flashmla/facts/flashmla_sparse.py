@@ -65,12 +65,6 @@ MOST_HEADS = 128
 FEW_HEADS = 32
 """Below this FP8 prefill runs through the decode kernel, as in vLLM (MIN_HEADS_FOR_BF16_PREFILL, 0.33.0)."""
 
-_FP8_LAYOUTS, _FP8_BLOCKS = (FP8_DS_MLA,), (64,)
-_BF16_LAYOUTS, _BF16_BLOCKS = (MLA,), (64, 1)
-_ALIAS = "fp8_e4m3 is stored as fp8_ds_mla (656 bytes a token)"
-_PATHS = {"sparse_prefill": "sparse bf16", "sparse_decode": "sparse FP8"}
-_WORKSPACE = "prefill gathers and dequantises the context: 1152 bytes a token"
-
 
 def objections(build: FlashMLABuild, config: AttentionConfig, device: Device) -> list[Objection]:
     """Return the reasons against one build on a device; nothing: it serves the layer."""
@@ -113,34 +107,31 @@ def plan(
         pins=pin_provider("FLASHMLA_SPARSE", options.provider),
         capability=device.compute_capability,
     )
-    return _plan(chosen, config, phase) if isinstance(chosen, FlashMLABuild) else chosen
-
-
-def _plan(build: FlashMLABuild, config: AttentionConfig, phase: Phase) -> BackendPlan:
+    if not isinstance(chosen, FlashMLABuild):
+        return chosen
     heads, fp8 = config.num_heads * config.decode_context_parallel_size, _reads_fp8(config)
     function, copies_cache, because = _function(fp8, phase, heads)
-    path, notes = _PATHS[function], build.notes
-    if copies_cache:
-        path, notes = f"{path} over dequantised KV", (*notes, _WORKSPACE)
-    if config.kv_cache_dtype == "fp8_e4m3":
-        notes = (*notes, _ALIAS)
-    if heads not in (64, MOST_HEADS):
-        notes = (*notes, f"query heads are padded from {heads} to {64 if heads < 64 else MOST_HEADS}")
     # 64 in the FP8 kernel, 128 in the other (csrc/sm90, csrc/sm100 9241ae3); -1 marks an index as void.
     multiple = 64 if function == "sparse_decode" else 128
-    if (config.sparse_top_k or 0) % multiple:
-        notes = (*notes, f"top-k indices are padded with -1 from {config.sparse_top_k} to a multiple of {multiple}")
+    padded = f"top-k indices are padded with -1 from {config.sparse_top_k} to a multiple of {multiple}"
+    notes = {
+        "prefill gathers and dequantises the context: 1152 bytes a token": copies_cache,
+        "fp8_e4m3 is stored as fp8_ds_mla (656 bytes a token)": config.kv_cache_dtype == "fp8_e4m3",
+        f"query heads are padded from {heads} to {64 if heads < 64 else MOST_HEADS}": heads not in (64, MOST_HEADS),
+        padded: (config.sparse_top_k or 0) % multiple != 0,
+    }
+    path = "sparse FP8" if function == "sparse_decode" else "sparse bf16"
     return BackendPlan(
-        kernel=kernel_of(build, function, copies_cache),
-        path=path,
+        kernel=kernel_of(chosen, function, copies_cache),
+        path=f"{path} over dequantised KV" if copies_cache else path,
         because=because,
         query_dtype=config.dtype,
         returns_lse=True,
-        kv_layouts=_FP8_LAYOUTS if fp8 else _BF16_LAYOUTS,
-        kernel_block_sizes=_FP8_BLOCKS if fp8 else _BF16_BLOCKS,
+        kv_layouts=(FP8_DS_MLA,) if fp8 else (MLA,),
+        kernel_block_sizes=(64,) if fp8 else (64, 1),
         cuda_graph="UNIFORM_BATCH",
-        provider=build.provider,
-        notes=notes,
+        provider=chosen.provider,
+        notes=(*chosen.notes, *(note for note, holds in notes.items() if holds)),
     )
 
 
