@@ -7,23 +7,15 @@ emulated entries.
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-
 from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
-from attn_select.layer.config import Phase
 from attn_select.runtime.backend import AttentionBackend
 from attn_select.runtime.installed_builds import InstalledBuild
-from attn_select.runtime.states import Gates, StateBackend, StateContext, StateImpl, StatePart
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
-
-Tokens = tuple[Tensor, Tensor, Tensor]
-"""Queries, keys and values."""
 
 _LISTS = "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads"
 _STEP = "causal sm_scale window_left logits_soft_cap q_data_type kv_data_type"
@@ -173,49 +165,6 @@ class FlashInferLibraryBackend(AttentionBackend):
     @classmethod
     def prepare(cls) -> None:
         """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        flashinfer()
-
-
-class PooledStateImpl(StateImpl):
-    """Runs one layer by kernels of this plugin, one for each phase."""
-
-    def __init__(self, context: StateContext) -> None:
-        super().__init__(context)
-        kernels = [plan.kernel_name or "" for plan in context.plans.values()]
-        flashinfer().check(*(kernel.partition("-")[0] for kernel in kernels))  # as ``StateKernel`` names them
-
-    def forward(
-        self,
-        phase: Phase,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gates: Gates,
-        states: Tensor,
-        part: StatePart,
-        output: Tensor,
-    ) -> None:
-        """Run a part of a step, as ``StateImpl.forward`` documents it."""
-        run = self.decode if phase == "decode" else self.prefill
-        output.copy_(run((query, key, value), gates, states, part))
-
-    @abstractmethod
-    def decode(self, tokens: Tokens, gates: Gates, states: Tensor, part: StatePart) -> Tensor:
-        """Write the states behind one token of each request; return the outputs ``(B, num_v_heads, v_head_size)``."""
-
-    @abstractmethod
-    def prefill(self, tokens: Tokens, gates: Gates, states: Tensor, part: StatePart) -> Tensor:
-        """Write the states behind the last token of each request; return the outputs of all tokens alike."""
-
-
-class PooledStateBackend(StateBackend):
-    """Kernels of this plugin that read and write states in the pool; they know no slot below 0."""
-
-    reads_zeros = True
-
-    @classmethod
-    def prepare(cls) -> None:
-        """As ``FlashInferLibraryBackend.prepare``."""
         flashinfer()
 
 
