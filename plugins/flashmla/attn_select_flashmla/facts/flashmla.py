@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
-from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.kernel_builds import Objection, choose, describe_pins, pin_provider
+from attn_select.backends.spec import BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
 from attn_select.machine.device import Device
@@ -18,7 +16,7 @@ from attn_select_flashmla.facts.builds import (
     UPSTREAM,
     VLLM_FP8,
     FlashMLABuild,
-    ProviderName,
+    FlashMLAOptions,
     kernel_of,
 )
 
@@ -42,12 +40,6 @@ DECODE = Capabilities(
     per_head_quant_scales=Fact(True, f"{VLLM_FP8} (one scale; there is one KV head)"),
     decode_context_parallel=Fact(True, f"{RAN} (returns the LSE); {_VLLM_BACKEND}"),
 )
-
-
-class FlashMLAOptions(BackendOptions):
-    """``[backends.FLASHMLA]``."""
-
-    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
 
 
 _SPLITS = (

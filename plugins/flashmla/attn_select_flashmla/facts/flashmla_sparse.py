@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, pin_provider
+from attn_select.backends.kernel_builds import Objection, choose, pin_provider
 from attn_select.backends.reasons import device_reasons
-from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.spec import BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import FP8_DS_MLA, MLA
 from attn_select.machine.device import Device
@@ -18,8 +16,8 @@ from attn_select_flashmla.facts.builds import (
     UPSTREAM,
     VLLM_SPARSE,
     FlashMLABuild,
+    FlashMLAOptions,
     KernelFunction,
-    ProviderName,
     kernel_of,
 )
 
@@ -52,12 +50,6 @@ CAPABILITIES = Capabilities(
     ),
     decode_context_parallel=Fact(True, f"{_BOTH} (return the LSE); {VLLM_SPARSE} (other ranks' indices become -1)"),
 )
-
-
-class FlashMLASparseOptions(BackendOptions):
-    """``[backends.FLASHMLA_SPARSE]``."""
-
-    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
 
 
 MOST_HEADS = 128
@@ -94,7 +86,7 @@ def _reads_fp8(config: AttentionConfig) -> bool:
 
 
 def plan(
-    config: AttentionConfig, device: Device, environment: Environment, options: FlashMLASparseOptions, phase: Phase
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashMLAOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the phase, or what each one lacks."""
     # Both phases get the same build: no reason against a build depends on the phase.
@@ -157,5 +149,5 @@ FLASHMLA_SPARSE = BackendSpec(
     plan=plan,
     load="attn_select_flashmla.runtime.flashmla_sparse:FlashMLASparseBackend",
     libraries=LIBRARIES,
-    options=FlashMLASparseOptions,
+    options=FlashMLAOptions,
 )

@@ -281,3 +281,12 @@ def adapter_of(build: FlashMLABuild) -> Adapter:
 def adapter_for(kernel: FlashMLAKernel) -> Adapter:
     """Return the adapter of the build that a plan's kernel names; importing its library may raise."""
     return adapter_of(build_of(kernel))
+
+
+def store_lse(target: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Write a kernel's LSE ``(T, H)`` into ``target``: -inf for a row without keys, sinks ``(H,)`` counted."""
+    # The kernels give +inf for such a row, and leave the sinks out.
+    target.copy_(lse)
+    target.masked_fill_(target == torch.inf, -torch.inf)
+    if sinks is not None:
+        torch.logaddexp(target, sinks, out=target)

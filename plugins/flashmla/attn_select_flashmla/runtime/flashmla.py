@@ -25,8 +25,7 @@ from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashmla.facts.builds import FlashMLAKernel
-from attn_select_flashmla.runtime.adapters import RANK, DecodeBatch, TensorSchedule, adapter_for
-from attn_select_flashmla.runtime.lse import store_lse
+from attn_select_flashmla.runtime.adapters import RANK, DecodeBatch, TensorSchedule, adapter_for, store_lse
 
 
 @dataclass(slots=True)
