@@ -73,7 +73,7 @@ class BackendContext:
     cuda_graphs: bool = False
 
     def kernel(self, kind: type[K], phase: Phase | None = None) -> K:
-        """Return the kernel that a phase's plan names, of the plugin's class ``kind``; of no phase: where all name one."""
+        """Return the kernel that a phase's plan names, of the plugin's class ``kind``; None: all plans name one."""
         plan = next(iter(self.plans.values())) if phase is None else self.plans[phase]
         assert isinstance(plan.kernel, kind)
         return plan.kernel
