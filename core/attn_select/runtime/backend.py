@@ -38,6 +38,7 @@ from attn_select.runtime.cascade import MIN_PREFIX, MIN_REQUESTS
 from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.terms import Outputs, Terms
 
+K = TypeVar("K")
 M = TypeVar("M")
 Progress = Callable[[str, int, int], None]
 """Called with what was done, a kernel's name or a step, how many are done, and how many are known so far."""
@@ -70,6 +71,12 @@ class BackendContext:
     max_num_batched_tokens: int
     max_model_len: int
     cuda_graphs: bool = False
+
+    def kernel(self, kind: type[K], phase: Phase | None = None) -> K:
+        """Return the kernel that a phase's plan names, of the plugin's class ``kind``; None: all plans name one."""
+        plan = next(iter(self.plans.values())) if phase is None else self.plans[phase]
+        assert isinstance(plan.kernel, kind)
+        return plan.kernel
 
     def __deepcopy__(self, memo: object) -> BackendContext:
         """Return the context itself: it describes the group, which a copied layer stays in."""

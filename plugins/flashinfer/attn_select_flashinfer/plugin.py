@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from attn_select.backends.hookspecs import hookimpl
 from attn_select.backends.spec import BackendSpec
-from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
-from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
-from attn_select_flashinfer.facts.mamba import FLASHINFER_MAMBA
 from attn_select_flashinfer.facts.mha import FLASHINFER
 from attn_select_flashinfer.facts.mla import FLASHINFER_MLA
 from attn_select_flashinfer.facts.mla_cute_dsl import FLASHINFER_MLA_CUTE_DSL
 from attn_select_flashinfer.facts.mla_sparse import FLASHINFER_MLA_SPARSE
+from attn_select_flashinfer.facts.states import FLASHINFER_GDN, FLASHINFER_KDA, FLASHINFER_MAMBA
 
 
 @hookimpl

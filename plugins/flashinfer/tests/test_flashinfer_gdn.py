@@ -19,9 +19,7 @@ from attn_select.layer.state import StateConfig
 from attn_select.machine.device import lookup
 from attn_select.testing.state_conformance import StateConformance
 from attn_select.testing.toolkit import environment_of, selection_of
-from attn_select_flashinfer.facts.gdn import FLASHINFER_GDN
-from attn_select_flashinfer.facts.kda import FLASHINFER_KDA
-from attn_select_flashinfer.facts.mamba import FLASHINFER_MAMBA, RATIOS
+from attn_select_flashinfer.facts.states import FLASHINFER_GDN, FLASHINFER_KDA, FLASHINFER_MAMBA, RATIOS
 
 QWEN3_NEXT = StateConfig(recurrence="gated_delta_net", num_heads=16, num_v_heads=32, head_size=128, conv_kernel_size=4)
 
@@ -100,7 +98,7 @@ class TestMambaOnB200(MambaLayers, Emulated):
 
 def test_pieces_begin_with_requests_and_with_chunks() -> None:
     torch = pytest.importorskip("torch")
-    from attn_select_flashinfer.runtime.mamba import segments
+    from attn_select_flashinfer.runtime.states import segments
 
     request, chunk, offset = segments(torch.tensor([0, 5, 128, 300], dtype=torch.int32))
     assert request.tolist() == [0] * 5 + [1] * 123 + [2] * 172

@@ -59,7 +59,8 @@ def test_the_emulated_signature_is_the_wheels(release: str, entry: str) -> None:
     if release == fi.RELEASES[0] and function.__module__ == states.__name__:
         pytest.skip("emulated as the newest release has it")
     wanted = emulated_signature(function)
-    found = [(name, default) for name, default in READ[release]["signatures"][entry]]
+    signature = READ[release]["signatures"][entry]
+    found = [(name, None if default is None else repr(eval(default, vars(fi)))) for name, default in signature]
     names = {name.lstrip("*"): default for name, default in found}
     assert {name.lstrip("*"): default for name, default in wanted}.items() <= names.items()
     by_place = [name for name, _ in wanted if not name.startswith("*")]

@@ -119,7 +119,31 @@ def plan(
     )
     if not isinstance(chosen, CutlassMLABuild):
         return malformed + chosen
-    return malformed or _plan(config, chosen, options, splits, fixed_by, describe_pins(pins))
+    if malformed:
+        return malformed
+    fp8, kernel = config.kv_cache_dtype == "fp8_e4m3", kernel_of(chosen, splits)
+    heads, number = config.num_heads * config.decode_context_parallel_size, kernel.num_kv_splits
+    notes = {
+        _SCALES: fp8,
+        _CONVERTED: fp8 and config.dtype == "float16",
+        f"query heads are padded from {heads} to {HEADS}": heads != HEADS,
+        f"KV splits fixed by {fixed_by}": fixed_by is not None,
+    }
+    first = f"{chosen.distribution} is the first installed package whose build serves the layer"
+    return BackendPlan(
+        kernel=kernel,
+        path="CUTLASS MLA" if number == -1 else f"CUTLASS MLA, {number} KV split{'s' * (number > 1)}",
+        because=describe_pins(pins) or first,
+        query_dtype="fp8_e4m3" if fp8 else config.dtype,
+        returns_lse=chosen.returns_lse.value,
+        kv_layouts=(MLA,),
+        kernel_block_sizes=(128,),
+        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
+        workspace_bytes=options.workspace_bytes,
+        provider=chosen.provider,
+        notes=(_GROWS, *chosen.notes, *(note for note, holds in notes.items() if holds)),
+        nan_tail_safe=False,
+    )
 
 
 def objections(
@@ -158,41 +182,6 @@ def _parse_splits(text: str) -> int | None:
     except ValueError:
         return None
     return value if value == -1 or 1 <= value <= MAX_SPLITS else None
-
-
-def _plan(
-    config: AttentionConfig,
-    build: CutlassMLABuild,
-    options: CutlassMLAOptions,
-    splits: int,
-    fixed_by: str | None,
-    pinned: str,
-) -> BackendPlan:
-    fp8, kernel = config.kv_cache_dtype == "fp8_e4m3", kernel_of(build, splits)
-    heads = config.num_heads * config.decode_context_parallel_size
-    others = {
-        _SCALES: fp8,
-        _CONVERTED: fp8 and config.dtype == "float16",
-        f"query heads are padded from {heads} to {HEADS}": heads != HEADS,
-        f"KV splits fixed by {fixed_by}": fixed_by is not None,
-    }
-    path, number = "CUTLASS MLA", kernel.num_kv_splits
-    if number != -1:
-        path = f"CUTLASS MLA, {number} KV split{'s' * (number > 1)}"
-    return BackendPlan(
-        kernel=kernel,
-        path=path,
-        because=pinned or f"{build.distribution} is the first installed package whose build serves the layer",
-        query_dtype="fp8_e4m3" if fp8 else config.dtype,
-        returns_lse=build.returns_lse.value,
-        kv_layouts=(MLA,),
-        kernel_block_sizes=(128,),
-        cuda_graph="UNIFORM_SINGLE_TOKEN_DECODE",
-        workspace_bytes=options.workspace_bytes,
-        provider=build.provider,
-        notes=(_GROWS, *build.notes, *(note for note, holds in others.items() if holds)),
-        nan_tail_safe=False,
-    )
 
 
 CUTLASS_MLA = BackendSpec(

@@ -23,16 +23,10 @@ from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_cutlass_mla.facts.builds import CutlassMLAKernel
 from attn_select_cutlass_mla.facts.cutlass_mla import HEADS
-from attn_select_cutlass_mla.runtime.adapters import PAGE, RANK, Adapter, CutlassMLAMetadata, adapter_for
+from attn_select_cutlass_mla.runtime.adapters import PAGE, RANK, CutlassMLAMetadata, adapter_for
 
 B200_SMS = 148
 """Multiprocessors that are assumed on a CPU, where kernels are emulated: as many as a B200 has."""
-
-
-def _adapter(context: BackendContext) -> Adapter:
-    kernel = context.plans["decode"].kernel
-    assert isinstance(kernel, CutlassMLAKernel)
-    return adapter_for(kernel)
 
 
 class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
@@ -40,7 +34,7 @@ class CutlassMLAMetadataBuilder(AttentionMetadataBuilder[CutlassMLAMetadata]):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._adapter, device = _adapter(context), context.device
+        self._adapter, device = adapter_for(context.kernel(CutlassMLAKernel)), context.device
         on_gpu = device.type == "cuda"
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else B200_SMS
         self._width = -(-context.max_model_len // PAGE)
@@ -112,7 +106,7 @@ class CutlassMLAImpl(MLAAttentionImpl):
 
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
-        self._adapter = _adapter(context)
+        self._adapter = adapter_for(context.kernel(CutlassMLAKernel))
         self._fp8 = context.config.cache_dtype == "fp8_e4m3"
         self._written = torch.bfloat16 if self._fp8 else PLAIN_DTYPES[context.config.dtype]
         self._factor = self._adapter.query_factor(terms.scale)

@@ -1,69 +1,41 @@
-"""The emulated functions have the signatures of what is installed, so that a release that changes one is seen.
-
-Read from the sources: importing vLLM or sgl-kernel needs a CUDA device's libraries.
-"""
+"""The emulated functions have the signatures of what is installed, so that a release that changes one is seen."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attn_select.machine.environment import Environment
-from attn_select_cutlass_mla.facts.builds import BUILDS, CutlassMLABuild, CutlassMLAKernel, kernel_of
+from attn_select_cutlass_mla.facts.builds import BUILDS, FLASHINFER, CutlassMLABuild, CutlassMLAKernel, kernel_of
 
 pytest.importorskip("torch")
 
 import cutlass_mla_emulated as emulated
+from installed_signatures import emulated_signature, signature_of, source_of
 
 from attn_select.errors import KernelMismatchError
 from attn_select_cutlass_mla.runtime.adapters import adapter_for
 
 Emulate = Callable[[str], list[dict[str, Any]]]
 by_build = pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.distribution)
-FILES = {"vllm": "_custom_ops.py", "sgl-kernel": "attention.py", "flashinfer-python": "mla/_core.py"}
-
-
-def source_of(distribution: str) -> ast.Module:
-    """Return the source that defines a distribution's functions; skip where it is not installed."""
-    library = next(build.library for build in BUILDS if build.distribution == distribution)
-    if not Environment().has(library):
-        pytest.skip(f"{distribution} is not installed")
-    spec = importlib.util.find_spec(library.module)
-    assert spec is not None
-    assert spec.origin is not None
-    return ast.parse((Path(spec.origin).parent / FILES[distribution]).read_text(encoding="utf-8"))
-
-
-def signature_of(tree: ast.Module, function: str) -> list[tuple[str, str | None]]:
-    """Return each parameter's name and default."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            names = [argument.arg for argument in node.args.args]
-            defaults = [None] * (len(names) - len(node.args.defaults)) + [ast.unparse(d) for d in node.args.defaults]
-            return [*zip(names, defaults, strict=True)]
-    pytest.fail(f"{function} does not exist")
+FILES = {"vllm": "_custom_ops", "sgl-kernel": "attention", "flashinfer-python": "mla/_core"}
 
 
 @by_build
 def test_emulated_signatures_are_the_installed_ones(build: CutlassMLABuild) -> None:
-    tree = source_of(build.distribution)
+    tree = source_of(build.library, FILES[build.distribution])
     module, functions = emulated.MODULES[build.distribution]
     assert module == build.module
     for name, function in functions.items():
-        parameters = inspect.signature(function).parameters.values()
-        wanted = [(p.name, None if p.default is p.empty else repr(p.default)) for p in parameters]
-        assert signature_of(tree, name) == wanted, name
+        assert signature_of(tree, name) == emulated_signature(function), name
 
 
 def test_flashinfers_module_function_is_called_as_its_wrapper_calls_it() -> None:
     """The function is compiled, and has no signature to ask for."""
-    tree = source_of("flashinfer-python")
+    tree = source_of(FLASHINFER, FILES["flashinfer-python"])
     name = "cutlass_mla_paged_attention"
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(f".{name}")]
     passed = [[ast.unparse(argument).split(".")[-1].lstrip("_") for argument in call.args] for call in calls]

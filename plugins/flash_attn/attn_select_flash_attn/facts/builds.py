@@ -329,11 +329,14 @@ def why_this_build(build: FlashAttnBuild, capability: tuple[int, int] | None) ->
     return f"no installed FA2 serves this layer, and {has}"
 
 
+ALLOCATES_OUTPUT = "the kernel allocates its output, which is copied into the caller's tensor"
+
+
 def notes_on_build(build: FlashAttnBuild, capability: tuple[int, int] | None) -> tuple[str, ...]:
     """Return what a plan with this build says whatever the layer."""
     found = []
     if not build.out.value:
-        found.append("the kernel allocates its output, which is copied into the caller's tensor")
+        found.append(ALLOCATES_OUTPUT)
     if build.version == 2 and build.library is VLLM and capability is not None and capability >= HOPPER:
         found.append("the driver compiles vLLM's FA2 from PTX at the first call (50 to 115 s per kernel on an H100)")
     if build.version == 4:

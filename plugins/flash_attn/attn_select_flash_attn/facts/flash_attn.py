@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import Field
 
 from attn_select.backends.draft_trees import IN_TWO_PARTS, in_two_parts, reasons_against_two_parts
@@ -35,7 +33,6 @@ from attn_select_flash_attn.facts.builds import (
     VLLM_FA4,
     VLLM_PYTHON,
     FlashAttnBuild,
-    FlashAttnKernel,
     ProviderName,
     Version,
     builds_for,
@@ -231,47 +228,32 @@ def plan(
         why = describe_pins(pins)
     elif config.alibi:
         why = _WITH_ALIBI
-    splits_keys = chosen.version != 4 or capability != HOPPER
-    kernel = kernel_of(chosen, config.has_cache, splits_keys=splits_keys)
-    made = _plan_with(chosen, kernel, config, why, notes_on_build(chosen, capability))
-    marks = [_WIDE_UNPROVEN] if config.head_size > 256 else []
-    if chosen.version == 3 and config.head_size == 192 and config.sliding_window is not None:
-        marks.append(_WRONG_ONCE)
-    if config.batch_invariant and not proves_invariance(chosen, capability):
-        marks.append(INVARIANCE_UNPROVEN)
-    made = replace(made, unverified=tuple(marks)) if marks else made
-    return in_two_parts(made, config)
-
-
-def _plan_with(
-    build: FlashAttnBuild,
-    kernel: FlashAttnKernel,
-    config: AttentionConfig,
-    because: str,
-    notes: tuple[str, ...],
-) -> BackendPlan:
-    fp8 = config.kv_cache_dtype == "fp8_e4m3"
-    cached = config.has_cache
-    if config.v_head_size is not None and config.v_head_size < config.head_size and cached:
-        notes = (*notes, _NARROW_V)
-    if fp8 and config.dtype == "float16":
-        notes = (*notes, _CONVERTED)
-    if config.sinks and build.version == 3:
-        notes = (*notes, _BF16_SINKS)
-    if build.version == 3 and config.cuda_graph != "NEVER":
-        notes = (*notes, _SPLIT_BYTES)
-    return BackendPlan(
-        kernel=kernel,
-        path=build.kernel,
-        because=because,
+    cached, fp8 = config.has_cache, config.kv_cache_dtype == "fp8_e4m3"
+    notes = {
+        _NARROW_V: cached and config.value_head_size < config.head_size,
+        _CONVERTED: fp8 and config.dtype == "float16",
+        _BF16_SINKS: config.sinks and chosen.version == 3,
+        _SPLIT_BYTES: chosen.version == 3 and config.cuda_graph != "NEVER",
+    }
+    marks = {
+        _WIDE_UNPROVEN: config.head_size > 256,
+        _WRONG_ONCE: chosen.version == 3 and config.head_size == 192 and config.sliding_window is not None,
+        INVARIANCE_UNPROVEN: config.batch_invariant and not proves_invariance(chosen, capability),
+    }
+    made = BackendPlan(
+        kernel=kernel_of(chosen, cached, splits_keys=chosen.version != 4 or capability != HOPPER),
+        path=chosen.kernel,
+        because=why,
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=True,
-        kv_layouts=LAYOUTS if kernel.paged else (),
-        kernel_block_sizes=_PAGES[build.page_multiple.value] if kernel.paged else (),
-        cuda_graph="UNIFORM_BATCH" if build.version == 2 else "ALWAYS",
-        provider=build.provider,
-        notes=notes,
+        kv_layouts=LAYOUTS if cached else (),
+        kernel_block_sizes=_PAGES[chosen.page_multiple.value] if cached else (),
+        cuda_graph="UNIFORM_BATCH" if chosen.version == 2 else "ALWAYS",
+        provider=chosen.provider,
+        notes=(*notes_on_build(chosen, capability), *(note for note, holds in notes.items() if holds)),
+        unverified=tuple(mark for mark, holds in marks.items() if holds),
     )
+    return in_two_parts(made, config)
 
 
 def compile_key(config: AttentionConfig) -> object:

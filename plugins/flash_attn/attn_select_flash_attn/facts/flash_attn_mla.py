@@ -94,7 +94,6 @@ class FlashAttnMLAOptions(BackendOptions):
 
 
 _FA3_ON_HOPPER = tuple(build for build in builds_for(HOPPER) if build.version == 3)
-_LAYOUTS = (MLA,)
 _PAGES = (64, 32, 16, 1)
 """Any size runs. FA3 loads pages of 64 whole, its tile for a latent of 512, and gathers other pages row by row
 (hopper/flash_api.cpp 0251105, get_pagedkv_tma)."""
@@ -176,23 +175,19 @@ def _loads_whole_pages(config: AttentionConfig) -> bool:
 
 
 def _decode_plan(build: FlashAttnBuild, config: AttentionConfig, because: str) -> BackendPlan:
-    own_notes = notes_on_build(build, HOPPER)
-    if config.cuda_graph != "NEVER":
-        own_notes = (*own_notes, _SPLIT_BYTES)
     whole = _loads_whole_pages(config)
-    if whole:
-        own_notes = (*own_notes, _GATHERED_BLOCKS)
+    notes = {_SPLIT_BYTES: config.cuda_graph != "NEVER", _GATHERED_BLOCKS: whole}
     return BackendPlan(
         kernel=kernel_of(build, True),
         path="FA3 with q_v",
         because=because,
         query_dtype=config.dtype,
         returns_lse=True,
-        kv_layouts=_LAYOUTS,
+        kv_layouts=(MLA,),
         kernel_block_sizes=_PAGES,
         cuda_graph="UNIFORM_BATCH",
         provider=build.provider,
-        notes=own_notes,
+        notes=(*notes_on_build(build, HOPPER), *(note for note, holds in notes.items() if holds)),
         nan_tail_safe=not whole,
     )
 

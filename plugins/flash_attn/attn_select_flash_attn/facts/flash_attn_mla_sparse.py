@@ -5,9 +5,11 @@ FlashAttention 3 reads them as pages of one token, on Hopper; FlashAttention 4 g
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import Field
 
-from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, Pin, choose, pin_provider
+from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, pin_provider
 from attn_select.backends.spec import (
     BackendOptions,
     BackendPlan,
@@ -23,6 +25,7 @@ from attn_select.layer.layouts import MLA
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_flash_attn.facts.builds import (
+    ALLOCATES_OUTPUT,
     HOPPER,
     LIBRARIES,
     UPSTREAM_FA3,
@@ -72,8 +75,6 @@ class FlashAttnMLASparseOptions(BackendOptions):
 
 _FA3_ON_HOPPER = tuple(build for build in builds_for(HOPPER) if build.version == 3)
 _FA4_IN_VLLM = tuple(build for build in builds_for((10, 0)) if build.library is VLLM_WITH_FA4)
-_LAYOUTS, _PAGES = (MLA,), (64, 1)
-_BECAUSE = "FA3 packs the heads that there are and pads none; the indices are its page table"
 
 GATHERED_HEADS = Fact(
     (8, 16, 32, 64, 128), f"{VLLM_FA4} use_sparse_decode; {_VLLM_BACKEND} FlashAttnMLASparseFA4Backend"
@@ -88,51 +89,38 @@ def plan(
     config: AttentionConfig, device: Device, environment: Environment, options: FlashAttnMLASparseOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build of FA3, on Blackwell vLLM's FA4, or what each one lacks; phases run alike."""
-    pins = pin_provider("FLASH_ATTN_MLA_SPARSE", options.provider)
-    if device.compute_capability is not None and device.compute_capability[0] == 10:
-        return _gathering(config, device, environment, pins)
+    gathers = device.compute_capability is not None and device.compute_capability[0] == 10
     # The capabilities refuse other devices. For those Hopper's builds name further obstacles.
-    chosen = choose(_FA3_ON_HOPPER, environment, lambda build: decode_objections(config), pins=pins, capability=HOPPER)
+    capability = device.compute_capability if gathers else HOPPER
+    chosen = choose(
+        _FA4_IN_VLLM if gathers else _FA3_ON_HOPPER,
+        environment,
+        lambda build: _gather_objections(config) if gathers else decode_objections(config),
+        pins=pin_provider("FLASH_ATTN_MLA_SPARSE", options.provider),
+        capability=capability,
+    )
     if not isinstance(chosen, FlashAttnBuild):
         return chosen
-    return BackendPlan(
+    made = BackendPlan(
         kernel=kernel_of(chosen, True),
         path="FA3 with q_v over pages of one token",
-        because=_BECAUSE,
+        because="FA3 packs the heads that there are and pads none; the indices are its page table",
         query_dtype=config.dtype,
         returns_lse=True,
-        kv_layouts=_LAYOUTS,
-        kernel_block_sizes=_PAGES,
+        kv_layouts=(MLA,),
+        kernel_block_sizes=(64, 1),
         cuda_graph="UNIFORM_BATCH",
         provider=chosen.provider,
-        notes=notes_on_build(chosen, HOPPER),
+        notes=notes_on_build(chosen, capability),
     )
-
-
-def _gathering(
-    config: AttentionConfig, device: Device, environment: Environment, pins: tuple[Pin[FlashAttnBuild], ...]
-) -> BackendPlan | list[Reason]:
-    """Return the plan of FA4, or the reasons against it."""
-    capability = device.compute_capability
-    chosen = choose(
-        _FA4_IN_VLLM, environment, lambda build: _gather_objections(config), pins=pins, capability=capability
-    )
-    if not isinstance(chosen, FlashAttnBuild):
-        return chosen
-    return BackendPlan(
+    if not gathers:
+        return made
+    return replace(
+        made,
         kernel=GatherKernel(4, chosen.distribution, paged=False),
         path="FA4 with q_v over gathered rows",
         because="one launch gathers the chosen rows of every token, and splits them where tokens are few",
-        query_dtype=config.dtype,
-        returns_lse=True,
-        kv_layouts=_LAYOUTS,
-        kernel_block_sizes=_PAGES,
-        cuda_graph="UNIFORM_BATCH",
-        provider=chosen.provider,
-        notes=(
-            "the kernel allocates its output, which is copied into the caller's tensor",
-            *notes_on_build(chosen, capability),
-        ),
+        notes=(ALLOCATES_OUTPUT, *made.notes),
         unverified=(_NEVER_RUN,),
     )
 

@@ -75,7 +75,9 @@ class Step:
     num_splits: int  # most parts of a request's keys; 0: the kernel chooses
     seq_lens: Tensor | None = None  # int32 ``(B,)`` keys of each request; None where packed
     block_table: Tensor | None = None  # int32 ``(B, W)``; None where packed
-    key_start_loc: Tensor | None = None  # int32 ``(B + 1,)`` prefix sums of the key lengths where packed
+    # int32 ``(B + 1,)``, prefix sums of the key lengths where packed; else a place for them, if they have one
+    key_start_loc: Tensor | None = None
+    schedule: Tensor | None = None  # FA3's, from ``Adapter.schedule``
 
     @property
     def num_reqs(self) -> int:
@@ -135,12 +137,8 @@ class Adapter(ABC):
         return arguments
 
     @abstractmethod
-    def step_arguments(
-        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
-    ) -> Arguments:
+    def step_arguments(self, step: Step) -> Arguments:
         """Return the arguments that are fixed per step."""
-        # schedule: from ``schedule``
-        # key_start_loc: int32, at least ``(B + 1,)``: takes the prefix sums of ``seq_lens`` where they are needed
 
     def longest_query(self, step: Step) -> int:
         """Return ``max_seqlen_q``."""
@@ -220,9 +218,7 @@ class VllmAdapter(Adapter):
     def layer_arguments(self, terms: Terms) -> Arguments:
         return {**super().layer_arguments(terms), "fa_version": self.build.version}
 
-    def step_arguments(
-        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
-    ) -> Arguments:
+    def step_arguments(self, step: Step) -> Arguments:
         keys: Arguments = {"cu_seqlens_k": step.key_start_loc}
         if step.block_table is not None:
             keys = {"seqused_k": step.seq_lens, "block_table": step.block_table}
@@ -231,7 +227,7 @@ class VllmAdapter(Adapter):
             "cu_seqlens_q": step.query_start_loc,
             "max_seqlen_k": step.max_key_len,
             "num_splits": step.num_splits,
-            "scheduler_metadata": schedule,
+            "scheduler_metadata": step.schedule,
             **keys,
             **step.mask,
         }
@@ -260,15 +256,13 @@ class KvCacheAdapter(Adapter):
         assert step.block_table is not None
         return step.block_table.shape[1] * (shape.page_size or 1)
 
-    def step_arguments(
-        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
-    ) -> Arguments:
+    def step_arguments(self, step: Step) -> Arguments:
         return {
             "cache_seqlens": step.seq_lens,
             "page_table": step.block_table,
             "cu_seqlens_q": step.query_start_loc,
             "max_seqlen_q": step.max_query_len,
-            "scheduler_metadata": schedule,
+            "scheduler_metadata": step.schedule,
             "num_splits": step.num_splits,
             **step.mask,
         }
@@ -289,15 +283,11 @@ class VarlenAdapter(Adapter):
         more = ("alibi_slopes", "block_table") if self.build.version == 2 else ("num_splits", *_own(self.build))
         return (*names, *masks, self.lse_argument, *more)
 
-    def step_arguments(
-        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
-    ) -> Arguments:
+    def step_arguments(self, step: Step) -> Arguments:
         bounds = step.key_start_loc
         if step.seq_lens is not None:
-            bounds = prefix_sums(step.seq_lens)
-            if key_start_loc is not None:
-                key_start_loc = key_start_loc[: len(bounds)]
-                bounds = key_start_loc.copy_(bounds)
+            sums = prefix_sums(step.seq_lens)
+            bounds = sums if bounds is None else bounds.copy_(sums)
         arguments: Arguments = {
             "cu_seqlens_q": step.query_start_loc,
             "cu_seqlens_k": bounds,
@@ -329,9 +319,7 @@ class CuteAdapter(Adapter):
         masks = ("softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "learnable_sink")
         return (*names, *masks, *_DESCALES, "num_splits", "out", self.lse_argument)
 
-    def step_arguments(
-        self, step: Step, schedule: Tensor | None = None, key_start_loc: Tensor | None = None
-    ) -> Arguments:
+    def step_arguments(self, step: Step) -> Arguments:
         keys: Arguments = {"cu_seqlens_k": step.key_start_loc}
         if step.block_table is not None:
             keys = {"seqused_k": step.seq_lens, "page_table": step.block_table}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_select.backends.spec import BackendPlan
 from attn_select.runtime import ops
 from attn_select.runtime.backend import (
     AttentionBackend,
@@ -52,18 +51,9 @@ class FlashAttnMetadata:
     for_lse: tuple[Arguments, Tensor] | None = None
 
 
-def _plan(context: BackendContext) -> BackendPlan:
-    return next(iter(context.plans.values()))  # both phases have the same: `plan` does not look at the phase
-
-
-def _kernel(context: BackendContext) -> FlashAttnKernel:
-    kernel = _plan(context).kernel
-    assert isinstance(kernel, FlashAttnKernel)
-    return kernel
-
-
+# Both phases have one plan: `plan` does not look at the phase.
 def _is_fp8(context: BackendContext) -> bool:
-    return _plan(context).query_dtype == "fp8_e4m3"
+    return next(iter(context.plans.values())).query_dtype == "fp8_e4m3"
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
@@ -83,7 +73,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         )
         on_gpu = context.device.type == "cuda"
         self._sms = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
-        kernel = _kernel(context)
+        kernel = context.kernel(FlashAttnKernel)
         adapter = adapter_for(kernel)
         self._scheduler = Scheduler(context, adapter, shape, splits_keys=kernel.splits_keys)
         self._keyless: KeylessRequests | None = None
@@ -148,7 +138,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
         config, layout = context.config, context.kv_layout or ""
-        self._adapter = adapter_for(_kernel(context))
+        self._adapter = adapter_for(context.kernel(FlashAttnKernel))
         self._run, self._function = self._adapter.run, self._adapter.function
         self._fp8 = _is_fp8(context)
         # With FP8 the kernel writes bfloat16 whatever the layer computes in.

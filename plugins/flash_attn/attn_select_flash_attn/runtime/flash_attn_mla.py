@@ -25,11 +25,10 @@ from attn_select.runtime.metadata import CommonAttentionMetadata, VarlenMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import PLAIN_DTYPES
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
-from attn_select_flash_attn.runtime.adapters import Adapter, Arguments, Shape, Step, adapter_for
+from attn_select_flash_attn.runtime.adapters import Arguments, Shape, Step, adapter_for
 from attn_select_flash_attn.runtime.latent import cache_parts, query_parts, rope_width
 from attn_select_flash_attn.runtime.schedule import Scheduler
 
-_NOTHING: Arguments = {}
 _NO_WINDOW = (-1, -1)
 
 
@@ -41,20 +40,6 @@ class MLACall:
     arguments: Arguments  # of the call
 
 
-def _kernel(context: BackendContext, phase: Phase) -> FlashAttnKernel | None:
-    """Return the kernel of a phase's plan; None where this backend does not serve the phase here."""
-    plan = context.plans.get(phase)
-    if plan is None:
-        return None
-    assert isinstance(plan.kernel, FlashAttnKernel)
-    return plan.kernel
-
-
-def _adapter(context: BackendContext, phase: Phase) -> Adapter | None:
-    kernel = _kernel(context, phase)
-    return None if kernel is None else adapter_for(kernel)
-
-
 class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
     """Builds the metadata of one kind of layers."""
 
@@ -64,21 +49,21 @@ class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
         self._causal = not config.non_causal
         dtype, heads = PLAIN_DTYPES[config.dtype], config.num_heads
         rank, rope = cast(int, config.kv_lora_rank), cast(int, config.qk_rope_head_dim)
-        self._decode: Scheduler | None = None
-        if (decode := _adapter(context, "decode")) is not None:
-            shape = Shape(heads, 1, rope_width(config), rank, dtype, 0.0, context.block_size)
-            self._decode = Scheduler(context, decode, shape)
-        self._prefill: Scheduler | None = None
-        if (prefill := _adapter(context, "prefill")) is not None:
-            size, value_size = cast(int, config.qk_nope_head_dim) + rope, cast(int, config.v_head_dim)
-            shape, kernel = Shape(heads, heads, size, value_size, dtype, 0.0, None), _kernel(context, "prefill")
-            self._prefill = Scheduler(context, prefill, shape, splits_keys=kernel is None or kernel.splits_keys)
+        size, value_size = cast(int, config.qk_nope_head_dim) + rope, cast(int, config.v_head_dim)
+        shapes: dict[Phase, Shape] = {
+            "decode": Shape(heads, 1, rope_width(config), rank, dtype, 0.0, context.block_size),
+            "prefill": Shape(heads, heads, size, value_size, dtype, 0.0, None),
+        }
+        self._schedulers: dict[Phase, Scheduler] = {}
+        for phase in context.plans:
+            kernel = context.kernel(FlashAttnKernel, phase)
+            made = Scheduler(context, adapter_for(kernel), shapes[phase], splits_keys=kernel.splits_keys)
+            self._schedulers[phase] = made
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLACall:
         common = common_attn_metadata
-        assert self._decode is not None
         step = Step(
             query_start_loc=common.query_start_loc,
             num_tokens=common.num_actual_tokens,
@@ -90,11 +75,10 @@ class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
         )
-        return MLACall(common.num_actual_tokens, self._decode.arguments(step, fast_build=fast_build))
+        return MLACall(common.num_actual_tokens, self._schedulers["decode"].arguments(step, fast_build=fast_build))
 
     def build_prefill(self, varlen: VarlenMetadata) -> MLACall:
         """Return the metadata of one ``forward_mha`` call."""
-        assert self._prefill is not None
         num_tokens = int(varlen.query_start_loc_cpu[-1])
         step = Step(
             query_start_loc=varlen.query_start_loc,
@@ -106,7 +90,7 @@ class FlashAttnMLAMetadataBuilder(AttentionMetadataBuilder[MLACall]):
             num_splits=0,
             key_start_loc=varlen.key_start_loc,
         )
-        return MLACall(num_tokens, self._prefill.arguments(step))
+        return MLACall(num_tokens, self._schedulers["prefill"].arguments(step))
 
 
 class FlashAttnMLAImpl(MLAAttentionImpl):
@@ -116,16 +100,12 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         super().__init__(context, terms)
         config = context.config
         self._parts = CacheView(lambda kv_cache: cache_parts(kv_cache.unsqueeze(2), config))
-        self._decode = _adapter(context, "decode")
-        self._latent_query = "" if self._decode is None else self._decode.latent_query
+        kernels = {phase: context.kernel(FlashAttnKernel, phase) for phase in context.plans}
+        self._adapters = {phase: adapter_for(kernel) for phase, kernel in kernels.items()}
+        self._layer = {phase: adapter.layer_arguments(terms) for phase, adapter in self._adapters.items()}
         # Without a rope part the kernel is given some of the latent in its place (``cache_parts``).
-        known = self._decode is not None and self._decode.build.version == 3
-        self.takes_query_parts = known and bool(config.qk_rope_head_dim)
-        self._prefill = _adapter(context, "prefill")
-        self._decode_layer = _NOTHING if self._decode is None else self._decode.layer_arguments(terms)
-        self._prefill_layer = _NOTHING if self._prefill is None else self._prefill.layer_arguments(terms)
-        prefill = _kernel(context, "prefill")
-        self._padding = 0 if prefill is None else prefill.value_padding
+        self.takes_query_parts = "decode" in kernels and bool(config.qk_rope_head_dim)
+        self._padding = kernels["prefill"].value_padding if "prefill" in kernels else 0
 
     def forward_mqa(
         self,
@@ -136,7 +116,6 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mqa``."""
-        assert self._decode is not None
         tokens = attn_metadata.num_tokens
         if not tokens:
             return outputs.output
@@ -144,8 +123,9 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         if rope_query.shape[0] != tokens:
             latent_query, rope_query = latent_query[:tokens], rope_query[:tokens]
         latent, rope = self._parts(kv_cache)
-        arguments = {**self._decode_layer, **attn_metadata.arguments, self._latent_query: latent_query}
-        self._decode.write(rope_query, rope, latent, outputs.first(tokens), arguments, None)
+        adapter = self._adapters["decode"]
+        arguments = {**self._layer["decode"], **attn_metadata.arguments, adapter.latent_query: latent_query}
+        adapter.write(rope_query, rope, latent, outputs.first(tokens), arguments, None)
         return outputs.output
 
     def forward_mha(
@@ -157,7 +137,6 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         outputs: Outputs,
     ) -> Tensor:
         """As ``MLAAttentionImpl.forward_mha``."""
-        assert self._prefill is not None
         tokens = attn_metadata.num_tokens
         part = outputs.first(tokens)
         if not tokens or not key.shape[0]:
@@ -168,8 +147,8 @@ class FlashAttnMLAImpl(MLAAttentionImpl):
         columns = None
         if self._padding:
             columns, value = value.shape[-1], pad(value, (0, self._padding))
-        arguments = {**self._prefill_layer, **attn_metadata.arguments}
-        self._prefill.write(query[:tokens], key, value, part, arguments, columns)
+        arguments = {**self._layer["prefill"], **attn_metadata.arguments}
+        self._adapters["prefill"].write(query[:tokens], key, value, part, arguments, columns)
         return outputs.output
 
 

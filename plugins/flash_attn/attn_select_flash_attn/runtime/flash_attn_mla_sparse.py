@@ -24,15 +24,9 @@ from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flash_attn.facts.builds import FlashAttnKernel
-from attn_select_flash_attn.runtime.adapters import Adapter, GatherAdapter, Step, adapter_for
+from attn_select_flash_attn.runtime.adapters import GatherAdapter, Step, adapter_for
 from attn_select_flash_attn.runtime.latent import cache_parts, query_parts
 from attn_select_flash_attn.runtime.schedule import MOST_SPLIT_REQUESTS
-
-
-def _adapter(context: BackendContext) -> Adapter:
-    kernel = next(iter(context.plans.values())).kernel
-    assert isinstance(kernel, FlashAttnKernel)
-    return adapter_for(kernel)
 
 
 @dataclass(slots=True)
@@ -50,7 +44,7 @@ class FlashAttnMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseStep]):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        _adapter(context)
+        adapter_for(context.kernel(FlashAttnKernel))  # its library is looked for here
         most = context.max_num_batched_tokens + 1
         self._bounds = torch.arange(most, dtype=torch.int32, device=context.device)
         self._no_keys = torch.zeros_like(self._bounds)
@@ -72,7 +66,7 @@ class FlashAttnMLASparseImpl(MLAAttentionImpl):
         config = context.config
         # (slots, page of one token, one head, width)
         self._parts = CacheView(lambda kv_cache: cache_parts(kv_cache.view(-1, 1, 1, kv_cache.shape[2]), config))
-        self._adapter = _adapter(context)
+        self._adapter = adapter_for(context.kernel(FlashAttnKernel))
         self._layer = self._adapter.layer_arguments(terms)
         self._most = context.max_num_batched_tokens
         self._rows: dict[int, Tensor] = {}  # by the rows of a cache: that number for each token; CUDA graphs read them

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_select.runtime.backend import BackendContext
 from attn_select.runtime.metadata import CommonAttentionMetadata
+from attn_select.runtime.static_buffers import StaticBuffers
 from attn_select_flash_attn.runtime.lse import request_of_rows
 
 
@@ -23,17 +24,12 @@ class KeylessRequests:
 
     def __init__(self, context: BackendContext) -> None:
         # context: of the builder. With CUDA graphs all tensors that are returned keep their addresses.
-        self._context = context
         self._graphs = context.cuda_graphs
-        self._lens: Tensor | None = None
-        self._table: Tensor | None = None
-        self._rows: Tensor | None = None
-        if self._graphs:
-            size, device = context.max_num_seqs, context.device
-            self._lens = torch.zeros(size, dtype=torch.int32, device=device)
-            self._rows = torch.zeros(context.max_num_batched_tokens, dtype=torch.bool, device=device)
-            most = -(-context.max_model_len // (context.block_size or 1))
-            self._table = torch.zeros(size, most, dtype=torch.int32, device=device)
+        self._static = StaticBuffers(context.device, captured=context.cuda_graphs)
+        self._static.reserve("lens", context.max_num_seqs)
+        self._static.reserve("rows", context.max_num_batched_tokens, dtype=torch.bool)
+        blocks = -(-context.max_model_len // (context.block_size or 1))
+        self._static.reserve("table", context.max_num_seqs, blocks)
 
     def guarded(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Tensor] | None:
         """Return the batch with a key for every request, and bool ``(T,)`` rows to discard. Does not synchronise."""
@@ -42,11 +38,8 @@ class KeylessRequests:
         if table is None or not (self._graphs or bool((common.seq_lens_cpu == 0).any())):
             return None
         empty = common.seq_lens == 0
-        lens, tables = common.seq_lens.clamp_min(1), table.masked_fill(empty.unsqueeze(1), 0)
+        lens = self._static.hold("lens", common.seq_lens.clamp_min(1))
+        tables = self._static.hold("table", table.masked_fill(empty.unsqueeze(1), 0))[:, : table.shape[1]]
         rows = empty[request_of_rows(common.query_start_loc, common.num_actual_tokens)]
-        if self._lens is not None and self._table is not None and self._rows is not None:
-            lens = self._lens[: len(lens)].copy_(lens)
-            tables = self._table[: len(tables), : tables.shape[1]].copy_(tables)
-            rows = self._rows[: len(rows)].copy_(rows)
-        longest = max(common.max_seq_len, 1)
-        return replace(common, seq_lens=lens, block_table_tensor=tables, max_seq_len=longest), rows
+        safe = replace(common, seq_lens=lens, block_table_tensor=tables, max_seq_len=max(common.max_seq_len, 1))
+        return safe, self._static.hold("rows", rows)

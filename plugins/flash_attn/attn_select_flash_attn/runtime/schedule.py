@@ -83,12 +83,13 @@ class Scheduler:
         # step: its lengths are exact; bounds and splits are set here
         # fast_build: make no schedule; the kernel then makes one per layer
         step = self._bounded(step)
-        schedule = None
         if self._scheduled and (self._graphs or not fast_build):
-            schedule = self.adapter.schedule(step, self.shape)
-            if schedule is not None and self._buffer is not None:
-                schedule = self._stored(schedule, self._buffer)
-        return self.adapter.step_arguments(step, schedule, self._key_start_loc)
+            step.schedule = self.adapter.schedule(step, self.shape)
+            if step.schedule is not None and self._buffer is not None:
+                step.schedule = self._stored(step.schedule, self._buffer)
+        if self._key_start_loc is not None:
+            step.key_start_loc = self._key_start_loc[: step.num_reqs + 1]
+        return self.adapter.step_arguments(step)
 
     def _bounded(self, step: Step) -> Step:
         """Set the bounds that must not depend on the batch: FA3 chooses its tiles by them."""

@@ -169,7 +169,7 @@ def test_prefill_and_decode_may_come_from_different_builds(emulate: Emulate) -> 
     group = layers.group_of(selection)
     (served,) = group.distinct
     impl = impl_of(served, scale=1.0)
-    assert impl._decode.build.label == "FA3 of vllm"
-    assert impl._prefill.build.label == "FA2 of vllm"
+    assert impl._adapters["decode"].build.label == "FA3 of vllm"
+    assert impl._adapters["prefill"].build.label == "FA2 of vllm"
     assert impl._padding == QK - V
     assert not calls

@@ -205,23 +205,12 @@ def plan(
         reasons.append(Reason("sinks", f"{kernel.path} takes no attention sinks", True, False))
     if kernel is SPARSE_12:
         reasons += _against_top_k(config.sparse_top_k or 0, environment)
-    return [*reasons, *page_reasons(kernel.pages, config.block_size)] or _plan(config, options, kernel)
-
-
-def _against_dims(config: AttentionConfig, kernel: SparseFacts, environment: Environment) -> list[Reason]:
-    reasons = dims_reasons(config, kernel.dims)
-    if not reasons and not config.qk_rope_head_dim and release(environment) < WITHOUT_ROPE.value:
-        seen = f"{config.kv_lora_rank} + 0"
-        text = f"kv_lora_rank + qk_rope_head_dim {seen} (needs flashinfer-python {text_of(WITHOUT_ROPE)})"
-        return [Reason("mla-dims", text, seen, ["512 + 64"], upgrade(WITHOUT_ROPE))]
-    return reasons
-
-
-def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, kernel: SparseFacts) -> BackendPlan:
+    reasons += page_reasons(kernel.pages, config.block_size)
+    if reasons:
+        return reasons
     heads = padded_heads(config.num_heads) if kernel.blackwell else config.num_heads
-    fp8 = config.kv_cache_dtype == "fp8_e4m3"
     fp8_query = fp8 and kernel.fp8_query
-    others = {
+    notes = {
         f"query heads are padded from {config.num_heads} to {heads}": heads != config.num_heads,
         _DCP_NOTE: kernel is TRTLLM_GEN and config.decode_context_parallel_size > 1,
         _ALIAS: fp8 and kernel is SPARSE_12,
@@ -238,9 +227,18 @@ def _plan(config: AttentionConfig, options: FlashInferMLASparseOptions, kernel: 
         cuda_graph="UNIFORM_BATCH",
         workspace_bytes=options.workspace_bytes or kernel.workspace_bytes,
         nan_tail_safe=kernel.nan_tail_safe,
-        notes=(*kernel.notes, *(note for note, holds in others.items() if holds)),
+        notes=(*kernel.notes, *(note for note, holds in notes.items() if holds)),
         unverified=kernel.unverified,
     )
+
+
+def _against_dims(config: AttentionConfig, kernel: SparseFacts, environment: Environment) -> list[Reason]:
+    reasons = dims_reasons(config, kernel.dims)
+    if not reasons and not config.qk_rope_head_dim and release(environment) < WITHOUT_ROPE.value:
+        seen = f"{config.kv_lora_rank} + 0"
+        text = f"kv_lora_rank + qk_rope_head_dim {seen} (needs flashinfer-python {text_of(WITHOUT_ROPE)})"
+        return [Reason("mla-dims", text, seen, ["512 + 64"], upgrade(WITHOUT_ROPE))]
+    return reasons
 
 
 def _against_top_k(top_k: int, environment: Environment) -> list[Reason]:

@@ -15,7 +15,6 @@ from attn_select.backends.kernel_builds import KernelBuild
 from attn_select.errors import KernelMismatchError
 from attn_select.runtime.backend import AttentionBackend
 from attn_select.runtime.installed_builds import InstalledBuild
-from attn_select.runtime.states import StateBackend
 from attn_select_flashinfer.facts.libraries import FLASHINFER_PYTHON
 
 _LISTS = "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads"
@@ -166,17 +165,6 @@ class FlashInferLibraryBackend(AttentionBackend):
     @classmethod
     def prepare(cls) -> None:
         """Make sure that FlashInfer is there, in a release that this plugin was written for."""
-        flashinfer()
-
-
-class PooledStateBackend(StateBackend):
-    """Kernels of this plugin that read and write states in the pool; they know no slot below 0."""
-
-    reads_zeros = True
-
-    @classmethod
-    def prepare(cls) -> None:
-        """As ``FlashInferLibraryBackend.prepare``."""
         flashinfer()
 
 

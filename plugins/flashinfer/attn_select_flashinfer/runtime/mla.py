@@ -42,14 +42,12 @@ class FlashInferMLAMetadataBuilder(AttentionMetadataBuilder[Any]):
         plans, scale = context.plans, SharedScale(context.config)
         self._decode: NativeDecode | TrtllmDecode | None = None
         if "decode" in plans:
-            kernel = plans["decode"].kernel
-            assert isinstance(kernel, MLAKernel)
+            kernel = context.kernel(MLAKernel, "decode")
             native = kernel.name in NATIVE
             self._decode = NativeDecode(context, kernel.name, scale) if native else TrtllmDecode(context, kernel)
         self._prefill: PlannedRagged | DirectRagged | None = None
         if "prefill" in plans:
-            ragged = plans["prefill"].kernel
-            assert isinstance(ragged, RaggedKernel)
+            ragged = context.kernel(RaggedKernel, "prefill")
             native = ragged.name in NATIVE
             self._prefill = PlannedRagged(context, ragged.name, scale) if native else DirectRagged(context, ragged.name)
 
@@ -79,8 +77,7 @@ class FlashInferMLAImpl(MLAAttentionImpl):
         super().__init__(context, float_sinks(terms))
         self._layer: NativeLayer | TrtllmLayer | None = None
         if "decode" in context.plans:
-            kernel = context.plans["decode"].kernel
-            assert isinstance(kernel, MLAKernel)
+            kernel = context.kernel(MLAKernel, "decode")
             self.takes_query_parts = native = kernel.name in NATIVE
             self._layer = NativeLayer(context, terms) if native else TrtllmLayer(context, kernel, terms)
 

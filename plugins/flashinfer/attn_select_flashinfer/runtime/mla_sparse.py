@@ -35,13 +35,6 @@ SLOTS = 128
 """What a row's width is a multiple of on 9.0 and 10.x; vLLM 0.33.0 pads its rows likewise."""
 
 
-def kernel_of(context: BackendContext) -> MLAKernel:
-    """Return the kernel of both phases."""
-    kernel = next(iter(context.plans.values())).kernel
-    assert isinstance(kernel, MLAKernel)
-    return kernel
-
-
 @dataclass(slots=True)
 class SparseMetadata:
     """One batch: its tokens, and the zeroed workspace of all layers."""
@@ -56,7 +49,7 @@ class FlashInferMLASparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._schedules: SparseSchedules | None = None
-        if kernel_of(context).name == "fa3":
+        if context.kernel(MLAKernel).name == "fa3":
             self._schedules = SparseSchedules(context, padded_width(context.config.sparse_top_k or 0))
             self._workspace = torch.empty(0, dtype=torch.uint8, device=context.device)
             return
@@ -85,7 +78,7 @@ class FlashInferMLASparseImpl(MLAAttentionImpl):
 
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
-        kernel = kernel_of(context)
+        kernel = context.kernel(MLAKernel)  # of both phases
         self._native: NativeLayer | None = None
         if kernel.name == "fa3":
             self._native = NativeLayer(context, terms)

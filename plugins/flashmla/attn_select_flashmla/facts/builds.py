@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_select.backends.kernel_builds import KernelBuild
-from attn_select.backends.spec import ComputeCapabilities, Fact, Library
+from pydantic import Field
+
+from attn_select.backends.kernel_builds import PROVIDER_OPTION, KernelBuild
+from attn_select.backends.spec import BackendOptions, ComputeCapabilities, Fact, Library
 
 TORCH = Library("torch", "torch", "pip install torch numpy")
 VLLM = Library("vllm", "vllm", "pip install vllm", ">=0.26")
@@ -37,6 +39,12 @@ ProviderName = Literal["auto", "vllm", "sgl-flash-mla", "sglang-kernel", "sgl-ke
 KernelFunction = Literal["dense", "dense_fp8", "sparse_decode", "sparse_prefill"]
 """What a build computes: decode over a 16-bit or an e4m3 cache; sparse attention over 656-byte FP8 tokens
 (``sparse_decode``) or over bfloat16 (``sparse_prefill``, which serves decode too)."""
+
+
+class FlashMLAOptions(BackendOptions):
+    """``[backends.FLASHMLA]`` and ``[backends.FLASHMLA_SPARSE]``."""
+
+    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, describe_pins, pin_provider
-from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.kernel_builds import Objection, choose, describe_pins, pin_provider
+from attn_select.backends.spec import BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
 from attn_select.machine.device import Device
@@ -18,7 +16,7 @@ from attn_select_flashmla.facts.builds import (
     UPSTREAM,
     VLLM_FP8,
     FlashMLABuild,
-    ProviderName,
+    FlashMLAOptions,
     kernel_of,
 )
 
@@ -44,14 +42,6 @@ DECODE = Capabilities(
 )
 
 
-class FlashMLAOptions(BackendOptions):
-    """``[backends.FLASHMLA]``."""
-
-    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
-
-
-_LAYOUTS = (MLA,)
-_BLOCKS = (64,)
 _SPLITS = (
     "split-KV partial sums take (batch + SM parts) x query heads x query length x (kv_lora_rank + 1) x 4 bytes per call"
 )
@@ -74,37 +64,23 @@ def plan(
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the layer, or what each one lacks."""
     pins = pin_provider("FLASHMLA", options.provider)
-    chosen = choose(
-        BUILDS,
-        environment,
-        lambda build: objections(build, config),
-        pins=pins,
-        # The static facts reject every other device.
-        capability=(9, 0),
-    )
+    # The static facts reject every other device.
+    chosen = choose(BUILDS, environment, lambda build: objections(build, config), pins=pins, capability=(9, 0))
     if not isinstance(chosen, FlashMLABuild):
         return chosen
-    return _plan(chosen, config, describe_pins(pins) or "Hopper's dense decode")
-
-
-def _plan(build: FlashMLABuild, config: AttentionConfig, because: str) -> BackendPlan:
     fp8 = config.kv_cache_dtype == "fp8_e4m3"
-    notes = build.notes
-    if fp8 and config.dtype == "float16":
-        notes = (*notes, _CONVERTED)
-    if config.cuda_graph != "NEVER":
-        notes = (*notes, _SPLITS)
+    notes = {_CONVERTED: fp8 and config.dtype == "float16", _SPLITS: config.cuda_graph != "NEVER"}
     return BackendPlan(
-        kernel=kernel_of(build, "dense_fp8" if fp8 else "dense"),
+        kernel=kernel_of(chosen, "dense_fp8" if fp8 else "dense"),
         path="dense FP8" if fp8 else "dense",
-        because=because,
+        because=describe_pins(pins) or "Hopper's dense decode",
         query_dtype="fp8_e4m3" if fp8 else config.dtype,
         returns_lse=True,
-        kv_layouts=_LAYOUTS,
-        kernel_block_sizes=_BLOCKS,
+        kv_layouts=(MLA,),
+        kernel_block_sizes=(64,),
         cuda_graph="UNIFORM_BATCH",
-        provider=build.provider,
-        notes=notes,
+        provider=chosen.provider,
+        notes=(*chosen.notes, *(note for note, holds in notes.items() if holds)),
     )
 
 

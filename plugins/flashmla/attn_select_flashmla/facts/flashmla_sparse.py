@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from attn_select.backends.kernel_builds import PROVIDER_OPTION, Objection, choose, pin_provider
+from attn_select.backends.kernel_builds import Objection, choose, pin_provider
 from attn_select.backends.reasons import device_reasons
-from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.spec import BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import FP8_DS_MLA, MLA
 from attn_select.machine.device import Device
@@ -18,8 +16,8 @@ from attn_select_flashmla.facts.builds import (
     UPSTREAM,
     VLLM_SPARSE,
     FlashMLABuild,
+    FlashMLAOptions,
     KernelFunction,
-    ProviderName,
     kernel_of,
 )
 
@@ -54,22 +52,10 @@ CAPABILITIES = Capabilities(
 )
 
 
-class FlashMLASparseOptions(BackendOptions):
-    """``[backends.FLASHMLA_SPARSE]``."""
-
-    provider: ProviderName = Field("auto", description=PROVIDER_OPTION)
-
-
 MOST_HEADS = 128
 """Query heads are padded to 64 or 128 (csrc/api/sparse_decode.h and sparse_fwd.h 9241ae3)."""
 FEW_HEADS = 32
 """Below this FP8 prefill runs through the decode kernel, as in vLLM (MIN_HEADS_FOR_BF16_PREFILL, 0.33.0)."""
-
-_FP8_LAYOUTS, _FP8_BLOCKS = (FP8_DS_MLA,), (64,)
-_BF16_LAYOUTS, _BF16_BLOCKS = (MLA,), (64, 1)
-_ALIAS = "fp8_e4m3 is stored as fp8_ds_mla (656 bytes a token)"
-_PATHS = {"sparse_prefill": "sparse bf16", "sparse_decode": "sparse FP8"}
-_WORKSPACE = "prefill gathers and dequantises the context: 1152 bytes a token"
 
 
 def objections(build: FlashMLABuild, config: AttentionConfig, device: Device) -> list[Objection]:
@@ -100,7 +86,7 @@ def _reads_fp8(config: AttentionConfig) -> bool:
 
 
 def plan(
-    config: AttentionConfig, device: Device, environment: Environment, options: FlashMLASparseOptions, phase: Phase
+    config: AttentionConfig, device: Device, environment: Environment, options: FlashMLAOptions, phase: Phase
 ) -> BackendPlan | list[Reason]:
     """Return the first installed build that runs the phase, or what each one lacks."""
     # Both phases get the same build: no reason against a build depends on the phase.
@@ -113,34 +99,31 @@ def plan(
         pins=pin_provider("FLASHMLA_SPARSE", options.provider),
         capability=device.compute_capability,
     )
-    return _plan(chosen, config, phase) if isinstance(chosen, FlashMLABuild) else chosen
-
-
-def _plan(build: FlashMLABuild, config: AttentionConfig, phase: Phase) -> BackendPlan:
+    if not isinstance(chosen, FlashMLABuild):
+        return chosen
     heads, fp8 = config.num_heads * config.decode_context_parallel_size, _reads_fp8(config)
     function, copies_cache, because = _function(fp8, phase, heads)
-    path, notes = _PATHS[function], build.notes
-    if copies_cache:
-        path, notes = f"{path} over dequantised KV", (*notes, _WORKSPACE)
-    if config.kv_cache_dtype == "fp8_e4m3":
-        notes = (*notes, _ALIAS)
-    if heads not in (64, MOST_HEADS):
-        notes = (*notes, f"query heads are padded from {heads} to {64 if heads < 64 else MOST_HEADS}")
     # 64 in the FP8 kernel, 128 in the other (csrc/sm90, csrc/sm100 9241ae3); -1 marks an index as void.
     multiple = 64 if function == "sparse_decode" else 128
-    if (config.sparse_top_k or 0) % multiple:
-        notes = (*notes, f"top-k indices are padded with -1 from {config.sparse_top_k} to a multiple of {multiple}")
+    padded = f"top-k indices are padded with -1 from {config.sparse_top_k} to a multiple of {multiple}"
+    notes = {
+        "prefill gathers and dequantises the context: 1152 bytes a token": copies_cache,
+        "fp8_e4m3 is stored as fp8_ds_mla (656 bytes a token)": config.kv_cache_dtype == "fp8_e4m3",
+        f"query heads are padded from {heads} to {64 if heads < 64 else MOST_HEADS}": heads not in (64, MOST_HEADS),
+        padded: (config.sparse_top_k or 0) % multiple != 0,
+    }
+    path = "sparse FP8" if function == "sparse_decode" else "sparse bf16"
     return BackendPlan(
-        kernel=kernel_of(build, function, copies_cache),
-        path=path,
+        kernel=kernel_of(chosen, function, copies_cache),
+        path=f"{path} over dequantised KV" if copies_cache else path,
         because=because,
         query_dtype=config.dtype,
         returns_lse=True,
-        kv_layouts=_FP8_LAYOUTS if fp8 else _BF16_LAYOUTS,
-        kernel_block_sizes=_FP8_BLOCKS if fp8 else _BF16_BLOCKS,
+        kv_layouts=(FP8_DS_MLA,) if fp8 else (MLA,),
+        kernel_block_sizes=(64,) if fp8 else (64, 1),
         cuda_graph="UNIFORM_BATCH",
-        provider=build.provider,
-        notes=notes,
+        provider=chosen.provider,
+        notes=(*chosen.notes, *(note for note, holds in notes.items() if holds)),
     )
 
 
@@ -166,5 +149,5 @@ FLASHMLA_SPARSE = BackendSpec(
     plan=plan,
     load="attn_select_flashmla.runtime.flashmla_sparse:FlashMLASparseBackend",
     libraries=LIBRARIES,
-    options=FlashMLASparseOptions,
+    options=FlashMLAOptions,
 )

@@ -59,11 +59,11 @@ class TensorSchedule:
 
 
 @dataclass(slots=True)
-class DenseBatch:
-    """What dense decoding needs of a batch of B requests."""
+class DecodeBatch:
+    """What ``flash_mla_with_kvcache`` needs of a batch of B requests."""
 
-    block_table: Tensor  # int32 ``(B, W)``
-    seq_lens: Tensor  # int32 ``(B,)`` on the device
+    block_table: Tensor | None  # int32 ``(B, W)``; block_table, seq_lens: None where slots are given
+    seq_lens: Tensor | None  # int32 ``(B,)`` on the device
     causal: bool  # whether a query sees no key after itself; the last query stands at the last key
     schedule: Any  # shared by all layers, filled by the first
 
@@ -96,24 +96,24 @@ class Adapter(ABC):
     def new_schedule(self) -> Any:
         """Return an empty schedule for ``dense`` or ``sparse_decode``."""
 
-    def dense(self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, out: Tensor | None) -> Result:
+    def dense(self, query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: float, out: Tensor | None) -> Result:
         """Attend with ``query (B, q_len, H, 576)`` to a 16-bit ``kv_cache (blocks, 64, 1, 576)`` of its dtype.
 
         ``batch`` has a schedule of ``new_schedule``. ``out`` is contiguous, ``(B, 1, q_len * H, 512)``: the output's
         own shape is documented, but this one is checked. Returns the output ``(B, q_len, H, 512)``, where it was
         written into ``out`` of its shape, and the LSE ``(B, H, q_len)``.
         """
-        lists = batch.block_table, batch.seq_lens, batch.schedule
-        return self._call(query, kv_cache, *lists, scale, batch.causal, **self._options(out))
+        return self._call(query, kv_cache, batch, scale, **self._options(out))
 
     def dense_fp8(
-        self, query: Tensor, kv_cache: Tensor, batch: DenseBatch, scale: float, descales: tuple[Tensor, ...]
+        self, query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: float, descales: tuple[Tensor, ...]
     ) -> Result:
         """As ``dense`` with query and cache in e4m3, and a ``TensorSchedule``; the output is bfloat16.
 
         ``descales`` float32 ``(1,)`` undo the quantisation of query and cache.
         """
         schedule: TensorSchedule = batch.schedule
+        assert batch.seq_lens is not None
         schedule.fill(self._fp8_metadata, batch.seq_lens, query)
         tensors = query, kv_cache, batch.block_table, batch.seq_lens, RANK, schedule.tiles, schedule.splits
         return self._fp8_decode(*tensors, scale, batch.causal, descale_q=descales[0], descale_k=descales[1])
@@ -137,24 +137,14 @@ class Adapter(ABC):
         options = {"is_fp8_kvcache": True, "indices": indices, **self._options(out)}
         if self.build.sinks.value:
             options["attn_sink"] = sinks
-        return self._call(query, kv_cache, None, None, schedule, scale, False, **options)
+        return self._call(query, kv_cache, DecodeBatch(None, None, False, schedule), scale, **options)
 
     def _options(self, out: Tensor | None) -> dict[str, Any]:
         return {**self.extra, "out": out} if out is not None and self.writes_output else {**self.extra}
 
     @abstractmethod
-    def _call(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor | None,
-        seq_lens: Tensor | None,
-        schedule: Any,
-        scale: float,
-        causal: bool,
-        **options: Any,
-    ) -> Result:
-        """Call ``flash_mla_with_kvcache``; table and lengths are None with ``indices``."""
+    def _call(self, query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: float, **options: Any) -> Result:
+        """Call ``flash_mla_with_kvcache``."""
 
     def sparse_prefill(
         self, query: Tensor, kv: Tensor, indices: Tensor, scale: float, sinks: Tensor | None, out: Tensor | None
@@ -183,18 +173,8 @@ class ScheduleObjects(Adapter):
         """Return a ``FlashMLASchedMeta``."""
         return self._new()[0]
 
-    def _call(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor | None,
-        seq_lens: Tensor | None,
-        schedule: Any,
-        scale: float,
-        causal: bool,
-        **options: Any,
-    ) -> Result:
-        call = (query, kv_cache, block_table, seq_lens, RANK, schedule, None, scale, causal)
+    def _call(self, query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: float, **options: Any) -> Result:
+        call = (query, kv_cache, batch.block_table, batch.seq_lens, RANK, batch.schedule, None, scale, batch.causal)
         found: Result = self._decode(*call, **options)
         return found
 
@@ -210,28 +190,19 @@ class ScheduleTensors(Adapter):
         """Return an empty ``TensorSchedule``."""
         return TensorSchedule()
 
-    def _call(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor | None,
-        seq_lens: Tensor | None,
-        schedule: TensorSchedule,
-        scale: float,
-        causal: bool,
-        **options: Any,
-    ) -> Result:
-        more: dict[str, Any] = {}
+    def _call(self, query: Tensor, kv_cache: Tensor, batch: DecodeBatch, scale: float, **options: Any) -> Result:
+        schedule: TensorSchedule = batch.schedule
+        table, lens, more = batch.block_table, batch.seq_lens, dict[str, Any]()
         if (indices := options.get("indices")) is not None:
             # Such builds ask sparse decoding for lengths and a table too, and do not read them.
             if schedule.unread is None:
-                lens = torch.full((query.shape[0],), indices.shape[2], dtype=torch.int32, device=query.device)
-                schedule.unread = lens.new_zeros(len(lens), 1), lens
-            block_table, seq_lens = schedule.unread
+                full = torch.full((query.shape[0],), indices.shape[2], dtype=torch.int32, device=query.device)
+                schedule.unread = full.new_zeros(len(full), 1), full
+            table, lens = schedule.unread
             more = {"num_heads_q": query.shape[2], "is_fp8_kvcache": True, "topk": indices.shape[2]}
-        assert seq_lens is not None
-        schedule.fill(self._metadata, seq_lens, query, **more)
-        call = (query, kv_cache, block_table, seq_lens, RANK, schedule.tiles, schedule.splits, scale, causal)
+        assert lens is not None
+        schedule.fill(self._metadata, lens, query, **more)
+        call = (query, kv_cache, table, lens, RANK, schedule.tiles, schedule.splits, scale, batch.causal)
         found: Result = self._decode(*call, **options)
         return found
 
@@ -262,22 +233,11 @@ class SglFlashMla(ScheduleObjects):
         self._fp8_metadata = partial(metadata, is_fp8_kvcache=True, use_legacy=True)
         self._fp8_decode = self._decode_with_tensors
 
-    def _decode_with_tensors(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        rank: int,
-        tiles: Tensor,
-        splits: Tensor,
-        *arguments: Any,
-        **descales: Tensor,
-    ) -> Result:
+    def _decode_with_tensors(self, *call: Any, **descales: Tensor) -> Result:
+        """Call ``flash_mla_with_kvcache`` with a schedule of two tensors, which this build wants in an object."""
         meta = self.new_schedule()
-        meta.tile_scheduler_metadata, meta.num_splits = tiles, splits
-        call = (query, kv_cache, block_table, seq_lens, rank, meta, None, *arguments)
-        found: Result = self._decode(*call, is_fp8_kvcache=True, **descales, **self.extra)
+        meta.tile_scheduler_metadata, meta.num_splits = call[5:7]
+        found: Result = self._decode(*call[:5], meta, None, *call[7:], is_fp8_kvcache=True, **descales, **self.extra)
         return found
 
 
@@ -321,3 +281,12 @@ def adapter_of(build: FlashMLABuild) -> Adapter:
 def adapter_for(kernel: FlashMLAKernel) -> Adapter:
     """Return the adapter of the build that a plan's kernel names; importing its library may raise."""
     return adapter_of(build_of(kernel))
+
+
+def store_lse(target: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Write a kernel's LSE ``(T, H)`` into ``target``: -inf for a row without keys, sinks ``(H,)`` counted."""
+    # The kernels give +inf for such a row, and leave the sinks out.
+    target.copy_(lse)
+    target.masked_fill_(target == torch.inf, -torch.inf)
+    if sinks is not None:
+        torch.logaddexp(target, sinks, out=target)

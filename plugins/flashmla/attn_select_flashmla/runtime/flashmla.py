@@ -25,8 +25,7 @@ from attn_select.runtime.kv_cache import CacheView
 from attn_select.runtime.metadata import CommonAttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashmla.facts.builds import FlashMLAKernel
-from attn_select_flashmla.runtime.adapters import RANK, DenseBatch, TensorSchedule, adapter_for
-from attn_select_flashmla.runtime.lse import store_lse
+from attn_select_flashmla.runtime.adapters import RANK, DecodeBatch, TensorSchedule, adapter_for, store_lse
 
 
 @dataclass(slots=True)
@@ -38,18 +37,12 @@ class Padding:
 
 
 @dataclass(slots=True)
-class FlashMLAMetadata(DenseBatch):
+class FlashMLAMetadata(DecodeBatch):
     """One batch of B decodes."""
 
     num_reqs: int  # B
     query_len: int  # the longest query
     padding: Padding | None  # None where all queries are ``query_len`` long
-
-
-def _kernel(context: BackendContext) -> FlashMLAKernel:
-    kernel = context.plans["decode"].kernel
-    assert isinstance(kernel, FlashMLAKernel)
-    return kernel
 
 
 class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
@@ -58,7 +51,7 @@ class FlashMLAMetadataBuilder(AttentionMetadataBuilder[FlashMLAMetadata]):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        kernel = _kernel(context)
+        kernel = context.kernel(FlashMLAKernel)
         self._fp8 = kernel.function == "dense_fp8"
         self._new_schedule: Any = TensorSchedule if self._fp8 else adapter_for(kernel).new_schedule
         self._tables: dict[int, Tensor] = {}  # by their width, since graphs hold the address
@@ -101,7 +94,7 @@ class FlashMLAImpl(MLAAttentionImpl):
 
     def __init__(self, context: BackendContext, terms: Terms) -> None:
         super().__init__(context, terms)
-        kernel = _kernel(context)
+        kernel = context.kernel(FlashMLAKernel)
         self._adapter, self._fp8 = adapter_for(kernel), kernel.function == "dense_fp8"
         self._dense = self._adapter.dense
         self._direct = self._adapter.writes_output and not self._fp8

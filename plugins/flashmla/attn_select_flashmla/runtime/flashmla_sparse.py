@@ -30,8 +30,7 @@ from attn_select.runtime.metadata import CommonAttentionMetadata, split_decodes_
 from attn_select.runtime.terms import Outputs, Terms
 from attn_select_flashmla.facts.builds import FlashMLAKernel
 from attn_select_flashmla.facts.flashmla_sparse import MOST_HEADS
-from attn_select_flashmla.runtime.adapters import RANK, adapter_for
-from attn_select_flashmla.runtime.lse import store_lse
+from attn_select_flashmla.runtime.adapters import RANK, adapter_for, store_lse
 
 BLOCK = 64
 """Tokens per block of the FP8 cache."""
@@ -77,8 +76,7 @@ class FlashMLASparseMetadata:
 
 def _kernels(context: BackendContext) -> list[FlashMLAKernel]:
     """Return the kernels of the phases that are served here; all are of one build."""
-    kernels = [plan.kernel for plan in context.plans.values()]
-    return [kernel for kernel in kernels if isinstance(kernel, FlashMLAKernel)]
+    return [context.kernel(FlashMLAKernel, phase) for phase in context.plans]
 
 
 class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder[FlashMLASparseMetadata]):

@@ -1,68 +1,30 @@
 """The emulated functions have the signatures of what is installed, so that a release that changes one is seen.
 
-Read from the sources: importing them needs a CUDA device's libraries. A later release may add parameters with defaults
-behind those that are known.
+A later release may add parameters with defaults behind those that are known.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from attn_select.machine.environment import Environment
 from attn_select_flashmla.facts.builds import BUILDS, SGL_FLASH_MLA, FlashMLABuild, kernel_of
 
 pytest.importorskip("torch")
 
 import flashmla_emulated
+from installed_signatures import emulated_signature, signature_of, source_of
 
 from attn_select_flashmla.runtime.adapters import adapter_for, adapter_of
 
 MODULES = [(build, name) for build in BUILDS for name in flashmla_emulated.MODULES[build.distribution]]
 
 
-def source_of(build: FlashMLABuild, module: str) -> ast.Module:
-    """Return an installed module's source; skip where the build is not installed."""
-    if not Environment().has(build.library):
-        pytest.skip(f"{build.distribution} is not installed")
-    top, *parts = module.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"{top} is not installed")
-    file = Path(spec.origin).parent.joinpath(*parts).with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def signature_of(tree: ast.Module, function: str) -> list[tuple[str, str | None]]:
-    """Return each parameter's name and default, ``...`` for one that collects the rest."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            arguments = node.args
-            names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-            defaults = [None] * (len(names) - len(arguments.defaults)) + [ast.unparse(d) for d in arguments.defaults]
-            rest = [(f"*{a.arg}", None) for a in (arguments.vararg, arguments.kwarg) if a is not None]
-            return [*zip(names, defaults, strict=True), *rest]
-    pytest.fail(f"{function} does not exist")
-
-
-def emulated_signature(function: Callable[..., Any]) -> list[tuple[str, str | None]]:
-    found: list[tuple[str, str | None]] = []
-    for parameter in inspect.signature(function).parameters.values():
-        collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        default = None if parameter.default is parameter.empty else repr(parameter.default)
-        found.append((f"*{parameter.name}" if collects else parameter.name, default))
-    return found
-
-
 @pytest.mark.parametrize(("build", "module"), MODULES, ids=[f"{b.distribution} {m}" for b, m in MODULES])
 def test_emulated_signatures_are_the_installed_ones(build: FlashMLABuild, module: str) -> None:
-    tree = source_of(build, module)
+    tree = source_of(build.library, *module.split(".")[1:])
     for name, function in flashmla_emulated.MODULES[build.distribution][module].items():
         wanted, found = emulated_signature(function), signature_of(tree, name)
         assert found[: len(wanted)] == wanted, name

@@ -126,18 +126,14 @@ def plan(
     """Return the plan; plain capabilities say all reasons against it."""
     capability = device.compute_capability
     function, because = _function(config, capability, phase)
-    own_notes = notes(config, device)
-    if function in ("varlen_attn", "cuDNN and varlen_attn"):
-        own_notes = (*own_notes, _OR_SDPA)
-    if function == "cuDNN and varlen_attn":
-        own_notes = (*own_notes, _GRAPHS)
-    if capability is None and config.dtype == "float16":
-        own_notes = (*own_notes, _FLOAT32)
     cached = config.has_cache
-    if cached:
-        own_notes = (*own_notes, _GATHER)
-    if cached and config.v_head_size is not None and config.v_head_size != config.head_size:
-        own_notes = (*own_notes, PADDED_V)
+    own_notes = {
+        _OR_SDPA: function in ("varlen_attn", "cuDNN and varlen_attn"),
+        _GRAPHS: function == "cuDNN and varlen_attn",
+        _FLOAT32: capability is None and config.dtype == "float16",
+        _GATHER: cached,
+        PADDED_V: cached and config.value_head_size != config.head_size,
+    }
     # The gather's shapes come from host lengths, which a captured graph cannot change: never graphs.
     return BackendPlan(
         kernel=SdpaKernel(function),
@@ -148,7 +144,7 @@ def plan(
         kv_layouts=LAYOUTS if cached else (),
         kernel_block_sizes=ANY_BLOCK if cached else (),
         cuda_graph="NEVER",
-        notes=own_notes,
+        notes=(*notes(config, device), *(note for note, holds in own_notes.items() if holds)),
     )
 
 

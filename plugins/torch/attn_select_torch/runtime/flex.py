@@ -78,9 +78,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         config = context.config
         self.on_cpu = context.device.type == "cpu"
         self.paged = context.kv_layout is not None
-        kernel = next(iter(context.plans.values())).kernel
-        assert isinstance(kernel, FlexKernel)
-        self.stages = kernel.stages
+        self.stages = context.kernel(FlexKernel).stages
         self.function = _compiled(compile_key(config), context.device, terms.scale, self.stages)
 
     def forward(

@@ -80,11 +80,7 @@ def compute_dtype(config: AttentionConfig, device: torch.device) -> torch.dtype:
 
 def functions(context: BackendContext) -> dict[Phase, SdpaFunction]:
     """Return what attends in each phase, as the plans say."""
-    found: dict[Phase, SdpaFunction] = {}
-    for phase, plan in context.plans.items():
-        assert isinstance(plan.kernel, SdpaKernel)
-        found[phase] = plan.kernel.function
-    return found
+    return {phase: context.kernel(SdpaKernel, phase).function for phase in context.plans}
 
 
 class SDPABuilder(AttentionMetadataBuilder[SDPAMetadata]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import Field
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
@@ -120,42 +122,30 @@ def plan(
     if reasons:
         return reasons
     said = notes(config, device)
-    if phase == "prefill":
-        assert isinstance(options, PagedAttentionOptions)
-        copied = options.gather_workspace_mib << 20 if _in_boxes(config, device) else 0
-        return marked(_prefill_plan(copied, config.dtype, said), config, device.compute_capability)
-    decode = _decode_plan(config.num_heads, partial_bytes(config), config.dtype, said)
-    return marked(decode, config, device.compute_capability)
-
-
-def _prefill_plan(copied: int, dtype: str, notes: tuple[str, ...]) -> BackendPlan:
-    return BackendPlan(
-        kernel=PrefillKernel(gather_bytes=copied),
-        path="prefill, pages gathered" if copied else "prefill",
-        because=_GATHERED if copied else _PREFILL,
-        query_dtype=dtype,
-        returns_lse=False,
-        kv_layouts=LAYOUTS,
-        kernel_block_sizes=BLOCK_SIZES,
-        cuda_graph="ALWAYS",
-        workspace_bytes=copied,
-        notes=notes,
-    )
-
-
-def _decode_plan(num_heads: int, result_bytes: int, dtype: str, notes: tuple[str, ...]) -> BackendPlan:
-    return BackendPlan(
+    made = BackendPlan(
         kernel=DECODE,
         path="v1/v2",
-        because=_rule(num_heads),
-        query_dtype=dtype,
+        because=_rule(config.num_heads),
+        query_dtype=config.dtype,
         returns_lse=False,
         kv_layouts=LAYOUTS,
         kernel_block_sizes=BLOCK_SIZES,
         cuda_graph="ALWAYS",
         workspace_bytes=DECODE.partials_bytes,
-        notes=(*notes, _partials(result_bytes), _GRAPHS),
+        notes=(*said, _partials(partial_bytes(config)), _GRAPHS),
     )
+    if phase == "prefill":
+        assert isinstance(options, PagedAttentionOptions)
+        copied = options.gather_workspace_mib << 20 if _in_boxes(config, device) else 0
+        made = replace(
+            made,
+            kernel=PrefillKernel(gather_bytes=copied),
+            path="prefill, pages gathered" if copied else "prefill",
+            because=_GATHERED if copied else _PREFILL,
+            workspace_bytes=copied,
+            notes=said,
+        )
+    return marked(made, config, device.compute_capability)
 
 
 def compile_key(config: AttentionConfig) -> object:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import Field
 
 from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, Reason
@@ -183,80 +181,43 @@ def plan(
         reasons.append(Reason("per-head-quant-scales", text, True, False, "--output-quantization none"))
     if reasons:
         return reasons
-    said = notes(config, device)
-    if not cached:
-        encoder = BackendPlan(
-            kernel=PrefillKernel(),
-            path="prefill",
-            because=_NO_CACHE,
-            query_dtype=config.dtype,
-            returns_lse=True,
-            kv_layouts=(),
-            kernel_block_sizes=(),
-            cuda_graph="ALWAYS",
-            notes=said,
-        )
-        return marked(encoder, config, device.compute_capability)
-    if width is not None and width != config.head_size:
-        said = (*said, _PADDED_V)
-    if config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"):
-        said = (*said, _HALF)
-    if config.per_head_quant_scales:
-        said = (*said, _SCALES_PER_HEAD)
-    # A prefill of few tokens over a long context splits its keys too.
-    workspace = 0
-    if not config.batch_invariant:
+    fixed = config.batch_invariant
+    kernel: PrefillKernel | DecodeKernel = PrefillKernel()
+    path, because, workspace = "prefill", _NO_CACHE, 0
+    if cached and not fixed:  # a prefill of few tokens over a long context splits its keys too
         workspace = split_workspace(device, PROGRAMS_PER_SM, tile_rows(config), config.value_head_size)
-    prefill = prefill_way(config, device, environment, options) if phase == "prefill" else None
-    made = _plan(prefill, config.batch_invariant, config.dtype, config.block_size, workspace, said)
-    if config.draft_tree:  # a captured mixed step runs decodes by the prefill's kernel, which knows no trees
-        made = replace(made, cuda_graph="UNIFORM_BATCH")
-    marks = gluon_marks(environment) if prefill is not None and (prefill[0] or prefill[3]) else ()
-    if config.per_head_quant_scales:
-        marks = (*marks, _PER_HEAD_UNPROVEN)
-    if marks:
-        made = replace(made, unverified=marks)
-    return marked(made, config, device.compute_capability)
-
-
-def _plan(
-    prefill: tuple[bool, bool, int, bool] | None,
-    fixed_splits: bool,
-    dtype: str,
-    block_size: int | None,
-    workspace: int,
-    notes: tuple[str, ...],
-) -> BackendPlan:
-    """Return the plan of a phase; ``prefill`` is None for decodes."""
-    kernel: PrefillKernel | DecodeKernel
-    if prefill is not None:
-        kernel = PrefillKernel(*prefill)
+    if cached and phase == "prefill":
+        kernel = PrefillKernel(*prefill_way(config, device, environment, options))
         path, because = prefill_words(kernel)
-        if kernel.warp_specialised:
-            notes = (*notes, _WHERE_CHEAPER)
-        if kernel.gather_bytes:
-            workspace += kernel.gather_bytes
-            notes = (
-                *notes,
-                f"{kernel.gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages",
-            )
-    else:
-        kernel, path, because = DecodeKernel(fixed_splits), "split-KV decode", _DECODE
-        if fixed_splits:
-            notes = (*notes, _FIXED_GROWS)
-            path, because = "fixed-split decode", _FIXED
-    return BackendPlan(
+    elif cached:
+        kernel = DecodeKernel(fixed)
+        path, because = ("fixed-split decode", _FIXED) if fixed else ("split-KV decode", _DECODE)
+    prefill = kernel if isinstance(kernel, PrefillKernel) else PrefillKernel()
+    copied = f"{prefill.gather_bytes >> 20} MiB of the workspace hold keys and values out of small pages"
+    own = {
+        _PADDED_V: cached and config.value_head_size != config.head_size,
+        _HALF: cached and config.dtype == "bfloat16" and config.cache_dtype.startswith("fp8"),
+        _SCALES_PER_HEAD: cached and config.per_head_quant_scales,
+        _WHERE_CHEAPER: prefill.warp_specialised,
+        copied: prefill.gather_bytes > 0,
+        _FIXED_GROWS: cached and fixed and phase == "decode",
+    }
+    marks = gluon_marks(environment) if prefill.warp_specialised or prefill.gathered_warps else ()
+    made = BackendPlan(
         kernel=kernel,
         path=path,
         because=because,
-        query_dtype=dtype,
+        query_dtype=config.dtype,
         returns_lse=True,
-        kv_layouts=LAYOUTS,
-        kernel_block_sizes=kernel_block_sizes(block_size),
-        cuda_graph="ALWAYS",
-        workspace_bytes=workspace,
-        notes=notes,
+        kv_layouts=LAYOUTS if cached else (),
+        kernel_block_sizes=kernel_block_sizes(config.block_size) if cached else (),
+        # a captured mixed step runs decodes by the prefill's kernel, which knows no trees
+        cuda_graph="UNIFORM_BATCH" if config.draft_tree else "ALWAYS",
+        workspace_bytes=workspace + prefill.gather_bytes,
+        notes=(*notes(config, device), *(note for note, holds in own.items() if holds)),
+        unverified=(*marks, _PER_HEAD_UNPROVEN) if cached and config.per_head_quant_scales else marks,
     )
+    return marked(made, config, device.compute_capability)
 
 
 def compile_key(config: AttentionConfig) -> object:
