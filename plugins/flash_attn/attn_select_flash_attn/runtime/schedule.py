@@ -87,7 +87,7 @@ class Scheduler:
             step.schedule = self.adapter.schedule(step, self.shape)
             if step.schedule is not None and self._buffer is not None:
                 step.schedule = self._stored(step.schedule, self._buffer)
-        if self._key_start_loc is not None:
+        if self._key_start_loc is not None and step.key_start_loc is None:
             step.key_start_loc = self._key_start_loc[: step.num_reqs + 1]
         return self.adapter.step_arguments(step)
 
