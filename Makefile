@@ -45,7 +45,7 @@ demo: $(DEMO_ENV)/.installed ## Explain a real model on a GPU that is not here, 
 test: check ## Lint, type-check and test, without what is marked slow (ARGS="-k name -x" goes to pytest)
 	$(PYTEST) -m "not slow and not distributed" --hypothesis-profile=quick $(ARGS)
 
-test-ci: ## Test what lands, step by step, and say how long each took: 20 minutes on two cores, downloads included
+test-ci: ## Test what lands, step by step, and say how long each took: 25 minutes on two cores, downloads included
 	@$(PYTHON) tests/steps.py \
 		"venv: make venv" \
 		"engines &: $(TEST_ENV)/bin/python tests/engines/run.py --ci" \
