@@ -14,6 +14,7 @@ from attn_select.backends.registry import load_plugins
 from attn_select.machine.device import lookup
 from attn_select.machine.environment import Environment
 from attn_select.times import evidence as module
+from attn_select.times import fingerprint
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.evidence import STALE, Evidence, load_evidence
 from attn_select.times.fingerprint import SOURCES, sources_hash
@@ -26,13 +27,13 @@ HERE = Environment(assume_installed=True, pins={"flashinfer-python": "0.6.18"})
 SPECS = load_plugins().specs
 
 
-def loaded(folder: Path, backend: str, fingerprint: dict[str, str]) -> Evidence:
+def loaded(folder: Path, backend: str, recorded: dict[str, str], here: Environment = HERE) -> Evidence:
     """Return the packaged survey's evidence, as if its times of a backend were of other kernels."""
     survey: dict[str, Any] = json.loads(gzip.decompress((PACKAGED_FOLDER / "h200.json.gz").read_bytes()))
-    survey["backends"][backend]["fingerprint"] = fingerprint
+    survey["backends"][backend]["fingerprint"] = recorded
     path = folder / f"{len([*folder.iterdir()])}.json.gz"  # files that were read are kept
     path.write_bytes(gzip.compress(json.dumps(survey).encode()))
-    found = load_evidence(H200, HERE, SPECS, path)
+    found = load_evidence(H200, here, SPECS, path)
     assert found is not None
     return found
 
@@ -59,6 +60,18 @@ def test_times_with_another_release_of_a_library_count_longer(tmp_path: Path) ->
     assert found.stale["FLASHINFER"] == "flashinfer-python 0.0.1, now 0.6.18"
     predicted = found.survey.predict(GQA, DECODE)["FLASHINFER"]
     assert found.predict(GQA, DECODE)["FLASHINFER"] == pytest.approx(predicted * STALE)
+
+
+def test_code_that_is_alike_counts_longer_with_another_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {SOURCES: [{"releases": ["0" * 16, *own_code("TRITON_ATTN").values()]}]}
+    monkeypatch.setattr(fingerprint, "_alike_rows", lambda: rows)
+    here = Environment(assume_installed=True, pins={"triton": "3.8.0"})
+    found = loaded(tmp_path, "TRITON_ATTN", {SOURCES: "0" * 16, "triton": "3.5"}, here)
+    assert found.stale["TRITON_ATTN"] == "triton 3.5, now 3.8"
+    predicted = found.survey.predict(GQA, DECODE)["TRITON_ATTN"]
+    assert found.predict(GQA, DECODE)["TRITON_ATTN"] == pytest.approx(predicted * STALE)
 
 
 def test_what_is_known_to_be_of_older_kernels_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

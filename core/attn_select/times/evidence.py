@@ -70,7 +70,8 @@ def load_evidence(
         now = present(surveyed.fingerprint, specs[name], environment)
         if parts := stale_parts(name, surveyed.fingerprint, now):
             stale[name] = ", ".join(parts)
-            if name in known_stale() or (SOURCES in now and now[SOURCES] != surveyed.fingerprint[SOURCES]):
+            own = {part: was for part, was in surveyed.fingerprint.items() if part == SOURCES}
+            if name in known_stale() or stale_parts(name, own, now):
                 without.add(name)
     return Evidence(survey, stale, frozenset(without), host_time)
 

@@ -425,6 +425,25 @@ def test_mla_decodes(vllm: Any, lens: tuple[int, int], monkeypatch: pytest.Monke
         torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize(("ranks", "drafts"), [(1, False), (1, True), (2, False), (2, True)])
+def test_steps_that_verify_drafts_are_captured_but_across_ranks(
+    vllm: Any, ranks: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There vLLM reads drafts of MLA as prefills, and would end in an assertion while it captures them."""
+    config = use(vllm, "a100", monkeypatch, MLA)
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float16)
+    if drafts:
+        config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=2)
+    from attn_select_vllm.kernels.mla import TritonMlaBackend
+
+    dims = (None, 512, 128, 64, 192, 128)
+    impl = TritonMlaBackend.get_impl_cls()(4, 576, 1.0, 1, None, None, "auto", None, "decoder", None, *dims, None)
+    config.compilation_config.static_forward_context = {"layers.0": layer_of(impl)}
+    config.parallel_config.decode_context_parallel_size = ranks
+    found = TritonMlaBackend.get_builder_cls().get_cudagraph_support(config, None).name
+    assert found == ("UNIFORM_SINGLE_TOKEN_DECODE" if drafts and ranks == 2 else "UNIFORM_BATCH")
+
+
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("name", KERNELS[:2])
 def test_ranks_share_contexts(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, interleave: int) -> None:

@@ -68,18 +68,21 @@ def test_long_requests_among_many_short_ones_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_latent_that_lies_head_by_head_gets_the_same_kernel(heads: int, tokens: int) -> None:
-    """As a product for each head leaves it; another kernel would round otherwise."""
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_a_latent_of_any_strides_gets_the_same_kernel(heads: int, tokens: int) -> None:
+    """Head by head, as a product for each head leaves it, and of some heads of a product: another kernel would round
+    otherwise."""
     group = group_of(layer_config(num_heads=heads, **DEEPSEEK))
     common, cache, _ = batch(group, [1] * tokens, [4097, 64, 65, 1000, 129][:tokens])
     query, (builder, impl) = queries(group, tokens), parts_of(group)
     latent, rope = query[..., :512], query[..., 512:]
     by_head = latent.transpose(0, 1).contiguous().transpose(0, 1)
-    found = [latent.new_full(latent.shape, torch.nan) for _ in range(2)]
-    for given, output in zip((latent, by_head), found, strict=True):
+    of_more = torch.cat([latent, torch.full_like(latent, torch.nan)], dim=1)[:, :heads]
+    found = [latent.new_full(latent.shape, torch.nan) for _ in range(3)]
+    for given, output in zip((latent, by_head, of_more), found, strict=True):
         impl.forward_mqa((given, rope), cache, builder.build(0, common), Outputs(output))
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.gpu

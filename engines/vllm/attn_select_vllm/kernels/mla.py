@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attn_select.layer.layouts import MLA
@@ -52,6 +52,14 @@ class OwnMLABuilder(OwnSteps, MLACommonMetadataBuilder[OwnMLAMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, OwnMLAMetadata)
         self.block_size: int = kv_cache_spec.block_size
         self.groups = Groups(layer_names, self.block_size, vllm_config, torch.device(device))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return what ``OwnSteps`` does; where ranks share contexts, vLLM reads drafts as prefills all the same."""
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if vllm_config.parallel_config.decode_context_parallel_size == 1 or vllm_config.speculative_config is None:
+            return support
+        return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda level: level.value)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> OwnMLAMetadata:
         """Return the metadata of a step."""

@@ -408,7 +408,8 @@ def _in_rows(part: Tensor) -> Tensor:
     # vLLM 0.26 projects the latent head by head and leaves it so. The other kernel reads that as it is, and is slower.
     if part.stride(0) == part.shape[1] * part.stride(1):
         return part
-    return part.flatten(0, 1).view(part.shape)
+    rows = part.flatten(0, 1)
+    return rows.as_strided(part.shape, (part.shape[1] * rows.stride(0), rows.stride(0), 1))  # of one head too
 
 
 def mla_decode(
