@@ -29,13 +29,15 @@ def print_lines(blocks: Sequence[Block], err: bool = False) -> None:
         click.echo(plain(lines), err=err)
         return
     from rich.console import Console
+    from rich.text import Text
 
     from attn_select_cli.terminal import fitted
 
     colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     console = Console(file=stream, highlight=False, color_system="auto" if colours else None)
-    for line in fitted(blocks, console.width, STYLES if colours else {}):
-        console.print(line, soft_wrap=True)
+    for line in fitted(blocks, console.width):
+        pieces = ((printable(text), STYLES.get(style, "") if colours else "") for text, style in line)
+        console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
 def print_warnings(warnings: Sequence[str]) -> None:

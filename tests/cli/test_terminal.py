@@ -14,8 +14,8 @@ EXPLAIN = ("explain", "--model", "deepseek-v3", "--gpu", "h100", "--kv-cache-dty
 TABLE = Table(["model", "layers", "h100"], [["llama-3-8b", "full attention of 32", "FLASH_ATTN"]])
 
 
-def wrapped_text(line: Any, width: int) -> list[str]:
-    return [text.plain.rstrip() for text in wrapped(line, width)]
+def text_of(lines: Any) -> list[str]:
+    return ["".join(text for text, _ in line) for line in lines]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -38,18 +38,20 @@ def test_colours_only_where_they_are_welcome(run_on_terminal: Any) -> None:
 
 def test_continuation_lines_begin_under_the_text() -> None:
     line = [("  decode  ", ""), HANG, ("one two three four five six seven eight nine ten", "")]
-    assert wrapped_text(line, 46) == ["  decode  one two three four five six seven", "          eight nine ten"]
+    assert text_of(wrapped(line, 46)) == ["  decode  one two three four five six seven", "          eight nine ten"]
     # Too little room beside it: further to the left.
-    assert wrapped_text(line, 30) == [
+    assert text_of(wrapped(line, 30)) == [
         "  decode  one two three four",
         "        five six seven eight",
         "        nine ten",
     ]
 
 
-def test_a_long_word_is_not_cut() -> None:
+def test_a_remedy_stays_in_one_piece_and_a_long_word_is_not_cut() -> None:
+    line = [("because of this", ""), ("; try ", "dim"), ("pip install some-package", "remedy")]
+    assert text_of(wrapped(line, 40)) == ["because of this; try", "  pip install some-package"]
     path = "/a/" + "long/" * 20
-    assert path in wrapped_text([("see ", ""), (path, "")], 40)[-1]
+    assert path in text_of(wrapped([("see ", ""), (path, "")], 40))[-1]
 
 
 @pytest.mark.parametrize(
@@ -61,4 +63,4 @@ def test_a_long_word_is_not_cut() -> None:
     ],
 )
 def test_a_table_changes_its_form_with_the_width(width: int, expected: list[str]) -> None:
-    assert [line.plain.rstrip() for line in fitted([TABLE], width, {})] == expected
+    assert text_of(fitted([TABLE], width)) == expected
