@@ -78,10 +78,16 @@ def changes_since(golden: str, after: Mapping[str, Any]) -> list[dict[str, Any]]
     problem = "expected schema_version 1 and a layer"
     try:
         before = json.loads(read_bounded(golden, MAX_BYTES))
-        if before["schema_version"] == 1 and before["layers"]:
+        if not isinstance(before, dict):
+            problem = f"expected an object, found {show(before)}"
+        elif before["schema_version"] == 1 and before["layers"]:
             return compare(before, after)
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, too large, a null byte in the path
-        problem = getattr(error, "strerror", None) or shorten(error)
+    except OSError as error:
+        problem = error.strerror or shorten(error)
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError as error:  # no JSON, too large, no regular file, a null byte in the path
+        problem = shorten(error)
     except KeyError as error:
         problem = f"{show(error.args[0])} is missing"
     except (TypeError, AttributeError, IndexError):

@@ -61,11 +61,11 @@ def test_a_file_from_before_states_is_read(run: Any, tmp_path: Path) -> None:
 def test_a_file_that_is_no_json_says_so(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "golden.json"
     wrong = (
-        (b"[]", "a value has another type"),
+        (b"[]", "expected an object, found []"),
         (b"{}", "'schema_version' is missing"),
         (b"{", "Expecting property name"),
         (b"\xff", "can't decode"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 100_000, "nested too deeply"),
     )
     for content, said in wrong:
         file.write_bytes(content)

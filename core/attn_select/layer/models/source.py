@@ -109,17 +109,30 @@ def read_json(path: str) -> dict[str, Any]:
         raise ModelError(f"{where}: {_reason(error)}") from None
     if not data.strip():
         raise ModelError(f"{where}: the file is empty")
+    if b"\0" in data[:4]:
+        raise ModelError(f"{where}: not UTF-8 (looks like UTF-16 or UTF-32)", hint="save it as UTF-8")
     try:
         # utf-8-sig: Windows editors put a byte order mark in front, which changes nothing.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ModelError(f"{where}: not UTF-8 ({shorten(error, 120)})", hint="save it as UTF-8") from None
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise ModelError(f"{where}: nested too deeply to be a model's config") from None
+    except ModelError as error:
+        raise ModelError(f"{where}: {error.message}") from None
     except ValueError as error:  # JSONDecodeError, and integers of more than 4,300 digits
         raise ModelError(f"{where}: not JSON: {shorten(error, 120)}") from None
     if not isinstance(found, dict):
         raise ModelError(f"{where}: expected a JSON object, got {show(found)}")
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ModelError(f"key {show(repeated)} appears twice in one object")
     return found
