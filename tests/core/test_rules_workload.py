@@ -38,6 +38,8 @@ def rank(workload: str, *tables: dict[str, Any], config: AttentionConfig = PLAIN
         ({"batch": ">=32"}, "64q1s1k,8q1s1k", False),  # every shape
         ({"batch": ">=32"}, "64q1s1k,q2k", True),  # of the phase
         ({"batch": [64, 128]}, "64q1s1k,128q1s1k", True),
+        ({"effective_batch": ">=1.5"}, "2q1s1k", True),
+        ({"effective_batch": ">=1.5"}, "q1s1k", False),
         ({"seq_len": "<=1024"}, "8q1s1k", True),
         ({"seq_len": "<=1024"}, "8q1s1k_q1s1025", False),  # the longest request
         ({"seq_len": ">=1024,<2048"}, "8q1s1k,8q1s2047", True),

@@ -95,5 +95,12 @@ def test_lengths_that_cannot_be_are_refused(text: str, what: str) -> None:
     assert f"batch = {text!r}" in str(caught.value)
 
 
-def test_tokens_are_those_of_all_requests() -> None:
-    assert parse_batch_shape("2q512s8k_32q1s2k").num_kv_tokens == 2 * 8192 + 32 * 2048
+def test_tokens_and_pairs_are_those_of_all_requests() -> None:
+    batch = parse_batch_shape("2q512s8k_32q1s2k")
+    assert batch.num_kv_tokens == 2 * 8192 + 32 * 2048
+    assert batch.num_pairs == 2 * 512 * 8192 + 32 * 2048
+
+
+def test_unequal_requests_count_as_fewer_long_ones() -> None:
+    assert parse_batch_shape("64q1s4k").effective_requests == 64
+    assert parse_batch_shape("q1s4k_63q1s64").effective_requests == pytest.approx(1 + 63 / 64)

@@ -27,7 +27,14 @@ NAMES: dict[str, tuple[str, ...]] = {
 """The values of fields that take names."""
 _CONFIG = config.AttentionConfig.model_fields
 _BOOLEANS = ("mla", "sparse", *(name for name, item in _CONFIG.items() if item.annotation is bool))
-OF_BATCH = {"batch": "num_requests", "seq_len": "max_seq_len", "query_len": "max_query_len"}
+OF_BATCH = {
+    "batch": "num_requests",
+    "seq_len": "max_seq_len",
+    "query_len": "max_query_len",
+    "kv_tokens": "num_kv_tokens",
+    "pairs": "num_pairs",
+    "effective_batch": "effective_requests",
+}
 """Fields of the workload: each with the attribute of a batch shape that it compares."""
 UNSET = "none"
 """What is written for a number that a layer does not have."""

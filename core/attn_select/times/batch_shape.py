@@ -94,6 +94,16 @@ class BatchShape:
         return sum([group.count * group.seq_len for group in self.groups])
 
     @property
+    def num_pairs(self) -> int:
+        """New tokens times tokens, summed over all requests: the work of attention grows with it."""
+        return sum([group.count * group.query_len * group.seq_len for group in self.groups])
+
+    @property
+    def effective_requests(self) -> float:
+        """How many requests as long as the longest one have as many tokens: ``num_requests`` where all are alike."""
+        return self.num_kv_tokens / self.max_seq_len
+
+    @property
     def max_query_len(self) -> int:
         """New tokens of the request that has most."""
         return self.groups[0].query_len
