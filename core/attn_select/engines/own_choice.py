@@ -27,7 +27,7 @@ class OwnStays:
     """Why the engine's own choice stays where attn-select would choose another one."""
 
     gain: float | None  # how many times as fast the other one is predicted; None where no times compare the two
-    least: float = LEAST_GAIN  # what that would have to be
+    least: float = LEAST_GAIN  # the gain that would be needed
 
     def text(self, other: str) -> str:
         """Return it in words; ``other`` is the engine's name of what does not run."""
@@ -75,9 +75,9 @@ def predicted_us(selection: Selection, backends: Mapping[Phase, str | None]) -> 
 
 
 def _rest_us(selection: Selection, backends: Mapping[Phase, str]) -> float:
-    """Return what a mean step takes in the phases that these backends do not serve, us: the same whoever serves others.
+    """Return the time of a mean step in the phases that these backends do not serve, by the fastest backend, us.
 
-    Of MLA an engine may choose for prefills and decodes apart. What is little of a step is not worth a change.
+    An engine may choose for MLA's prefills and decodes apart, and a gain that is small beside the step is none.
     """
     used, total = selection.evidence, 0.0
     for phase, weighed in used.phases.items() if used is not None else ():
