@@ -37,7 +37,6 @@ MODULES = {
         "runtime.batch",
         "runtime.metadata",
         "runtime.block_pool",
-        "runtime.token_pool",
         "runtime.kv_cache",
         "runtime.cuda_graph",
         "runtime.backend",

@@ -18,8 +18,6 @@ from attn_select.runtime import (
     BlockTable,
     Capacity,
     CommonAttentionMetadata,
-    ReqToTokenPool,
-    TokenToKVPool,
     attention_group,
     prepare_batch,
 )
@@ -109,16 +107,6 @@ def test_a_build_returns_while_the_device_is_busy(backend: str, batch: str) -> N
     returned_first = not done.query()
     torch.cuda.synchronize()
     assert returned_first
-
-
-def test_token_pools_do_not_synchronise() -> None:
-    pool = ReqToTokenPool(4, 64, TokenToKVPool(128), "cuda")
-    pool.extend("a", 5)
-    with synchronisation_is_an_error():
-        added = pool.extend("a", 9)
-        pool.extend("b", 3)
-        pool.free("b")
-    assert added.tolist() == pool.req_to_token[pool.row("a"), 5:9].tolist() == list(pool.slots.blocks("a"))[5:]
 
 
 def inputs_for(step: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,8 +17,6 @@ from attn_select.runtime import (
     BlockPool,
     BlockTable,
     Capacity,
-    ReqToTokenPool,
-    TokenToKVPool,
     attention_group,
     prepare_batch,
 )
@@ -145,19 +143,16 @@ NO_TOKENS = [1.0, 16.0, "16", None, True, np.float32(16), [16], -1]
 
 @pytest.mark.parametrize("tokens", NO_TOKENS, ids=repr)
 def test_pools_count_in_integers(tokens: Any) -> None:
-    pool, slots = BlockPool(4, 16), TokenToKVPool(8)
-    requests = ReqToTokenPool(2, 4, slots)
+    pool = BlockPool(4, 16)
     pool.allocate("a", 17)
     for call in (
         lambda: pool.allocate("b", tokens),
         lambda: pool.blocks_for(tokens),
         lambda: pool.share_prefix("a", "b", tokens),
-        lambda: slots.allocate("b", tokens),
-        lambda: requests.extend("b", tokens),
     ):
         with pytest.raises(ConfigError, match=r"num_tokens = .*: accepted are integers from 0"):
             call()
-    assert (pool.requests(), slots.num_free_blocks, requests.slots.requests()) == (("a",), 8, ())
+    assert (pool.requests(), pool.num_free_blocks) == (("a",), 2)
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, "2", None, True, [2]], ids=repr)
@@ -168,8 +163,6 @@ def test_sizes_are_integers(count: Any) -> None:
         "block_size": lambda: BlockPool(4, count),
         "max_num_reqs": lambda: BlockTable(count, 8, 16, "cpu"),
         "max_num_blocks_per_req": lambda: BlockTable(4, count, 16, "cpu"),
-        "max_requests": lambda: ReqToTokenPool(count, 4, TokenToKVPool(8)),
-        "max_context_len": lambda: ReqToTokenPool(4, count, TokenToKVPool(8)),
         "max_num_seqs": lambda: Capacity(max_num_seqs=count),
         "max_model_len": lambda: Capacity(max_model_len=count),
     }

@@ -56,7 +56,6 @@ from attn_select.runtime.mla_group import MLAAttentionGroup, MLALayerGroup
 from attn_select.runtime.scales import Scales
 from attn_select.runtime.step_metadata import AttentionMetadata
 from attn_select.runtime.terms import Outputs, Terms
-from attn_select.runtime.token_pool import ReqToTokenPool, TokenToKVPool
 from attn_select.runtime.tree_group import DraftTreeGroup
 
 
@@ -112,11 +111,9 @@ __all__ = [
     "Outputs",
     "PoolError",
     "RankError",
-    "ReqToTokenPool",
     "Scales",
     "SparseIndexer",
     "Terms",
-    "TokenToKVPool",
     "VarlenMetadata",
     "attention_group",
     "common_prefix_len",

@@ -1,8 +1,8 @@
 """Hands out cache blocks to requests, shares prefixes by reference count, and refuses every misuse by name.
 
 Block ids are plain Python integers; nothing here touches a tensor. Every operation either happens whole or leaves the
-pool as it was. With ``block_size = 1`` a block is a token slot, which is what ``attn_select.runtime.token_pool``
-builds on.
+pool as it was. With ``block_size = 1`` a block is a token slot, and a row of a ``BlockTable`` is what SGLang calls
+``req_to_token``.
 """
 
 from __future__ import annotations
