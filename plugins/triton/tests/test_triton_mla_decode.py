@@ -156,6 +156,20 @@ def test_strides_that_do_not_suit_the_hopper_kernel(block_m: int) -> None:
     batch.check(MLALaunch(block_m, 64, 4, 1, True, True), 2)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_tma_finds_every_row_of_a_query_at_one_distance(heads: int, tokens: int) -> None:
+    whole = torch.arange(tokens * 2 * heads * 24.0).view(tokens, 2 * heads, 24)
+    by_head = torch.arange(heads * tokens * 16.0).view(heads, tokens, 16).transpose(0, 1)
+    for query in (whole[:, :heads], whole[:, :heads, 16:], whole[:, ::2, :16], by_head):
+        found = mla_decode._in_rows(query)
+        assert torch.equal(found, query)
+        size = query.shape[2]
+        rows = found.as_strided((tokens * heads, size), (found.stride(1), 1))
+        assert torch.equal(rows, query.reshape(-1, size))
+        assert found.stride(0) == heads * found.stride(1)
+
+
 @pytest.mark.parametrize("launch", [SMALL, TALL], ids=["16x16", "64x32"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_requests_of_one_piece_beside_requests_of_many(launch: MLALaunch, causal: bool) -> None:
