@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
@@ -19,8 +19,6 @@ from attn_select.decide.config_text import config_text
 from attn_select.decide.lines import byte_text, us_text
 from attn_select.decide.text import NAN_TAIL_WARNING
 from attn_select.layer.layer_config import layer_of
-from attn_select_measure.charts import COLOURS, SIGNS
-from attn_select_measure.report_page.predicted import Chart, ChartGroup
 
 MARK = "attn-select report"  # In the first lines of every report, so that a file can be told to be one
 _CUT = "\x00"
@@ -42,11 +40,8 @@ class Page:
     """Everything that a report shows."""
 
     cells: Sequence[Cell]
-    # what each key of a cell opens: a document of ``attn-select explain --json``
+    # what each key of a cell opens: a document of ``attn-select explain --json``, of each layer ``by_batch`` beside it
     explanations: Mapping[str, Mapping[str, Any]]
-    timed: Sequence[ChartGroup]  # charts of predicted times
-    notes: Sequence[str]  # why there are no charts of some layers or GPUs, sentences
-    looks: Mapping[str, int]  # index of each backend's colour and sign
 
     def html(self) -> str:
         """Return the page as text."""
@@ -58,16 +53,11 @@ class Page:
             version=__version__,
             title="Attention backends",
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            colours=COLOURS,
             css=Markup(_text("report.css")),
             script=Markup(_text("report.js")),
             gpus=list(dict.fromkeys(cell.gpu for cell in self.cells)),
             backends=backends,
-            looks=self.looks,
-            signs=[Markup(shape) for shape in SIGNS.values()],
             matrix=self._rows(),
-            timed=[{**asdict(group), "charts": [_chart(chart) for chart in group.charts]} for group in self.timed],
-            notes=self.notes,
             pieces=Markup(self._pieces(templates)),
         )
 
@@ -92,11 +82,6 @@ class Page:
             cells[key] = [parts.setdefault(piece, len(parts)) for piece in text.split(_CUT) if piece]
         packed = json.dumps({"cells": cells, "parts": list(parts)}, ensure_ascii=False, separators=(",", ":"))
         return base64.b64encode(gzip.compress(packed.encode(), 6, mtime=0)).decode()
-
-
-def _chart(chart: Chart) -> dict[str, Any]:
-    """Return a chart that is taken as an element, not as text."""
-    return {**asdict(chart), "svg": Markup(chart.svg)}
 
 
 def _templates() -> Environment:

@@ -51,8 +51,6 @@ function filter() {
   }
   document.getElementById("shown").textContent = `${shown} of ${buttons.length} cells`;
 }
-if (byModel) {
-  for (const field of [byModel, byGpu, byBackend]) field.addEventListener("input", filter);
-  document.querySelector(".filters").addEventListener("submit", (event) => event.preventDefault());
-  filter();
-}
+for (const field of [byModel, byGpu, byBackend]) field.addEventListener("input", filter);
+document.querySelector(".filters").addEventListener("submit", (event) => event.preventDefault());
+filter();
