@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,14 @@ Examples:
   attn-select bench --model gpt-oss-120b --workload long-context --backend TRITON_ATTN --backend FLASH_ATTN
   attn-select bench --model qwen3-next-80b-a3b --layer gated_delta_net --workload 64q1s1k,4q2k
   attn-select bench --num-heads 32 --num-kv-heads 8 --head-size 128 --workload '64q1s4k*0.8,1q2k*0.2' --json
-  attn-select bench --model llama-3-8b --rounds 40 --seconds 300
   torchrun --nproc-per-node 2 --no-python attn-select bench --model llama-3-8b --dcp 2 --workload 1q1s128k
 
 A batch is written as requests, q and new tokens, s and all tokens: 64q1s4k is 64 requests that decode one token each
 over 4096. A time is for one layer, its write of the cache included: the median of rounds in which the backends take
-turns, on a cold L2 cache. `behind` compares with the fastest. `roofline` is the share of the speed that the device's
-measured copy and matmul rates allow. `error` is relative to float64. Nothing is kept: `attn-select tune` writes times
-that decisions rest on. With --dcp N torchrun starts N processes, one for each GPU, that share each request's cache: the
-slowest GPU's time counts.
+turns, on a cold L2 cache, until all medians are sure to 1 %, in 12 rounds at most. `behind` compares with the fastest.
+`roofline` is the share of the speed that the device's measured copy and matmul rates allow. `error` is relative to
+float64. Nothing is kept: `attn-select tune` writes times that decisions rest on. With --dcp N torchrun starts N
+processes, one for each GPU, that share each request's cache: the slowest GPU's time counts.
 
 Exit code: 0 every batch has a time, 1 one has none or an error is above its bound, 2 wrong input, 130 interrupted.
 """
@@ -50,7 +50,6 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
     metavar="SHAPES|PROFILE|FILE",
     help="Batches: 64q1s4k*0.8,1q2k*0.2, or chat, long-context, offline, speculative, agent, or a TOML file.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, metavar="N", help="Rounds per batch.")
 @click.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
@@ -60,7 +59,7 @@ Exit code: 0 every batch has a time, 1 one has none or an error is above its bou
     help="Seconds of timing in all; preparing and compiling come on top.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (documented in docs/json.md).")
-def command(layer: str | None, workload: str, rounds: int, seconds: float, as_json: bool, **options: Any) -> int:
+def command(layer: str | None, workload: str, seconds: float, as_json: bool, **options: Any) -> int:
     """Time every valid backend of a model's layers on this device over a workload, side by side."""
     from attn_select.times.workload import parse_workload
     from attn_select_cli.explanation import build_explanation
@@ -78,7 +77,7 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
         def say(text: str) -> None:
             shown.advance(1, text)
 
-        bench: Bench = benching.Bench(explanation.situation.environment, rules, rounds, say, ranks)
+        bench: Bench = benching.Bench(explanation.situation.environment, rules, say, ranks)
         first = ranks is None or ranks.rank == 0
         layers = [
             LayerBench(one, benching.untimed(one.selection.config, ranks))
@@ -91,14 +90,12 @@ def command(layer: str | None, workload: str, rounds: int, seconds: float, as_js
                 benching.check_runnable(config, shape.batch)
                 todo.append((each, shape, bench.candidates(config, shape.batch, backends)))
         shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
-        complete = True
-        for done, (each, shape, candidates) in enumerate(todo):
-            found = bench.measure(each.layer.selection.config, shape.batch, candidates, seconds / (len(todo) - done))
-            seconds = max(0.0, seconds - found.seconds)
-            each.batches.append((shape, found))
-            if not found.complete:
-                complete = False
-                break
+        complete = False
+        with suppress(KeyboardInterrupt):
+            for each, shape, candidates in todo:
+                config = each.layer.selection.config
+                each.batches.append((shape, bench.measure(config, shape.batch, candidates, seconds / len(todo))))
+            complete = True
     outcome = Outcome(explanation, bench.rates, wanted, layers, complete)
     if first:
         print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
@@ -156,7 +153,7 @@ class Outcome:
         for each in self.layers:
             lines += [[], *self._layer_lines(each)]
         if not self.complete:
-            lines.append([("interrupted: what was measured until then is shown", "warning")])
+            lines.append([("interrupted: the batches that were timed until then are shown", "warning")])
         return lines
 
     def _layer_lines(self, each: LayerBench) -> list[Block]:
@@ -249,6 +246,5 @@ def _batch_dict(found: TimedBatch) -> dict[str, Any]:
     return {
         "batch": str(found.batch),
         "roofline_us": found.roofline_us,
-        "complete": found.complete,
         "backends": [{**timed.to_dict(), "roofline_share": timed.share_of(found.roofline_us)} for timed in found.timed],
     }

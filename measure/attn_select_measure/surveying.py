@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from attn_select.backends.registry import load_plugins
-from attn_select.decide.selector import RulesArgument, select
-from attn_select.layer.config import AttentionConfig
+from attn_select.decide.selector import RulesArgument
 from attn_select.layer.layer_config import LayerConfig, layer_of
 from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
-from attn_select.times.workload import phases_of
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
@@ -31,8 +29,7 @@ from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 from attn_select_measure.timed_fields import timed_fields
 
 ONLY_BY_NAME = ("FLEX_ATTENTION",)  # Timed where they are named alone: it compiles for half a minute at each new shape
-# Most rounds of a workload, how sure its medians need to be, and seconds after which no further round begins.
-ROUNDS, SETTLED, ROUNDS_SECONDS = 12, 0.01, 1.0
+ROUNDS_SECONDS = 1.0  # After which no further round of a workload begins
 MOST_JOBS = 14
 COMPILE_SECONDS = 120.0
 WORKLOADS_PER_JOB = 4  # Workloads whose first calls run together, for each process
@@ -74,22 +71,10 @@ def default_jobs(on_gpu: bool) -> int:
 
 
 def survey(settings: Settings, plan: Plan, environment: Environment, say: Callable[[str], None]) -> bool:
-    """Time what is planned, and append it to the file."""
-    began = time.monotonic()
-    known = read_survey(settings.out)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    doing = deque(["its beginning"], maxlen=1)
-    bench = Bench(environment, settings.rules, ROUNDS, doing.append, settled=SETTLED, eager=True)
-    todo = [*plan(bench.machine, known)]
-    for record in known:
-        merged(record, {"gpu": bench.machine.gpu, "timed": []})
-    if settings.out.exists():
-        write_survey(settings.out, known)
-    rates = f"copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.3g} TFLOP/s"
-    say(f"{bench.machine.gpu}: {rates}; {len(todo)} workloads to time, {len(known)} in {settings.out}")
-    run = _Run(settings, bench, began, say, len(todo), doing)
+    """Time what is planned, and append it to the file; return whether all was timed."""
+    run = _Run(settings, environment, say)
     try:
-        return run.all(todo)
+        return run.all(plan)
     finally:
         run.close()
 
@@ -134,17 +119,11 @@ def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_stat
 class _Run:
     """One run of a survey."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        bench: Bench,
-        began: float,
-        say: Callable[[str], None],
-        workloads: int,
-        doing: deque[str],
-    ) -> None:
-        self._settings, self._bench, self._began, self._say, self._doing = settings, bench, began, say, doing
-        self._left, self._done, self._longest_s = workloads, 0, 0.0
+    def __init__(self, settings: Settings, environment: Environment, say: Callable[[str], None]) -> None:
+        self._settings, self._environment, self._say, self._began = settings, environment, say, time.monotonic()
+        self._known = read_survey(settings.out)
+        self._bench = Bench(environment, settings.rules)
+        self._left, self._done, self._longest_s = 0, 0, 0.0
         self._first_calls: FirstCalls | None = None
 
     def close(self) -> None:
@@ -156,8 +135,18 @@ class _Run:
         seconds = self._settings.seconds
         return math.inf if seconds is None else seconds - (time.monotonic() - self._began)
 
-    def all(self, todo: Sequence[Work]) -> bool:
+    def all(self, plan: Plan) -> bool:
         """Time the workloads until time is up; return whether all were timed."""
+        settings, machine, rates = self._settings, self._bench.machine, self._bench.rates
+        todo = [*plan(machine, self._known)]
+        for record in self._known:
+            merged(record, {"gpu": machine.gpu, "timed": []})
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        if settings.out.exists():
+            write_survey(settings.out, self._known)
+        reached = f"copy {rates.copy / 1e9:.0f} GB/s, matmul {rates.matmul / 1e12:.3g} TFLOP/s"
+        self._say(f"{machine.gpu}: {reached}; {len(todo)} workloads to time, {len(self._known)} in {settings.out}")
+        self._left = len(todo)
         count = max(1, WORKLOADS_PER_JOB * self._settings.jobs)
         for start in range(0, len(todo), count):
             if self._remaining <= self._longest_s:
@@ -170,8 +159,7 @@ class _Run:
                     continue
                 if self._remaining <= self._longest_s:
                     return False
-                if not self._time(work, candidates, ended):
-                    raise KeyboardInterrupt
+                self._time(work, candidates, ended)
         return True
 
     def _compile(self, some: Sequence[tuple[Work, list[Candidate]]]) -> dict[Key, Ended]:
@@ -181,9 +169,8 @@ class _Run:
         tasks = [
             FirstCall(
                 (work.row["seed"], work.row["number"], each.name),
-                each.name,
                 work.config,
-                tuple(sorted([(g.query_len, g.seq_len) for g in work.batch.groups for _ in range(g.count)])),
+                work.batch,
                 {phase: each.selection.selected[phase] for phase in each.phases or work.config.phases},
                 each.phases,
             )
@@ -194,7 +181,7 @@ class _Run:
         if not tasks:
             return {}
         if self._first_calls is None:
-            self._first_calls = FirstCalls(self._settings.jobs, self._bench.environment or Environment())
+            self._first_calls = FirstCalls(self._settings.jobs, self._environment)
         seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
         self._say(f"{len(tasks)} first calls of the next {len(some)} workloads, which may take {seconds:.0f} s")
         found = self._first_calls.run(tasks, seconds)
@@ -205,36 +192,11 @@ class _Run:
 
     def _candidates(self, work: Work) -> list[Candidate]:
         only = self._settings.backends
-        found = self._bench.candidates(work.config, work.batch)
-        phases = phases_of(work.batch, work.config)
-        # Of backends that serve one of two phases pairs are timed.
-        found = [each for each in found if each.selection is not None or len(phases) == 1]
-        if isinstance(work.config, AttentionConfig) and work.config.mla and len(phases) > 1:
-            found += self._pairs(work.config, {each.name for each in found})
-        if only:
-            return [each for each in found if {*each.name.split(PAIR)} & {*only}]
-        return [each for each in found if each.name not in ONLY_BY_NAME]
+        found = self._bench.candidates(work.config, work.batch, only)
+        return [each for each in found if each.selection is not None and (only or each.name not in ONLY_BY_NAME)]
 
-    def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
-        """Yield for backends that serve decodes alone the pairs with the first backend for prefills."""
-        bench = self._bench
-        known: dict[str, Any] = {"environment": bench.environment, "times": False}
-        ranked = select(config, bench.machine.device, bench.rules, **known).candidates
-        able: dict[str, list[str]] = {
-            phase: [
-                each.backend for each in ranked if phase in each.phases and each.phases[phase].verdict != "rejected"
-            ]
-            for phase in config.phases
-        }
-        for name in able["decode"]:
-            if name not in whole and able["prefill"]:
-                pair: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
-                both = select(config, bench.machine.device, bench.rules, pair, **known)
-                if both.selected == pair:
-                    yield Candidate(f"{pair['prefill']}{PAIR}{name}", both)
-
-    def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Key, Ended]) -> bool:
-        """Time one workload and write its line; return False where the user stopped it."""
+    def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Key, Ended]) -> None:
+        """Time one workload and write its line."""
         began, bench = time.monotonic(), self._bench
         key = work.row["seed"], work.row["number"]
         first = {each.name: ended.get((*key, each.name)) for each in candidates}
@@ -248,11 +210,9 @@ class _Run:
             if bench.machine.on_gpu:
                 torch.cuda.synchronize()
         except RuntimeError as error:
-            lost = f"{failure_text(error)} (at {self._doing[-1]})"
+            lost = f"{failure_text(error)} (at {bench.doing})"
             timed = [Timed(each.name, failure=f"the device failed: {lost}") for each in candidates]
             found = TimedBatch(work.batch, None, timed)
-        if not found.complete:
-            return False
         chosen = {each.name: each for each in candidates}
         record = {
             **work.row,
@@ -270,7 +230,6 @@ class _Run:
         self._say(self._line(work, found))
         if lost is not None:
             raise DeviceLost(lost)
-        return True
 
     def _entry(self, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
         """Return one backend's part of a line; ``docs/times.md`` lists its keys."""
@@ -283,7 +242,6 @@ class _Run:
             "fingerprint": self._fingerprints(candidate, timed),
             "libraries": self._libraries(timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "eager": None if timed.eager is None else timed.eager.to_dict(),
             "compile_s": None if first is None else round(first.seconds, 2),
         }
 

@@ -48,7 +48,7 @@ class Timed:
     kernel: dict[str, str] = field(default_factory=dict)  # kernel name for each phase of the batch
     block_size: int | None = None  # tokens per block of the cache
     samples_us: list[float] = field(default_factory=list)  # time of one layer's step in each round, microseconds
-    eager: EagerCost | None = None  # what a step costs that no graph replays; None where that was not asked for
+    eager: EagerCost | None = None  # what a step costs that no graph replays; None where ranks share the cache
     method: Literal["graph", "eager"] = "graph"  # ``graph``, or ``eager`` where nothing could be captured
     why_eager: str | None = None
     first_call_s: float = 0.0  # seconds of the first call, compilation included
@@ -70,6 +70,7 @@ class Timed:
             "rounds": len(self.samples_us),
             "method": self.method,
             "why_eager": self.why_eager,
+            "eager": None if self.eager is None else self.eager.to_dict(),
             "first_call_s": _rounded(self.first_call_s),
             "error": _rounded(self.error) if self.error is not None and math.isfinite(self.error) else None,
             "bound": self.bound,
@@ -106,8 +107,6 @@ class TimedBatch:
     batch: BatchShape
     roofline_us: float | None  # the least time at the device's measured rates; None where they were not measured
     timed: list[Timed]  # the candidates, the fastest first, those without a time last
-    complete: bool = True  # False where it was interrupted
-    seconds: float = 0.0  # spent on rounds
 
 
 def _rounded(number: float) -> float:
