@@ -22,7 +22,6 @@ from attn_select_cli.layer_options import (
 if TYPE_CHECKING:
     from attn_select.decide.selection import Selection
     from attn_select.times.evidence import Evidence
-    from attn_select_measure.report_page.page import Page
 
 EPILOG = """\b
 Examples:
@@ -54,55 +53,46 @@ Exit code: 0 written, 2 wrong input.
 def command(output: Path, **options: Any) -> int:
     """Write one HTML page that shows decisions, the reasons for them, and predicted times."""
     from attn_select.errors import RuntimeMissingError
-    from attn_select_cli.output import counted, print_line, print_warnings
+    from attn_select_cli.output import counted, print_line, print_warnings, require_writable
 
     if find_spec("jinja2") is None:
         hint = "pip install 'attn-select-measure[report]'"
         raise RuntimeMissingError("a report needs jinja2, which is not installed", hint=hint)
-    _check_output(output)
-    page, warnings = _page(options, *models_and_gpus(options))
-    text = page.html()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
-    print_line(f"{output}: {counted(len(page.cells), 'cell')}, {len(text.encode()) / 1e6:.2f} MB")
-    print_warnings(warnings)
-    return 0
-
-
-def _check_output(output: Path) -> None:
-    """Refuse to replace a file that no report wrote, and to write where nothing can be written."""
-    from attn_select_cli.output import require_writable
-    from attn_select_measure.report_page.page import MARK
+    from attn_select_measure.report_page.page import MARK, page_of
 
     require_writable(output, "--output")
     if output.exists():
         with output.open("rb") as file:
             if MARK.encode() not in file.read(100):
                 raise click.BadParameter(f"{output} exists and is no report", param_hint="--output")
+    documents, warnings = _documents(options, *models_and_gpus(options))
+    text = page_of(documents)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text, encoding="utf-8")
+    cells = sum(len(document["layers"]) for document in documents.values())
+    print_line(f"{output}: {counted(cells, 'cell')}, {len(text.encode()) / 1e6:.2f} MB")
+    print_warnings(warnings)
+    return 0
 
 
-def _page(options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]) -> tuple[Page, list[str]]:
-    """Return the page of decisions for models on GPUs, and what else is to be told of the decisions."""
+def _documents(
+    options: dict[str, Any], models: Sequence[str | None], gpus: Sequence[str]
+) -> tuple[dict[tuple[str, str], dict[str, Any]], list[str]]:
+    """Return by model and GPU the explanation with its layers' times by batch, and what else is to be told."""
     from attn_select.times.evidence import load_evidence
     from attn_select_cli.explanation import build_explanations, warnings_of
-    from attn_select_cli.matrix import cell_text
-    from attn_select_measure.report_page.page import Cell, Page
 
     explanations = build_explanations(options, models, gpus)
     path = None if options["times"] is None else Path(options["times"])
-    cells, documents = [], {}
+    documents = {}
     for (model, gpu), explanation in zip(product(models, gpus), explanations, strict=True):
         here, evidence = explanation.situation, None
         if not options["no_times"]:
             evidence = load_evidence(here.device, here.environment, here.specs, path, bool(options["host_time"]))
-        name = model or "layer"
-        key = f"{name} {gpu}"
-        documents[key] = explanation.to_dict()
-        for each, data in zip(explanation.layers, documents[key]["layers"], strict=True):
-            names = cell_text(each.selection.selected).split(" / ")
-            cells.append(Cell(name, f"{each.kind} × {each.count}", gpu, names, key))
+        document = documents[model or "layer", gpu] = explanation.to_dict()
+        for each, data in zip(explanation.layers, document["layers"], strict=True):
             data["by_batch"] = None if evidence is None else _by_batch(each.selection, evidence)
-    return Page(cells, documents), warnings_of(explanations)
+    return documents, warnings_of(explanations)
 
 
 def _by_batch(selection: Selection[Any], evidence: Evidence) -> dict[str, Any] | None:

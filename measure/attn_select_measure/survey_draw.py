@@ -28,6 +28,7 @@ from attn_select.layer.state import RecurrenceName, StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
+from attn_select_measure.survey_records import Record
 from attn_select_measure.timed_fields import timed_fields
 
 # In turn; their number and that of ``PHASES`` have no common factor, so that every pair comes up.
@@ -95,17 +96,29 @@ TINY = Space(requests=4, contexts=(8, 64), prompts=(4, 24), tokens=64, tiny=True
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """One workload of a survey."""
+class Work:
+    """One workload to be timed."""
 
-    number: int
-    family: str  # of ``FAMILIES`` and ``PHASES``
-    phase: str
+    row: Record  # its record so far; without ``timed`` where it has none
     config: LayerConfig
     batch: BatchShape
 
 
-def draw(seed: int, number: int, space: Space = SPACE) -> Drawn:
+def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig, batch: BatchShape) -> Work:
+    """Return a workload that has no times yet."""
+    row = {
+        "seed": seed,
+        "number": number,
+        "family": family,
+        "phase": phase,
+        "kind": kind_of(config),
+        "config": timed_fields(config),
+        "batch": str(batch),
+    }
+    return Work(row, config, batch)
+
+
+def draw(seed: int, number: int, space: Space = SPACE) -> Work:
     """Return workload ``number`` of a seed; from ``FIRST_STATE`` on, of a layer that keeps a state."""
     rng = random.Random(f"{seed} {number}")
     draw_layer: Callable[[], LayerConfig]
@@ -118,7 +131,7 @@ def draw(seed: int, number: int, space: Space = SPACE) -> Drawn:
     while True:
         config = draw_layer()
         if (batch := draw_batch(rng, phase, config, space)) is not None:
-            return Drawn(number, family, phase, config, batch)
+            return work_of(seed, number, family, phase, config, batch)
 
 
 def draw_batch(rng: random.Random, phase: str, config: LayerConfig, space: Space) -> BatchShape | None:

@@ -18,15 +18,14 @@ from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import RulesArgument
 from attn_select.layer.layer_config import LayerConfig, layer_of
 from attn_select.machine.environment import Environment
-from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
-from attn_select_measure.survey_draw import FIRST_STATE, SPACE, TINY, draw, kind_of
+from attn_select_measure.survey_draw import FIRST_STATE, SPACE, TINY, Work, draw
 from attn_select_measure.survey_records import PAIR, Record, append_record, merged, read_survey, write_survey
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
-from attn_select_measure.timed_fields import timed_fields
 
 ONLY_BY_NAME = ("FLEX_ATTENTION",)  # Timed where they are named alone: it compiles for half a minute at each new shape
 ROUNDS_SECONDS = 1.0  # After which no further round of a workload begins
@@ -38,15 +37,6 @@ COMPILE_SHARE = 0.4  # Of the time that is left, for the first calls of the next
 
 class DeviceLost(Exception):
     """The device fails at whatever it is asked, until this process has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One workload to be timed."""
-
-    row: Record  # its record so far; without ``timed`` where it has none
-    config: LayerConfig
-    batch: BatchShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +69,6 @@ def survey(settings: Settings, plan: Plan, environment: Environment, say: Callab
         run.close()
 
 
-def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig, batch: BatchShape) -> Work:
-    """Return a workload that has no times yet."""
-    row = {
-        "seed": seed,
-        "number": number,
-        "family": family,
-        "phase": phase,
-        "kind": kind_of(config),
-        "config": timed_fields(config),
-        "batch": str(batch),
-    }
-    return Work(row, config, batch)
-
-
 def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_states: bool) -> Plan:
     """Plan so many workloads of a seed, ``of_states`` of layers that keep a state; with backends and a file that has
     some, those."""
@@ -106,8 +82,7 @@ def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_stat
         first = FIRST_STATE if of_states else 0
         for number in range(first, first + workloads):
             if (seed, number) not in done:
-                drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
-                yield work_of(seed, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
+                yield draw(seed, number, SPACE if machine.on_gpu else TINY)
 
     def dated(record: Record) -> str:
         """Return the date of the backends' oldest time; one that is missing comes first."""

@@ -22,10 +22,9 @@ from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.prediction import SUFFIX, packaged_survey
 from attn_select.times.roofline import is_decode
 from attn_select.times.workload import WeightedShape, Workload, phases_of
-from attn_select_measure.survey_draw import PHASES, SPACE, Space, draw_batch, kind_of
+from attn_select_measure.survey_draw import PHASES, SPACE, Space, Work, draw_batch, kind_of, work_of
 from attn_select_measure.survey_fit import extended, fit_survey, save
 from attn_select_measure.survey_records import PAIR, Record, times_of
-from attn_select_measure.surveying import Work, work_of
 
 LEAST_OTHERS = 100  # Workloads of other layers that must be known before a layer's own times are added to them
 _PHASES_OF: Mapping[str, tuple[Phase, ...]] = {

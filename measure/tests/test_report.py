@@ -46,7 +46,7 @@ def test_every_cell_opens_its_explanation(run: Any) -> None:
     keys = re.findall(r'data-cell="([^"]+)"', page)
     assert set(keys) == set(found)
     assert len(keys) == 6  # gpt-oss has two kinds of layers
-    text = found["gpt-oss-20b h200"]
+    text = found["gpt-oss-20b on h200"]
     explained = run("explain", "--model", "gpt-oss-20b", "--gpu", "h200", "--workload", "chat", "--json").json
     for layer in explained["layers"]:
         assert f"{layer['kind']} × {layer['count']}" in text
@@ -62,7 +62,7 @@ def test_every_cell_opens_its_explanation(run: Any) -> None:
 
 def test_layers_that_keep_a_state_are_shown(run: Any) -> None:
     page = written(run, "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--workload", "chat")
-    text = opened(page)["qwen3-next-80b-a3b h200"]
+    text = opened(page)["qwen3-next-80b-a3b on h200"]
     assert "gated_delta_net × 36" in page
     assert "TRITON_STATE" in text
     assert "<dt>State</dt>" in text
@@ -100,7 +100,7 @@ def test_each_batch_of_the_workload_has_its_times(run: Any) -> None:
     found = opened(
         written(run, "--model", "llama-3-8b", "--gpu", "h200", "--gpu", "a100", "--workload", "16q1s4k,q512")
     )
-    header, decode, prefill = rows_of(found["llama-3-8b h200"])
+    header, decode, prefill = rows_of(found["llama-3-8b on h200"])
     assert (header[0], header[-1]) == ("Batch", "Roofline")
     assert (decode[0], prefill[0]) == ("16q1s4k", "q512")
     survey, place = load_survey(lookup("h200")), header.index("FLASH_ATTN")
@@ -108,16 +108,18 @@ def test_each_batch_of_the_workload_has_its_times(run: Any) -> None:
     config = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
     for row in (decode, prefill):
         assert row[place] == us_text(survey.predict(config, parse_batch_shape(row[0]))["FLASH_ATTN"])
-    assert "figures" not in found["llama-3-8b a100"]  # nobody surveyed it
+    assert "figures" not in found["llama-3-8b on a100"]  # nobody surveyed it
 
 
 def test_a_time_stands_where_its_backend_is_valid(run: Any, tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text('version = 1\n[[rules]]\nname = "mine"\ndeny = ["TRITON_ATTN"]\n')
     for rules, shown in (((), True), (("--rules", "rules.toml"), False)):
-        header = rows_of(opened(written(run, "--model", "llama-3-8b", "--gpu", "h200", *rules))["llama-3-8b h200"])[0]
+        header = rows_of(opened(written(run, "--model", "llama-3-8b", "--gpu", "h200", *rules))["llama-3-8b on h200"])[
+            0
+        ]
         assert "FLASH_ATTN" in header
         assert ("TRITON_ATTN" in header) is shown
-    mla = opened(written(run, "--model", "deepseek-v3", "--gpu", "h200"))["deepseek-v3 h200"]
+    mla = opened(written(run, "--model", "deepseek-v3", "--gpu", "h200"))["deepseek-v3 on h200"]
     times = {row[0]: row[rows_of(mla)[0].index("FLASHMLA")] for row in rows_of(mla)}
     assert (times["q1k"], bool(times["64q1s2k"])) == ("", True)  # it decodes, and does not prefill
 
@@ -167,7 +169,7 @@ def test_a_name_from_outside_is_text_not_markup(run: Any, tmp_path: Path) -> Non
 
 def test_an_engines_answers_stand_in_the_cell(run: Any) -> None:
     page = written(run, "--model", "deepseek-v3", "--gpu", "mi300x", "--engine", "vllm", "--no-times")
-    text = opened(page)["deepseek-v3 mi300x"]
+    text = opened(page)["deepseek-v3 on mi300x"]
     assert "AMD Instinct MI300X, gfx942, 192 GiB" in text
     assert "vllm 0.33.0 by itself: FLASH_ATTN / TRITON_MLA" in text
     assert "ROCM_AITER_MLA" in text
