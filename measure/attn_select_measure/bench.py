@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,12 +11,9 @@ from attn_select_cli.help import Command
 from attn_select_cli.layer_options import bench_options
 
 if TYPE_CHECKING:
-    from attn_select.times.workload import WeightedShape, Workload
-    from attn_select_cli.explanation import Explanation, LayerExplanation
+    from attn_select.times.workload import Workload
     from attn_select_cli.table import Block
-    from attn_select_measure.bench_machine import Rates
     from attn_select_measure.benching import Bench
-    from attn_select_measure.timed import Timed, TimedBatch
 
 EPILOG = """\b
 Examples:
@@ -79,172 +75,115 @@ def command(layer: str | None, workload: str, seconds: float, as_json: bool, **o
 
         bench: Bench = benching.Bench(explanation.situation.environment, rules, say, ranks)
         first = ranks is None or ranks.rank == 0
-        layers = [
-            LayerBench(one, benching.untimed(one.selection.config, ranks))
-            for one in chosen_layers(explanation.layers, layer)
-        ]
-        todo = []
-        for each in layers:
-            config = each.layer.selection.config
-            for shape in wanted.shapes if each.not_run is None else ():
+        layers, todo = [], []
+        for one in chosen_layers(explanation.layers, layer):
+            config, batches = one.selection.config, list[dict[str, Any]]()
+            not_run = benching.untimed(config, ranks)
+            told = {"kind": one.kind, "count": one.count, "config": config.model_dump(), "not_run": not_run}
+            layers.append({**told, "batches": batches})
+            for shape in wanted.shapes if not_run is None else ():
                 benching.check_runnable(config, shape.batch)
-                todo.append((each, shape, bench.candidates(config, shape.batch, backends)))
-        shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates in todo)
-        complete = False
+                todo.append((config, shape.batch, bench.candidates(config, shape.batch, backends), batches))
+        shown.total = 1.0 + sum(3 * len(candidates) + 1 for _, _, candidates, _ in todo)
+        complete, ok = False, bool(todo)
         with suppress(KeyboardInterrupt):
-            for each, shape, candidates in todo:
-                config = each.layer.selection.config
-                each.batches.append((shape, bench.measure(config, shape.batch, candidates, seconds / len(todo))))
+            for config, batch, candidates, batches in todo:
+                found = bench.measure(config, batch, candidates, seconds / len(todo))
+                batches.append(found.to_dict())
+                ok = ok and found.ok
             complete = True
-    outcome = Outcome(explanation, bench.rates, wanted, layers, complete)
+    shapes = [{"batch": str(shape.batch), "weight": shape.weight} for shape in wanted.shapes]
+    document = {
+        "schema_version": 1,
+        "model": explanation.model,
+        "device": explanation.device.to_dict(),
+        "rates": {"copy_bytes_per_s": bench.rates.copy, "matmul_flops": bench.rates.matmul},
+        "workload": {"name": wanted.name, "shapes": shapes},
+        "layers": layers,
+        "complete": complete,
+        "ok": ok,
+        "warnings": explanation.all_warnings,
+    }
     if first:
-        print_json(outcome.to_dict()) if as_json else print_lines(outcome.lines())
+        if as_json:
+            print_json(document)
+        else:
+            print_lines([*explanation.head_lines(), *_lines(document, wanted)])
         print_warnings(explanation.all_warnings)
-    return 130 if not complete else 0 if outcome.ok else 1
+    return 130 if not complete else 0 if ok else 1
 
 
-@dataclass(slots=True)
-class LayerBench:
-    """One layer kind with its batches, or why it is not run."""
+def _lines(document: dict[str, Any], workload: Workload) -> list[Block]:
+    """Return the tables of what was measured."""
+    from attn_select.decide.lines import HANG
 
-    layer: LayerExplanation
-    not_run: str | None
-    batches: list[tuple[WeightedShape, TimedBatch]] = field(default_factory=list)
-
-    def totals(self, phase: str) -> list[tuple[str, float]]:
-        """Return the workload's time by backend over the shapes of a phase, microseconds, the fastest first."""
-        from attn_select.times.workload import phases_of
-
-        config = self.layer.selection.config
-        mine = [pair for pair in self.batches if phases_of(pair[0].batch, config)[0] == phase]
-        sums: dict[str, list[float]] = {}
-        for shape, found in mine:
-            for timed in found.timed:
-                if timed.failure is None:
-                    sums.setdefault(timed.backend, []).append(shape.weight * timed.time_us)
-        whole = [(name, sum(times)) for name, times in sums.items() if len(times) == len(mine)]
-        return sorted(whole, key=lambda pair: pair[1])
+    rates = document["rates"]
+    text = f"copy {rates['copy_bytes_per_s'] / 1e9:.4g} GB/s, matmul {rates['matmul_flops'] / 1e12:.3g} TFLOP/s"
+    lines: list[Block] = [[("Measured   ", "dim"), HANG, (text, "")]]
+    lines.append([("Workload   ", "dim"), HANG, (str(workload), "")])
+    for layer in document["layers"]:
+        lines += [[], *_layer_lines(layer, workload)]
+    if not document["complete"]:
+        lines.append([("interrupted: the batches that were timed until then are shown", "warning")])
+    return lines
 
 
-@dataclass(slots=True)
-class Outcome:
-    """All that was measured, as text and as JSON."""
+def _layer_lines(layer: dict[str, Any], workload: Workload) -> list[Block]:
+    from attn_select.decide.config_text import config_text
+    from attn_select.decide.lines import HANG
+    from attn_select.layer.layer_config import layer_of
+    from attn_select_cli.table import Table
 
-    explanation: Explanation
-    rates: Rates
-    workload: Workload
-    layers: list[LayerBench]
-    complete: bool
-
-    @property
-    def ok(self) -> bool:
-        """Whether every batch has a time, and no error is above its bound."""
-        batches = [found for each in self.layers for _, found in each.batches]
-        times = [[timed for timed in found.timed if timed.failure is None] for found in batches]
-        return bool(batches) and all(times) and all(timed.exact for found in times for timed in found)
-
-    def lines(self) -> list[Block]:
-        """Return the tables."""
-        from attn_select.decide.lines import HANG
-
-        rates = f"copy {self.rates.copy / 1e9:.4g} GB/s, matmul {self.rates.matmul / 1e12:.3g} TFLOP/s"
-        lines: list[Block] = [*self.explanation.head_lines()]
-        lines += [[("Measured   ", "dim"), HANG, (rates, "")], [("Workload   ", "dim"), HANG, (str(self.workload), "")]]
-        for each in self.layers:
-            lines += [[], *self._layer_lines(each)]
-        if not self.complete:
-            lines.append([("interrupted: the batches that were timed until then are shown", "warning")])
-        return lines
-
-    def _layer_lines(self, each: LayerBench) -> list[Block]:
-        from attn_select.decide.config_text import config_text
-        from attn_select.decide.lines import HANG
-        from attn_select_cli.table import Table
-
-        layer = each.layer
-        title = f"{layer.kind} × {layer.count}  "
-        lines: list[Block] = [[(title, "title"), HANG, (config_text(layer.selection.config), "")]]
-        if each.not_run is not None:
-            return [*lines, [("  not timed: ", "warning"), (each.not_run, "")]]
-        for shape, found in each.batches:
-            told = f"{shape.weight:.0%} of the steps"
-            if found.roofline_us is not None:
-                told += f", roofline {_us(found.roofline_us)} us"
-            lines += [[], [(f"  {found.batch}  ", "title"), (told, "dim")]]
-            timed = [one for one in found.timed if one.failure is None]
-            if timed:
-                header = ["  backend", "kernel", "us", "quartiles", "behind", "roofline", "error", "rounds"]
-                lines.append(Table(header, [_row(one, found, timed[0]) for one in timed]))
-            failed = [one for one in found.timed if one.failure is not None]
-            lines += [[(f"  {one.backend}: ", ""), HANG, (one.failure or "", "rejected")] for one in failed]
-            if not found.timed:
-                lines.append([("  no backend is valid here", "rejected"), ("; `attn-select explain` says why", "")])
-            lines += [
-                [(f"  {one.backend} was not compared: ", "dim"), HANG, (one.unchecked, "dim")]
-                for one in timed
-                if one.unchecked
-            ]
-            eager = [one for one in timed if one.why_eager]
-            lines += [[(f"  {one.backend} is eager: ", "dim"), HANG, (one.why_eager or "", "dim")] for one in eager]
-        if len(each.batches) > 1:
-            lines.append([])
-            for phase in layer.selection.config.phases:
-                if totals := each.totals(phase):
-                    text = ", ".join(f"{name} {_us(total)} us" for name, total in totals)
-                    lines.append([(f"  weighted, {phase:<7}  ", "title"), HANG, (text, "")])
-        return lines
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document; ``docs/json.md`` documents it."""
-        return {
-            "schema_version": 1,
-            "model": self.explanation.model,
-            "device": self.explanation.device.to_dict(),
-            "rates": {"copy_bytes_per_s": self.rates.copy, "matmul_flops": self.rates.matmul},
-            "workload": {
-                "name": self.workload.name,
-                "shapes": [{"batch": str(shape.batch), "weight": shape.weight} for shape in self.workload.shapes],
-            },
-            "layers": [
-                {
-                    "kind": each.layer.kind,
-                    "count": each.layer.count,
-                    "config": each.layer.selection.config.model_dump(),
-                    "not_run": each.not_run,
-                    "batches": [_batch_dict(found) for _, found in each.batches],
-                }
-                for each in self.layers
-            ],
-            "complete": self.complete,
-            "ok": self.ok,
-            "warnings": self.explanation.all_warnings,
-        }
+    config, weights = layer_of(layer["config"]), {str(shape.batch): shape.weight for shape in workload.shapes}
+    lines: list[Block] = [[(f"{layer['kind']} × {layer['count']}  ", "title"), HANG, (config_text(config), "")]]
+    if layer["not_run"] is not None:
+        return [*lines, [("  not timed: ", "warning"), (layer["not_run"], "")]]
+    times: dict[str, dict[str, float]] = {}
+    for found in layer["batches"]:
+        told = f"{weights[found['batch']]:.0%} of the steps"
+        if found["roofline_us"] is not None:
+            told += f", roofline {_us(found['roofline_us'])} us"
+        lines += [[], [(f"  {found['batch']}  ", "title"), (told, "dim")]]
+        timed = [one for one in found["backends"] if one["failure"] is None]
+        times[found["batch"]] = {one["backend"]: one["time_us"] for one in timed}
+        if timed:
+            header = ["  backend", "kernel", "us", "quartiles", "behind", "roofline", "error", "rounds"]
+            lines.append(Table(header, [_row(one, timed[0]["time_us"]) for one in timed]))
+        if not found["backends"]:
+            lines.append([("  no backend is valid here", "rejected"), ("; `attn-select explain` says why", "")])
+        for one in found["backends"]:
+            for key, text, style in (
+                ("failure", "", "rejected"),
+                ("unchecked", " was not compared", "dim"),
+                ("why_eager", " is eager", "dim"),
+            ):
+                if one[key]:
+                    lines.append([(f"  {one['backend']}{text}: ", ""), HANG, (one[key], style)])
+    if len(layer["batches"]) > 1:
+        lines.append([])
+        for phase in config.phases:
+            mine = [(shape.weight, times.get(str(shape.batch), {})) for shape in workload.of_phase(phase, config)]
+            whole = set.intersection(*[{*known} for _, known in mine]) if mine else set()
+            totals = {name: sum(weight * known[name] for weight, known in mine) for name in whole}
+            if totals:
+                text = ", ".join(f"{name} {_us(totals[name])} us" for name in sorted(totals, key=totals.__getitem__))
+                lines.append([(f"  weighted, {phase:<7}  ", "title"), HANG, (text, "")])
+    return lines
 
 
 def _us(time_us: float) -> str:
     return f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
 
 
-def _row(timed: Timed, found: TimedBatch, best: Timed) -> list[str]:
-    kernels = dict.fromkeys(timed.kernel.values())
-    share = timed.share_of(found.roofline_us)
-    error = "not compared" if timed.error is None else f"{timed.error:.1e}{'' if timed.exact else ' ABOVE'}"
-    low, high = timed.spread_us
+def _row(timed: dict[str, Any], least_us: float) -> list[str]:
+    share, time_us = timed["roofline_share"], timed["time_us"]
     return [
-        f"  {timed.backend}",
-        " + ".join(kernels),
-        _us(timed.time_us),
-        f"{_us(low)} to {_us(high)}",
-        "" if timed is best else f"{timed.time_us / best.time_us - 1:.1%}",
+        f"  {timed['backend']}",
+        " + ".join(dict.fromkeys(timed["kernel"].values())),
+        _us(time_us),
+        " to ".join(map(_us, timed["spread_us"])),
+        "" if time_us == least_us else f"{time_us / least_us - 1:.1%}",
         "" if share is None else f"{share:.0%}",
-        error,
-        f"{len(timed.samples_us)}{', eager' if timed.method == 'eager' else ''}",
+        "not compared" if timed["error"] is None else f"{timed['error']:.1e}",
+        f"{timed['rounds']}{', eager' if timed['method'] == 'eager' else ''}",
     ]
-
-
-def _batch_dict(found: TimedBatch) -> dict[str, Any]:
-    return {
-        "batch": str(found.batch),
-        "roofline_us": found.roofline_us,
-        "backends": [{**timed.to_dict(), "roofline_share": timed.share_of(found.roofline_us)} for timed in found.timed],
-    }

@@ -36,7 +36,7 @@ from attn_select_cli.serving import unserved
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.prepared import Prepared
 from attn_select_measure.survey_records import PAIR
-from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text, uncertainty
+from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 
 LEAST_US = 1000.0  # A graph runs at least this long by the roofline, so that its launch does not count
 # A graph of several layers runs at most this long: what one layer of a longer step touches is more than L2.
@@ -116,6 +116,9 @@ class Bench:
                     timed.failure = failure_text(error)
         finally:
             self.machine.free_memory()
+        for timed in result.timed:
+            if not timed.exact:
+                timed.failure = f"wrong: a relative error of {timed.error:.2g}, above its bound of {timed.bound:.2g}"
         result.timed.sort(key=lambda timed: timed.time_us if timed.failure is None else float("inf"))
         return result
 
@@ -173,7 +176,7 @@ class Bench:
                 ready[index].timed.samples_us.append(slowest / len(ready[index].layers))
             if number < LEAST_ROUNDS:
                 continue
-            sure = max(uncertainty(each.timed.samples_us) for each in ready) <= SETTLED
+            sure = max(each.timed.uncertainty for each in ready) <= SETTLED
             if sure or number >= MOST_ROUNDS or max(spent for _, spent in every) > seconds:
                 return
 

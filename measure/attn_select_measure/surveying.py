@@ -208,12 +208,8 @@ class _Run:
 
     def _entry(self, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
         """Return one backend's part of a line; ``docs/times.md`` lists its keys."""
-        failure = timed.failure
-        if failure is None and not timed.exact:
-            failure = f"wrong: a relative error of {timed.error:.2g}, above its bound of {timed.bound:.2g}"
         return {
             **timed.to_dict(),
-            "failure": failure,
             "fingerprint": self._fingerprints(candidate, timed),
             "libraries": self._libraries(timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

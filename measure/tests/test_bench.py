@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="timing a layer needs torch")
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import lookup
+from attn_select.reference import timed_steps
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select_measure import bench_machine, benching, host_memory, prepared
 from attn_select_measure.timed import Timed
@@ -127,6 +128,15 @@ def test_a_candidate_that_fails_does_not_stop_the_rest(run: Any, monkeypatch: py
     assert result.code == 0
     assert "TORCH_SDPA: RuntimeError: the kernel is broken\n" in result.out
     assert "FLEX_ATTENTION  flex-cpp" in result.out
+
+
+def test_a_wrong_result_has_no_time(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_steps.AttentionStep, "error", lambda self: 0.5)
+    result = run("bench", *LAYER, "--workload", "2q1s40", *ONE, "--json")
+    assert result.code == 1
+    (timed,) = result.json["layers"][0]["batches"][0]["backends"]
+    assert timed["failure"].startswith("wrong: a relative error of 0.5, above its bound of")
+    assert (timed["time_us"], timed["error"], result.json["ok"]) == (None, 0.5, False)
 
 
 @pytest.fixture
