@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -69,11 +70,7 @@ def command(layer: str | None, workload: str, seconds: float, as_json: bool, **o
     benching = torch_module("attn_select_measure.benching", "timing a layer")
     rules = tuple(options["rules"]) or None
     with benching.joined_ranks() as ranks, progress("measuring", shown=ranks is None or ranks.rank == 0) as shown:
-
-        def say(text: str) -> None:
-            shown.advance(1, text)
-
-        bench: Bench = benching.Bench(explanation.situation.environment, rules, say, ranks)
+        bench: Bench = benching.Bench(explanation.situation.environment, rules, partial(shown.advance, 1), ranks)
         first = ranks is None or ranks.rank == 0
         layers, todo = [], []
         for one in chosen_layers(explanation.layers, layer):

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from attn_select.backends.registry import load_plugins
-from attn_select.backends.spec import BackendSpec
 from attn_select.decide.lines import byte_text
 from attn_select.decide.selector import RulesArgument, environment_for, select
 from attn_select.errors import AttnSelectError, ConfigError, shorten
@@ -205,15 +204,14 @@ class Bench:
             layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
         return steps[0].memory(largest, count), -(-layers // count) * count
 
-    def libraries(self, backend: str) -> dict[str, str]:
-        """Return the versions of torch, the plugin, and every installed library that the backend may run from."""
-        registry = load_plugins()
+    def libraries(self, name: str) -> dict[str, str]:
+        """Return the versions of torch, and of all plugins and installed libraries that a candidate may run from."""
+        registry, backends = load_plugins(), name.split(PAIR)
         environment = self.environment or environment_for(self.machine.device)
-        spec: BackendSpec = registry.specs[backend]
-        names = [library.distribution for group in spec.libraries for library in group if environment.has(library)]
-        versions = {name: environment.version(name) for name in ("torch", *names)}
-        found = {name: version for name, version in versions.items() if version is not None}
-        plugins = {each.distribution: each.version for each in registry.plugins if backend in each.backends}
+        groups = [group for backend in backends for group in registry.specs[backend].libraries]
+        names = [library.distribution for group in groups for library in group if environment.has(library)]
+        found = {name: version for name in names if (version := environment.version(name)) is not None}
+        plugins = {each.distribution: each.version for each in registry.plugins if {*backends} & {*each.backends}}
         return {**found, "torch": torch.__version__, **plugins}
 
 

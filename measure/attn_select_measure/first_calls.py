@@ -38,8 +38,7 @@ class FirstCall:
     key: Key  # names it in the results
     config: LayerConfig
     batch: BatchShape
-    choice: Any  # the backend, or one for each phase, as ``select`` takes it
-    phases: tuple[Phase, ...] | None  # the phases whose backends run; None: all
+    choice: dict[Phase, Any]  # the backend of each phase that runs, as ``select`` takes it
 
     @property
     def backend(self) -> str:
@@ -69,8 +68,8 @@ class FirstCalls:
 
     def __init__(self, jobs: int, environment: Environment) -> None:
         self._context = get_context("spawn")
-        self._share, self._environment = MEMORY_SHARE / jobs, environment
-        self._workers = [self._start() for _ in range(jobs)]
+        self._share, self._environment = MEMORY_SHARE / max(1, jobs), environment
+        self._jobs, self._workers = jobs, list[_Worker]()
         self._slowest: dict[str, float] = {}
 
     def _start(self) -> _Worker:
@@ -85,6 +84,7 @@ class FirstCalls:
         after ``seconds``."""
         todo = deque(sorted(tasks, key=lambda task: self._slowest.get(task.backend, 0.0)))
         found: dict[Key, Ended] = {}
+        self._workers = self._workers or [self._start() for _ in range(self._jobs)]
         ends = time.monotonic() + seconds
         while (now := time.monotonic()) < ends:
             for worker in self._workers:
@@ -184,12 +184,12 @@ def _run(task: FirstCall, environment: Environment) -> None:
     selection: Any = select(task.config, device, None, task.choice, environment=environment)
     with torch.inference_mode():
         if isinstance(task.config, StateConfig):
-            states = StateStep(selection, requests, task.phases)
+            states = StateStep(selection, requests, tuple(task.choice))
             states.make_layers(states.memory(0, 1).caches(states))
             states.calls()[0]()
         else:
             capacity = Capacity(task.batch.num_requests, task.batch.num_tokens, task.batch.max_seq_len)
-            layer = stand_in(selection, None, capacity, phases=task.phases)
+            layer = stand_in(selection, None, capacity, phases=tuple(task.choice))
             GroupSteps(layer.group).run(Step(tuple(requests)))
         if torch.cuda.is_available():
             torch.cuda.synchronize()

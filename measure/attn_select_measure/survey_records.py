@@ -111,22 +111,17 @@ def checked(times: Iterable[Judged], registry: Registry, environment: Environmen
     """Compare fingerprints with the kernels that are here; by name of the backends."""
     found: dict[str, Checked] = {}
     for name, fingerprints, count in times:
-        each = [_judged(part, recorded, registry, environment) for part, recorded in fingerprints.items()]
-        changed, missing = ([text for pair in each for text in pair[part]] for part in (0, 1))
+        changed, missing = list[str](), list[str]()
+        for backend, recorded in fingerprints.items():
+            if (spec := registry.specs.get(backend)) is None:
+                missing.append(f"no plugin here has {backend}")
+                continue
+            now = present(recorded, spec, environment)
+            changed += stale_parts(backend, recorded, now)
+            missing += [f"{part} is not installed here" for part in recorded if part not in now]
         into = found.setdefault(name, Checked(name))
         into.times += count
         into.stale += count if changed else 0
         into.unknown += count if missing and not changed else 0
         into.why |= dict.fromkeys(changed or missing)
     return [found[name] for name in sorted(found)]
-
-
-def _judged(
-    name: str, recorded: Mapping[str, str], registry: Registry, environment: Environment
-) -> tuple[list[str], list[str]]:
-    """Return what of a fingerprint is another one here, and what is not known, in words."""
-    spec = registry.specs.get(name)
-    if spec is None:
-        return [], [f"no plugin here has {name}"]
-    now = present(recorded, spec, environment)
-    return stale_parts(name, recorded, now), [f"{part} is not installed here" for part in recorded if part not in now]

@@ -16,7 +16,7 @@ import torch
 
 from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import RulesArgument
-from attn_select.layer.layer_config import LayerConfig, layer_of
+from attn_select.layer.layer_config import layer_of
 from attn_select.machine.environment import Environment
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
@@ -66,7 +66,7 @@ def survey(settings: Settings, plan: Plan, environment: Environment, say: Callab
     try:
         return run.all(plan)
     finally:
-        run.close()
+        run.first_calls.close()
 
 
 def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_states: bool) -> Plan:
@@ -95,15 +95,11 @@ class _Run:
     """One run of a survey."""
 
     def __init__(self, settings: Settings, environment: Environment, say: Callable[[str], None]) -> None:
-        self._settings, self._environment, self._say, self._began = settings, environment, say, time.monotonic()
+        self._settings, self._say, self._began = settings, say, time.monotonic()
         self._known = read_survey(settings.out)
         self._bench = Bench(environment, settings.rules)
         self._left, self._done, self._longest_s = 0, 0, 0.0
-        self._first_calls: FirstCalls | None = None
-
-    def close(self) -> None:
-        if self._first_calls is not None:
-            self._first_calls.close()
+        self.first_calls = FirstCalls(settings.jobs, environment)
 
     @property
     def _remaining(self) -> float:
@@ -141,25 +137,24 @@ class _Run:
         """Run the first calls of backends that compile."""
         if self._settings.jobs == 0:
             return {}
+        specs = load_plugins().specs
         tasks = [
             FirstCall(
                 (work.row["seed"], work.row["number"], each.name),
                 work.config,
                 work.batch,
                 {phase: each.selection.selected[phase] for phase in each.phases or work.config.phases},
-                each.phases,
             )
             for work, candidates in some
             for each in candidates
-            if each.selection is not None and _compiles(each, work.config)
+            if each.selection is not None
+            and any(specs[name].compile_key(work.config) is not None for name in each.name.split(PAIR))
         ]
         if not tasks:
             return {}
-        if self._first_calls is None:
-            self._first_calls = FirstCalls(self._settings.jobs, self._environment)
         seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
         self._say(f"{len(tasks)} first calls of the next {len(some)} workloads, which may take {seconds:.0f} s")
-        found = self._first_calls.run(tasks, seconds)
+        found = self.first_calls.run(tasks, seconds)
         told = {key: each.failure or each.error for key, each in found.items()}
         for text, count in Counter(f"{key[2]}: {why}" for key, why in told.items() if why is not None).items():
             self._say(f"  {count} times {text}")
@@ -211,7 +206,7 @@ class _Run:
         return {
             **timed.to_dict(),
             "fingerprint": self._fingerprints(candidate, timed),
-            "libraries": self._libraries(timed.backend),
+            "libraries": self._bench.libraries(timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "compile_s": None if first is None else round(first.seconds, 2),
         }
@@ -226,12 +221,6 @@ class _Run:
                 found.setdefault(spec.name, {}).update(fingerprint(spec, selection.environment, plan.provider))
         return found
 
-    def _libraries(self, name: str) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for backend in name.split(PAIR):
-            found |= self._bench.libraries(backend)
-        return found
-
     def _line(self, work: Work, found: TimedBatch) -> str:
         spent = time.monotonic() - self._began
         left = min(self._left * spent / self._done, self._remaining)
@@ -241,9 +230,3 @@ class _Run:
         ]
         number = f"{self._done}/{self._done + self._left}"
         return f"{number:>9} {spent:5.0f} s, {left:5.0f} s left  {work.row['kind']}  {work.batch}: {', '.join(times)}"
-
-
-def _compiles(candidate: Candidate, config: LayerConfig) -> bool:
-    """Whether a first call of a candidate may compile."""
-    specs = load_plugins().specs
-    return any(specs[name].compile_key(config) is not None for name in candidate.name.split(PAIR))

@@ -233,7 +233,7 @@ def first_calls() -> Any:
 def first_call(number: int, backend: str = "TORCH_SDPA") -> FirstCall:
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32)
     batch = parse_batch_shape("q9_q1s40")
-    return FirstCall((0, number, backend), config, batch, {"decode": backend, "prefill": backend}, None)
+    return FirstCall((0, number, backend), config, batch, {"decode": backend, "prefill": backend})
 
 
 def test_first_calls_run_in_other_processes(first_calls: FirstCalls) -> None:

@@ -7,7 +7,6 @@ import gzip
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -41,8 +40,6 @@ def page_of(documents: Documents) -> str:
         version=__version__,
         title="Attention backends",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        css=Markup(_text("report.css")),
-        script=Markup(_text("report.js")),
         gpus=list(dict.fromkeys(gpu for _, gpu in documents)),
         backends=sorted({name for by_gpu in rows.values() for names in by_gpu.values() for name in names}),
         rows=rows,
@@ -73,18 +70,9 @@ def _templates() -> Environment:
         nan_tail_warning=NAN_TAIL_WARNING,
         config_line=lambda layer: config_text(layer_of(layer["config"])),
         ranked=_ranked,
-        origin=_origin,
     )
     return templates
 
 
 def _ranked(layer: Mapping[str, Any], phase: str) -> list[Mapping[str, Any]]:
     return sorted(layer["candidates"], key=lambda candidate: candidate["phases"][phase]["rank"] or 1 << 30)
-
-
-def _origin(rule: Mapping[str, Any]) -> str:
-    return f"{rule['file']}:{rule['line']}"
-
-
-def _text(name: str) -> str:
-    return resources.files("attn_select_measure.report_page").joinpath("templates", name).read_text(encoding="utf-8")
