@@ -38,7 +38,7 @@ class FirstCall:
     key: Key  # names it in the results
     config: LayerConfig
     batch: BatchShape
-    choice: dict[Phase, Any]  # the backend of each phase that runs, as ``select`` takes it
+    choice: dict[Any, Any]  # the backend of each phase that runs
 
     @property
     def backend(self) -> str:

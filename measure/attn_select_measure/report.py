@@ -101,7 +101,7 @@ def _by_batch(selection: Selection[Any], evidence: Evidence) -> dict[str, Any] |
     from attn_select.times.roofline import roofline_us
     from attn_select.times.workload import default_mix, phases_of
 
-    config, rows = selection.config, []
+    config, rows = selection.config, list[dict[str, Any]]()
     for shape in (selection.workload or default_mix(config)).shapes:
         needed, times = phases_of(shape.batch, config), {}
         predicted = evidence.predict(config, shape.batch)
