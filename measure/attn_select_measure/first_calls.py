@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
