@@ -1,1 +1,1 @@
-"""Measures attention layers, and makes rules, tables, charts and reports of the times."""
+"""Measures attention layers, and makes surveys, tables and reports of the times."""

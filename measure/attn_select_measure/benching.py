@@ -2,7 +2,7 @@
 
 The layers of a candidate run one behind the other in one CUDA graph, each with a cache of its own, as many as keep L2
 cold. Before a replay L2 is overwritten, so that the first layer finds it cold and the host is ahead of the device.
-Candidates take turns round by round; a time is the median of its rounds over the number of layers.
+Candidates take turns round by round until all medians are sure; a time is the median over the number of layers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from attn_select.backends.registry import load_plugins
-from attn_select.backends.spec import BackendSpec
 from attn_select.decide.lines import byte_text
 from attn_select.decide.selector import RulesArgument, environment_for, select
 from attn_select.errors import AttnSelectError, ConfigError, shorten
+from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
@@ -34,7 +34,8 @@ from attn_select.times.workload import phases_of
 from attn_select_cli.serving import unserved
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.prepared import Prepared
-from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text, uncertainty
+from attn_select_measure.survey_records import PAIR
+from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
 
 LEAST_US = 1000.0  # A graph runs at least this long by the roofline, so that its launch does not count
 # A graph of several layers runs at most this long: what one layer of a longer step touches is more than L2.
@@ -42,8 +43,8 @@ MOST_US = 20000.0
 MOST_LAYERS = 256
 SPARE_BYTES = 4 << 30  # Device memory that stays free for the kernels' workspaces and the oracle
 SPARE_HOST_BYTES = 1 << 30  # Of this machine's memory, where kernels run on the CPU
-LEAST_ROUNDS = 3
-SETTLED_ROUNDS = 5  # Rounds after which ``settled`` may end a batch
+LEAST_ROUNDS, MOST_ROUNDS = 5, 12
+SETTLED = 0.01  # How sure all medians are where no further round begins
 
 
 class Bench:
@@ -53,45 +54,51 @@ class Bench:
         self,
         environment: Environment | None = None,
         rules: RulesArgument = None,
-        rounds: int = 20,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] = lambda text: None,
         ranks: ContextParallel | None = None,
-        *,
-        settled: float | None = None,
-        eager: bool = False,
     ) -> None:
-        self.environment, self.rules, self.rounds = environment, rules, rounds
-        self._settled, self._eager = settled, eager
-        self._say = progress or (lambda text: None)
+        self.environment, self.rules, self._progress = environment, rules, progress
         self.machine = Machine(ranks)
         self._say("measuring the device's copy and matmul rates")
         self.rates = self.machine.measure_rates()
         self.machine.free_memory()
 
+    def _say(self, text: str) -> None:
+        self.doing = text
+        self._progress(text)
+
     def candidates(self, config: LayerConfig, batch: BatchShape, backends: Sequence[str] = ()) -> list[Candidate]:
-        """Return every backend that is valid for all phases of a batch, or why one that was asked for is not."""
+        """Return what is valid for all phases of a batch, or why a backend that was asked for is not: backends, and for
+        mixed batches of MLA pairs of the first one for prefills with each that decodes alone."""
         device, needed = self.machine.device, phases_of(batch, config)
         known: dict[str, Any] = {"environment": self.environment, "times": False}
+        judged = select(config, device, self.rules, **known).candidates
+        able: dict[Phase, list[str]] = {
+            phase: [each.backend for each in judged if phase in each.phases and each.phases[phase].plan is not None]
+            for phase in config.phases
+        }
         found = []
-        for judged in select(config, device, self.rules, **known).candidates:
-            if backends and judged.backend not in backends:
+        for each in judged:
+            name, missing = each.backend, [phase for phase in needed if each.backend not in able[phase]]
+            choice: Any = name if all(name in names for names in able.values()) else dict.fromkeys(needed, name)
+            if len(needed) > 1 and missing == ["prefill"] and able["prefill"] and getattr(config, "mla", False):
+                choice, missing = {"prefill": able["prefill"][0], "decode": name}, []
+                name = PAIR.join(choice.values())
+            if backends and not {*name.split(PAIR)} & {*backends}:
                 continue
-            valid = [phase for phase, verdict in judged.phases.items() if verdict.verdict != "rejected"]
-            if missing := [phase for phase in needed if phase not in valid]:
-                if judged.backend in backends or (valid and len(needed) > 1):
-                    reasons = judged.phases[missing[0]].reasons
-                    why = f"not valid for {missing[0]}: {'; '.join(reason.message for reason in reasons)}"
-                    found.append(Candidate(judged.backend, failure=why))
+            if missing:
+                if name in backends:
+                    reasons = "; ".join(reason.message for reason in each.phases[missing[0]].reasons)
+                    found.append(Candidate(name, failure=f"not valid for {missing[0]}: {reasons}"))
                 continue
-            whole = len(valid) == len(config.phases)
-            choice: Any = judged.backend if whole else dict.fromkeys(needed, judged.backend)
             try:
                 selection = select(config, device, self.rules, choice, **known)
                 selection.require()
             except AttnSelectError as error:
-                found.append(Candidate(judged.backend, failure=shorten(error.message, 200)))
+                found.append(Candidate(name, failure=shorten(error.message, 200)))
                 continue
-            found.append(Candidate(judged.backend, selection, None if whole else needed))
+            alone = isinstance(choice, dict) and len(needed) < len(config.phases)
+            found.append(Candidate(name, selection, needed if alone else None))
         return found
 
     def measure(
@@ -100,18 +107,17 @@ class Bench:
         """Time the candidates on one batch, and compare each with the oracle."""
         floor = roofline_us(config, batch, self.rates.of(self.machine.device))
         result = TimedBatch(batch, floor, [Timed(each.name, failure=each.failure) for each in candidates])
-        why = "interrupted before its first round"
         try:
             self._run(result, candidates, seconds)
-        except KeyboardInterrupt:
-            result.complete = False
         except (MemoryError, torch.OutOfMemoryError) as error:
-            why = failure_text(error)
+            for timed in result.timed:
+                if timed.failure is None and not timed.samples_us:
+                    timed.failure = failure_text(error)
         finally:
             self.machine.free_memory()
         for timed in result.timed:
-            if timed.failure is None and not timed.samples_us:
-                timed.failure = why
+            if not timed.exact:
+                timed.failure = f"wrong: a relative error of {timed.error:.2g}, above its bound of {timed.bound:.2g}"
         result.timed.sort(key=lambda timed: timed.time_us if timed.failure is None else float("inf"))
         return result
 
@@ -132,7 +138,7 @@ class Bench:
         memory, layers = self._memory([each.step for each in ready], found.roofline_us)
         for each in [*ready]:
             self._say(f"{batch}: first call of {each.timed.backend}")
-            self._attempt(each.timed, partial(each.prepare, memory, layers, self._eager))
+            self._attempt(each.timed, partial(each.prepare, memory, layers))
             if each.timed.failure is not None:
                 ready.remove(each)
         if not ready:
@@ -140,7 +146,7 @@ class Bench:
         self._say(f"{batch}: timing {len(ready)} backends")
         with torch.inference_mode():
             try:
-                self._rounds(found, ready, seconds)
+                self._rounds(ready, seconds)
             except Exception as error:
                 for each in ready:
                     each.timed.failure = None if each.timed.samples_us else failure_text(error)
@@ -158,21 +164,19 @@ class Bench:
         every = self.machine.gathered(timed.failure)
         timed.failure = timed.failure or next((text for text in every if text is not None), None)
 
-    def _rounds(self, found: TimedBatch, ready: Sequence[Prepared], seconds: float) -> None:
+    def _rounds(self, ready: Sequence[Prepared], seconds: float) -> None:
         calls = {index: each.run for index, each in enumerate(ready)}
         machine, began = self.machine, time.monotonic()
         for number, own in enumerate(timed_rounds(calls, machine.torch_device, machine.clear), 1 - WARM_UP_ROUNDS):
             every = machine.gathered((own, time.monotonic() - began))
             # A step is done when its slowest rank is. Rounds up to number 0 warm up.
-            times = {index: max(each[index] for each, _ in every) for index in own}
-            found.seconds = max(spent for _, spent in every)
-            for index, spent in times.items() if number > 0 else ():
-                ready[index].timed.samples_us.append(spent / len(ready[index].layers))
-            if number >= self.rounds or (number >= LEAST_ROUNDS and found.seconds > seconds):
-                return
-            if self._settled is None or number < SETTLED_ROUNDS:
+            for index in own if number > 0 else ():
+                slowest = max(times[index] for times, _ in every)
+                ready[index].timed.samples_us.append(slowest / len(ready[index].layers))
+            if number < LEAST_ROUNDS:
                 continue
-            if max(uncertainty(each.timed.samples_us) for each in ready) <= self._settled:
+            sure = max(each.timed.uncertainty for each in ready) <= SETTLED
+            if sure or number >= MOST_ROUNDS or max(spent for _, spent in every) > seconds:
                 return
 
     def _memory(self, steps: Sequence[TimedStep], floor: float | None) -> tuple[CacheMemory | StateMemory | None, int]:
@@ -200,15 +204,14 @@ class Bench:
             layers = min(MOST_LAYERS, max(count, round(LEAST_US / floor)))
         return steps[0].memory(largest, count), -(-layers // count) * count
 
-    def libraries(self, backend: str) -> dict[str, str]:
-        """Return the versions of torch, the plugin, and every installed library that the backend may run from."""
-        registry = load_plugins()
+    def libraries(self, name: str) -> dict[str, str]:
+        """Return the versions of torch, and of all plugins and installed libraries that a candidate may run from."""
+        registry, backends = load_plugins(), name.split(PAIR)
         environment = self.environment or environment_for(self.machine.device)
-        spec: BackendSpec = registry.specs[backend]
-        names = [library.distribution for group in spec.libraries for library in group if environment.has(library)]
-        versions = {name: environment.version(name) for name in ("torch", *names)}
-        found = {name: version for name, version in versions.items() if version is not None}
-        plugins = {each.distribution: each.version for each in registry.plugins if backend in each.backends}
+        groups = [group for backend in backends for group in registry.specs[backend].libraries]
+        names = [library.distribution for group in groups for library in group if environment.has(library)]
+        found = {name: version for name in names if (version := environment.version(name)) is not None}
+        plugins = {each.distribution: each.version for each in registry.plugins if {*backends} & {*each.backends}}
         return {**found, "torch": torch.__version__, **plugins}
 
 

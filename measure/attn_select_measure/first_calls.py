@@ -18,11 +18,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from attn_select.layer.config import Phase
 from attn_select.layer.layer_config import LayerConfig
 from attn_select.layer.state import StateConfig
 from attn_select.machine.environment import Environment
-from attn_select.reference.problems import Request
+from attn_select.times.batch_shape import BatchShape
 
 MEMORY_SHARE = 0.9  # Of the device's memory, for all processes together
 END_SECONDS = 5.0
@@ -36,11 +35,14 @@ class FirstCall:
     """What a process runs."""
 
     key: Key  # names it in the results
-    backend: str  # whose it is
     config: LayerConfig
-    requests: tuple[Request, ...]  # query and sequence length of each request
-    choice: Any  # the backend, or one for each phase, as ``select`` takes it
-    phases: tuple[Phase, ...] | None  # the phases whose backends run; None: all
+    batch: BatchShape
+    choice: dict[Any, Any]  # the backend of each phase that runs
+
+    @property
+    def backend(self) -> str:
+        """What runs it."""
+        return self.key[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class FirstCalls:
 
     def __init__(self, jobs: int, environment: Environment) -> None:
         self._context = get_context("spawn")
-        self._share, self._environment = MEMORY_SHARE / jobs, environment
-        self._workers = [self._start() for _ in range(jobs)]
+        self._share, self._environment = MEMORY_SHARE / max(1, jobs), environment
+        self._jobs, self._workers = jobs, list[_Worker]()
         self._slowest: dict[str, float] = {}
 
     def _start(self) -> _Worker:
@@ -81,6 +83,7 @@ class FirstCalls:
         after ``seconds``."""
         todo = deque(sorted(tasks, key=lambda task: self._slowest.get(task.backend, 0.0)))
         found: dict[Key, Ended] = {}
+        self._workers = self._workers or [self._start() for _ in range(self._jobs)]
         ends = time.monotonic() + seconds
         while (now := time.monotonic()) < ends:
             for worker in self._workers:
@@ -176,17 +179,16 @@ def _run(task: FirstCall, environment: Environment) -> None:
     from attn_select.runtime.compile_ahead import stand_in
     from attn_select.runtime.warm_up import GroupSteps, Step
 
-    device = detect_device().device
+    device, requests = detect_device().device, sorted(task.batch.requests)
     selection: Any = select(task.config, device, None, task.choice, environment=environment)
     with torch.inference_mode():
         if isinstance(task.config, StateConfig):
-            states = StateStep(selection, task.requests, task.phases)
+            states = StateStep(selection, requests, tuple(task.choice))
             states.make_layers(states.memory(0, 1).caches(states))
             states.calls()[0]()
         else:
-            queries, lens = [query for query, _ in task.requests], [length for _, length in task.requests]
-            capacity = Capacity(len(queries), sum(queries), max(lens))
-            layer = stand_in(selection, None, capacity, phases=task.phases)
-            GroupSteps(layer.group).run(Step(task.requests))
+            capacity = Capacity(task.batch.num_requests, task.batch.num_tokens, task.batch.max_seq_len)
+            layer = stand_in(selection, None, capacity, phases=tuple(task.choice))
+            GroupSteps(layer.group).run(Step(tuple(requests)))
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -31,9 +31,9 @@ class Prepared:
         self._machine, self.timed = machine, timed
         self.layers: list[Call] = []
         self.run: Call = self._eagerly
-        requests = [(g.query_len, g.seq_len) for g in batch.groups for _ in range(g.count)]
         here = phases_of(batch, selection.config)
-        self.step: TimedStep = timed_step(selection, requests, candidate.phases, machine.torch_device, machine.ranks)
+        options = candidate.phases, machine.torch_device, machine.ranks
+        self.step: TimedStep = timed_step(selection, batch.requests, *options)
         served = self.step.group.backends
         plans = {phase: each.context.plans[phase] for phase, each in served.items() if phase in here}
         timed.kernel = {phase: plan.kernel_name or "unnamed" for phase, plan in plans.items()}
@@ -44,7 +44,7 @@ class Prepared:
         for call in self.layers:
             call()
 
-    def prepare(self, memory: Any, layers: int, eager: bool) -> None:
+    def prepare(self, memory: Any, layers: int) -> None:
         """Make the layers, run each once, and capture them."""
         step, timed, machine = self.step, self.timed, self._machine
         with torch.inference_mode():
@@ -62,7 +62,7 @@ class Prepared:
             once_us = (time.perf_counter() - again) * 1e6
             for call in calls[1:-1]:
                 call()
-            if eager:
+            if machine.ranks is None:  # which would need as many calls on each
                 timed.eager = self._eager_cost(calls, once_us)
             calls = step.calls()  # anew: what the first calls have filled in would stay out of the graph
             layers = min(layers, max(1, int(LONGEST_US / once_us)))

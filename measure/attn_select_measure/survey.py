@@ -158,27 +158,25 @@ def _check(path: Path | None, environment: Environment) -> int:
     """Print which times are stale, of a file or packaged ones; return the exit code."""
     from attn_select.backends.registry import load_plugins
     from attn_select.errors import MeasurementError
+    from attn_select.times.evidence import known_stale
     from attn_select_cli.output import print_line
-    from attn_select_measure.survey_records import check_packaged, check_survey, read_survey
+    from attn_select_measure.survey_records import checked, packaged_times, read_survey, recorded_times
 
-    registry = load_plugins()
-    if path is None:
-        checked = check_packaged(registry, environment)
-    elif not path.is_file():
+    if path is not None and not path.is_file():
         raise MeasurementError(f"{path}: there is no such file", hint="--check alone judges the packaged times")
-    else:
-        checked = check_survey(read_survey(path), registry, environment)
-    for each in checked:
+    times, known = (packaged_times(), known_stale()) if path is None else (recorded_times(read_survey(path)), {})
+    found = checked(times, load_plugins(), environment)
+    for each in found:
         why = f": {', '.join(each.why)}" if each.why else ""
-        if each.known:
-            print_line(f"{each.backend}: {each.stale} of {each.times} times are stale, as known: {each.known}")
-        elif each.stale:
+        if each.stale and each.backend in known:
+            why = f", as known: {known[each.backend]['reason']} ({known[each.backend]['date']})"
+        if each.stale:
             print_line(f"{each.backend}: {each.stale} of {each.times} times are stale{why}")
         elif each.unknown:
             print_line(f"{each.backend}: {each.unknown} of {each.times} times cannot be judged{why}")
         else:
             print_line(f"{each.backend}: {each.times} times are of the kernels that are here")
-    stale = [each.backend for each in checked if each.stale and not each.known]
+    stale = [each.backend for each in found if each.stale and each.backend not in known]
     if stale:
         again = " ".join(f"--backend {name}" for name in stale)
         print_line(f"to measure them again: attn-select survey --out {path or 'FILE'} {again}")

@@ -28,6 +28,7 @@ from attn_select.layer.state import RecurrenceName, StateConfig
 from attn_select.machine.device import lookup
 from attn_select.times.batch_shape import BatchShape, RequestGroup
 from attn_select.times.roofline import roofline_us
+from attn_select_measure.survey_records import Record
 from attn_select_measure.timed_fields import timed_fields
 
 # In turn; their number and that of ``PHASES`` have no common factor, so that every pair comes up.
@@ -95,30 +96,39 @@ TINY = Space(requests=4, contexts=(8, 64), prompts=(4, 24), tokens=64, tiny=True
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """One workload of a survey."""
+class Work:
+    """One workload to be timed."""
 
-    number: int
-    family: str  # of ``FAMILIES`` and ``PHASES``
-    phase: str
+    row: Record  # its record so far; without ``timed`` where it has none
     config: LayerConfig
     batch: BatchShape
 
 
-def draw(seed: int, number: int, space: Space = SPACE) -> Drawn:
+def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig, batch: BatchShape) -> Work:
+    """Return a workload that has no times yet."""
+    row = {
+        "seed": seed,
+        "number": number,
+        "family": family,
+        "phase": phase,
+        "kind": kind_of(config),
+        "config": timed_fields(config),
+        "batch": str(batch),
+    }
+    return Work(row, config, batch)
+
+
+def draw(seed: int, number: int, space: Space = SPACE) -> Work:
     """Return workload ``number`` of a seed; from ``FIRST_STATE`` on, of a layer that keeps a state."""
     rng = random.Random(f"{seed} {number}")
-    draw_layer: Callable[[], LayerConfig]
-    if number < FIRST_STATE:
-        family, phase = FAMILIES[number % len(FAMILIES)], PHASES[number % len(PHASES)]
-        draw_layer = partial(_layer, rng, family, space.tiny)
-    else:
-        family, phase = STATE_FAMILIES[number % len(STATE_FAMILIES)], STATE_PHASES[number % len(STATE_PHASES)]
-        draw_layer = partial(_state_layer, rng, family, space.tiny)
+    of_states = number >= FIRST_STATE
+    families, phases = (STATE_FAMILIES, STATE_PHASES) if of_states else (FAMILIES, PHASES)
+    family, phase = families[number % len(families)], phases[number % len(phases)]
+    draw_layer: Callable[..., LayerConfig] = _state_layer if of_states else _layer
     while True:
-        config = draw_layer()
+        config = draw_layer(rng, family, space.tiny)
         if (batch := draw_batch(rng, phase, config, space)) is not None:
-            return Drawn(number, family, phase, config, batch)
+            return work_of(seed, number, family, phase, config, batch)
 
 
 def draw_batch(rng: random.Random, phase: str, config: LayerConfig, space: Space) -> BatchShape | None:
@@ -299,7 +309,7 @@ def _spread(rng: random.Random, space: Space, new: int) -> BatchShape:
     return BatchShape(tuple([RequestGroup(n, new, length) for n, length in zip(counts, lengths, strict=True)]))
 
 
-def _prompts(rng: random.Random, space: Space, new: int, history: bool, most: int) -> list[RequestGroup]:
+def _prompts(rng: random.Random, space: Space, new: int, history: bool, most: int) -> BatchShape:
     """Draw prompts, all of one length or each of its own; with ``history`` some of it is cached already."""
     found = []
     equal = rng.random() < 0.5
@@ -308,28 +318,20 @@ def _prompts(rng: random.Random, space: Space, new: int, history: bool, most: in
         query = max(new + 1, _log_uniform(rng, *space.prompts))
         cached = _log_uniform(rng, *space.contexts) if history else 0
         found.append(RequestGroup(count if equal else 1, query, max(query, min(query + cached, space.contexts[1]))))
-    return found
-
-
-def _prefill(rng: random.Random, space: Space, new: int) -> BatchShape:
-    return BatchShape(tuple(_prompts(rng, space, new, False, 16)))
-
-
-def _chunk(rng: random.Random, space: Space, new: int) -> BatchShape:
-    return BatchShape(tuple(_prompts(rng, space, new, True, 8)))
+    return BatchShape(tuple(found))
 
 
 def _mixed(rng: random.Random, space: Space, new: int) -> BatchShape:
     prompts = _prompts(rng, space, new, rng.random() < 0.5, 4)
     decodes = rng.choice((_decode, _uneven, _spread))(rng, space, new)
-    return BatchShape((*prompts, *decodes.groups))
+    return BatchShape((*prompts.groups, *decodes.groups))
 
 
 _BATCHES: Mapping[str, Callable[[random.Random, Space, int], BatchShape]] = {
     "decode": _decode,
     "uneven": _uneven,
     "spread": _spread,
-    "prefill": _prefill,
-    "chunk": _chunk,
+    "prefill": partial(_prompts, history=False, most=16),
+    "chunk": partial(_prompts, history=True, most=8),
     "mixed": _mixed,
 }

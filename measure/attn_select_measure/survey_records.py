@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from attn_select.backends.registry import Registry
 from attn_select.errors import MeasurementError, printable, shorten
 from attn_select.machine.environment import Environment
 from attn_select.machine.files import replace_file
-from attn_select.times.evidence import known_stale
-from attn_select.times.fingerprint import present, stale_parts
+from attn_select.times.fingerprint import Fingerprint, present, stale_parts
 from attn_select.times.prediction import PACKAGED_FOLDER, SUFFIX, read_survey_file
 
 VERSION = 1  # Of the lines' format
@@ -81,53 +80,48 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> Record:
     return {**old, "timed": [*[timed for timed in old["timed"] if timed["backend"] not in names], *new["timed"]]}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Checked:
-    """What is to be known_why of one backend's times."""
+    """How many of one backend's times are of the kernels that are here."""
 
     backend: str  # its name; of two that share steps both
-    times: int
-    stale: int  # how many are of other kernels than those that are here
-    unknown: int  # how many cannot be judged here
-    why: tuple[str, ...]  # what is another one, or not known, in words
-    known: str = ""  # why it is known to be stale, with the date; empty where it is not
+    times: int = 0
+    stale: int = 0  # how many are of other kernels than those that are here
+    unknown: int = 0  # how many cannot be judged here
+    why: dict[str, None] = field(default_factory=dict)  # what is another one, or not known, in words
 
 
-def check_survey(records: Sequence[Record], registry: Registry, environment: Environment) -> list[Checked]:
-    """Compare every time's fingerprint with the kernels that are here; by name of the backends."""
-    found: dict[str, list[tuple[list[str], list[str]]]] = {}
+Judged = tuple[str, Mapping[str, Fingerprint], int]  # What was timed, the fingerprint of each backend, how many times
+
+
+def recorded_times(records: Iterable[Mapping[str, Any]]) -> Iterator[Judged]:
+    """Yield the valid times of a file's workloads."""
     for timed in (timed for record in records for timed in record["timed"] if timed["failure"] is None):
-        each = [_judged(name, recorded, registry, environment) for name, recorded in timed["fingerprint"].items()]
-        changed, missing = ([text for pair in each for text in pair[part]] for part in (0, 1))
-        found.setdefault(timed["backend"], []).append((changed, missing))
-    checked = []
-    for name, judged in sorted(found.items()):
-        stale = sum(bool(changed) for changed, _ in judged)
-        unknown = sum(bool(missing) and not changed for changed, missing in judged)
-        why = dict.fromkeys(text for changed, missing in judged for text in changed or missing)
-        checked.append(Checked(name, len(judged), stale, unknown, tuple(why)))
-    return checked
+        yield timed["backend"], timed["fingerprint"], 1
 
 
-def check_packaged(registry: Registry, environment: Environment) -> list[Checked]:
-    """Compare the fingerprints of the packaged times with the kernels that are here; by file and name."""
-    known = known_stale()
-    found = []
-    for path in sorted(PACKAGED_FOLDER.glob(f"*{SUFFIX}")):
-        for name, surveyed in sorted(read_survey_file(path, path.name).backends.items()):
-            changed, missing = _judged(name, surveyed.fingerprint, registry, environment)
-            why = f"{known[name]['reason']} ({known[name]['date']})" if changed and name in known else ""
-            counts = surveyed.times, surveyed.times * bool(changed), surveyed.times * (bool(missing) and not changed)
-            found.append(Checked(name, *counts, tuple(changed or missing), why))
-    return found
+def packaged_times() -> Iterator[Judged]:
+    """Yield the times of the packaged surveys."""
+    for path in PACKAGED_FOLDER.glob(f"*{SUFFIX}"):
+        for name, surveyed in read_survey_file(path, path.name).backends.items():
+            yield name, {name: surveyed.fingerprint}, surveyed.times
 
 
-def _judged(
-    name: str, recorded: Mapping[str, str], registry: Registry, environment: Environment
-) -> tuple[list[str], list[str]]:
-    """Return what of a fingerprint is another one here, and what is not known, in words."""
-    spec = registry.specs.get(name)
-    if spec is None:
-        return [], [f"no plugin here has {name}"]
-    now = present(recorded, spec, environment)
-    return stale_parts(name, recorded, now), [f"{part} is not installed here" for part in recorded if part not in now]
+def checked(times: Iterable[Judged], registry: Registry, environment: Environment) -> list[Checked]:
+    """Compare fingerprints with the kernels that are here; by name of the backends."""
+    found: dict[str, Checked] = {}
+    for name, fingerprints, count in times:
+        changed, missing = list[str](), list[str]()
+        for backend, recorded in fingerprints.items():
+            if (spec := registry.specs.get(backend)) is None:
+                missing.append(f"no plugin here has {backend}")
+                continue
+            now = present(recorded, spec, environment)
+            changed += stale_parts(backend, recorded, now)
+            missing += [f"{part} is not installed here" for part in recorded if part not in now]
+        into = found.setdefault(name, Checked(name))
+        into.times += count
+        into.stale += count if changed else 0
+        into.unknown += count if missing and not changed else 0
+        into.why |= dict.fromkeys(changed or missing)
+    return [found[name] for name in sorted(found)]

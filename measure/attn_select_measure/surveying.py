@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,24 +15,20 @@ from typing import Any
 import torch
 
 from attn_select.backends.registry import load_plugins
-from attn_select.decide.selector import RulesArgument, select
-from attn_select.layer.config import AttentionConfig
-from attn_select.layer.layer_config import LayerConfig, layer_of
+from attn_select.decide.selector import RulesArgument
+from attn_select.layer.layer_config import layer_of
 from attn_select.machine.environment import Environment
-from attn_select.times.batch_shape import BatchShape, parse_batch_shape
+from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.fingerprint import fingerprint
-from attn_select.times.workload import phases_of
 from attn_select_measure.bench_machine import Machine
 from attn_select_measure.benching import Bench
 from attn_select_measure.first_calls import Ended, FirstCall, FirstCalls, Key
-from attn_select_measure.survey_draw import FIRST_STATE, SPACE, TINY, draw, kind_of
+from attn_select_measure.survey_draw import FIRST_STATE, SPACE, TINY, Work, draw
 from attn_select_measure.survey_records import PAIR, Record, append_record, merged, read_survey, write_survey
 from attn_select_measure.timed import Candidate, Timed, TimedBatch, failure_text
-from attn_select_measure.timed_fields import timed_fields
 
 ONLY_BY_NAME = ("FLEX_ATTENTION",)  # Timed where they are named alone: it compiles for half a minute at each new shape
-# Most rounds of a workload, how sure its medians need to be, and seconds after which no further round begins.
-ROUNDS, SETTLED, ROUNDS_SECONDS = 12, 0.01, 1.0
+ROUNDS_SECONDS = 1.0  # After which no further round of a workload begins
 MOST_JOBS = 14
 COMPILE_SECONDS = 120.0
 WORKLOADS_PER_JOB = 4  # Workloads whose first calls run together, for each process
@@ -41,15 +37,6 @@ COMPILE_SHARE = 0.4  # Of the time that is left, for the first calls of the next
 
 class DeviceLost(Exception):
     """The device fails at whatever it is asked, until this process has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One workload to be timed."""
-
-    row: Record  # its record so far; without ``timed`` where it has none
-    config: LayerConfig
-    batch: BatchShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +61,12 @@ def default_jobs(on_gpu: bool) -> int:
 
 
 def survey(settings: Settings, plan: Plan, environment: Environment, say: Callable[[str], None]) -> bool:
-    """Time what is planned, and append it to the file."""
-    began = time.monotonic()
-    known = read_survey(settings.out)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    doing = deque(["its beginning"], maxlen=1)
-    bench = Bench(environment, settings.rules, ROUNDS, doing.append, settled=SETTLED, eager=True)
-    todo = [*plan(bench.machine, known)]
-    for record in known:
-        merged(record, {"gpu": bench.machine.gpu, "timed": []})
-    if settings.out.exists():
-        write_survey(settings.out, known)
-    rates = f"copy {bench.rates.copy / 1e9:.0f} GB/s, matmul {bench.rates.matmul / 1e12:.3g} TFLOP/s"
-    say(f"{bench.machine.gpu}: {rates}; {len(todo)} workloads to time, {len(known)} in {settings.out}")
-    run = _Run(settings, bench, began, say, len(todo), doing)
+    """Time what is planned, and append it to the file; return whether all was timed."""
+    run = _Run(settings, environment, say)
     try:
-        return run.all(todo)
+        return run.all(plan)
     finally:
-        run.close()
-
-
-def work_of(seed: int, number: int, family: str, phase: str, config: LayerConfig, batch: BatchShape) -> Work:
-    """Return a workload that has no times yet."""
-    row = {
-        "seed": seed,
-        "number": number,
-        "family": family,
-        "phase": phase,
-        "kind": kind_of(config),
-        "config": timed_fields(config),
-        "batch": str(batch),
-    }
-    return Work(row, config, batch)
+        run.first_calls.close()
 
 
 def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_states: bool) -> Plan:
@@ -121,8 +82,7 @@ def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_stat
         first = FIRST_STATE if of_states else 0
         for number in range(first, first + workloads):
             if (seed, number) not in done:
-                drawn = draw(seed, number, SPACE if machine.on_gpu else TINY)
-                yield work_of(seed, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
+                yield draw(seed, number, SPACE if machine.on_gpu else TINY)
 
     def dated(record: Record) -> str:
         """Return the date of the backends' oldest time; one that is missing comes first."""
@@ -134,30 +94,30 @@ def drawn_or_again(seed: int, workloads: int, backends: tuple[str, ...], of_stat
 class _Run:
     """One run of a survey."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        bench: Bench,
-        began: float,
-        say: Callable[[str], None],
-        workloads: int,
-        doing: deque[str],
-    ) -> None:
-        self._settings, self._bench, self._began, self._say, self._doing = settings, bench, began, say, doing
-        self._left, self._done, self._longest_s = workloads, 0, 0.0
-        self._first_calls: FirstCalls | None = None
-
-    def close(self) -> None:
-        if self._first_calls is not None:
-            self._first_calls.close()
+    def __init__(self, settings: Settings, environment: Environment, say: Callable[[str], None]) -> None:
+        self._settings, self._say, self._began = settings, say, time.monotonic()
+        self._known = read_survey(settings.out)
+        self._bench = Bench(environment, settings.rules)
+        self._left, self._done, self._longest_s = 0, 0, 0.0
+        self.first_calls = FirstCalls(settings.jobs, environment)
 
     @property
     def _remaining(self) -> float:
         seconds = self._settings.seconds
         return math.inf if seconds is None else seconds - (time.monotonic() - self._began)
 
-    def all(self, todo: Sequence[Work]) -> bool:
+    def all(self, plan: Plan) -> bool:
         """Time the workloads until time is up; return whether all were timed."""
+        settings, machine, rates = self._settings, self._bench.machine, self._bench.rates
+        todo = [*plan(machine, self._known)]
+        for record in self._known:
+            merged(record, {"gpu": machine.gpu, "timed": []})
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        if settings.out.exists():
+            write_survey(settings.out, self._known)
+        reached = f"copy {rates.copy / 1e9:.0f} GB/s, matmul {rates.matmul / 1e12:.3g} TFLOP/s"
+        self._say(f"{machine.gpu}: {reached}; {len(todo)} workloads to time, {len(self._known)} in {settings.out}")
+        self._left = len(todo)
         count = max(1, WORKLOADS_PER_JOB * self._settings.jobs)
         for start in range(0, len(todo), count):
             if self._remaining <= self._longest_s:
@@ -170,34 +130,31 @@ class _Run:
                     continue
                 if self._remaining <= self._longest_s:
                     return False
-                if not self._time(work, candidates, ended):
-                    raise KeyboardInterrupt
+                self._time(work, candidates, ended)
         return True
 
     def _compile(self, some: Sequence[tuple[Work, list[Candidate]]]) -> dict[Key, Ended]:
         """Run the first calls of backends that compile."""
         if self._settings.jobs == 0:
             return {}
+        specs = load_plugins().specs
         tasks = [
             FirstCall(
                 (work.row["seed"], work.row["number"], each.name),
-                each.name,
                 work.config,
-                tuple(sorted([(g.query_len, g.seq_len) for g in work.batch.groups for _ in range(g.count)])),
+                work.batch,
                 {phase: each.selection.selected[phase] for phase in each.phases or work.config.phases},
-                each.phases,
             )
             for work, candidates in some
             for each in candidates
-            if each.selection is not None and _compiles(each, work.config)
+            if each.selection is not None
+            and any(specs[name].compile_key(work.config) is not None for name in each.name.split(PAIR))
         ]
         if not tasks:
             return {}
-        if self._first_calls is None:
-            self._first_calls = FirstCalls(self._settings.jobs, self._bench.environment or Environment())
         seconds = min(self._settings.compile_seconds, COMPILE_SHARE * self._remaining)
         self._say(f"{len(tasks)} first calls of the next {len(some)} workloads, which may take {seconds:.0f} s")
-        found = self._first_calls.run(tasks, seconds)
+        found = self.first_calls.run(tasks, seconds)
         told = {key: each.failure or each.error for key, each in found.items()}
         for text, count in Counter(f"{key[2]}: {why}" for key, why in told.items() if why is not None).items():
             self._say(f"  {count} times {text}")
@@ -205,36 +162,11 @@ class _Run:
 
     def _candidates(self, work: Work) -> list[Candidate]:
         only = self._settings.backends
-        found = self._bench.candidates(work.config, work.batch)
-        phases = phases_of(work.batch, work.config)
-        # Of backends that serve one of two phases pairs are timed.
-        found = [each for each in found if each.selection is not None or len(phases) == 1]
-        if isinstance(work.config, AttentionConfig) and work.config.mla and len(phases) > 1:
-            found += self._pairs(work.config, {each.name for each in found})
-        if only:
-            return [each for each in found if {*each.name.split(PAIR)} & {*only}]
-        return [each for each in found if each.name not in ONLY_BY_NAME]
+        found = self._bench.candidates(work.config, work.batch, only)
+        return [each for each in found if each.selection is not None and (only or each.name not in ONLY_BY_NAME)]
 
-    def _pairs(self, config: AttentionConfig, whole: set[str]) -> Iterator[Candidate]:
-        """Yield for backends that serve decodes alone the pairs with the first backend for prefills."""
-        bench = self._bench
-        known: dict[str, Any] = {"environment": bench.environment, "times": False}
-        ranked = select(config, bench.machine.device, bench.rules, **known).candidates
-        able: dict[str, list[str]] = {
-            phase: [
-                each.backend for each in ranked if phase in each.phases and each.phases[phase].verdict != "rejected"
-            ]
-            for phase in config.phases
-        }
-        for name in able["decode"]:
-            if name not in whole and able["prefill"]:
-                pair: dict[Any, str] = {"prefill": able["prefill"][0], "decode": name}
-                both = select(config, bench.machine.device, bench.rules, pair, **known)
-                if both.selected == pair:
-                    yield Candidate(f"{pair['prefill']}{PAIR}{name}", both)
-
-    def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Key, Ended]) -> bool:
-        """Time one workload and write its line; return False where the user stopped it."""
+    def _time(self, work: Work, candidates: list[Candidate], ended: Mapping[Key, Ended]) -> None:
+        """Time one workload and write its line."""
         began, bench = time.monotonic(), self._bench
         key = work.row["seed"], work.row["number"]
         first = {each.name: ended.get((*key, each.name)) for each in candidates}
@@ -248,11 +180,9 @@ class _Run:
             if bench.machine.on_gpu:
                 torch.cuda.synchronize()
         except RuntimeError as error:
-            lost = f"{failure_text(error)} (at {self._doing[-1]})"
+            lost = f"{failure_text(error)} (at {bench.doing})"
             timed = [Timed(each.name, failure=f"the device failed: {lost}") for each in candidates]
             found = TimedBatch(work.batch, None, timed)
-        if not found.complete:
-            return False
         chosen = {each.name: each for each in candidates}
         record = {
             **work.row,
@@ -270,20 +200,14 @@ class _Run:
         self._say(self._line(work, found))
         if lost is not None:
             raise DeviceLost(lost)
-        return True
 
     def _entry(self, timed: Timed, candidate: Candidate, first: Ended | None) -> dict[str, Any]:
         """Return one backend's part of a line; ``docs/times.md`` lists its keys."""
-        failure = timed.failure
-        if failure is None and not timed.exact:
-            failure = f"wrong: a relative error of {timed.error:.2g}, above its bound of {timed.bound:.2g}"
         return {
             **timed.to_dict(),
-            "failure": failure,
             "fingerprint": self._fingerprints(candidate, timed),
-            "libraries": self._libraries(timed.backend),
+            "libraries": self._bench.libraries(timed.backend),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "eager": None if timed.eager is None else timed.eager.to_dict(),
             "compile_s": None if first is None else round(first.seconds, 2),
         }
 
@@ -297,12 +221,6 @@ class _Run:
                 found.setdefault(spec.name, {}).update(fingerprint(spec, selection.environment, plan.provider))
         return found
 
-    def _libraries(self, name: str) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for backend in name.split(PAIR):
-            found |= self._bench.libraries(backend)
-        return found
-
     def _line(self, work: Work, found: TimedBatch) -> str:
         spent = time.monotonic() - self._began
         left = min(self._left * spent / self._done, self._remaining)
@@ -312,9 +230,3 @@ class _Run:
         ]
         number = f"{self._done}/{self._done + self._left}"
         return f"{number:>9} {spent:5.0f} s, {left:5.0f} s left  {work.row['kind']}  {work.batch}: {', '.join(times)}"
-
-
-def _compiles(candidate: Candidate, config: LayerConfig) -> bool:
-    """Whether a first call of a candidate may compile."""
-    specs = load_plugins().specs
-    return any(specs[name].compile_key(config) is not None for name in candidate.name.split(PAIR))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -48,7 +47,7 @@ class Timed:
     kernel: dict[str, str] = field(default_factory=dict)  # kernel name for each phase of the batch
     block_size: int | None = None  # tokens per block of the cache
     samples_us: list[float] = field(default_factory=list)  # time of one layer's step in each round, microseconds
-    eager: EagerCost | None = None  # what a step costs that no graph replays; None where that was not asked for
+    eager: EagerCost | None = None  # what a step costs that no graph replays; None where ranks share the cache
     method: Literal["graph", "eager"] = "graph"  # ``graph``, or ``eager`` where nothing could be captured
     why_eager: str | None = None
     first_call_s: float = 0.0  # seconds of the first call, compilation included
@@ -70,6 +69,7 @@ class Timed:
             "rounds": len(self.samples_us),
             "method": self.method,
             "why_eager": self.why_eager,
+            "eager": None if self.eager is None else self.eager.to_dict(),
             "first_call_s": _rounded(self.first_call_s),
             "error": _rounded(self.error) if self.error is not None and math.isfinite(self.error) else None,
             "bound": self.bound,
@@ -86,10 +86,6 @@ class Timed:
         """Whether the error is within its bound, or was not compared."""
         return self.error is None or self.bound is None or self.error <= self.bound
 
-    def share_of(self, roofline_us: float | None) -> float | None:
-        """Return which share of the roofline's speed was reached."""
-        return None if roofline_us is None or self.failure is not None else roofline_us / self.time_us
-
     @property
     def spread_us(self) -> tuple[float, float]:
         """The quartiles of the rounds."""
@@ -97,6 +93,13 @@ class Timed:
             return self.samples_us[0], self.samples_us[0]
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
         return low, high
+
+    @property
+    def uncertainty(self) -> float:
+        """Half the width of the median's 95 % interval, as a share of it."""
+        low, high = self.spread_us
+        # A normal distribution's quartiles lie 1.349 deviations apart; its median's error is 1.2533 of the mean's.
+        return float(1.96 * 1.2533 * (high - low) / 1.349 / len(self.samples_us) ** 0.5 / self.time_us)
 
 
 @dataclass(slots=True)
@@ -106,19 +109,23 @@ class TimedBatch:
     batch: BatchShape
     roofline_us: float | None  # the least time at the device's measured rates; None where they were not measured
     timed: list[Timed]  # the candidates, the fastest first, those without a time last
-    complete: bool = True  # False where it was interrupted
-    seconds: float = 0.0  # spent on rounds
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a time, and no error is above its bound."""
+        return any(each.failure is None for each in self.timed) and all(each.exact for each in self.timed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; ``docs/json.md`` documents it."""
+        floor, backends = self.roofline_us, []
+        for each in self.timed:
+            share = None if floor is None or each.failure is not None else floor / each.time_us
+            backends.append({**each.to_dict(), "roofline_share": share})
+        return {"batch": str(self.batch), "roofline_us": floor, "backends": backends}
 
 
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
-
-
-def uncertainty(samples: Sequence[float]) -> float:
-    """Return half the width of a median's 95 % interval as a share of it, by the quartiles of at least two samples."""
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    # A normal distribution's quartiles lie 1.349 deviations apart; its median's standard error is 1.2533 of the mean's.
-    return float(1.96 * 1.2533 * (high - low) / 1.349 / len(samples) ** 0.5 / middle)
 
 
 def failure_text(error: BaseException) -> str:

@@ -90,14 +90,15 @@ def command(
     from attn_select_measure.survey_fit import extended, save
     from attn_select_measure.survey_records import read_survey
 
-    layers = []
+    layers = {}
     for each in chosen_layers(explanation.layers, layer):
         config = each.selection.config
         reason = benching.untimed(config)
         if reason is None and family_of(config) is None:
             reason = "surveys have no times of such layers"
         if reason is None:
-            layers.append(tuning.tuned_layer(each.kind, config, wanted))
+            tuned = tuning.tuned_layer(each.kind, config, wanted)
+            layers[tuned.seed] = tuned
         else:
             click.echo(f"{each.kind} is not tuned: {reason}", err=True)
     if not layers:
@@ -114,10 +115,10 @@ def command(
     if not regrets:
         print_line("not written: no held-out workload has times of the backends that are chosen")
         return 1
-    for seed, name in {one.seed: one.name for one in layers}.items():
-        if mine := [each for each in regrets if each.seed == seed]:
-            print_line(f"{name}: regret {tuning.regret_text(mine)}")
-    if not tuning.is_better(regrets):
+    for seed, mine in regrets.items():
+        print_line(f"{layers[seed].name}: regret {tuning.regret_text(mine)}")
+    before, after = tuning.means([each for mine in regrets.values() for each in mine])
+    if after > before:
         print_line("not written: choices would be worse")
         return 1
     save(extended(merged, held_out), path)

@@ -22,10 +22,9 @@ from attn_select.times.batch_shape import BatchShape, parse_batch_shape
 from attn_select.times.prediction import SUFFIX, packaged_survey
 from attn_select.times.roofline import is_decode
 from attn_select.times.workload import WeightedShape, Workload, phases_of
-from attn_select_measure.survey_draw import PHASES, SPACE, Space, draw_batch, kind_of
+from attn_select_measure.survey_draw import PHASES, SPACE, Space, Work, draw_batch, kind_of, work_of
 from attn_select_measure.survey_fit import extended, fit_survey, save
 from attn_select_measure.survey_records import PAIR, Record, times_of
-from attn_select_measure.surveying import Work, work_of
 
 LEAST_OTHERS = 100  # Workloads of other layers that must be known before a layer's own times are added to them
 _PHASES_OF: Mapping[str, tuple[Phase, ...]] = {
@@ -88,21 +87,22 @@ def in_turn(batches: Sequence[BatchShape], config: LayerConfig) -> list[BatchSha
     return [batch for turn in zip_longest(*by_phases.values()) for batch in turn if batch is not None]
 
 
-def plan(layers: Sequence[TunedLayer], workloads: int, known: Sequence[Record]) -> Iterator[Work]:
+def plan(layers: Mapping[int, TunedLayer], workloads: int, known: Sequence[Record]) -> Iterator[Work]:
     """Yield so many workloads of each layer, without those that are in the file; the layers in turn."""
     done = {(record["seed"], record["number"]) for record in known}
     for number in range(workloads):
-        for layer in {each.seed: each for each in layers}.values():
-            if (layer.seed, number) not in done:
+        for seed, layer in layers.items():
+            if (seed, number) not in done:
                 yield layer.work(number)
 
 
-def parted(layers: Sequence[TunedLayer], records: Sequence[Record]) -> tuple[list[Record], list[Record], list[Record]]:
+def parted(
+    layers: Mapping[int, TunedLayer], records: Sequence[Record]
+) -> tuple[list[Record], list[Record], list[Record]]:
     """Return the records of other workloads, those of the layers that are added, and those that are held out."""
-    by_seed = {layer.seed: layer for layer in layers}
     others, added, held_out = list[Record](), list[Record](), list[Record]()
     for record in records:
-        layer = by_seed.get(record["seed"])
+        layer = layers.get(record["seed"])
         into = others if layer is None else held_out if layer.is_held_out(record["number"]) else added
         into.append(record)
     return others, added, held_out
@@ -122,24 +122,16 @@ def base_survey(device: Device, gpu: str, others: Sequence[Record], file: Path) 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Regret:
-    """What the choice for one workload costs by two surveys: the chosen backend's time over the least one."""
-
-    seed: int
-    before: float
-    after: float
-
-
 def judged(
     held_out: Sequence[Record],
     surveys: Sequence[Mapping[str, Any]],
     device: Device,
     rules: RulesArgument,
     environment: Environment,
-) -> list[Regret]:
-    """Choose for each held-out workload by two surveys; a workload on which a choice has no time is left out."""
-    found = []
+) -> dict[int, list[list[float]]]:
+    """Return by layers' seed what choices by each survey cost for held-out workloads: the chosen backend's time over
+    the least one; a workload on which a choice has no time is left out."""
+    found: dict[int, list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{index}{SUFFIX}" for index in range(len(surveys))]
         for data, path in zip(surveys, paths, strict=True):
@@ -155,17 +147,17 @@ def judged(
                 time_us = times.get(PAIR.join(dict.fromkeys(names)))
                 regrets += [] if time_us is None else [time_us / min(times.values())]
             if len(regrets) == len(paths):
-                found.append(Regret(record["seed"], *regrets))
+                found.setdefault(record["seed"], []).append(regrets)
     return found
 
 
-def is_better(regrets: Sequence[Regret]) -> bool:
-    """Whether the second choices are at least as good as the first ones, in the geometric mean."""
-    return geometric_mean([each.after for each in regrets]) <= geometric_mean([each.before for each in regrets])
+def means(regrets: Sequence[Sequence[float]]) -> list[float]:
+    """Return the geometric mean by survey."""
+    return [geometric_mean(each) for each in zip(*regrets, strict=True)]
 
 
-def regret_text(regrets: Sequence[Regret]) -> str:
+def regret_text(regrets: Sequence[Sequence[float]]) -> str:
     """Say what both choices cost."""
-    both = [each.before for each in regrets], [each.after for each in regrets]
-    before, after = (f"{geometric_mean(each):.3f} (worst {max(each):.2f})" for each in both)
+    worst = map(max, zip(*regrets, strict=True))
+    before, after = (f"{mean:.3f} (worst {most:.2f})" for mean, most in zip(means(regrets), worst, strict=True))
     return f"{before} as it stands, {after} with the times of these layers"

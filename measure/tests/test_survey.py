@@ -16,10 +16,11 @@ from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layer_config import layer_of
 from attn_select.machine.environment import Environment
 from attn_select.reference import timed_steps
+from attn_select.times import evidence
 from attn_select.times.batch_shape import parse_batch_shape
-from attn_select_measure import benching, surveying
+from attn_select_measure import benching, survey_records
 from attn_select_measure.first_calls import FirstCall, FirstCalls
-from attn_select_measure.survey_draw import TINY, draw, kind_of
+from attn_select_measure.survey_draw import TINY, draw
 from attn_select_measure.survey_records import append_record, read_survey
 
 pytestmark = [
@@ -32,7 +33,8 @@ Line = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surveying, "ROUNDS", 2)
+    monkeypatch.setattr(benching, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(benching, "MOST_ROUNDS", 2)
 
 
 @pytest.fixture
@@ -57,8 +59,8 @@ def test_a_line_has_what_its_times_are_judged_by(run: Any, out: Path) -> None:
     assert len(result.err.splitlines()) == 4  # the device, and each workload
     for number, line in enumerate(lines(out)):
         drawn = draw(5, number, TINY)
-        assert (line["seed"], line["number"], line["v"]) == (5, number, 1)
-        assert (line["family"], line["phase"], line["kind"]) == (drawn.family, drawn.phase, kind_of(drawn.config))
+        assert line["v"] == 1
+        assert {key: line[key] for key in drawn.row} == drawn.row
         assert layer_of(line["config"]) == drawn.config
         assert parse_batch_shape(line["batch"]) == drawn.batch
         assert line["gpu"] == "CPU of this machine"
@@ -185,6 +187,18 @@ def test_check_says_what_is_stale(run: Any, out: Path) -> None:
     assert "FLASH_ATTN: 1 of 1 times are stale: vllm 0.26.0, now 0.27.0" in pinned.out
 
 
+def test_a_known_stale_backend_is_told_with_its_reason(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = {"TRITON_ATTN": {"reason": "a new kernel", "date": "2026-11-28"}}
+    monkeypatch.setattr(evidence, "known_stale", lambda: why)
+    monkeypatch.setattr(survey_records, "stale_parts", lambda *_: ["other kernels"])
+    result = run("survey", "--check")
+    assert result.code == 1
+    told = {line.partition(":")[0]: line for line in result.out.splitlines()}
+    assert told["TRITON_ATTN"].endswith("times are stale, as known: a new kernel (2026-11-28)")
+    assert told["TRITON_MLA"].endswith("times are stale: other kernels")
+    assert "--backend TRITON_ATTN" not in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -218,9 +232,8 @@ def first_calls() -> Any:
 
 def first_call(number: int, backend: str = "TORCH_SDPA") -> FirstCall:
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32)
-    return FirstCall(
-        (0, number, backend), backend, config, ((1, 40), (9, 9)), {"decode": backend, "prefill": backend}, None
-    )
+    batch = parse_batch_shape("q9_q1s40")
+    return FirstCall((0, number, backend), config, batch, {"decode": backend, "prefill": backend})
 
 
 def test_first_calls_run_in_other_processes(first_calls: FirstCalls) -> None:

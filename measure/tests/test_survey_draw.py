@@ -21,7 +21,7 @@ from attn_select_measure.survey_draw import (
     SPACE,
     STATE_FAMILIES,
     STATE_PHASES,
-    Drawn,
+    Work,
     draw,
     kind_of,
 )
@@ -30,30 +30,30 @@ ALL = len(FAMILIES) * len(PHASES)
 
 
 @pytest.fixture(scope="module")
-def drawn() -> list[Drawn]:
+def drawn() -> list[Work]:
     return [draw(3, number) for number in range(ALL)]
 
 
-def layer(each: Drawn) -> AttentionConfig:
+def layer(each: Work) -> AttentionConfig:
     assert isinstance(each.config, AttentionConfig)
     return each.config
 
 
-def test_a_workload_depends_on_its_seed_and_number_alone(drawn: list[Drawn]) -> None:
+def test_a_workload_depends_on_its_seed_and_number_alone(drawn: list[Work]) -> None:
     assert [draw(3, number) for number in (ALL - 1, 7)] == [drawn[ALL - 1], drawn[7]]
     assert [draw(4, number) for number in range(20)] != drawn[:20]
 
 
-def test_every_family_comes_in_every_phase(drawn: list[Drawn]) -> None:
-    pairs = Counter((each.family, each.phase) for each in drawn)
+def test_every_family_comes_in_every_phase(drawn: list[Work]) -> None:
+    pairs = Counter((each.row["family"], each.row["phase"]) for each in drawn)
     assert len(pairs) == len(set(FAMILIES)) * len(set(PHASES))
     for each in drawn:
-        phases = {"decode", "prefill"} if each.phase == "mixed" else {"prefill"}
-        wanted = phases if each.phase in ("mixed", "prefill", "chunk") else {"decode"}
+        phases = {"decode", "prefill"} if each.row["phase"] == "mixed" else {"prefill"}
+        wanted = phases if each.row["phase"] in ("mixed", "prefill", "chunk") else {"decode"}
         assert set(phases_of(each.batch, each.config)) == wanted, each
 
 
-def test_steps_and_caches_are_bounded(drawn: list[Drawn]) -> None:
+def test_steps_and_caches_are_bounded(drawn: list[Work]) -> None:
     for each in drawn:
         floor = roofline_us(each.config, each.batch, lookup("h100"))
         assert floor is not None
@@ -66,7 +66,7 @@ def test_steps_and_caches_are_bounded(drawn: list[Drawn]) -> None:
         assert each.batch.num_kv_tokens * per_token <= MOST_CACHE_BYTES
 
 
-def test_the_space_is_wide(drawn: list[Drawn]) -> None:
+def test_the_space_is_wide(drawn: list[Work]) -> None:
     layers = [layer(each) for each in drawn]
     attention = [each for each in layers if not each.mla]
     assert {each.num_heads // each.num_kv_heads for each in attention} >= {1, 2, 4, 8, 16}
@@ -86,14 +86,14 @@ def test_the_space_is_wide(drawn: list[Drawn]) -> None:
 def test_layers_that_keep_a_state_have_numbers_of_their_own() -> None:
     count = len(STATE_FAMILIES) * len(STATE_PHASES)
     drawn = [draw(3, FIRST_STATE + number) for number in range(count)]
-    pairs = {(each.family, each.phase) for each in drawn}
+    pairs = {(each.row["family"], each.row["phase"]) for each in drawn}
     assert len(pairs) == len(set(STATE_FAMILIES)) * len(set(STATE_PHASES))
     for each in drawn:
         config = each.config
         assert isinstance(config, StateConfig)
-        assert kind_of(config).split(" ")[0] == config.recurrence == each.family
+        assert kind_of(config).split(" ")[0] == config.recurrence == each.row["family"]
         states = each.batch.num_requests * (1 + config.max_decode_query_len) * bytes_per_slot(config)
         assert states <= MOST_CACHE_BYTES
-        phases = {"decode", "prefill"} if each.phase == "mixed" else {"prefill"}
-        wanted = phases if each.phase in ("mixed", "prefill", "chunk") else {"decode"}
+        phases = {"decode", "prefill"} if each.row["phase"] == "mixed" else {"prefill"}
+        wanted = phases if each.row["phase"] in ("mixed", "prefill", "chunk") else {"decode"}
         assert set(phases_of(each.batch, config)) == wanted, each

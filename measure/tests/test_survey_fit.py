@@ -18,10 +18,9 @@ from attn_select.times.batch_shape import parse_batch_shape
 from attn_select.times.evidence import known_stale
 from attn_select.times.features import Rates
 from attn_select.times.prediction import Survey, features_of
-from attn_select_measure import survey_records
 from attn_select_measure.survey_draw import FIRST_STATE, draw, kind_of
 from attn_select_measure.survey_fit import extended, fit_survey
-from attn_select_measure.survey_records import Record, check_packaged
+from attn_select_measure.survey_records import Record, checked, packaged_times
 
 RATES = Rates(4.19e6, 7.81e8, 132)
 
@@ -120,18 +119,8 @@ def test_layers_that_keep_a_state_are_a_family(records: list[Record]) -> None:
 
 
 def test_packaged_times_are_of_the_kernels_that_are_here() -> None:
-    checked = check_packaged(load_plugins(), environment_for(lookup("cpu")))
-    assert {each.backend for each in checked} >= {"TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN"}
-    stale = {each.backend for each in checked if each.stale}
+    found = checked(packaged_times(), load_plugins(), environment_for(lookup("cpu")))
+    assert {each.backend for each in found} >= {"TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN"}
+    stale = {each.backend for each in found if each.stale}
     assert stale == set(known_stale())  # with a reason each, and few of them
     assert len(stale) <= 3
-
-
-def test_a_known_stale_backend_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = {"TRITON_ATTN": {"reason": "a new kernel", "date": "2026-11-28"}}
-    monkeypatch.setattr(survey_records, "known_stale", lambda: why)
-    monkeypatch.setattr(survey_records, "stale_parts", lambda *_: ["other kernels"])
-    checked = {each.backend: each for each in check_packaged(load_plugins(), environment_for(lookup("cpu")))}
-    assert checked["TRITON_ATTN"].known == "a new kernel (2026-11-28)"
-    assert checked["TRITON_MLA"].stale
-    assert not checked["TRITON_MLA"].known

@@ -89,9 +89,8 @@ def survey_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Any) -
 
     def plan(*_: Any) -> Any:
         for number in range(0, 60, 2):
-            drawn = draw(1, number)
-            if drawn.config.sort == "attention":
-                yield surveying.work_of(1, number, drawn.family, drawn.phase, drawn.config, drawn.batch)
+            if (work := draw(1, number)).config.sort == "attention":
+                yield work
 
     surveying.survey(settings, plan, environment_for(H100), lambda text: None)
     save(fit_survey(read_survey(settings.out)), tmp_path / "packaged" / "h100.json.gz")

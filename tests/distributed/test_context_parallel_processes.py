@@ -85,7 +85,7 @@ def test_the_documented_program_prints_what_the_document_shows(tmp_path: Path) -
 def bench(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run ``attn-select bench`` in two processes; return the exit code, and what the first one printed."""
     given = ["--num-heads", "4", "--num-kv-heads", "2", "--head-size", "32", "--dtype", "float32", "--json"]
-    given += ["--rounds", "3", "--backend", "TORCH_SDPA", *arguments]
+    given += ["--backend", "TORCH_SDPA", *arguments]
     program = "import sys; from attn_select_cli.main import run; sys.exit(run(sys.argv[1:]))"
     (folder / "bench.py").write_text(program, "utf-8")
     found = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -79,6 +79,11 @@ class BatchShape:
         return "_".join(map(str, self.groups))
 
     @property
+    def requests(self) -> list[tuple[int, int]]:
+        """The query length and sequence length of each request."""
+        return [(group.query_len, group.seq_len) for group in self.groups for _ in range(group.count)]
+
+    @property
     def num_requests(self) -> int:
         """How many requests."""
         return sum([group.count for group in self.groups])

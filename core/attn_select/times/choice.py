@@ -132,7 +132,7 @@ def order_by_times(
         share = math.fsum([shape.weight for shape in workload.of_phase(phase, config)])
         why = _why_rules(phase, share, by_rules, costs)
         if why is None and by_rules.chosen is not None:
-            pools[phase] = movable(order[phase], costs, by_rules.pinned)
+            pools[phase] = [name for name in order[phase] if name in costs and name not in by_rules.pinned]
             if len(pools[phase]) < 2:
                 del pools[phase]
                 why = f"{by_rules.chosen} alone was surveyed on such layers"
@@ -329,11 +329,6 @@ def arranged(order: Sequence[str], costs: Mapping[str, float], pinned: Collectio
             found.insert(max([found.index(other) + 1 for other in free[:place]], default=0), name)
     rest = iter(found)
     return [name if name in pinned else next(rest) for name in order]
-
-
-def movable(order: Sequence[str], costs: Mapping[str, float], pinned: Collection[str]) -> list[str]:
-    """Return the candidates that times may order."""
-    return [name for name in order if name in costs and name not in pinned]
 
 
 def fastest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from attn_select.layer.config import AttentionConfig
@@ -26,8 +27,6 @@ MOST_SHARING = 8
 MOST_SHARED_BYTES = 128 << 20
 """Of one rank's shared memory, for one kind of layers."""
 MEASURED_ON = "2 H200 over NVLink"
-LONGEST = 1 << 27
-"""Tokens of context beyond which nothing is said to pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +86,11 @@ def _step(config: AttentionConfig, batch: BatchShape, device: Device) -> RankSte
     alone_us, ranks_us = _attention_us(config, batch, device)
     if alone_us is None or ranks_us is None:
         return None
-    least = collectives_us(config, batch.num_tokens)
-    low, high = batch.max_query_len, LONGEST
-    while low < high:
-        middle = (low + high) // 2
-        groups = tuple(replace(group, seq_len=max(group.query_len, middle)) for group in batch.groups)
-        alone, shared = _attention_us(config, BatchShape(groups), device)
-        assert alone is not None
-        assert shared is not None
-        low, high = (low, middle) if alone - shared > least else (middle + 1, high)
-    return RankStep(batch, alone_us, ranks_us, least, low if low < LONGEST else None)
+    added_us, spared_us = collectives_us(config, batch.num_tokens), alone_us - ranks_us
+    pays_from = None
+    if spared_us > 0:  # it grows with the context, what is added does not
+        pays_from = math.ceil(batch.num_kv_tokens / batch.num_requests * added_us / spared_us)
+    return RankStep(batch, alone_us, ranks_us, added_us, pays_from)
 
 
 def _attention_us(config: AttentionConfig, batch: BatchShape, device: Device) -> tuple[float | None, float | None]:

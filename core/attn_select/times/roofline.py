@@ -172,18 +172,6 @@ def step_work(config: LayerConfig, batch: BatchShape, *, attention_alone: bool =
     return StepWork(**total)
 
 
-def matmul_rate(config: LayerConfig, device: Device) -> float | None:
-    """Return the FLOP/s at which ``device`` could multiply for this layer; None where the data file has no rate.
-
-    A quantised cache counts at the FP8 rate where the GPU has one: kernels that quantise queries too multiply in FP8.
-    """
-    if config.dtype == "float32":
-        return None
-    quantized = isinstance(config, AttentionConfig) and dtypes.is_quantized(config.kv_cache_dtype)
-    tflops = (quantized and device.fp8_tflops) or device.bf16_tflops
-    return tflops * 1e12 if tflops else None
-
-
 @lru_cache(maxsize=1024)  # all candidates without times ask the same
 def roofline_us(
     config: LayerConfig, batch: BatchShape, device: Device, *, attention_alone: bool = False
@@ -191,12 +179,16 @@ def roofline_us(
     """Return the least time in us of one layer's step on ``device``; None where its bandwidth is unknown.
 
     It is the longer of bytes over peak bandwidth and FLOPs over the dense matmul rate; bytes alone where the rate is
-    unknown. MLA's products run in the compute dtype, whatever the cache holds.
+    unknown, and of float32, whose rate the data file has not. A quantised cache counts at the FP8 rate where the GPU
+    has one: kernels that quantise queries too multiply in FP8. MLA's products run in the compute dtype.
     """
     if device.bandwidth_gbps is None:
         return None
     work = step_work(config, batch, attention_alone=attention_alone)
     seconds = work.bytes / (device.bandwidth_gbps * 1e9)
-    if (rate := matmul_rate(config, device)) is not None and device.bf16_tflops:
-        seconds = max(seconds, work.attention_flops / rate + work.projection_flops / (device.bf16_tflops * 1e12))
+    if config.dtype != "float32" and device.bf16_tflops:
+        quantized = isinstance(config, AttentionConfig) and dtypes.is_quantized(config.kv_cache_dtype)
+        tflops = (quantized and device.fp8_tflops) or device.bf16_tflops
+        multiplied = work.attention_flops / tflops + work.projection_flops / device.bf16_tflops
+        seconds = max(seconds, multiplied / 1e12)
     return seconds * 1e6

@@ -1,1 +1,1 @@
-"""The page that ``attn-select report`` writes: what is on it, its charts and its templates."""
+"""The page that ``attn-select report`` writes: what is on it, and its templates."""

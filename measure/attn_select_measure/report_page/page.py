@@ -1,14 +1,12 @@
-"""The page itself: cells and their explanations, filled into the templates."""
+"""The page itself: decisions and their explanations, filled into the templates."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,84 +17,46 @@ from attn_select.decide.config_text import config_text
 from attn_select.decide.lines import byte_text, us_text
 from attn_select.decide.text import NAN_TAIL_WARNING
 from attn_select.layer.layer_config import layer_of
-from attn_select_measure.charts import COLOURS, SIGNS
-from attn_select_measure.report_page.predicted import Chart, ChartGroup
+from attn_select_cli.matrix import cell_text
 
 MARK = "attn-select report"  # In the first lines of every report, so that a file can be told to be one
 _CUT = "\x00"
 
 
-@dataclass(slots=True)
-class Cell:
-    """One model's layers of one kind on one GPU."""
-
-    model: str  # the model, or what names the layer
-    kind: str  # the layer kind and how many layers are of it
-    gpu: str
-    names: list[str]  # the chosen backends, prefill's first; ``none`` for a phase without one
-    key: str  # which of ``Page.explanations`` opens
+Documents = Mapping[tuple[str, str], Mapping[str, Any]]
+"""By model and GPU what ``attn-select explain --json`` prints, each layer with ``by_batch`` beside it."""
 
 
-@dataclass(slots=True)
-class Page:
-    """Everything that a report shows."""
-
-    cells: Sequence[Cell]
-    # what each key of a cell opens: a document of ``attn-select explain --json``
-    explanations: Mapping[str, Mapping[str, Any]]
-    timed: Sequence[ChartGroup]  # charts of predicted times
-    notes: Sequence[str]  # why there are no charts of some layers or GPUs, sentences
-    looks: Mapping[str, int]  # index of each backend's colour and sign
-
-    def html(self) -> str:
-        """Return the page as text."""
-        templates = _templates()
-        page = templates.get_template("page.html.j2")
-        backends = sorted({name for cell in self.cells for name in cell.names})
-        return page.render(
-            mark=MARK,
-            version=__version__,
-            title="Attention backends",
-            date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            colours=COLOURS,
-            css=Markup(_text("report.css")),
-            script=Markup(_text("report.js")),
-            gpus=list(dict.fromkeys(cell.gpu for cell in self.cells)),
-            backends=backends,
-            looks=self.looks,
-            signs=[Markup(shape) for shape in SIGNS.values()],
-            matrix=self._rows(),
-            timed=[{**asdict(group), "charts": [_chart(chart) for chart in group.charts]} for group in self.timed],
-            notes=self.notes,
-            pieces=Markup(self._pieces(templates)),
-        )
-
-    def _rows(self) -> list[dict[str, Any]]:
-        gpus = dict.fromkeys(cell.gpu for cell in self.cells)
-        rows: dict[tuple[str, str], dict[str, Cell]] = {}
-        for cell in self.cells:
-            rows.setdefault((cell.model, cell.kind), {})[cell.gpu] = cell
-        empty = {"names": None}
-        return [
-            {"model": model, "kind": kind, "cells": [by_gpu.get(gpu, {**empty, "gpu": gpu}) for gpu in gpus]}
-            for (model, kind), by_gpu in rows.items()
-        ]
-
-    def _pieces(self, templates: Environment) -> str:
-        """Return all explanations, gzipped, in base 64; each piece that several have in common once."""
-        explanation = templates.get_template("explanation.html.j2")
-        parts: dict[str, int] = {}
-        cells = {}
-        for key, document in self.explanations.items():
-            text = explanation.render(document)
-            cells[key] = [parts.setdefault(piece, len(parts)) for piece in text.split(_CUT) if piece]
-        packed = json.dumps({"cells": cells, "parts": list(parts)}, ensure_ascii=False, separators=(",", ":"))
-        return base64.b64encode(gzip.compress(packed.encode(), 6, mtime=0)).decode()
+def page_of(documents: Documents) -> str:
+    """Return the page as text."""
+    templates = _templates()
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for (model, gpu), document in documents.items():
+        for layer in document["layers"]:
+            kind = f"{layer['kind']} × {layer['count']}"
+            rows.setdefault((model, kind), {})[gpu] = cell_text(layer["selected"]).split(" / ")
+    return templates.get_template("page.html.j2").render(
+        mark=MARK,
+        version=__version__,
+        title="Attention backends",
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        gpus=list(dict.fromkeys(gpu for _, gpu in documents)),
+        backends=sorted({name for by_gpu in rows.values() for names in by_gpu.values() for name in names}),
+        rows=rows,
+        pieces=Markup(_pieces(documents, templates)),
+    )
 
 
-def _chart(chart: Chart) -> dict[str, Any]:
-    """Return a chart that is taken as an element, not as text."""
-    return {**asdict(chart), "svg": Markup(chart.svg)}
+def _pieces(documents: Documents, templates: Environment) -> str:
+    """Return all explanations, gzipped, in base 64; each piece that several have in common once."""
+    explanation = templates.get_template("explanation.html.j2")
+    parts: dict[str, int] = {}
+    cells = {}
+    for names, document in documents.items():
+        text = explanation.render(document)
+        cells[" on ".join(names)] = [parts.setdefault(piece, len(parts)) for piece in text.split(_CUT) if piece]
+    packed = json.dumps({"cells": cells, "parts": list(parts)}, ensure_ascii=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(packed.encode(), 6, mtime=0)).decode()
 
 
 def _templates() -> Environment:
@@ -110,18 +70,9 @@ def _templates() -> Environment:
         nan_tail_warning=NAN_TAIL_WARNING,
         config_line=lambda layer: config_text(layer_of(layer["config"])),
         ranked=_ranked,
-        origin=_origin,
     )
     return templates
 
 
 def _ranked(layer: Mapping[str, Any], phase: str) -> list[Mapping[str, Any]]:
     return sorted(layer["candidates"], key=lambda candidate: candidate["phases"][phase]["rank"] or 1 << 30)
-
-
-def _origin(rule: Mapping[str, Any]) -> str:
-    return f"{rule['file']}:{rule['line']}"
-
-
-def _text(name: str) -> str:
-    return resources.files("attn_select_measure.report_page").joinpath("templates", name).read_text(encoding="utf-8")

@@ -17,11 +17,11 @@ function pieces() {
 
 async function open(button) {
   const { cells, parts } = await pieces();
-  document.getElementById("explanation-title").textContent = button.dataset.title;
+  document.getElementById("explanation-title").textContent = button.dataset.cell;
   body.innerHTML = cells[button.dataset.cell].map((index) => parts[index]).join("");
   dialog.showModal();
   dialog.scrollTop = 0;
-  history.replaceState(null, "", "#cell=" + encodeURIComponent(button.dataset.title));
+  history.replaceState(null, "", "#cell=" + encodeURIComponent(button.dataset.cell));
 }
 
 dialog.addEventListener("close", () => {
@@ -30,7 +30,7 @@ dialog.addEventListener("close", () => {
 });
 for (const button of buttons) button.addEventListener("click", () => open(button));
 const linked = decodeURIComponent(location.hash.replace(/^#cell=/, ""));
-const first = buttons.find((button) => button.dataset.title === linked);
+const first = buttons.find((button) => button.dataset.cell === linked);
 if (first) open(first);
 
 const [byModel, byGpu, byBackend] = ["model", "gpu", "backend"].map((name) => document.getElementById("filter-" + name));
@@ -51,8 +51,6 @@ function filter() {
   }
   document.getElementById("shown").textContent = `${shown} of ${buttons.length} cells`;
 }
-if (byModel) {
-  for (const field of [byModel, byGpu, byBackend]) field.addEventListener("input", filter);
-  document.querySelector(".filters").addEventListener("submit", (event) => event.preventDefault());
-  filter();
-}
+for (const field of [byModel, byGpu, byBackend]) field.addEventListener("input", filter);
+document.querySelector(".filters").addEventListener("submit", (event) => event.preventDefault());
+filter();
