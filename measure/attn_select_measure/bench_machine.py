@@ -68,8 +68,8 @@ class Machine:
         if self._flush is not None:
             self._flush.zero_()
         if self.ranks is not None:
-            met = torch.zeros(self.ranks.size + 1, device=self.torch_device)
-            self.ranks.collectives.all_gather(met[1:], met[:1])
+            met = torch.zeros(self.ranks.size + 1, 1, device=self.torch_device)
+            self.ranks.collectives.all_gather(met[1:], met[0])
 
     @property
     def memory_name(self) -> str:

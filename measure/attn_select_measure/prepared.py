@@ -62,10 +62,10 @@ class Prepared:
             once_us = (time.perf_counter() - again) * 1e6
             for call in calls[1:-1]:
                 call()
-            if machine.ranks is None:  # which would need as many calls on each
+            if machine.ranks is None:  # whose layers wait for each other: each rank makes as many calls
                 timed.eager = self._eager_cost(calls, once_us)
+                layers = min(layers, max(1, int(LONGEST_US / once_us)))
             calls = step.calls()  # anew: what the first calls have filled in would stay out of the graph
-            layers = min(layers, max(1, int(LONGEST_US / once_us)))
             self.layers = (calls * -(-layers // len(calls)))[-layers:]  # the last one's result is compared
             if not machine.on_gpu:
                 timed.method = "eager"

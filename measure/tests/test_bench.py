@@ -16,6 +16,8 @@ pytest.importorskip("torch", reason="timing a layer needs torch")
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine.device import lookup
 from attn_select.reference import timed_steps
+from attn_select.runtime import ContextParallel
+from attn_select.testing.ranks import run_ranks
 from attn_select.times.batch_shape import parse_batch_shape
 from attn_select_measure import bench_machine, benching, host_memory, prepared
 from attn_select_measure.timed import Timed
@@ -289,3 +291,27 @@ def test_a_backend_that_is_far_slower_than_the_roofline_runs_fewer_layers(
     assert timed.exact  # what is compared ran on the cache that it is compared on
     (graph,) = gpu_bench.graphs
     assert graph.count == 1
+
+
+def test_ranks_run_as_many_layers_whatever_each_of_them_measures(
+    gpu_bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each layer of a graph has collectives, in which ranks wait for each other.
+    config, batch = CONFIG.model_copy(update={"decode_context_parallel_size": 2}), parse_batch_shape("8q1s512")
+    counts, prepare = list[int](), prepared.Prepared.prepare
+
+    def counted(each: Any, memory: Any, layers: int) -> None:
+        prepare(each, memory, layers)
+        counts.append(len(each.layers))
+
+    def measure(collectives: Any) -> str | None:
+        bench = benching.Bench(ranks=ContextParallel(collectives))
+        bench.machine.on_gpu, bench.rates = True, bench_machine.Rates((1 + collectives.rank) * 1e10, 1e14)
+        (timed,) = bench.measure(config, batch, bench.candidates(config, batch, ["TORCH_SDPA"])).timed
+        return timed.failure
+
+    monkeypatch.setattr(prepared.Prepared, "prepare", counted)
+    monkeypatch.setattr(prepared, "LONGEST_US", 1.0)  # each rank's own time says nothing of how many layers all run
+    assert run_ranks(2, measure) == [None, None]
+    assert len(counts) == 2
+    assert counts[0] == counts[1] > 1
