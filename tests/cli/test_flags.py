@@ -124,6 +124,9 @@ def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     assert (
         "Ranked higher by attn-select, but not taken:\n  FLASHINFER: FLASHINFER of vLLM: needs NVIDIA's" in preset.out
     )
+    mla = run("flags", "-e", "vllm", "-m", "deepseek-v3", "-g", "h100", "--kv-cache-dtype", "fp8").out
+    assert "  TRITON_MLA for mla, decode: only times of" in mla  # of two reasons each says where
+    assert "  TRITON_MLA for mla, prefill: vLLM has no such backend\n" in mla
     assert "attn-select-vllm" not in preset.out  # it does not bring FLASHINFER there
     triton = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h200").out
     assert "  attn-select-vllm, installed beside vLLM, has attn-select's TRITON_ATTN for it\n" in triton
