@@ -272,6 +272,14 @@ def test_a_foreign_gpu_does_not_get_this_machines_cuda(monkeypatch: pytest.Monke
     clear_cache()
 
 
+@pytest.mark.parametrize("asked", [(), (None,), ("auto",)])
+def test_a_gpu_that_is_found_later_is_decided_for(monkeypatch: pytest.MonkeyPatch, asked: tuple[Any, ...]) -> None:
+    for device in (CPU, replace(lookup("h100"), local=True)):
+        monkeypatch.setattr(detection, "detect_device", lambda: Detection(device))  # noqa: B023
+        assert select(GQA, *asked).device == select_model([GQA], *asked)[0].device == device
+    clear_cache()
+
+
 def test_loading_what_cannot_run_raises_with_every_reason() -> None:
     selection = select(GQA, "t4", backend="FLASH_ATTN")
     assert not selection.ok

@@ -80,7 +80,7 @@ def select(
     if not isinstance(config, (AttentionConfig, StateConfig)):
         text = f"config = {show(config)}: expected an AttentionConfig or a StateConfig"
         raise ConfigError(text, fields=["config"])
-    arguments: Any = (config, device, rules, backend, environment, workload, times, host_time)
+    arguments: Any = (config, _or_here(device), rules, backend, environment, workload, times, host_time)
     try:
         hash(arguments)
     except TypeError:  # lists, mappings and rule sets may change
@@ -164,6 +164,12 @@ def _log(selection: Selection[Any]) -> None:
         logger.info("%s: %s by %s, %s: %s", phase, name or "none", by, able, config_text(selection.config))
 
 
+def _or_here(device: Any) -> Any:
+    """Return a device, of this machine where None or auto asks for it. What is found is not kept: it may change."""
+    # torch knows GPUs once it has started CUDA.
+    return detection.detect_device().device if device is None or device == "auto" else device
+
+
 def situation_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Situation:
     """Return what decisions rest on for a device, rules and environment, as ``select`` takes them.
 
@@ -172,8 +178,7 @@ def situation_for(device: Device | str | None, rules: RulesArgument, environment
     if device is not None and not isinstance(device, (str, Device)):
         text = f"device = {show(device)}: expected a Device, a name such as 'h100', or None for this machine's"
         raise ConfigError(text, fields=["device"])
-    if device is None or device == "auto":  # what is found may change: torch knows GPUs once it has started CUDA
-        device = detection.detect_device().device
+    device = _or_here(device)
     found = lookup(device) if isinstance(device, str) else device
     libraries = environment if environment is not None else environment_for(found)
     if not isinstance(libraries, Environment):
