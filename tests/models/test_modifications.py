@@ -90,6 +90,8 @@ def test_a_learnable_sink_that_is_switched_off(trial: Path, kinds: Kinds, sinks:
         {"attn_type_list": [0, 0, 0, 1]},
         {"hybrid_override_pattern": "M*M*"},
         {"linear_attn_config": {"full_attn_layers": [4]}},
+        {"attention_kv_lora_dim": 512, "attention_qk_dim": 128},  # openPangu Ultra MoE: MLA by other names
+        {"blocksparse_block_size": 64, "dense_attention_every_n_layers": 2},  # Phi-3-small
         {"indexer_n_heads": 4},
         {"compress_ratios": [0, 4, 4, 4]},
     ],
