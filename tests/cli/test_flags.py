@@ -166,6 +166,14 @@ def test_an_explicit_choice_that_the_engine_does_not_have_is_refused(
     assert "without --backend" in refused.err
 
 
+def test_layers_that_the_engine_refuses_have_no_default_there(run: Any) -> None:
+    words = ("--engine", "vllm", "--model", "phi-2", "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json")
+    found = run("flags", *words).json
+    assert found["refused"]["why"]
+    assert [layer["engine_default"] for layer in found["layers"]] == [None]
+    assert run("explain", *words).json["layers"][0]["engine"]["by_itself"] == "none"
+
+
 def config_of(layer: dict[str, Any]) -> AttentionConfig:
     fields: dict[str, Any] = {key: layer[key] for key in ("dtype", "kv_cache_dtype", "block_size") if key in layer}
     if layer.get("use_mla"):
