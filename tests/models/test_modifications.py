@@ -140,3 +140,15 @@ def test_layers_that_only_drafts_run(
     assert max(layer for kind in with_drafts.kinds for layer in kind.layers) >= 4
     silent = kinds({**config, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0, "layer_types": None})
     assert not any("only drafts run" in warning for warning in silent.warnings)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_images_of_gemma_4_are_said_to_be_causal_in_full_layers(kinds: Kinds, model_type: str) -> None:
+    def warnings(use: str | None) -> str:
+        text = {"num_hidden_layers": 6, "use_bidirectional_attention": use}
+        return "; ".join(kinds({"model_type": model_type, "text_config": text}).warnings)
+
+    said = ("full_attention layers stay causal over images", "windows end images too")
+    assert all(each in warnings("vision") for each in said)
+    assert not any(each in warnings(None) for each in said)
+    assert "stay causal" not in "; ".join(kinds({"model_type": "gemma3", "text_config": {}}).warnings)
