@@ -67,7 +67,7 @@ class Taken:
             "selected": self.layer.selection.selected[self.phases[-1]],
             "backend": self.offer.backend if self.offer else None,
             "engine_backend": name.name if name else None,
-            "engine_default": self.default.name if self.default else None,
+            "engine_default": self.default.name if self.default and not self.refused else None,
             "source": name.source if name else None,
             "default": self.default.source if self.default and self.is_default else None,
             "passed_over": [{"backend": backend, "why": why} for backend, why in self.passed_over()],

@@ -33,6 +33,8 @@ def _chosen(answers: EngineAnswers) -> list[tuple[str, str]]:
     if answers.refused:
         table = answers.table
         return [(answers.refused.removeprefix(f"{table.engine} {table.release}").lstrip(": "), "rejected")]
+    if answers.otherwise:
+        return [(f"runs them in another way, by its default: {answers.otherwise}", "rejected")]
     if not answers.chosen:
         return [("what it takes by itself is not known for this layer", "dim")]
     found = []

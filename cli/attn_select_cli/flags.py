@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -260,13 +261,19 @@ def _lines(result: EngineArguments, explanation: Explanation, model: str) -> lis
         if taken.offer is None and not result.refused:
             text = _why_none(taken, result)
             lines += [[(f"{taken.layer.kind}, {', '.join(taken.served)}: ", "rejected"), HANG, (text, "")]]
-    passed = dict.fromkeys(pair for taken in result.taken for pair in taken.passed_over())
+    passed: dict[tuple[str, str], list[str]] = {}
+    for taken in result.taken:
+        for pair in taken.passed_over():
+            passed.setdefault(pair, []).append(f"{taken.layer.kind}, {', '.join(taken.served)}")
     for layer, state in result.states:
         why = f"{table.engine} has no such kernel for {layer.kind} in {state.phase}"
-        passed |= dict.fromkeys((backend, why) for backend in state.passed_over)
+        passed |= {(backend, why): [] for backend in state.passed_over}
     if passed:
         lines += [[], [("Ranked higher", "title"), (" by attn-select, but not taken:", "")]]
-        lines += [[(f"  {backend}: ", ""), HANG, (why, "")] for backend, why in passed]
+        reasons = Counter(backend for backend, _ in passed)
+        for (backend, why), places in passed.items():
+            where = f" for {'; '.join(places)}" if reasons[backend] > 1 else ""
+            lines.append([(f"  {backend}{where}: ", ""), HANG, (why, "")])
         brought = dict.fromkeys(
             backend
             for taken in result.taken

@@ -170,7 +170,7 @@ def run(arguments: list[str]) -> int:
         from attn_select.errors import BackendError, UnknownModelTypeError
         from attn_select.machine import variables
 
-        if isinstance(error, BackendError) and os.environ.get(variables.TRACEBACK):
+        if isinstance(error, BackendError) and variables.is_on(variables.TRACEBACK):
             raise
         code = 1 if isinstance(error, NoBackendError | UnknownModelTypeError) else 2
         return _fail(as_json, error, code)
@@ -187,7 +187,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         from attn_select.machine import variables
 
-        if os.environ.get(variables.TRACEBACK):
+        if variables.is_on(variables.TRACEBACK):
             raise
         hint = f"this is a bug: run it again with {variables.TRACEBACK}=1 and report what it prints"
         bug = AttnSelectError(f"{type(error).__name__}: {error}", hint=hint, code="internal-error")

@@ -127,7 +127,7 @@ def _edit_command(effect: str, text: str, first: str) -> click.Command:
         )
         if not yes and not _confirmed():
             return 1
-        _write(path, text)
+        _write(path, text, before)
         print_line(f"written to {path}")
         return 0
 
@@ -167,14 +167,18 @@ def _read(path: Path) -> str:
         raise RulesError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, before: str) -> None:
     from attn_select.errors import RulesError
     from attn_select.machine.files import replace_file
+
+    def check() -> None:  # an editor, or another of these commands, while this one compared and asked
+        if _read(path) != before:
+            raise RulesError(f"{path}: has changed meanwhile, and is left as it is", hint="run the command again")
 
     target = Path(os.path.realpath(path))  # a link to a file elsewhere stays one
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(target, text.encode())
+        replace_file(target, text.encode(), check)
     except OSError as error:
         raise RulesError(f"{path}: cannot be written: {error.strerror or error}") from None
 

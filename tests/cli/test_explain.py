@@ -168,6 +168,7 @@ def test_an_internal_bug_is_exit_3(run: Any, monkeypatch: pytest.MonkeyPatch) ->
         raise ZeroDivisionError("boom")
 
     monkeypatch.setattr(explanation, "load", broken)
+    monkeypatch.setenv("ATTN_SELECT_TRACEBACK", "0")
     result = run("explain", "--model", "llama-3-8b")
     assert result.code == 3
     assert "ZeroDivisionError: boom" in result.err

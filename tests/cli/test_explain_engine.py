@@ -41,6 +41,18 @@ def test_what_only_a_setting_brings_is_named() -> None:
     assert ("mla_prefill", "") not in chosen
 
 
+def test_layers_that_the_engine_runs_otherwise_are_not_asked_about(run: Any) -> None:
+    words = ("--engine", "vllm", "--model", "minicpm3-4b", "--gpu", "a100", "--kv-cache-dtype", "fp8")
+    how = "runs them in another way, by its default: its layers of latent attention run as attention with keys and"
+    assert how in run("flags", *words).out
+    text = run("explain", *words).out
+    assert f"vLLM 0.33.0      {how}" in text
+    assert "refuses to start" not in text
+    engine = run("explain", *words, "--json").json["layers"][0]["engine"]
+    assert (engine["by_itself"], engine["chosen"], engine["backends"]) == ("-", [], [])
+    assert engine["otherwise"].startswith("its layers of latent attention run as attention")
+
+
 def test_explain_says_what_the_engine_takes_and_why_each_other_one_is_not(run: Any) -> None:
     words = ("explain", "--model", "gpt-oss-120b", "--gpu", "mi300x", "--engine", "vllm")
     text = run(*words).out

@@ -124,6 +124,9 @@ def test_text_is_a_command_that_can_be_copied(run: Any, tmp_path: Path) -> None:
     assert (
         "Ranked higher by attn-select, but not taken:\n  FLASHINFER: FLASHINFER of vLLM: needs NVIDIA's" in preset.out
     )
+    mla = run("flags", "-e", "vllm", "-m", "deepseek-v3", "-g", "h100", "--kv-cache-dtype", "fp8").out
+    assert "  TRITON_MLA for mla, decode: only times of" in mla  # of two reasons each says where
+    assert "  TRITON_MLA for mla, prefill: vLLM has no such backend\n" in mla
     assert "attn-select-vllm" not in preset.out  # it does not bring FLASHINFER there
     triton = run("flags", "-e", "vllm", "-m", "llama-3-8b", "-g", "h200").out
     assert "  attn-select-vllm, installed beside vLLM, has attn-select's TRITON_ATTN for it\n" in triton
@@ -161,6 +164,14 @@ def test_an_explicit_choice_that_the_engine_does_not_have_is_refused(
     assert (refused.code, refused.out) == (2, "")
     assert said in refused.err
     assert "without --backend" in refused.err
+
+
+def test_layers_that_the_engine_refuses_have_no_default_there(run: Any) -> None:
+    words = ("--engine", "vllm", "--model", "phi-2", "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json")
+    found = run("flags", *words).json
+    assert found["refused"]["why"]
+    assert [layer["engine_default"] for layer in found["layers"]] == [None]
+    assert run("explain", *words).json["layers"][0]["engine"]["by_itself"] == "none"
 
 
 def config_of(layer: dict[str, Any]) -> AttentionConfig:

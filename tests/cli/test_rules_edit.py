@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from attn_select.machine import files
+from attn_select_cli import rules_edit
 
 WRITTEN_BY_HAND = """\
 # ours
@@ -154,6 +155,19 @@ def test_another_file_than_the_users(run: Any, user_file: Path, tmp_path: Path) 
     assert "FLASH_ATTN" in result.out
     assert rules(tmp_path / "mine.toml")[0]["deny"] == ["FLASH_ATTN"]
     assert not user_file.exists()
+
+
+def test_what_is_written_meanwhile_is_not_lost(run: Any, user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def edited(*_: object) -> bool:
+        user_file.parent.mkdir(parents=True)
+        user_file.write_text(WRITTEN_BY_HAND)
+        return True
+
+    monkeypatch.setattr(rules_edit, "_confirmed", edited)
+    result = run("rules", "prefer", "FLASHINFER", "--gpu", "a100")
+    assert result.code == 2
+    assert f"{user_file}: has changed meanwhile, and is left as it is" in result.err
+    assert user_file.read_text() == WRITTEN_BY_HAND
 
 
 def test_a_link_and_permissions_stay(run: Any, user_file: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,20 @@ def test_what_fails_leaves_the_engine_to_itself(error: Exception, monkeypatch: p
             own.unless_it_fails(fails)
     else:
         assert own.unless_it_fails(fails) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "strict"), [("true", True), ("YES", True), ("0", False), ("False", False), ("", False)]
+)
+def test_a_switch_is_on_however_it_is_written(monkeypatch: pytest.MonkeyPatch, value: str, strict: bool) -> None:
+    def fails() -> str:
+        raise RulesError("broken")
+
+    monkeypatch.setenv(STRICT, value)
+    with pytest.raises(RulesError) if strict else nullcontext():
+        assert adapter("0.26.0", []).unless_it_fails(fails) is None
+    monkeypatch.setenv(ANY_VERSION, value)
+    assert adapter("0.999.0", []).joins(lambda: None) is strict
 
 
 def test_steps_are_counted_until_the_engine_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

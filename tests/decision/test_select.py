@@ -28,6 +28,7 @@ from attn_select import (
     NoBackendError,
     Selection,
     clear_cache,
+    configs_from_model,
     select,
     select_model,
 )
@@ -271,6 +272,14 @@ def test_a_foreign_gpu_does_not_get_this_machines_cuda(monkeypatch: pytest.Monke
     clear_cache()
 
 
+@pytest.mark.parametrize("asked", [(), (None,), ("auto",)])
+def test_a_gpu_that_is_found_later_is_decided_for(monkeypatch: pytest.MonkeyPatch, asked: tuple[Any, ...]) -> None:
+    for device in (CPU, replace(lookup("h100"), local=True)):
+        monkeypatch.setattr(detection, "detect_device", lambda: Detection(device))  # noqa: B023
+        assert select(GQA, *asked).device == select_model([GQA], *asked)[0].device == device
+    clear_cache()
+
+
 def test_loading_what_cannot_run_raises_with_every_reason() -> None:
     selection = select(GQA, "t4", backend="FLASH_ATTN")
     assert not selection.ok
@@ -294,11 +303,30 @@ def test_loading_imports_the_kernel_library_and_selecting_does_not() -> None:
         ((GQA, "h1000"), UnknownNameError, "h100"),
         ((GQA, "h100", None, 5), ConfigError, "backend = 5"),
         ((GQA, "h100", None, "FLASHATTN"), UnknownNameError, "FLASH_ATTN"),
+        ((GQA, "h100", None, {"decode": 5}), ConfigError, "backend = {'decode': 5}: expected NAME"),
+        ((GQA, "h100", 5), ConfigError, "rules = 5: expected the path of a rules file"),
+        ((GQA, "h100", [5]), ConfigError, r"rules = \[5\]: expected the path of a rules file"),
     ],
 )
 def test_wrong_arguments_are_documented_errors(arguments: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         select(*arguments)
+
+
+def test_an_environment_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"environment = {}: expected an Environment, or None"):
+        select(GQA, "h100", environment={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("configs", [GQA, configs_from_model("llama-3-8b"), [GQA, {}], None])
+def test_a_model_is_a_sequence_of_configs(configs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"configs = .*: expected a sequence of AttentionConfig and StateConfig"):
+        select_model(configs, "h100")
+
+
+def test_a_model_may_come_from_a_generator() -> None:
+    kinds = [GQA, GQA.model_copy(update={"sliding_window": 128})]
+    assert select_model((kind for kind in kinds), "h100") == select_model(kinds, "h100")  # type: ignore[arg-type]
 
 
 def test_auto_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

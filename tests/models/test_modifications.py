@@ -90,6 +90,8 @@ def test_a_learnable_sink_that_is_switched_off(trial: Path, kinds: Kinds, sinks:
         {"attn_type_list": [0, 0, 0, 1]},
         {"hybrid_override_pattern": "M*M*"},
         {"linear_attn_config": {"full_attn_layers": [4]}},
+        {"attention_kv_lora_dim": 512, "attention_qk_dim": 128},  # openPangu Ultra MoE: MLA by other names
+        {"blocksparse_block_size": 64, "dense_attention_every_n_layers": 2},  # Phi-3-small
         {"indexer_n_heads": 4},
         {"compress_ratios": [0, 4, 4, 4]},
     ],
@@ -138,3 +140,15 @@ def test_layers_that_only_drafts_run(
     assert max(layer for kind in with_drafts.kinds for layer in kind.layers) >= 4
     silent = kinds({**config, "num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0, "layer_types": None})
     assert not any("only drafts run" in warning for warning in silent.warnings)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_images_of_gemma_4_are_said_to_be_causal_in_full_layers(kinds: Kinds, model_type: str) -> None:
+    def warnings(use: str | None) -> str:
+        text = {"num_hidden_layers": 6, "use_bidirectional_attention": use}
+        return "; ".join(kinds({"model_type": model_type, "text_config": text}).warnings)
+
+    said = ("full_attention layers stay causal over images", "windows end images too")
+    assert all(each in warnings("vision") for each in said)
+    assert not any(each in warnings(None) for each in said)
+    assert "stay causal" not in "; ".join(kinds({"model_type": "gemma3", "text_config": {}}).warnings)

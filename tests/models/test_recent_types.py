@@ -23,6 +23,10 @@ EXPECTED: list[tuple[dict[str, Any], list[tuple[str, tuple[int, ...], dict[str, 
         {"model_type": "bailing_moe_v3", "num_hidden_layers": 6, "layer_group_size": 4, "num_attention_heads": 32},
         [("kda", (0, 1, 2), {"head_size": 128}), ("mla", (3, 4, 5), {"num_heads": 32, "kv_lora_rank": 512})],
     ),
+    (
+        {"model_type": "step3_vl", "text_config": {"num_hidden_layers": 2, "share_q_dim": 2048}},
+        [("full_attention", (0, 1), heads(64, 1, 256))],
+    ),
     (  # vLLM 0.33.0 models/step5/nvidia/model.py: even layers slide, with heads of their own
         {
             "model_type": "step5_vl",

@@ -155,7 +155,7 @@ WRONG_BATCHES: dict[str, tuple[Callable[[CommonAttentionMetadata], CommonAttenti
     ),
     "a range that runs backwards": (
         lambda c: replace(c, mm_prefix_ranges=[[], [(4, 3)], []]),
-        r"mm_prefix_ranges\[1\] holds \(4, 3\): accepted is 0 <= first <= last",
+        r"mm_prefix_ranges\[1\] = \[\(4, 3\)\]: accepted are pairs of positions, 0 <= first <= last",
     ),
 }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_select import AttentionConfig, select
+from attn_select import AttentionConfig, StateConfig, select
 from attn_select.errors import AttnSelectError
 from attn_select.runtime import (
     Attention,
@@ -30,6 +30,7 @@ from attn_select.runtime import (
 from attn_select.testing import attention_reference, relative_error
 
 CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
+STATES = StateConfig(recurrence="kda", num_heads=2, head_size=16)
 CAPACITY = Capacity(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
 BLOCKS = 32
 PROMPTS = (20, 7)
@@ -110,6 +111,21 @@ def batch(**changes: Any) -> Case:
         return engine.run(replace(common, **made))
 
     return case
+
+
+def image(ranges: Any) -> Case:
+    """The two prompts with ranges of image tokens, built for layers that have some."""
+    return lambda _: asked(Engine(mm_prefix=True), mm_prefix_ranges=ranges)
+
+
+def tree(mask: Any) -> Case:
+    """The two prompts with a mask of drafts, built for layers that have trees."""
+    return lambda _: asked(Engine(num_speculative_tokens=1, draft_tree=True), tree_mask=mask)
+
+
+def asked(engine: Engine, **changes: Any) -> Any:
+    """Build the two prompts in a batch with other fields."""
+    return engine.group.build(replace(engine.prompts(), **changes))
 
 
 def lens(query_lens: Sequence[Any], seq_lens: Sequence[Any], *rows: int) -> Case:
@@ -215,6 +231,10 @@ ARGUMENTS: dict[str, tuple[Case, str]] = {
     "a table that changed": (a_table_that_changed, r"slot_mapping\[0\] = .* of request 0 is read from slot"),
 }
 LENGTHS: dict[str, tuple[Case, str]] = {
+    "a tensor for a table": (
+        lambda _: prepare_batch([1], [1], torch.ones(1, 1)),  # type: ignore[arg-type]
+        "block_table is a Tensor: accepted is a BlockTable",
+    ),
     "huge": (lens([2**40], [2**40], 20), "request 0: query_lens = 1099511627776: accepted are integers below"),
     "a common prefix of a first step": (
         lambda e: e.group.build(e.prompts(), 16),
@@ -234,6 +254,12 @@ TABLES: dict[str, tuple[Case, str]] = {
 FIELDS: dict[str, tuple[Case, str]] = {
     "more requests": (batch(num_reqs=3), r"query_start_loc is torch.int32 \(3,\): .* since num_reqs \+ 1 = 4"),
     "a long bound of queries": (batch(max_query_len=10**6), "max_query_len = 1000000: accepted is at most"),
+    "ranges of fewer requests": (image([[(0, 3)]]), "mm_prefix_ranges of 1 requests: accepted is a list .* each of 2"),
+    "ranges of one request alone": (image([(0, 3), (4, 5)]), r"mm_prefix_ranges\[0\] = \(0, 3\): accepted are pairs"),
+    "a range that runs backwards": (image([[(3, 0)], []]), r"mm_prefix_ranges\[0\] = \[\(3, 0\)\]: accepted are pairs"),
+    "half a position": (image([[], [(0.5, 2)]]), r"mm_prefix_ranges\[1\] = \[\(0.5, 2\)\]: accepted are pairs"),
+    "ranges in words": (image("none"), "mm_prefix_ranges of 4 requests"),
+    "a mask in a list": (tree([[True]]), "tree_mask is a list: accepted is a tensor"),
     "more decodes than requests": (batch(num_decodes=5), "num_decodes = 5: accepted are 0 to num_reqs = 2"),
 }
 MADE: dict[str, tuple[Case, str]] = {
@@ -244,10 +270,16 @@ MADE: dict[str, tuple[Case, str]] = {
     ),
     "a device that is not here": (group_of(device="cuda:7"), "selection was made for .*torch sees no CUDA device"),
     "no selection": (group_of("selection"), "selection = 'selection': accepted is what attn_select.select returns"),
+    "a selection of states": (group_of(select(STATES, "cpu")), "its layers keep a state"),
     "slopes that nobody asked for": (layer_with(alibi_slopes=torch.ones(4)), "alibi_slopes given, but the layers"),
     "a scale of NaN": (layer_with(scale=float("nan")), "scale = nan: accepted are finite numbers above 0"),
     "a name for a layer": (layer_with(kv_sharing_target="x"), "kv_sharing_target = 'x': accepted is the Attention"),
     "a negative budget": (lambda _: num_blocks_for(-5, [100], 16), "budget_bytes = -5"),
+    "a budget of half a byte": (
+        lambda _: num_blocks_for(1e9, [100], 16),
+        r"budget_bytes = 1000000000.0: accepted is an",
+    ),
+    "a budget in words": (lambda _: num_blocks_for("8GiB", [100], 16), "budget_bytes = '8GiB': accepted is an integer"),
     "one number for all layers": (lambda _: num_blocks_for(10**6, 100, 16), "bytes_per_token = 100: accepted is a seq"),
 }
 ODD: dict[str, Case] = {

@@ -56,6 +56,8 @@ def parse_choice(
         items = [_split(text) for text in texts]
     chosen: dict[str, str] = {}
     for written, name in items:
+        if not isinstance(written, str) or not isinstance(name, str):
+            raise ConfigError(f"backend = {show(backend)}: expected NAME or PHASE=NAME", fields=["backend"])
         phase = written.strip().lower()
         if phase and phase not in PHASES:
             raise UnknownNameError(

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ def select(
     if not isinstance(config, (AttentionConfig, StateConfig)):
         text = f"config = {show(config)}: expected an AttentionConfig or a StateConfig"
         raise ConfigError(text, fields=["config"])
-    arguments: Any = (config, device, rules, backend, environment, workload, times, host_time)
+    arguments: Any = (config, _or_here(device), rules, backend, environment, workload, times, host_time)
     try:
         hash(arguments)
     except TypeError:  # lists, mappings and rule sets may change
@@ -117,9 +117,13 @@ def select_model(
     errors as ``select`` has them.
 
     Raises:
-        ConfigError: two configs of one pool name different block sizes.
+        ConfigError: ``configs`` are none, or two of one pool name different block sizes.
     """
-    return _decided_together(configs, device, rules, backend, environment, workload, times, host_time)
+    given = tuple(configs) if isinstance(configs, Iterable) else (None,)
+    if not all(isinstance(config, (AttentionConfig, StateConfig)) for config in given):
+        text = f"configs = {show(configs)}: expected a sequence of AttentionConfig and StateConfig"
+        raise ConfigError(text, fields=["configs"], hint="configs_from_model(model).configs is one")
+    return _decided_together(given, device, rules, backend, environment, workload, times, host_time)
 
 
 def _decided_together(
@@ -160,6 +164,12 @@ def _log(selection: Selection[Any]) -> None:
         logger.info("%s: %s by %s, %s: %s", phase, name or "none", by, able, config_text(selection.config))
 
 
+def _or_here(device: Any) -> Any:
+    """Return a device, of this machine where None or auto asks for it. What is found is not kept: it may change."""
+    # torch knows GPUs once it has started CUDA.
+    return detection.detect_device().device if device is None or device == "auto" else device
+
+
 def situation_for(device: Device | str | None, rules: RulesArgument, environment: Environment | None) -> Situation:
     """Return what decisions rest on for a device, rules and environment, as ``select`` takes them.
 
@@ -168,13 +178,18 @@ def situation_for(device: Device | str | None, rules: RulesArgument, environment
     if device is not None and not isinstance(device, (str, Device)):
         text = f"device = {show(device)}: expected a Device, a name such as 'h100', or None for this machine's"
         raise ConfigError(text, fields=["device"])
-    if device is None or device == "auto":  # what is found may change: torch knows GPUs once it has started CUDA
-        device = detection.detect_device().device
+    device = _or_here(device)
     found = lookup(device) if isinstance(device, str) else device
     libraries = environment if environment is not None else environment_for(found)
+    if not isinstance(libraries, Environment):
+        raise ConfigError(f"environment = {show(libraries)}: expected an Environment, or None", fields=["environment"])
     if isinstance(rules, RuleSet):  # which may change
         return situation_of(load_plugins(), rules, found, libraries)
-    given = () if rules is None else (rules,) if isinstance(rules, (str, os.PathLike)) else rules
+    several = isinstance(rules, Sequence) and not isinstance(rules, str)
+    given: Any = () if rules is None else rules if several else (rules,)
+    if not all(isinstance(path, (str, os.PathLike)) for path in given):
+        text = f"rules = {show(rules)}: expected the path of a rules file, several, or a RuleSet"
+        raise ConfigError(text, fields=["rules"])
     return _situation(found, tuple(os.fspath(path) for path in given), libraries)
 
 

@@ -7,7 +7,6 @@ does, and where attn-select itself fails, one warning says so and the engine's o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +15,7 @@ from attn_select.backends.registry import load_plugins
 from attn_select.decide.selector import rules_in_an_engine
 from attn_select.errors import AttnSelectError, RulesError
 from attn_select.machine.detection import Detection
-from attn_select.machine.variables import ANY_VERSION, STRICT
+from attn_select.machine.variables import ANY_VERSION, STRICT, is_on
 from attn_select.rules.document import problem_text
 from attn_select.rules.layers import RuleSet
 from attn_select.rules.lint import known_names, unknown_names
@@ -51,7 +50,7 @@ class Adapter:
         parts = self.version.partition("+")[0].split(".")
         if any(release.split(".") == parts[: release.count(".") + 1] for release in self.releases):
             return True
-        if os.environ.get(ANY_VERSION) == "1":
+        if is_on(ANY_VERSION):
             return True
         self.warn(
             f"{self._out()}: it was run with {' and '.join(self.releases)} alone. {ANY_VERSION}=1 in the environment "
@@ -67,7 +66,7 @@ class Adapter:
         """
         rules = rules_in_an_engine()
         unknown = [problem_text(problem) for problem in unknown_names(rules, known_names(load_plugins()))]
-        if unknown and os.environ.get(STRICT) == "1":
+        if unknown and is_on(STRICT):
             raise RulesError("; ".join(unknown))
         for text in unknown:
             self.warn(f"attn-select: {text}. {STRICT}=1 in the environment makes this an error")
@@ -88,7 +87,7 @@ class Adapter:
             return None
         except Exception as error:
             failed, why = error, f"a fault of attn-select ({type(error).__name__}: {error})"
-        if os.environ.get(STRICT) == "1":
+        if is_on(STRICT):
             raise failed
         self.warn(f"{self._out()}: {why}. {STRICT}=1 in the environment makes this an error")
         return None

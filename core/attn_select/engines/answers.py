@@ -45,6 +45,7 @@ class EngineAnswers:
     # what the engine takes by itself: by argument, then by what is set; the setting is empty by default
     chosen: dict[tuple[str, str], EngineDefault]
     refused: str  # why the engine has nothing that serves the layer as it should; empty where it has, or nobody knows
+    otherwise: str = ""  # how it runs the layer, where that is not as attn-select reads it: then nothing else is said
 
     @property
     def by_itself(self) -> str:
@@ -64,6 +65,7 @@ class EngineAnswers:
             "name": self.table.key,
             "release": self.table.release,
             "refused": self.refused,
+            "otherwise": self.otherwise,
             "by_itself": self.by_itself,
             "chosen": chosen,
             "backends": [each.to_dict() for each in self.backends],
@@ -72,6 +74,8 @@ class EngineAnswers:
 
 def answers(table: EngineTable, config: AttentionConfig, device: Device, architecture: str) -> EngineAnswers:
     """Return what an engine says of a layer of a model (``architecture``, empty where there is none)."""
+    if (otherwise := table.runs_otherwise(architecture)) is not None:
+        return EngineAnswers(table, [], {}, "", otherwise.why)
     arguments = ["attention", *(["mla_prefill"] if config.mla and not config.sparse else [])]
     chosen: dict[tuple[str, str], EngineDefault] = {}
     for argument in arguments:

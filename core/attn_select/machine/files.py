@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -19,8 +20,10 @@ def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
-def replace_file(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes, check: Callable[[], None] | None = None) -> None:
     """Write a file in one step: others see the old content or the new one. Its mode stays as it was.
+
+    What ``check`` raises, which is called just before that step, leaves the file as it is.
 
     What is written at first has a name that nobody knows, and no link is followed to it.
     """
@@ -35,6 +38,8 @@ def replace_file(target: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if check is not None:
+            check()
         os.replace(new, target)
     finally:
         new.unlink(missing_ok=True)

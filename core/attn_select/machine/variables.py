@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 RULES = "ATTN_SELECT_RULES"
 CHECK = "ATTN_SELECT_CHECK"
 TRACEBACK = "ATTN_SELECT_TRACEBACK"
@@ -19,3 +21,8 @@ EFFECTS = {
     ANY_VERSION: "1: adapters for engines take part in releases that they were not run with",
 }
 """What each variable does."""
+
+
+def is_on(switch: str) -> bool:
+    """Whether a variable that is a switch is on: 1, or another word than those that people write for off."""
+    return os.environ.get(switch, "").lower() not in ("", "0", "false", "no", "off")

@@ -76,6 +76,9 @@ def attention_group(
     if not isinstance(selection, Selection):
         text = f"selection = {show(selection)}: accepted is what attn_select.select returns"
         raise ConfigError(text, fields=["selection"])
+    if selection.config.sort == "state":
+        text = f"selection = {show(selection)}: its layers keep a state"
+        raise ConfigError(text, fields=["selection"], hint="attn_select.runtime.states.StateGroup makes their group")
     if context_parallel is not None:
         across = ContextParallelMLAGroup if selection.config.mla else ContextParallelGroup
         return across(selection, *arguments, context_parallel=context_parallel, **options)

@@ -243,9 +243,13 @@ def prepare_batch(
         tree_mask: see ``CommonAttentionMetadata``; on the device.
 
     Raises:
-        BatchError: a length is no integer, there is no request, the counts differ, a request has more new keys than its
-            sequence is long, its row of the table holds too few blocks, or (in checked mode) the row is stale.
+        BatchError: ``block_table`` is no ``BlockTable``, a length is no integer, there is no request, the counts
+            differ, a request has more new keys than its sequence is long, its row of the table holds too few blocks, or
+            (in checked mode) the row is stale.
     """
+    if block_table is not None and not isinstance(block_table, BlockTable):
+        text = f"block_table is a {type(block_table).__name__}: accepted is a BlockTable, or None without a cache"
+        raise BatchError(text, hint="CommonAttentionMetadata takes a table that is a tensor, with its slot_mapping")
     target = block_table.device if device is None and block_table is not None else torch.device(device or "cpu")
     query_lens, seq_lens = _lens("query_lens", query_lens), _lens("seq_lens", seq_lens)
     new_lens = query_lens if new_lens is None else _lens("new_lens", new_lens)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
 
+from attn_select.errors import show
 from attn_select.layer.config import AttentionConfig
 from attn_select.machine import variables
 from attn_select.runtime.kv_cache import cache_dtype, check_cache_shape
@@ -79,7 +81,6 @@ def check_common(
     max_model_len: int,
 ) -> None:
     """Check the contents of a batch whose shapes are right. Synchronises."""
-    count = common.num_reqs
     _check_device("slot_mapping", common.slot_mapping, device)
     check_copies(common, device)
     bounds, query_lens, seq_lens = common.query_start_loc_cpu, common.query_lens_cpu, common.seq_lens_cpu
@@ -112,8 +113,6 @@ def check_common(
                 f"request {request}: seq_lens = {seq_len}, but without a cache keys are as many as queries, {query_len}"
             )
             raise BatchError(text)
-    if common.mm_prefix_ranges is not None:
-        _ranges(common.mm_prefix_ranges, count)
     if config.has_cache and common.block_table_tensor is not None:
         check_strides("block_table_tensor", common.block_table_tensor, device)
 
@@ -292,6 +291,28 @@ def check_indices(indices: Tensor, common: CommonAttentionMetadata, num_slots: i
             )
 
 
+def check_ranges(common: CommonAttentionMetadata, config: AttentionConfig) -> None:
+    """Compare a batch's image ranges with its requests and its layers. Cheap: they lie on the host."""
+    given = common.mm_prefix_ranges
+    if not config.mm_prefix:
+        text = "mm_prefix_ranges given, but the layers were selected with mm_prefix = False"
+        raise BatchError(text, hint="select with mm_prefix = True")
+    if not isinstance(given, Sequence) or len(given) != common.num_reqs:
+        what = f"of {len(given)} requests" if isinstance(given, Sequence) else f"= {show(given)}"
+        raise BatchError(f"mm_prefix_ranges {what}: accepted is a list of ranges for each of {common.num_reqs}")
+    for request, ranges in enumerate(given):
+        if not _are_ranges(ranges):
+            text = f"mm_prefix_ranges[{request}] = {show(ranges)}: accepted are pairs of positions, 0 <= first <= last"
+            raise BatchError(text)
+
+
+def _are_ranges(ranges: Ranges) -> bool:
+    try:
+        return all(0 <= index(first) <= index(last) for first, last in ranges)
+    except (TypeError, ValueError):
+        return False
+
+
 def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) -> None:
     """Compare a batch's tree mask with its layers. Cheap: no device is asked."""
     mask = common.tree_mask
@@ -302,6 +323,8 @@ def check_tree_mask(common: CommonAttentionMetadata, config: AttentionConfig) ->
     if not common.causal:
         raise BatchError("tree_mask given with causal = False: drafts see their ancestors alone (accepted: True)")
     columns = config.max_decode_query_len
+    if not isinstance(mask, Tensor):
+        raise BatchError(f"tree_mask is a {type(mask).__name__}: accepted is a tensor")
     if mask.dtype != torch.bool or mask.ndim != 2 or len(mask) < common.num_actual_tokens or mask.shape[1] != columns:
         raise BatchError(
             f"tree_mask is {mask.dtype} of shape {tuple(mask.shape)}: accepted is torch.bool (at least "
@@ -331,16 +354,6 @@ def check_common_prefix(block_table: Tensor, prefix_len: int, block_size: int) -
             f"{column * block_size} tokens",
             hint="compute it with attn_select.runtime.common_prefix_len",
         )
-
-
-def _ranges(per_request: Sequence[Ranges], count: int) -> None:
-    if len(per_request) != count:
-        raise BatchError(f"mm_prefix_ranges of {len(per_request)} requests: the batch has {count}")
-    for request, ranges in enumerate(per_request):
-        for first, last in ranges:
-            if not 0 <= first <= last:
-                text = f"mm_prefix_ranges[{request}] holds ({first}, {last}): accepted is 0 <= first <= last"
-                raise BatchError(text)
 
 
 def _check_device(name: str, tensor: Tensor | None, device: torch.device) -> None:

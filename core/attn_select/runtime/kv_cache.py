@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from attn_select.decide.lines import byte_text
-from attn_select.errors import ConfigError
+from attn_select.errors import ConfigError, show
 from attn_select.layer import layouts
 from attn_select.layer.config import AttentionConfig
+from attn_select.runtime.integers import integer
 from attn_select.runtime.torch_dtypes import storage_dtype
 
 T = TypeVar("T")
@@ -40,7 +41,8 @@ def num_blocks_for(budget_bytes: int, bytes_per_token: Sequence[int], block_size
         block_size: tokens per block of the allocator.
 
     Raises:
-        ConfigError: ``bytes_per_token`` is no sequence of positive numbers, or the budget does not hold one block.
+        ConfigError: ``bytes_per_token`` is no sequence of positive numbers, or the budget is no integer or does not
+            hold one block.
     """
     if not isinstance(bytes_per_token, Sequence):
         text = f"bytes_per_token = {bytes_per_token!r}: accepted is a sequence with one number per layer"
@@ -49,6 +51,8 @@ def num_blocks_for(budget_bytes: int, bytes_per_token: Sequence[int], block_size
     if block <= 0:
         text = f"bytes_per_token = {list(bytes_per_token)}, block_size = {block_size}: accepted are positive numbers"
         raise ConfigError(text, fields=["bytes_per_token", "block_size"])
+    if integer(budget_bytes) is None:
+        raise ConfigError(f"budget_bytes = {show(budget_bytes)}: accepted is an integer", fields=["budget_bytes"])
     if budget_bytes < block:
         text = f"budget_bytes = {budget_bytes}: one block of {block_size} tokens in all layers takes {block} bytes"
         raise ConfigError(f"{text} (accepted: that much or more)", fields=["budget_bytes"])

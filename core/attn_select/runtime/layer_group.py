@@ -309,9 +309,8 @@ class LayerGroup(ABC):
                 f"this group's cache has blocks of {self.block_size}",
                 hint="make the BlockTable with group.block_size; groups of other block sizes need tables of their own",
             )
-        if common.mm_prefix_ranges is not None and not self.config.mm_prefix:
-            text = "mm_prefix_ranges given, but the layers were selected with mm_prefix = False"
-            raise BatchError(text, hint="select with mm_prefix = True")
+        if common.mm_prefix_ranges is not None:
+            checks.check_ranges(common, self.config)
         if common.tree_mask is not None:
             checks.check_tree_mask(common, self.config)
         if not common.causal and self.config.attention_chunk_size is not None:

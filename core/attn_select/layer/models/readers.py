@@ -101,7 +101,7 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
                 f"{count} chunked_attention layers, but no attention_chunk_size: counted as full attention"
             )
     _say_what_is_left_out(fields, reading, left_out, len(counted))
-    reading.notes.extend(_what_layers_do_otherwise(fields, top_k))
+    reading.notes.extend(_what_layers_do_otherwise(fields, base, top_k))
     if for_drafts:
         what = "layers that only drafts run, with caches of their own"
         so = "counted" if drafts else "left out (--speculative-tokens N counts them)"
@@ -109,12 +109,17 @@ def _stack(fields: Fields, mm_prefix: bool, drafts: bool) -> Reading:
     return reading
 
 
-def _what_layers_do_otherwise(fields: Fields, top_k: int | None) -> Iterator[str]:
+def _what_layers_do_otherwise(fields: Fields, base: Layer, top_k: int | None) -> Iterator[str]:
     """Yield what a model does that no field of ``AttentionConfig`` says, where its layers are read all the same."""
     if top_k is not None and (pool := fields.integer("index_kpool") or 1) > 1:  # Glm5NextTextConfig
         what = f"its indexer scores pools of {pool} keys, which its cache holds instead of single ones"
         here = "the indexer's bytes here, and attn_select.runtime's indexer, are of single keys"
         yield f"index_kpool = {pool}: {what}; {here}"
+    if base.mm_prefix and fields.family.variant == "gemma4":
+        # transformers 5.23.0 modeling_gemma4.py create_masks_for_vision_model; vLLM's gemma4_mm.py. vLLM wants backends
+        # with image ranges for all layers of the model, so full ones are read as having some.
+        yield "full_attention layers stay causal over images: give their group no mm_prefix_ranges"
+        yield "windows end images too, which the runtime's mm_prefix_ranges do not say: an image sees all of itself"
     if fields.family.model_type == "minicpm" and isinstance(
         fields.get("sparse_config"), dict
     ):  # MiniCPM 4.1: vLLM 0.33.0 model_executor/models/minicpm.py
