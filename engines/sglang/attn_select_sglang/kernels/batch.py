@@ -93,13 +93,9 @@ def tree_of(mask: Tensor, drafts: int, before: Tensor) -> Tensor:
     # with a column in front for each token before the step (speculative/ngram_worker.py 0.5.23).
     if is_cpu():
         return mask.view(-1, drafts)
-    widths = before.long() + drafts
-    ends = (widths * drafts).cumsum(0)
-    each = torch.arange(drafts, device=mask.device)
-    # Where request b's draft i has the column of draft j: the request's start, its columns before the step, i whole
-    # rows, j.
-    places = (ends - widths * drafts + before)[:, None, None] + each[:, None] * widths[:, None, None] + each
-    return mask[places].view(-1, drafts)
+    # The last columns of each draft's row.
+    ends = (before.long() + drafts).repeat_interleave(drafts).cumsum(0)
+    return mask[ends[:, None] + torch.arange(-drafts, 0, device=mask.device)]
 
 
 def reordered(common: CommonAttentionMetadata, order: Sequence[int]) -> tuple[CommonAttentionMetadata, Tensor]:
