@@ -43,8 +43,8 @@ class StaticBatch:
         requests, size = capacity.max_num_seqs, group.block_size or 1
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
         # Uniform bounds never change, so ``load`` copies them for mixed batches only.
+        self.query_start_loc = torch.arange(requests + 1, **ints) * (query_len or 0)
         self._uniform_cpu = torch.arange(requests + 1, dtype=torch.int32) * (query_len or 0)
-        self.query_start_loc = self._uniform_cpu.to(device, copy=True)
         self.seq_lens = torch.zeros(requests, **ints)
         self.block_table = torch.zeros(requests, -(-capacity.max_model_len // size), **ints)
         self.slot_mapping = torch.empty(capacity.max_num_batched_tokens, dtype=torch.int64, device=device)
