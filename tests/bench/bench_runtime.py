@@ -1,8 +1,9 @@
 """Measures the runtime's host time and prints a table. Run by ``make bench-runtime``; nothing here is asserted.
 
-``prepare_batch`` and ``group.build`` once per step, and what a layer's ``forward`` adds to the backend's own. On a GPU
-nothing waits for the device, so what is timed is what the host does. Where vLLM's FlashAttention 3 is installed, a
-second table has the host time of a layer's launches beside that of its operator, which vLLM calls once for any step.
+``prepare_batch`` and ``group.build`` once per step, what a replayed step adds (``StaticBatch.load``), and what a
+layer's ``forward`` adds to the backend's own. On a GPU nothing waits for the device, so what is timed is what the host
+does. Where vLLM's FlashAttention 3 is installed, a second table has the host time of a layer's launches beside that of
+its operator, which vLLM calls once for any step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from attn_select import AttentionConfig, select
 from attn_select.runtime import Attention, BlockTable, Capacity, Outputs, attention_group, prepare_batch
+from attn_select.runtime.cuda_graph import StaticBatch
 
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128)
 SEQ_LEN = 1024
@@ -81,6 +83,7 @@ def rows_for(backend: str | None) -> list[tuple[str, ...]]:
                 f"{microseconds(partial(prepare_batch, query_lens, seq_lens, table)):.1f}",
                 f"{microseconds(prepare_after_a_change):.1f}",
                 f"{microseconds(partial(group.build, common)):.1f}",
+                f"{microseconds(partial(StaticBatch(group, 1).load, common, batch)):.1f}",
                 f"{forward_over_raw(group, common):.2f}",
             )
         )
@@ -182,7 +185,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {device}; medians, us of host time\n")
-    header = ("backend", "batch", "prepare_batch", "table changed", "group.build", "forward over raw")
+    header = ("backend", "batch", "prepare_batch", "table changed", "group.build", "to replay", "forward over raw")
     print_table(header, *(row for backend in backends for row in rows_for(backend)))
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func

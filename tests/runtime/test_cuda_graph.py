@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_select import AttentionConfig, select
 from attn_select.errors import ConfigError
@@ -173,6 +174,34 @@ def test_nothing_of_a_larger_batch_is_left(make_group: Any, make_batch: Any, que
     assert padded.seq_lens.tolist() == padded.seq_lens_cpu.tolist() == lens
     assert padded.slot_mapping is not None
     assert padded.slot_mapping.tolist() == [6, -1, -1, -1]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies between tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.copy_.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_an_engine_wrote_into_the_buffers_is_not_copied(make_group: Any, make_batch: Any) -> None:
+    static = StaticBatch(make_group(CONFIG, capacity=CAPACITY, cuda_graphs=True), 1)
+    batch = make_batch([(1, 20), (1, 33)])
+    table = batch.block_table_tensor
+    with Copies() as copies:
+        static.load(batch, 2)
+    assert copies.count == 3
+    lens, slots, blocks = static.seq_lens[:2], static.slot_mapping[:2], static.block_table[:2, : table.shape[1]]
+    with Copies() as copies:
+        padded = static.load(replace(batch, seq_lens=lens, slot_mapping=slots, block_table_tensor=blocks), 2)
+    assert copies.count == 0
+    assert padded.seq_lens.tolist() == [20, 33] == padded.seq_lens_cpu.tolist()
+    assert padded.slot_mapping is not None
+    assert padded.block_table_tensor is not None
+    assert torch.equal(padded.slot_mapping, batch.slot_mapping)
+    assert torch.equal(padded.block_table_tensor[:, : table.shape[1]], table)
 
 
 @pytest.mark.parametrize(("query_len", "size", "bound"), [(1, 4, 1), (3, 4, 3), (None, 16, 16)])

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attn_select.errors import ConfigError
 from attn_select.layer.config import CUDA_GRAPH_LEVELS, CudaGraphLevel
@@ -43,6 +44,7 @@ class StaticBatch:
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
         # Uniform bounds never change, so ``load`` copies them for mixed batches only.
         self.query_start_loc = torch.arange(requests + 1, **ints) * (query_len or 0)
+        self._uniform_cpu = torch.arange(requests + 1, dtype=torch.int32) * (query_len or 0)
         self.seq_lens = torch.zeros(requests, **ints)
         self.block_table = torch.zeros(requests, -(-capacity.max_model_len // size), **ints)
         self.slot_mapping = torch.empty(capacity.max_num_batched_tokens, dtype=torch.int64, device=device)
@@ -72,26 +74,29 @@ class StaticBatch:
 
     def load(self, common: CommonAttentionMetadata, size: int) -> CommonAttentionMetadata:
         """Copy a batch into the buffers and return it padded to a captured size. Does not synchronise."""
-        # Raises BatchError where the group refuses the batch, or it is not uniform, has image ranges, or its block
-        # table is wider than ``max_model_len`` allows.
+        # What an engine has written to the first places of a buffer by itself is not copied again. Raises BatchError
+        # where the group refuses the batch, or it is not uniform, has image ranges, or its block table is wider than
+        # ``max_model_len`` allows.
         self.group.check_batch(common)
         if common.mm_prefix_ranges is not None and any(common.mm_prefix_ranges):
             raise BatchError("mm_prefix_ranges are given: a captured step has none, run it eagerly")
-        requests, tokens = self.padded_requests(size), self.padded_tokens(size)
-        bounds_cpu = self._bounds(common, requests)
-        seq_lens_cpu = torch.zeros(requests, dtype=torch.int32)
-        seq_lens_cpu[: common.num_reqs] = common.seq_lens_cpu
+        count, requests = common.num_reqs, self.padded_requests(size)
+        bounds_cpu, seq_lens_cpu = self._bounds(common, requests), common.seq_lens_cpu
         if self.query_len is None:
             self.query_start_loc[: requests + 1].copy_(to_device(bounds_cpu, self.group.device), non_blocking=True)
-        # Rows of padding keep the tables of an earlier step: they have no keys, so nothing reads them.
-        self.seq_lens[: common.num_reqs].copy_(common.seq_lens)
-        self.seq_lens[common.num_reqs : requests].zero_()
+        _place(common.seq_lens, self.seq_lens)
+        if count < requests:
+            # Rows of padding keep the tables of an earlier step: they have no keys, so nothing reads them.
+            self.seq_lens[count:requests].zero_()
+            seq_lens_cpu = pad(seq_lens_cpu, (0, requests - count))
         if common.slot_mapping is not None:
-            self.slot_mapping[: common.num_actual_tokens].copy_(common.slot_mapping)
-            self.slot_mapping[common.num_actual_tokens : tokens].fill_(-1)
+            taken, tokens = common.num_actual_tokens, self.padded_tokens(size)
+            _place(common.slot_mapping[:taken], self.slot_mapping)
+            if taken < tokens:
+                self.slot_mapping[taken:tokens].fill_(-1)
         if (table := common.block_table_tensor) is not None:
             check_columns(table, self.block_table.shape[1], self.group.capacity.max_model_len)
-            self.block_table[: common.num_reqs, : table.shape[1]].copy_(table)
+            _place(table, self.block_table)
         if self.tree_mask is not None:
             given = common.tree_mask
             # A graph has a mask captured or none: a step without trees replays it with chains.
@@ -127,8 +132,10 @@ class StaticBatch:
             bounds = torch.full((requests + 1,), common.num_actual_tokens, dtype=torch.int32)
             bounds[: common.num_reqs + 1] = common.query_start_loc_cpu
             return bounds
-        check_uniform(common, each)
-        return torch.arange(requests + 1, dtype=torch.int32) * each
+        # Where none is longer their sum tells, without a tensor of lengths in every step.
+        if common.max_query_len > each or int(common.query_start_loc_cpu[-1]) != each * common.num_reqs:
+            check_uniform(common, each)
+        return self._uniform_cpu[: requests + 1]
 
     def _common(self, size: int, bounds_cpu: Tensor, seq_lens_cpu: Tensor, **more: Any) -> CommonAttentionMetadata:
         requests, tokens = self.padded_requests(size), self.padded_tokens(size)
@@ -147,6 +154,13 @@ class StaticBatch:
             tree_mask=None if self.tree_mask is None else self.tree_mask[:tokens],
             **more,
         )
+
+
+def _place(rows: Tensor, buffer: Tensor) -> None:
+    """Copy rows to the first places of a buffer, unless they are there already."""
+    if rows.data_ptr() != buffer.data_ptr():
+        places = buffer[: len(rows)]
+        (places if rows.ndim == 1 else places[:, : rows.shape[1]]).copy_(rows)
 
 
 class CudaGraphRunner(Generic[G]):

@@ -5,6 +5,7 @@ Runs where SGLang is installed (``make test-engines``). Pools and layers are SGL
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ from torch.nn.functional import pad
 from attn_select import AttentionConfig, ConfigError, Selection
 from attn_select.backends.registry import load_plugins
 from attn_select.runtime import BatchError
+from attn_select.runtime.cuda_graph import StaticBatch
 from attn_select.testing import selection_of
 
 pytestmark = [
@@ -319,6 +321,29 @@ def test_captured_decodes(name: str, two_pools: bool, monkeypatch: pytest.Monkey
         engine.check(backend, batch, rows, chosen, None, fill)
 
 
+@pytest.mark.parametrize("two_pools", [False, True])
+def test_a_replay_is_described_where_its_graph_reads_it(two_pools: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor on the device is made and then copied there, and it says what the step does eagerly."""
+    from attn_select_sglang.kernels.batch import common_of
+
+    engine = Engine(16, 2, two_pools)
+    backend = made(engine, "TORCH_SDPA", monkeypatch)
+    engine.step([0, 1, 2], [40, 3, 17])
+    batch, _ = engine.step([2, 0], None)
+    for (_, in_window_pool), group in backend._groups.items():
+        static = StaticBatch(group, 1)
+        translate = engine.pool.translate_loc_from_full_to_swa if in_window_pool else None
+        given = batch, 2, engine.requests.req_to_token, 16, translate
+        eager, replayed = common_of(*given), common_of(*given, static)
+        for field in dataclasses.fields(eager):
+            wanted, found = (getattr(common, field.name) for common in (eager, replayed))
+            assert torch.equal(found, wanted) if isinstance(wanted, Tensor) else found == wanted, field.name
+        for name in ("query_start_loc", "seq_lens"):
+            assert getattr(replayed, name).data_ptr() == getattr(static, name).data_ptr()
+        assert replayed.block_table_tensor is not None
+        assert replayed.block_table_tensor.data_ptr() == static.block_table.data_ptr()
+
+
 def fill_up(batch: Any, requests: int) -> None:
     """Add requests to a decode that only fill a captured size: as SGLang does, with a row and a length, and no slot."""
     batch.batch_size += requests
@@ -412,7 +437,6 @@ def test_names_are_known_to_sglang() -> None:
 
 def test_the_interface_is_sglangs() -> None:
     """Every method that the adapter defines is one of SGLang's base class, with its parameters first."""
-    import dataclasses
     import inspect
 
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend

@@ -71,7 +71,8 @@ class OwnAttnBackend(AttentionBackend):
         self._drafts = drafts_of(model_runner)
         self._groups: dict[tuple[AttentionConfig, bool], LayerGroup] = {}
         """By what layers ask for, and whether they are in SGLang's pool of layers with windows."""
-        self._static: dict[LayerGroup, StaticBatch] = {}
+        self._static: dict[bool, StaticBatch] = {}
+        """What captured decodes read, by whether it is in slots of the pool of layers with windows."""
         self._captured: dict[int, dict[LayerGroup, Built]] = {}
         self._bind(layers, model_runner)
         groups = [*self._groups.values()]
@@ -127,26 +128,33 @@ class OwnAttnBackend(AttentionBackend):
         """Build the step for every group."""
         if forward_batch.forward_mode.is_idle():
             return
-        batches = self._batches(forward_batch, forward_batch.batch_size)
+        batches = self._batches(forward_batch)
         self.forward_metadata = {group: _built(group, common) for group, common in batches}
 
-    def _batches(self, forward_batch: Any, requests: int) -> Iterator[tuple[LayerGroup, CommonAttentionMetadata]]:
-        """Return every group with the first ``requests``, in the slots of the pool that the group's layers are in."""
+    def _batches(
+        self, forward_batch: Any, captured: int | None = None
+    ) -> Iterator[tuple[LayerGroup, CommonAttentionMetadata]]:
+        """Return every group with the step, in the slots of the pool that the group's layers are in."""
+        # captured: the size of the graph that replays it, at whose addresses it then is; None: it runs eagerly.
         known: dict[bool, CommonAttentionMetadata] = {}
+        requests = forward_batch.batch_size if captured is None else requests_with_slots(forward_batch)
         for (_, in_window_pool), group in self._groups.items():
             if in_window_pool not in known:
                 translate = self.token_to_kv_pool.translate_loc_from_full_to_swa if in_window_pool else None
-                known[in_window_pool] = common_of(
-                    forward_batch, requests, self._req_to_token, self.page_size, translate
-                )
+                given = forward_batch, requests, self._req_to_token, self.page_size, translate
+                if captured is None:
+                    known[in_window_pool] = common_of(*given)
+                else:
+                    static = self._static[in_window_pool]
+                    known[in_window_pool] = static.load(common_of(*given, static), captured)
             yield group, known[in_window_pool]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Reserve the tensors that captured decodes read; ConfigError where a group's kernels cannot be captured."""
-        for group in self._groups.values():
-            query_len = group.selection.config.max_decode_query_len
-            check_level(group, query_len)
-            self._static[group] = StaticBatch(group, query_len)
+        for (config, in_window_pool), group in self._groups.items():
+            check_level(group, config.max_decode_query_len)
+            if in_window_pool not in self._static:
+                self._static[in_window_pool] = StaticBatch(group, config.max_decode_query_len)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of requests that only fill a captured batch."""
@@ -159,16 +167,17 @@ class OwnAttnBackend(AttentionBackend):
             raise BatchError(f"{mode}: captured steps are decodes (accepted: {wanted})")
         size = forward_batch.batch_size
         if in_capture:
+            dummies = {in_window_pool: static.dummy(size) for in_window_pool, static in self._static.items()}
             self._captured[size] = {
-                group: Built(group.build_for_cudagraph_capture(batch.dummy(size)))
-                for group, batch in self._static.items()
+                group: Built(group.build_for_cudagraph_capture(dummies[in_window_pool]))
+                for (_, in_window_pool), group in self._groups.items()
             }
         elif size not in self._captured:
             sizes = ", ".join(map(str, sorted(self._captured))) or "none"
             raise BatchError(f"batch_size = {size}: no decode of this size was captured (captured: {sizes})")
         else:
-            for group, common in self._batches(forward_batch, requests_with_slots(forward_batch)):
-                group.build(self._static[group].load(common, size))
+            for group, common in self._batches(forward_batch, size):
+                group.build(common)
         self.forward_metadata = self._captured[size]
 
     def _step_of(self, group: LayerGroup, extra: Mapping[str, Any]) -> Any:
