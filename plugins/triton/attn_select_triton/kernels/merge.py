@@ -112,7 +112,6 @@ def merge_pieces_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
-    LSE: tl.constexpr,
 ):
     """Merge the partial results of one row of requests in several pieces, one request after the other."""
     # Grid: rows of a slot (most tokens of a request x heads) x programs that share the requests. Memory traffic: each
@@ -145,7 +144,7 @@ def merge_pieces_kernel(
             token = (piece.query_start + row // HEADS).to(tl.int64)
             stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
             tl.store(out_ptr + token * stride_ot + row % HEADS * stride_oh + width, stored, mask=width < SIZE)
-            if LSE:
+            if lse_ptr is not None:
                 tl.store(lse_ptr + token * HEADS + row % HEADS, lse)
         index += tl.num_programs(1)
         request = request_of(pieces_ptr, listed, merges, index)
@@ -183,7 +182,7 @@ def merge_pieces(
     _merge_pieces(
         key, (slot_rows, min(merges, -(-MERGE_PROGRAMS // slot_rows)), 1), parts, part_lse, output, output_scale,
         output_lse, pieces, None, None, len(pieces) - merges, merges, 0, *strides, heads, size,
-        launch.power_of_two(size), MERGE_NUMBERS // launch.power_of_two(size), output_lse is not None,
+        launch.power_of_two(size), MERGE_NUMBERS // launch.power_of_two(size),
     )  # fmt: skip
 
 
@@ -203,7 +202,6 @@ def merge_shares_kernel(
     BLOCK_DV: tl.constexpr,
     FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
-    LSE: tl.constexpr,
 ):
     """Merge ``ROWS`` query rows of one request that is cut. Memory traffic: each partial once."""
     cut_ptr += tl.program_id(1) * FIELDS
@@ -223,7 +221,7 @@ def merge_shares_kernel(
     target = out_ptr + (token * stride_ot + row % HEADS * stride_oh)[:, None] + width[None, :]
     stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
     tl.store(target, stored, mask=inside[:, None] & (width < DV)[None, :])
-    if LSE:
+    if lse_ptr is not None:
         tl.store(lse_ptr + token * HEADS + row % HEADS, lse, mask=inside)
 
 
@@ -255,7 +253,7 @@ def merge_shares(
     key = (heads, size, strides, *specialised(output, parts, part_lse), *dtypes(output_scale, output_lse))
     _merge_shares(
         key, (-(-work.most_cut // rows), len(work.cut), 1), parts, part_lse, output, output_scale, output_lse,
-        query_start_loc, work.cut, *strides, heads, size, width, work_list.FIELDS, rows, output_lse is not None,
+        query_start_loc, work.cut, *strides, heads, size, width, work_list.FIELDS, rows,
     )  # fmt: skip
 
 
@@ -288,7 +286,6 @@ def merge_attn_states_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
-    LSE: tl.constexpr,
 ):
     """Merge ``ROWS`` rows (a head of a token) of two partials."""
     # Memory traffic: each partial read, but none whose LSE is -inf; the result written.
@@ -317,7 +314,7 @@ def merge_attn_states_kernel(
     merged = prefix * (prefix_weight * inverse)[:, None] + suffix * (suffix_weight * inverse)[:, None]
     target = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + width[None, :]
     tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=mask)
-    if LSE:
+    if lse_ptr is not None:
         lse = natural_lse(base * LOG2E, total)
         tl.store(lse_ptr + token * stride_lt + head * stride_lh, lse, mask=inside)
 
@@ -348,5 +345,5 @@ def merge_attn_states(
     _merge(
         key, (-(-rows // MERGE_ROWS), 1, 1), output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse,
         rows, *strides, *lse_strides, *prefix_lse.stride(), *suffix_lse.stride(), heads, size,
-        launch.power_of_two(size), MERGE_ROWS, output_lse is not None,
+        launch.power_of_two(size), MERGE_ROWS,
     )  # fmt: skip
