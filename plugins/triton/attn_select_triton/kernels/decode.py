@@ -36,6 +36,7 @@ from attn_select_triton.kernels.primitives import (
     TileShape,
     attend_visible,
     key_bounds,
+    mask_of,
     natural_lse,
     normalised,
     split_bounds,
@@ -63,9 +64,7 @@ E4M3_SHIFT = 256.0  # ``primitives.fp8_pairs`` gives e4m3 times 2 ** -8
 def write_partial(part_ptr, part_lse_ptr, result, lse, rows, part, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Write partial results ``(rows, PADDED)`` and their natural LSEs, each at its place ``part``."""
     width = tl.arange(0, PADDED)
-    mask = rows.inside[:, None]
-    if SIZE != PADDED:
-        mask = mask & (width < SIZE)[None, :]
+    mask = mask_of(rows.inside, SIZE, PADDED)
     tl.store(part_lse_ptr + part, lse, mask=rows.inside)
     tl.store(part_ptr + part[:, None] * SIZE + width[None, :], result, mask=mask)
 
@@ -138,7 +137,6 @@ def decode_kernel(
     TILE_SHAPE: tl.constexpr,
     ROW_SHAPE: tl.constexpr,
     COMPUTE: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
     """One program: up to ``block_m`` rows (heads of a KV head's group x tokens), against one piece of the keys."""
     # Of a request in one piece the result is written at once; of several, the program that is done last merges all, or
@@ -147,7 +145,7 @@ def decode_kernel(
     # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
     # arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that are
     # done: 0 before and behind. None: they are merged by a launch of its own.
-    # pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
+    # pieces_ptr: of ``pieces.list_pieces``; None: a program has a request's keys.
     # row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
     # TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the dtype of the
     # products.
@@ -157,7 +155,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr = TILES.block_n
     kv_head = tl.program_id(0) // row_tiles
     first = tl.program_id(0) % row_tiles * SHAPE.block_m
-    if SPLIT:
+    if pieces_ptr is not None:
         piece = read_piece(pieces_ptr, tl.program_id(1))
         if piece.request < 0:
             return
@@ -180,7 +178,7 @@ def decode_kernel(
     )
     split_low = low
     split_high = high
-    if SPLIT:
+    if pieces_ptr is not None:
         split_low, split_high = split_bounds(piece.split, piece.splits, low, high, BLOCK_N)
     query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, COMPUTE)
     running = begin(sinks_ptr, rows, piece.split, TILES, SHAPE)
@@ -207,7 +205,7 @@ def decode_kernel(
         accumulator = tl.interleave(accumulator, odd)
     result = normalised(accumulator, row_sum) * v_scale
     lse = natural_lse(row_max, row_sum)
-    if SPLIT:  # noqa: SIM102
+    if pieces_ptr is not None:  # noqa: SIM102
         if piece.splits > 1:
             part = piece.slot.to(tl.int64) * slot_rows + rows.token * SHAPE.heads + rows.head
             write_partial(part_ptr, part_lse_ptr, result, lse, rows, part + piece.split * slot_rows, SIZE, PADDED)
@@ -317,7 +315,7 @@ class Decode:
         self._sizes = (max_query_len * shape.heads, row_tiles)
         self._compute = compute
         self._stride_table = block_table.stride(0)
-        self._kind = (shape, launch, slots > 0, arrived is None)
+        self._kind = (shape, launch, slots > 0, arrived is None, pieces is None)
         # Of the layer before, which is most often like the next one.
         self._seen: Any = None
         self._found: tuple[tuple[Any, ...], Relaunch] | None = None
@@ -381,7 +379,6 @@ class Decode:
     ) -> tuple[tuple[Any, ...], Relaunch]:
         """Return the kernel's last arguments, and the launches of what is compiled for all this."""
         shape, launch = self.shape, self.launch
-        *_, sinks, _, lse = layer
         size = shape.value_size // 2 if pairs else shape.value_size
         arguments = (
             RowStrides(*strides[:4]), CacheStrides(*strides[4:8]), CacheStrides(*strides[8:]), flags,
@@ -390,9 +387,8 @@ class Decode:
                 block_d=power_of_two(shape.head_size), dv=size, block_dv=power_of_two(size), rest=0, pack=pack,
                 pairs=pairs, precision=PRECISION, block_n=launch.block_n,
             ),
-            RowShape(shape.heads, shape.heads // shape.kv_heads, sinks is not None, lse, launch.block_m),
+            RowShape(shape.heads, shape.heads // shape.kv_heads, launch.block_m),
             self._compute,
-            self.pieces is not None,
         )  # fmt: skip
         kind = (self._kind, arguments, layer)
         if kind not in _launches:
