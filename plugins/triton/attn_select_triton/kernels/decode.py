@@ -20,14 +20,11 @@ from attn_select_triton.kernels.launch import (
     Launch,
     Terms,
     cache_strides,
-    capability_of,
     compute_dtype,
-    decode_launch,
     power_of_two,
-    sm_count,
 )
 from attn_select_triton.kernels.merge import MERGED_ROWS, merge_pieces, merged_parts
-from attn_select_triton.kernels.pieces import list_pieces, read_piece, share_of
+from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import (
     LOG2E,
     Operand,
@@ -261,7 +258,7 @@ class Decode:
             of its own merges; 0: the programs do.
         tree_mask: bool ``(T, columns)``, which of its request's tokens in this step a token of the query sees;
             ``max_query_len`` is at most ``columns``. None: those up to itself, with causal terms.
-        launch: another than the table's.
+        launch: of the kernel.
 
     Raises:
         ValueError: slots without a workspace that is large enough.
@@ -275,24 +272,20 @@ class Decode:
         seq_lens: Tensor,
         block_table: Tensor,
         max_query_len: int,
+        launch: Launch,
         pieces: Tensor | None = None,
         slots: int = 0,
         workspace: Tensor | None = None,
         arrived: Tensor | None = None,
         merges: int = 0,
         tree_mask: Tensor | None = None,
-        launch: Launch | None = None,
     ) -> None:
         requests, group = len(seq_lens), shape.heads // shape.kv_heads
-        rows, width = group * max_query_len, max(shape.head_size, shape.value_size)
-        if launch is None:
-            load = requests * shape.kv_heads / sm_count(shape.device)
-            launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
         self._merges, self._listed = merges, pieces
         if pieces is not None and merges:  # the decode takes the pieces, the merge what is listed behind them
             pieces = pieces[:-merges]
         self.shape, self.launch, self.pieces, self.seq_lens = shape, launch, pieces, seq_lens
-        row_tiles = -(-rows // launch.block_m)
+        row_tiles = -(-group * max_query_len // launch.block_m)
         self._grid = (shape.kv_heads * row_tiles, requests if pieces is None else len(pieces), 1)
         compute = compute_dtype(shape.dtype, shape.cache_dtype)
         self._pairs = 0
@@ -394,68 +387,3 @@ class Decode:
         if kind not in _launches:
             _launches[kind] = Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
         return arguments, _launches[kind]
-
-
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    *,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    max_query_len: int,
-    scale: float,
-    num_splits: int = 1,
-    split_tokens: int = 0,
-    workspace: Tensor | None = None,
-    terms: Terms = PLAIN,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    output_scale: Tensor | None = None,
-    output_lse: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    launch: Launch | None = None,
-) -> None:
-    """Attend from few query tokens per request over a paged cache, all at once: a ``Decode`` for one layer.
-
-    Args:
-        query, key, value, output, query_start_loc, seq_lens, scale, block_table, k_scale, v_scale, output_scale,
-            output_lse: as ``prefill_attention`` has them.
-        max_query_len, tree_mask, launch: as ``Decode`` has them.
-        num_splits: shares of a request's keys, at most.
-        split_tokens: keys that a share should have, so that a request's result does not depend on the others' (with
-            ``num_splits`` of them for the longest); 0: every request in ``num_splits`` shares.
-        workspace: float32, ``decode_workspace`` elements for ``num_splits`` results of each request; with splits.
-
-    Raises:
-        ValueError: splits without a workspace that is large enough.
-    """
-    _, heads, head_size = query.shape
-    kv_heads, value_size = value.shape[-2:]
-    shape = Shape(heads, kv_heads, head_size, value_size, query.dtype, value.dtype, query.device)
-    parted: dict[str, Any] = {}
-    if num_splits > 1:
-        slots = len(seq_lens) * num_splits
-        reach = terms.window * (1 if terms.causal else 2)
-        parted = {
-            "pieces": list_pieces(
-                query_start_loc,
-                seq_lens,
-                capacity=slots,
-                split_tokens=split_tokens,
-                most_splits=num_splits,
-                reach=reach,
-            ),
-            "slots": slots,
-            "arrived": torch.zeros(slots * max_query_len * heads, dtype=torch.int32, device=query.device),
-        }
-    step = Decode(
-        shape, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table,
-        max_query_len=max_query_len, workspace=workspace, tree_mask=tree_mask, launch=launch, **parted,
-    )  # fmt: skip
-    step(
-        query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale,
-        output_scale=output_scale, output_lse=output_lse,
-    )  # fmt: skip
