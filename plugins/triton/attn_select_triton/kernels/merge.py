@@ -270,12 +270,9 @@ def merge_attn_states_kernel(
     suffix_ptr,
     suffix_lse_ptr,
     rows,
-    stride_ot,
-    stride_oh,
-    stride_pt,
-    stride_ph,
-    stride_st,
-    stride_sh,
+    out_strides,
+    prefix_strides,
+    suffix_strides,
     stride_lt,
     stride_lh,
     stride_plt,
@@ -304,15 +301,15 @@ def merge_attn_states_kernel(
     width = tl.arange(0, BLOCK_DV)
     mask = inside[:, None] & (width < DV)[None, :]
     prefix = tl.load(
-        prefix_ptr + (token * stride_pt + head * stride_ph)[:, None] + width[None, :],
+        prefix_ptr + (token * prefix_strides[0] + head * prefix_strides[1])[:, None] + width[None, :],
         mask=mask & (prefix_weight > 0)[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
     suffix = tl.load(
-        suffix_ptr + (token * stride_st + head * stride_sh)[:, None] + width[None, :],
+        suffix_ptr + (token * suffix_strides[0] + head * suffix_strides[1])[:, None] + width[None, :],
         mask=mask & (suffix_weight > 0)[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
     merged = prefix * (prefix_weight * inverse)[:, None] + suffix * (suffix_weight * inverse)[:, None]
-    target = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + width[None, :]
+    target = out_ptr + (token * out_strides[0] + head * out_strides[1])[:, None] + width[None, :]
     tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:
         lse = natural_lse(base * LOG2E, total)
@@ -337,7 +334,7 @@ def merge_attn_states(
     if not rows:
         return
     lse_strides = (0, 0) if output_lse is None else output_lse.stride()
-    strides = (*output.stride()[:2], *prefix_output.stride()[:2], *suffix_output.stride()[:2])
+    strides = output.stride()[:2], prefix_output.stride()[:2], suffix_output.stride()[:2]
     key = (
         heads, size, strides, *specialised(output, prefix_output, suffix_output),
         *dtypes(output_lse, prefix_lse, suffix_lse),

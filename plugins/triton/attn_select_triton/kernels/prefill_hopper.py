@@ -76,11 +76,9 @@ class Rows(NamedTuple):
     out_scale_ptr: Any  # of an e4m3 output
     lse_ptr: Any
     sinks_ptr: Any  # a logit for each head
-    # stride_qt, stride_qh, stride_ot, stride_oh: elements from a token and from a head to the next
-    stride_qt: Any
-    stride_qh: Any
-    stride_ot: Any
-    stride_oh: Any
+    # query_strides, out_strides: elements from a token and from a head to the next
+    query_strides: Any
+    out_strides: Any
 
 
 class Parts(NamedTuple):
@@ -114,7 +112,7 @@ def load_query(rows, item, row, OPTIONS: gl.constexpr):
     flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     columns = gl.arange(0, PART, layout=gl.SliceLayout(0, T))
     token = (item.query_start + flat // GROUP).to(gl.int64)
-    places = token * rows.stride_qt + (item.kv_head * GROUP + flat % GROUP) * rows.stride_qh
+    places = token * rows.query_strides[0] + (item.kv_head * GROUP + flat % GROUP) * rows.query_strides[1]
     inside = (flat < item.query_len * GROUP)[:, None]
     parts = ()
     for part in gl.static_range(OPTIONS.parts):
@@ -219,7 +217,7 @@ def write_rows(rows, item, row, q_smem, accumulators, norm, OPTIONS: gl.constexp
     barrier()
     flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     token = (item.query_start + flat // GROUP).to(gl.int64)
-    places = token * rows.stride_ot + (item.kv_head * GROUP + flat % GROUP) * rows.stride_oh
+    places = token * rows.out_strides[0] + (item.kv_head * GROUP + flat % GROUP) * rows.out_strides[1]
     columns = gl.arange(0, PART, layout=gl.SliceLayout(0, T))
     target = rows.out_ptr + places[:, None] + columns[None, :]
     inside = (flat < item.query_len * GROUP)[:, None]
@@ -342,10 +340,8 @@ def prefill_hopper_kernel(
     v_scale,
     cap_log2,
     window,
-    stride_qt,
-    stride_qh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    out_strides,
     stride_table,
     k_pages,
     k_head_rows,
@@ -395,7 +391,7 @@ def prefill_hopper_kernel(
         mbarrier.init(mail.there.index(slot), count=1)
         mbarrier.init(mail.read.index(slot), count=GROUPS)
     fence_async_shared()
-    rows = Rows(q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, stride_ot, stride_oh)
+    rows = Rows(q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, query_strides, out_strides)
     scales = Scales(score_scale, v_scale, cap_log2, window)
     parts = Parts(part_ptr, part_lse_ptr)
     head_items = items // (OPTIONS.heads // OPTIONS.group)
@@ -501,7 +497,7 @@ class _Kind:
         box = box_rows(block_size, paged, tile.block_n)
         self.keys, self.values = _Boxes(key, box), _Boxes(value, box)
         self.row_bytes = (head_size + value_size) * key.itemsize
-        self.strides = (*query.stride()[:2], *output.stride()[:2])
+        self.strides = query.stride()[:2], output.stride()[:2]
         self.places = *self.keys.places, *self.values.places
         plain = Options(
             heads, heads // value.shape[-2], *flags, paged, block_size, head_size, value_size,
