@@ -140,12 +140,9 @@ def mla_decode_kernel(
     score_scale,
     value_scale,
     page_rows,
-    stride_qt,
-    stride_qh,
-    stride_rt,
-    stride_rh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    rope_strides,
+    out_strides,
     stride_table,
     stride_b,
     stride_t,
@@ -195,12 +192,12 @@ def mla_decode_kernel(
     full_high = tl.maximum(tl.minimum(full_high, high) // TILES.block_n * TILES.block_n, low)
 
     row = (query_start + token).to(tl.int64)
-    q_rows = q_ptr + (row * stride_qt + head * stride_qh)[:, None]
+    q_rows = q_ptr + (row * query_strides[0] + head * query_strides[1])[:, None]
     latent_columns = tl.arange(0, TILES.block_r)
     rope_columns = tl.arange(0, TILES.block_p)
     mask = in_rows[:, None] & (latent_columns < TILES.r)[None, :]
     q_latent = tl.load(q_rows + latent_columns[None, :], mask=mask, other=0.0)
-    rope_rows = qr_ptr + (row * stride_rt + head * stride_rh)[:, None]
+    rope_rows = qr_ptr + (row * rope_strides[0] + head * rope_strides[1])[:, None]
     rope_mask = in_rows[:, None] & (rope_columns < TILES.p)[None, :]
     q_rope = tl.load(rope_rows + rope_columns[None, :], mask=rope_mask, other=0.0)
     accumulator = tl.zeros([BLOCK_M, TILES.block_r], tl.float32)
@@ -221,7 +218,7 @@ def mla_decode_kernel(
         tl.store(part_ptr + part[:, None] * TILES.r + latent_columns[None, :], result, mask=mask)
         tl.store(part_lse_ptr + part, natural_lse(row_max, row_sum), mask=in_rows)
     else:
-        out_rows = row * stride_ot + head * stride_oh
+        out_rows = row * out_strides[0] + head * out_strides[1]
         out = result.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_rows[:, None] + latent_columns[None, :], out, mask=mask)
         if lse_ptr is not None:
@@ -341,7 +338,7 @@ class _Prepared:
         self.query_parts: tuple[Descriptors, ...] = ()
         self.cache_parts: tuple[Descriptors, ...] = ()
         output_strides = output.stride()[:2]
-        self.strides: tuple[int, ...] = *query.stride()[:2], *query_rope.stride()[:2], *output_strides
+        self.strides: tuple[Any, ...] = query.stride()[:2], query_rope.stride()[:2], output_strides
         keys, columns = launch.block_n, rank  # of a box of the cache
         kernel: Any
         if launch.hopper:
@@ -359,7 +356,7 @@ class _Prepared:
             else:
                 from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel as kernel
             if not fp8:
-                self.strides = output_strides
+                self.strides = (output_strides,)
                 self.query_parts = tuple(
                     _described(tokens * heads, part, part.stride(1), [launch.block_m, size], True)
                     for part, size in ((query, columns), (query_rope, rope))

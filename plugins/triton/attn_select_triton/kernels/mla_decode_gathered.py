@@ -21,7 +21,6 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     STAGES,
     Rows,
     Scales,
-    Strides,
     add_values,
     attend_half_turned,
     attend_scores,
@@ -121,8 +120,7 @@ def mla_decode_gathered_kernel(
     score_scale,
     value_scale,
     page_rows,
-    stride_ot,
-    stride_oh,
+    strides,
     stride_table,
     HEADS: gl.constexpr,
     R: gl.constexpr,
@@ -140,8 +138,7 @@ def mla_decode_gathered_kernel(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE
     )  # fmt: skip
     smem, barriers = shared_memory(q_half, q_rope, 32 * LOADERS)  # every thread that copies arrives
-    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, stride_ot, SHAPE)
-    strides = Strides(stride_ot, stride_oh)
+    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, strides, SHAPE)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
     loader = (

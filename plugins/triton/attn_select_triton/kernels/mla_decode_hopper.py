@@ -111,13 +111,6 @@ class Scales(NamedTuple):
     value_scale: Any
 
 
-class Strides(NamedTuple):
-    """Elements of the output from a token and from a head to the next."""
-
-    stride_ot: Any
-    stride_oh: Any
-
-
 @gluon.jit
 def key_range(
     table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE: gl.constexpr
@@ -165,11 +158,11 @@ def key_range(
 
 
 @gluon.jit
-def pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, stride_ot, SHAPE: gl.constexpr):
+def pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, out_strides, SHAPE: gl.constexpr):
     """Return a program's ``Pointers``; ``part`` as ``key_range`` has it."""
     start = position.query_start.to(gl.int64)
     return Pointers(
-        out_ptr + start * stride_ot, None if lse_ptr is None else lse_ptr + start * SHAPE.heads,
+        out_ptr + start * out_strides[0], None if lse_ptr is None else lse_ptr + start * SHAPE.heads,
         None if part_ptr is None else part_ptr + part * SHAPE.r,
         None if part_ptr is None else part_lse_ptr + part,
     )  # fmt: skip
@@ -312,7 +305,7 @@ def write_at(
     if strides is None:
         rows = gl.expand_dims(flat * SHAPE.r, AXIS)
     else:
-        rows = gl.expand_dims(flat // SHAPE.heads * strides.stride_ot + flat % SHAPE.heads * strides.stride_oh, AXIS)
+        rows = gl.expand_dims(flat // SHAPE.heads * strides[0] + flat % SHAPE.heads * strides[1], AXIS)
     stored = total.to(ptr.dtype.element_ty)
     gl.store(ptr + rows + gl.expand_dims(columns, 1 - AXIS), stored, mask=mask)
 
@@ -683,8 +676,7 @@ def mla_decode_hopper_kernel(
     score_scale,
     value_scale,
     page_rows,
-    stride_ot,
-    stride_oh,
+    strides,
     stride_table,
     HEADS: gl.constexpr,
     R: gl.constexpr,
@@ -697,13 +689,13 @@ def mla_decode_hopper_kernel(
     # q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
     # ``(ROWS, P)``.
     # kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
+    # strides: elements of the output from a token and from a head to the next.
     SHAPE: gl.constexpr = Rows(HEADS, R, ROWS, CAUSAL)
     position, part, table = key_range(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE
     )  # fmt: skip
     smem, barriers = shared_memory(q_half, q_rope, 1)
-    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, stride_ot, SHAPE)
-    strides = Strides(stride_ot, stride_oh)
+    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, strides, SHAPE)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
     loader = (

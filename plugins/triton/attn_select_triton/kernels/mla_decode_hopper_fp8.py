@@ -30,7 +30,6 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
     Rows,
     Scales,
-    Strides,
     attend_half_turned,
     attend_scores,
     attend_values,
@@ -88,14 +87,16 @@ def round_query(
     # All loads are issued before one is waited for.
     # query: pointer and strides of the latents' columns, the same of the rope part's, and the scale.
     # RIGHT: the right half of the latents' columns, or the left one and the rope part.
-    q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, scale = query
+    q_ptr, query_strides, qr_ptr, rope_strides, scale = query
     HEADS: gl.constexpr = SHAPE.heads
     ROWS: gl.constexpr = SHAPE.rows
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HALF: gl.constexpr = SHAPE.r // PART // 2
     BEGIN: gl.constexpr = HALF if RIGHT else 0
     flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
-    rows = q_ptr + (position.query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
+    rows = (
+        q_ptr + (position.query_start + flat // HEADS).to(gl.int64) * query_strides[0] + flat % HEADS * query_strides[1]
+    )
     inside = (flat < position.query_len * HEADS)[:, None]
     loaded = ()  # in registers first, so that no load waits for the conversion of the one before
     for part in gl.static_range(HALF):
@@ -103,7 +104,11 @@ def round_query(
         loaded = loaded + (gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
     if not RIGHT:
         flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
-        rows = qr_ptr + (position.query_start + flat // HEADS).to(gl.int64) * stride_rt + flat % HEADS * stride_rh
+        rows = (
+            qr_ptr
+            + (position.query_start + flat // HEADS).to(gl.int64) * rope_strides[0]
+            + flat % HEADS * rope_strides[1]
+        )
         columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
         rope = gl.load(rows[:, None] + columns[None, :], mask=(flat < position.query_len * HEADS)[:, None], other=0.0)
         q_pe.store(rounded(rope, scale))
@@ -253,12 +258,9 @@ def mla_decode_hopper_fp8_kernel(
     value_scale,
     q_scale,
     page_rows,
-    stride_qt,
-    stride_qh,
-    stride_rt,
-    stride_rh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    rope_strides,
+    strides,
     stride_table,
     HEADS: gl.constexpr,
     R: gl.constexpr,
@@ -294,9 +296,8 @@ def mla_decode_hopper_fp8_kernel(
     fence_async_shared()
 
     barriers = Barriers(q_ready, ready, empty)
-    query = (q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, q_scale)
-    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, stride_ot, SHAPE)
-    strides = Strides(stride_ot, stride_oh)
+    query = (q_ptr, query_strides, qr_ptr, rope_strides, q_scale)
+    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, strides, SHAPE)
     scales = Scales(score_scale, value_scale)
     smem = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values)
     loader = kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles, page_rows, BLOCK_SIZE

@@ -170,7 +170,7 @@ def attend_tokens(q, low, high, last, slopes, head, score_scale, TILES: tl.const
 
 @triton.jit
 def query_rows(
-    q_ptr, slopes_ptr, token, kv_head, first, stride_qt, stride_qh, TILES: tl.constexpr, COMPUTE: tl.constexpr
+    q_ptr, slopes_ptr, token, kv_head, first, strides, TILES: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """Return some heads of one token from the ``first`` of a KV head's group on: their numbers, which of them are
     there, the query ``(block_m, block_d)``, and their ALiBi slopes times log2(e)."""
@@ -179,7 +179,7 @@ def query_rows(
     head = kv_head * TILES.group + row
     size = tl.arange(0, TILES.block_d)
     mask = mask_of(in_rows, TILES.d, TILES.block_d)
-    rows = token.to(tl.int64) * stride_qt + head * stride_qh
+    rows = token.to(tl.int64) * strides[0] + head * strides[1]
     q = tl.load(q_ptr + rows[:, None] + size[None, :], mask=mask, other=0.0).to(COMPUTE)
     slopes = head
     if TILES.alibi:
@@ -208,10 +208,8 @@ def paged_attention_v1_kernel(
     row_tiles,
     score_scale,
     v_scale,
-    stride_qt,
-    stride_qh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    out_strides,
     stride_table,
     strides,
     TILE_SHAPE: tl.constexpr,
@@ -229,7 +227,7 @@ def paged_attention_v1_kernel(
         return
     seq_len = tl.load(seq_lens_ptr + request)
     head, in_rows, q, slopes = query_rows(
-        q_ptr, slopes_ptr, token, kv_head, tl.program_id(0) % row_tiles * TILES.block_m, stride_qt, stride_qh, TILES,
+        q_ptr, slopes_ptr, token, kv_head, tl.program_id(0) % row_tiles * TILES.block_m, query_strides, TILES,
         COMPUTE,
     )  # fmt: skip
     # One turn. Where that is no secret ptxas keeps a float32 query in registers, and spills kilobytes.
@@ -238,7 +236,7 @@ def paged_attention_v1_kernel(
             q, 0, seq_len, seq_len - 1, slopes,
             head_of(k_ptr, v_ptr, table_ptr, request, kv_head, stride_table, strides), score_scale, TILES,
         )  # fmt: skip
-        rows = token.to(tl.int64) * stride_ot + head * stride_oh
+        rows = token.to(tl.int64) * out_strides[0] + head * out_strides[1]
         store_rows(out_ptr, rows, normalised(accumulator, row_sum) * v_scale, in_rows, TILES)
 
 
@@ -258,8 +256,7 @@ def paged_attention_v2_kernel(
     partitions,
     score_scale,
     v_scale,
-    stride_qt,
-    stride_qh,
+    query_strides,
     stride_table,
     strides,
     TILE_SHAPE: tl.constexpr,
@@ -279,7 +276,7 @@ def paged_attention_v2_kernel(
     if (tl.load(query_start_loc_ptr + request + 1) == token) | (first * PARTITION >= seq_len):
         return
     head, in_rows, q, slopes = query_rows(
-        q_ptr, slopes_ptr, token, kv_head, tl.program_id(0) % row_tiles * TILES.block_m, stride_qt, stride_qh, TILES,
+        q_ptr, slopes_ptr, token, kv_head, tl.program_id(0) % row_tiles * TILES.block_m, query_strides, TILES,
         COMPUTE,
     )  # fmt: skip
     kv = head_of(k_ptr, v_ptr, table_ptr, request, kv_head, stride_table, strides)
@@ -304,8 +301,7 @@ def paged_attention_v2_reduce_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     partitions,
-    stride_ot,
-    stride_oh,
+    out_strides,
     PARTITION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -340,7 +336,7 @@ def paged_attention_v2_reduce_kernel(
         total = total * rescale + tl.sum(weights, 0)
         largest = new_largest
     result = accumulator / tl.where(total > 0, total, 1.0)
-    row = token.to(tl.int64) * stride_ot + head * stride_oh
+    row = token.to(tl.int64) * out_strides[0] + head * out_strides[1]
     tl.store(out_ptr + row + size, result.to(out_ptr.dtype.element_ty), mask=size < D)
 
 
@@ -545,7 +541,7 @@ def paged_attention_v1(
     made = _prepare((query, key, value, output), of_step, 0, launch)
     made.attend(
         (key.shape[1] * made.row_tiles, len(seq_lens), 1), query, key, value, output, *of_step, made.row_tiles,
-        scale * k_scale * LOG2E.value, v_scale, *made.strides[0], *made.strides[1], block_table.stride(0),
+        scale * k_scale * LOG2E.value, v_scale, *made.strides, block_table.stride(0),
         *made.last,
     )  # fmt: skip
 
@@ -605,9 +601,9 @@ def paged_attention_v2(
         count = len(lens)
         made.attend(
             (tiles, count, programs), query, key, value, *parts, table, starts, lens, slopes, made.row_tiles,
-            partitions, scores, v_scale, *made.strides[0], table.stride(0), *made.last,
+            partitions, scores, v_scale, made.strides[0], table.stride(0), *made.last,
         )  # fmt: skip
         made.reduce(
-            (heads, count, 1), output, *parts, starts, lens, partitions, *made.strides[1],
+            (heads, count, 1), output, *parts, starts, lens, partitions, made.strides[1],
             partition_size, head_size, power_of_two(head_size), REDUCE_CHUNK,
         )  # fmt: skip
