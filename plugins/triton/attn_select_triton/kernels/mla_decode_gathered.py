@@ -19,6 +19,7 @@ from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
     STAGES,
+    Pointers,
     Rows,
     Scales,
     add_values,
@@ -29,7 +30,6 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     key_range,
     load_query,
     make_exchange,
-    pointers_of,
     products,
     shared_memory,
 )
@@ -138,7 +138,11 @@ def mla_decode_gathered_kernel(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE
     )  # fmt: skip
     smem, barriers = shared_memory(q_half, q_rope, 32 * LOADERS)  # every thread that copies arrives
-    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, strides, SHAPE)
+    start = position.query_start.to(gl.int64)
+    pointers = Pointers(
+        out_ptr + start * strides[0], None if lse_ptr is None else lse_ptr + start * HEADS,
+        None if part_ptr is None else part_ptr + part * R, None if part_ptr is None else part_lse_ptr + part,
+    )  # fmt: skip
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
     loader = (

@@ -158,17 +158,6 @@ def key_range(
 
 
 @gluon.jit
-def pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, out_strides, SHAPE: gl.constexpr):
-    """Return a program's ``Pointers``; ``part`` as ``key_range`` has it."""
-    start = position.query_start.to(gl.int64)
-    return Pointers(
-        out_ptr + start * out_strides[0], None if lse_ptr is None else lse_ptr + start * SHAPE.heads,
-        None if part_ptr is None else part_ptr + part * SHAPE.r,
-        None if part_ptr is None else part_lse_ptr + part,
-    )  # fmt: skip
-
-
-@gluon.jit
 def shared_memory(q_half, q_rope, ARRIVALS: gl.constexpr):
     """Return a program's ``Shared`` and ``Barriers``; ``ARRIVALS`` say that a half was loaded."""
     # Keys have the query's dtype, and columns as its boxes have them.
@@ -695,7 +684,11 @@ def mla_decode_hopper_kernel(
         table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE
     )  # fmt: skip
     smem, barriers = shared_memory(q_half, q_rope, 1)
-    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, strides, SHAPE)
+    start = position.query_start.to(gl.int64)
+    pointers = Pointers(
+        out_ptr + start * strides[0], None if lse_ptr is None else lse_ptr + start * HEADS,
+        None if part_ptr is None else part_ptr + part * R, None if part_ptr is None else part_lse_ptr + part,
+    )  # fmt: skip
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
     loader = (

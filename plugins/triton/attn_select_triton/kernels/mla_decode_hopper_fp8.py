@@ -28,6 +28,7 @@ from attn_select_triton.kernels.hopper_barriers import barriers_of, hand_back
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
+    Pointers,
     Rows,
     Scales,
     attend_half_turned,
@@ -37,7 +38,6 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     key_range,
     make_exchange,
     multiply_values,
-    pointers_of,
     take_weights,
     weigh_turned,
 )
@@ -297,7 +297,11 @@ def mla_decode_hopper_fp8_kernel(
 
     barriers = Barriers(q_ready, ready, empty)
     query = (q_ptr, query_strides, qr_ptr, rope_strides, q_scale)
-    pointers = pointers_of(out_ptr, lse_ptr, part_ptr, part_lse_ptr, position, part, strides, SHAPE)
+    start = position.query_start.to(gl.int64)
+    pointers = Pointers(
+        out_ptr + start * strides[0], None if lse_ptr is None else lse_ptr + start * HEADS,
+        None if part_ptr is None else part_ptr + part * R, None if part_ptr is None else part_lse_ptr + part,
+    )  # fmt: skip
     scales = Scales(score_scale, value_scale)
     smem = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values)
     loader = kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles, page_rows, BLOCK_SIZE
