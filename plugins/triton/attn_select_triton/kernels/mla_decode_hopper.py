@@ -498,7 +498,8 @@ def add_values(tile, first, second, position, smem, barriers, exchange, RIGHT: g
         else (barriers.left_ready, barriers.left_empty, smem.k_left)
     )
     buffer = tile % STAGES
-    weights, factor, least = take_weights(tile, exchange, first.type.layout)
+    ACC: gl.constexpr = first.type.layout
+    weights, factor, least = take_weights(tile, exchange, ACC)
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
     # Swizzled memory holds 128 bytes of every key's columns, then the next 128 of every key: so the first quarter's
     # columns are the first part of a half's memory.

@@ -179,7 +179,8 @@ def add_values(tile, first, second, position, smem, barriers, exchange, RIGHT: g
         HALF: gl.constexpr = values.shape[0]
         for part in gl.static_range(HALF):
             clear_behind(values.index(part), start, position.high, T)
-    weights, factor, least = take_weights(tile, exchange, first.type.layout)
+    ACC: gl.constexpr = first.type.layout
+    weights, factor, least = take_weights(tile, exchange, ACC)
     # Parts of 128 columns lie one behind the other, as a wide tile's do (``mla_decode_hopper.add_values``).
     quarters = reinterpret(values, gl.float16, [2, KEYS, first.shape[1]], values.type.layout)
     first, second = multiply_values(first, second, weights, factor, least, quarters.index(0), quarters.index(1))
