@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import torch
+from one_decode import decode_attention
 
 from attn_select.layer.config import AttentionConfig
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD, PAGED_ATTENTION
@@ -60,7 +61,7 @@ def run(
     longest = max(query_len for query_len, _ in problem.requests)
     size = decode.decode_workspace(longest, config.num_heads, config.value_head_size, len(problem.requests) * splits)
     assert problem.block_table is not None
-    decode.decode_attention(
+    decode_attention(
         problem.query, key, value, output, query_start_loc=problem.query_start_loc, seq_lens=problem.seq_lens,
         block_table=problem.block_table, max_query_len=longest,
         scale=problem.scale, num_splits=splits, split_tokens=split_tokens, terms=terms, output_lse=lse, launch=used,
@@ -118,7 +119,7 @@ def test_a_request_alone_gives_the_same_bits(device: torch.device, terms_of: Cal
         alone, alone_lse = torch.full_like(output[rows], torch.nan), torch.full_like(lse[rows], torch.nan)
         query = problem.query[rows]
         size = decode.decode_workspace(2, 4, 32, splits)
-        decode.decode_attention(
+        decode_attention(
             query, key, value, alone, max_query_len=2, scale=problem.scale, num_splits=splits, split_tokens=32,
             query_start_loc=torch.tensor([0, len(query)], dtype=torch.int32, device=device),
             seq_lens=problem.seq_lens[request : request + 1], block_table=problem.block_table[request : request + 1],
@@ -134,7 +135,7 @@ def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
     assert problem.block_table is not None
     for workspace in (None, torch.empty(2 * 4 * 33 - 1, device=device)):
         with pytest.raises(ValueError, match=r"2 partial results of 1 tokens need 264"):
-            decode.decode_attention(
+            decode_attention(
                 problem.query, key, value, problem.query, query_start_loc=problem.query_start_loc,
                 seq_lens=problem.seq_lens, block_table=problem.block_table, max_query_len=1, scale=1.0,
                 num_splits=2, workspace=workspace,

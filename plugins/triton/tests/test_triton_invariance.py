@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import torch
+from one_decode import decode_attention
 from triton_mla_layers import listed
 
 from attn_select.layer.config import AttentionConfig
@@ -76,7 +77,7 @@ def decoded(part: Part, kv_cache: torch.Tensor, terms: Terms, used: Launch) -> t
     output, lse = part.poisoned(config.value_head_size)
     slots = len(part.lens) * part.splits
     size = decode.decode_workspace(max(part.lens), config.num_heads, config.value_head_size, slots)
-    decode.decode_attention(
+    decode_attention(
         part.query, key, value, output, **part.batch, block_table=part.table, max_query_len=max(part.lens),
         scale=part.problem.scale, num_splits=part.splits, split_tokens=part.split_tokens, terms=terms, output_lse=lse,
         workspace=torch.full((size,), torch.nan, device=output.device), launch=used,

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import torch
+from one_decode import decode_attention
 from triton_mla_layers import listed
 
 from attn_select.testing import lse_error, relative_error
@@ -147,7 +148,7 @@ def test_decode(size: int, heads: int, kv_heads: int, block_size: int, kind: str
         splits, split_tokens = LONGEST // 2048, 2048
     room = decode.decode_workspace(batch.max_query_len, heads, size, len(DECODES) * splits)
     work = torch.full((room,), torch.nan, device="cuda")
-    decode.decode_attention(
+    decode_attention(
         query, key, value, output, **batch.batch, block_table=batch.table, max_query_len=batch.max_query_len,
         scale=size**-0.5, num_splits=splits, split_tokens=split_tokens, workspace=work, terms=Terms(window=window),
         output_lse=lse,

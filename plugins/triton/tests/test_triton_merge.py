@@ -84,7 +84,7 @@ def merge_pieces(
     count = requests if pieces is None else len(pieces)
     merge.merge_pieces_kernel[(parts.shape[1], min(count, 2))](
         parts, part_lse, output, None, lse, pieces, start, torch.zeros_like(start), 0, count, len(parts) // requests,
-        output.stride(0), output.stride(1), heads, size, power_of_two(size), CHUNK, lse is not None,
+        output.stride(0), output.stride(1), heads, size, power_of_two(size), CHUNK,
         num_warps=4,
     )  # fmt: skip
 

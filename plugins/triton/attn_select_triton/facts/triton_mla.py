@@ -80,25 +80,21 @@ def warp_specialised_prefill(config: AttentionConfig, device: Device) -> bool:
     return device.compute_capability == GLUON_CAPABILITY and (qk_size, config.v_head_dim) in PREFILL_SIZES
 
 
-def _dim(name: str, value: int, supported: HeadSizes) -> Reason:
-    return Reason("mla-dims", f"{name} {value} (supported: {supported})", {name: value}, str(supported))
+def dim_reason(name: str, value: int, supported: str) -> Reason:
+    """Return what speaks against a size of MLA's."""
+    return Reason("mla-dims", f"{name} {value} (supported: {supported})", {name: value}, supported)
 
 
 def _dim_reasons(config: AttentionConfig, phase: Phase) -> list[Reason]:
-    rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
-    nope, v_dim = config.qk_nope_head_dim or 0, config.v_head_dim or 0
-    found = []
+    rope, v_dim = config.qk_rope_head_dim or 0, config.v_head_dim or 0
     if phase == "prefill":
-        if not PREFILL_HEAD_SIZES.accepts(nope + rope):
-            found.append(_dim("qk_nope_head_dim + qk_rope_head_dim", nope + rope, PREFILL_HEAD_SIZES))
-        if not PREFILL_HEAD_SIZES.accepts(v_dim):
-            found.append(_dim("v_head_dim", v_dim, PREFILL_HEAD_SIZES))
-        return found
-    if not LORA_RANKS.accepts(rank):
-        found.append(_dim("kv_lora_rank", rank, LORA_RANKS))
-    if not ROPE_SIZES.accepts(rope):
-        found.append(_dim("qk_rope_head_dim", rope, ROPE_SIZES))
-    return found
+        dims = (
+            ("qk_nope_head_dim + qk_rope_head_dim", (config.qk_nope_head_dim or 0) + rope, PREFILL_HEAD_SIZES),
+            ("v_head_dim", v_dim, PREFILL_HEAD_SIZES),
+        )
+    else:
+        dims = ("kv_lora_rank", config.kv_lora_rank or 0, LORA_RANKS), ("qk_rope_head_dim", rope, ROPE_SIZES)
+    return [dim_reason(name, dim, str(sizes)) for name, dim, sizes in dims if not sizes.accepts(dim)]
 
 
 def plan(

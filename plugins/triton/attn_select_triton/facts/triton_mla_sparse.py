@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import Field
 
-from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Capabilities, Fact, HeadSizes, Reason
+from attn_select.backends.spec import BackendOptions, BackendPlan, BackendSpec, Fact, HeadSizes, Reason
 from attn_select.layer.config import AttentionConfig, Phase
 from attn_select.layer.layouts import MLA
 from attn_select.machine.device import Device
 from attn_select.machine.environment import Environment
 from attn_select_triton.facts.planned_kernels import MLASparseKernel
-from attn_select_triton.facts.triton_mla import LORA_RANKS, PROGRAMS_PER_SM
+from attn_select_triton.facts.triton_mla import DECODE, LORA_RANKS, PROGRAMS_PER_SM, ROPE_SIZES, dim_reason
 from attn_select_triton.facts.triton_support import (
     COMPILED,
     COMPILER_VARIABLES,
     KV_CACHE_DTYPES,
     LIBRARIES,
-    NAN_TAIL_SAFE,
     OWN,
-    TURING_AND_UP,
     device_reasons,
     gluon_marks,
     marked,
@@ -38,26 +38,19 @@ class TritonMLASparseOptions(BackendOptions):
     )
 
 
-ROPE_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=128)  # Accepted ``qk_rope_head_dim`` besides 0
-
 _RAN = "ran on an H200, triton 3.6.0"
 _ONE_TOKEN = f"{OWN}: every token is a request of one query, whose chosen slots are blocks of one token"
 
-CAPABILITIES = Capabilities(
-    compute_capabilities=TURING_AND_UP,
+CAPABILITIES = replace(
+    DECODE,
     dtypes=Fact(("bfloat16", "float16"), f"{_RAN}; {COMPILED}: from 7.5 on; {OWN}: no float32 latent"),
     kv_cache_dtypes=Fact(("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"), KV_CACHE_DTYPES.source),
     head_sizes=Fact(HeadSizes(multiple_of=16, minimum=16, maximum=640), f"{OWN}: rank and rope part by themselves"),
     block_sizes=Fact((1,), f"{OWN}: latents are read by slot"),
-    mla=True,
     sparse=True,
-    mixed_kv_cache_dtype=Fact(True, f"{OWN}: casts the latent to the query's dtype as it loads"),
     non_causal=Fact(True, f"{OWN}: the chosen tokens are all that a query sees"),
     batch_invariant=Fact(True, f"{_ONE_TOKEN}; its keys are not split"),
-    per_head_quant_scales=Fact(True, "the latent is one KV head, so a scale per head is the scale of the tensor"),
-    output_quantizations=Fact((), f"{OWN}: no output scale"),
     decode_context_parallel=Fact(True, f"{OWN}: the runtime leaves out the slots of other ranks' tokens"),
-    nan_tail_safe=NAN_TAIL_SAFE,
 )
 
 _LAYOUTS, _BLOCKS = (MLA,), (64, 1)
@@ -96,12 +89,9 @@ def _dim_reasons(config: AttentionConfig) -> list[Reason]:
     rank, rope = config.kv_lora_rank or 0, config.qk_rope_head_dim or 0
     found = []
     if not LORA_RANKS.accepts(rank):
-        text = f"kv_lora_rank {rank} (supported: {LORA_RANKS})"
-        found.append(Reason("mla-dims", text, {"kv_lora_rank": rank}, str(LORA_RANKS)))
+        found.append(dim_reason("kv_lora_rank", rank, str(LORA_RANKS)))
     if rope and not ROPE_SIZES.accepts(rope):
-        supported = f"0, {ROPE_SIZES}"
-        text = f"qk_rope_head_dim {rope} (supported: {supported})"
-        found.append(Reason("mla-dims", text, {"qk_rope_head_dim": rope}, supported))
+        found.append(dim_reason("qk_rope_head_dim", rope, f"0, {ROPE_SIZES}"))
     return found
 
 

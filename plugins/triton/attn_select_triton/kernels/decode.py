@@ -20,14 +20,11 @@ from attn_select_triton.kernels.launch import (
     Launch,
     Terms,
     cache_strides,
-    capability_of,
     compute_dtype,
-    decode_launch,
     power_of_two,
-    sm_count,
 )
 from attn_select_triton.kernels.merge import MERGED_ROWS, merge_pieces, merged_parts
-from attn_select_triton.kernels.pieces import list_pieces, read_piece, share_of
+from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import (
     LOG2E,
     Operand,
@@ -36,6 +33,7 @@ from attn_select_triton.kernels.primitives import (
     TileShape,
     attend_visible,
     key_bounds,
+    mask_of,
     natural_lse,
     normalised,
     split_bounds,
@@ -63,9 +61,7 @@ E4M3_SHIFT = 256.0  # ``primitives.fp8_pairs`` gives e4m3 times 2 ** -8
 def write_partial(part_ptr, part_lse_ptr, result, lse, rows, part, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Write partial results ``(rows, PADDED)`` and their natural LSEs, each at its place ``part``."""
     width = tl.arange(0, PADDED)
-    mask = rows.inside[:, None]
-    if SIZE != PADDED:
-        mask = mask & (width < SIZE)[None, :]
+    mask = mask_of(rows.inside, SIZE, PADDED)
     tl.store(part_lse_ptr + part, lse, mask=rows.inside)
     tl.store(part_ptr + part[:, None] * SIZE + width[None, :], result, mask=mask)
 
@@ -138,7 +134,6 @@ def decode_kernel(
     TILE_SHAPE: tl.constexpr,
     ROW_SHAPE: tl.constexpr,
     COMPUTE: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
     """One program: up to ``block_m`` rows (heads of a KV head's group x tokens), against one piece of the keys."""
     # Of a request in one piece the result is written at once; of several, the program that is done last merges all, or
@@ -147,7 +142,7 @@ def decode_kernel(
     # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot.
     # arrived_ptr: int32, one for each slot and program of a request, of which a first slot's counts the pieces that are
     # done: 0 before and behind. None: they are merged by a launch of its own.
-    # pieces_ptr: of ``pieces.list_pieces``, with ``SPLIT``; else a program has a request's keys.
+    # pieces_ptr: of ``pieces.list_pieces``; None: a program has a request's keys.
     # row_strides: a ``RowStrides``; k_strides and v_strides a ``CacheStrides`` each.
     # TERM_FLAGS: a ``TermFlags``; TILE_SHAPE a ``TileShape``, ROW_SHAPE a ``RowShape``, COMPUTE the dtype of the
     # products.
@@ -157,7 +152,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr = TILES.block_n
     kv_head = tl.program_id(0) // row_tiles
     first = tl.program_id(0) % row_tiles * SHAPE.block_m
-    if SPLIT:
+    if pieces_ptr is not None:
         piece = read_piece(pieces_ptr, tl.program_id(1))
         if piece.request < 0:
             return
@@ -180,7 +175,7 @@ def decode_kernel(
     )
     split_low = low
     split_high = high
-    if SPLIT:
+    if pieces_ptr is not None:
         split_low, split_high = split_bounds(piece.split, piece.splits, low, high, BLOCK_N)
     query = load_query(q_ptr, slopes_ptr, rows, row_strides, TERMS.alibi, TILES, COMPUTE)
     running = begin(sinks_ptr, rows, piece.split, TILES, SHAPE)
@@ -207,7 +202,7 @@ def decode_kernel(
         accumulator = tl.interleave(accumulator, odd)
     result = normalised(accumulator, row_sum) * v_scale
     lse = natural_lse(row_max, row_sum)
-    if SPLIT:  # noqa: SIM102
+    if pieces_ptr is not None:  # noqa: SIM102
         if piece.splits > 1:
             part = piece.slot.to(tl.int64) * slot_rows + rows.token * SHAPE.heads + rows.head
             write_partial(part_ptr, part_lse_ptr, result, lse, rows, part + piece.split * slot_rows, SIZE, PADDED)
@@ -263,7 +258,7 @@ class Decode:
             of its own merges; 0: the programs do.
         tree_mask: bool ``(T, columns)``, which of its request's tokens in this step a token of the query sees;
             ``max_query_len`` is at most ``columns``. None: those up to itself, with causal terms.
-        launch: another than the table's.
+        launch: of the kernel.
 
     Raises:
         ValueError: slots without a workspace that is large enough.
@@ -277,24 +272,20 @@ class Decode:
         seq_lens: Tensor,
         block_table: Tensor,
         max_query_len: int,
+        launch: Launch,
         pieces: Tensor | None = None,
         slots: int = 0,
         workspace: Tensor | None = None,
         arrived: Tensor | None = None,
         merges: int = 0,
         tree_mask: Tensor | None = None,
-        launch: Launch | None = None,
     ) -> None:
         requests, group = len(seq_lens), shape.heads // shape.kv_heads
-        rows, width = group * max_query_len, max(shape.head_size, shape.value_size)
-        if launch is None:
-            load = requests * shape.kv_heads / sm_count(shape.device)
-            launch = decode_launch(capability_of(shape.device), rows, width, shape.dtype, shape.cache_dtype, load)
         self._merges, self._listed = merges, pieces
         if pieces is not None and merges:  # the decode takes the pieces, the merge what is listed behind them
             pieces = pieces[:-merges]
         self.shape, self.launch, self.pieces, self.seq_lens = shape, launch, pieces, seq_lens
-        row_tiles = -(-rows // launch.block_m)
+        row_tiles = -(-group * max_query_len // launch.block_m)
         self._grid = (shape.kv_heads * row_tiles, requests if pieces is None else len(pieces), 1)
         compute = compute_dtype(shape.dtype, shape.cache_dtype)
         self._pairs = 0
@@ -317,7 +308,7 @@ class Decode:
         self._sizes = (max_query_len * shape.heads, row_tiles)
         self._compute = compute
         self._stride_table = block_table.stride(0)
-        self._kind = (shape, launch, slots > 0, arrived is None)
+        self._kind = (shape, launch, slots > 0, arrived is None, pieces is None)
         # Of the layer before, which is most often like the next one.
         self._seen: Any = None
         self._found: tuple[tuple[Any, ...], Relaunch] | None = None
@@ -381,7 +372,6 @@ class Decode:
     ) -> tuple[tuple[Any, ...], Relaunch]:
         """Return the kernel's last arguments, and the launches of what is compiled for all this."""
         shape, launch = self.shape, self.launch
-        *_, sinks, _, lse = layer
         size = shape.value_size // 2 if pairs else shape.value_size
         arguments = (
             RowStrides(*strides[:4]), CacheStrides(*strides[4:8]), CacheStrides(*strides[8:]), flags,
@@ -390,76 +380,10 @@ class Decode:
                 block_d=power_of_two(shape.head_size), dv=size, block_dv=power_of_two(size), rest=0, pack=pack,
                 pairs=pairs, precision=PRECISION, block_n=launch.block_n,
             ),
-            RowShape(shape.heads, shape.heads // shape.kv_heads, sinks is not None, lse, launch.block_m),
+            RowShape(shape.heads, shape.heads // shape.kv_heads, launch.block_m),
             self._compute,
-            self.pieces is not None,
         )  # fmt: skip
         kind = (self._kind, arguments, layer)
         if kind not in _launches:
             _launches[kind] = Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
         return arguments, _launches[kind]
-
-
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    *,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    max_query_len: int,
-    scale: float,
-    num_splits: int = 1,
-    split_tokens: int = 0,
-    workspace: Tensor | None = None,
-    terms: Terms = PLAIN,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    output_scale: Tensor | None = None,
-    output_lse: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    launch: Launch | None = None,
-) -> None:
-    """Attend from few query tokens per request over a paged cache, all at once: a ``Decode`` for one layer.
-
-    Args:
-        query, key, value, output, query_start_loc, seq_lens, scale, block_table, k_scale, v_scale, output_scale,
-            output_lse: as ``prefill_attention`` has them.
-        max_query_len, tree_mask, launch: as ``Decode`` has them.
-        num_splits: shares of a request's keys, at most.
-        split_tokens: keys that a share should have, so that a request's result does not depend on the others' (with
-            ``num_splits`` of them for the longest); 0: every request in ``num_splits`` shares.
-        workspace: float32, ``decode_workspace`` elements for ``num_splits`` results of each request; with splits.
-
-    Raises:
-        ValueError: splits without a workspace that is large enough.
-    """
-    _, heads, head_size = query.shape
-    kv_heads, value_size = value.shape[-2:]
-    shape = Shape(heads, kv_heads, head_size, value_size, query.dtype, value.dtype, query.device)
-    parted: dict[str, Any] = {}
-    if num_splits > 1:
-        slots = len(seq_lens) * num_splits
-        reach = terms.window * (1 if terms.causal else 2)
-        parted = {
-            "pieces": list_pieces(
-                query_start_loc,
-                seq_lens,
-                capacity=slots,
-                split_tokens=split_tokens,
-                most_splits=num_splits,
-                reach=reach,
-            ),
-            "slots": slots,
-            "arrived": torch.zeros(slots * max_query_len * heads, dtype=torch.int32, device=query.device),
-        }
-    step = Decode(
-        shape, query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table,
-        max_query_len=max_query_len, workspace=workspace, tree_mask=tree_mask, launch=launch, **parted,
-    )  # fmt: skip
-    step(
-        query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale,
-        output_scale=output_scale, output_lse=output_lse,
-    )  # fmt: skip

@@ -32,10 +32,10 @@ MOST_LOGITS = 2**26  # Scores that are held at once: 256 MiB
 @triton.jit(do_not_specialize=["rows"])
 def quantize_rows_kernel(
     numbers_ptr, codes_ptr, scales_ptr, slots_ptr, rows, stride_n, stride_cb, stride_ct, stride_sb,
-    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write e4m3 codes of ``ROWS`` rows and a scale for each: a power of two, at least ``max |x| / 448``."""
-    # With ``SLOTS`` into the places of a paged cache, and nowhere at slot -1. Memory traffic: each number once.
+    # With slots into the places of a paged cache, and nowhere at slot -1. Memory traffic: each number once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     column = tl.arange(0, BLOCK_D)
@@ -48,7 +48,7 @@ def quantize_rows_kernel(
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     codes = tl.minimum(tl.maximum(numbers / scale[:, None], -E4M3_MAX), E4M3_MAX).to(codes_ptr.dtype.element_ty)
     slot = row.to(tl.int64)
-    if SLOTS:
+    if slots_ptr is not None:
         slot = tl.load(slots_ptr + row, mask=inside, other=-1)
         inside = inside & (slot >= 0)
         mask = mask & (slot >= 0)[:, None]
@@ -63,10 +63,10 @@ def index_logits_kernel(
     query_ptr, query_scale_ptr, weights_ptr, keys_ptr, key_scale_ptr, table_ptr, request_ptr, num_keys_ptr, logits_ptr,
     stride_wt, stride_kb, stride_kt, stride_sb, stride_table, stride_logits,
     TOP_K: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_D: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Score up to ``KEYS`` keys of one token: ``sum_h weights[h] * relu(query[h] . key)``."""
-    # With ``FP8`` queries and keys are e4m3 with scales; ``WIDEN`` multiplies them as float32. Memory traffic: the
+    # With scales queries and keys are e4m3; ``WIDEN`` multiplies them as float32. Memory traffic: the
     # keys, once for each token, and the scores.
     token = tl.program_id(0).to(tl.int64)
     seen = tl.load(num_keys_ptr + token)
@@ -77,7 +77,7 @@ def index_logits_kernel(
     mask = (head < HEADS)[:, None] & (column < D)[None, :]
     query = tl.load(query_ptr + (token * HEADS + head)[:, None] * D + column[None, :], mask=mask, other=0.0)
     weight = tl.load(weights_ptr + token * stride_wt + head, mask=head < HEADS, other=0.0)
-    if FP8:
+    if query_scale_ptr is not None:
         weight *= tl.load(query_scale_ptr + token * HEADS + head, mask=head < HEADS, other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
@@ -94,7 +94,7 @@ def index_logits_kernel(
             keys = keys.to(tl.float32)
         products = tl.dot(query, tl.trans(keys), input_precision="ieee")
         scores = tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
-        if FP8:
+        if key_scale_ptr is not None:
             scores *= tl.load(key_scale_ptr + block * stride_sb + offset, mask=inside, other=0.0)
         tl.store(logits_ptr + token * stride_logits + position, scores, mask=inside)
 
@@ -306,7 +306,7 @@ def _quantized(numbers: Tensor, codes: Tensor, scales: Tensor, slots: Tensor | N
     if rows:
         quantize_rows_kernel[(-(-rows // QUANTIZED_ROWS),)](
             numbers, codes, scales, slots, rows, numbers.stride(0), codes.stride(0), codes.stride(1), scales.stride(0),
-            block_size, size, launch.power_of_two(size), QUANTIZED_ROWS, slots is not None,
+            block_size, size, launch.power_of_two(size), QUANTIZED_ROWS,
         )  # fmt: skip
 
 
@@ -345,6 +345,6 @@ def indexer_topk(
                 query[part], None if query_scales is None else query_scales[part], weights[part], keys, scales, table,
                 mine.request, mine.num_keys, logits, weights.stride(0), keys.stride(0), keys.stride(1),
                 0 if scales is None else scales.stride(0), table.stride(0), logits.stride(0), top_k, block_size, heads,
-                block_h, size, block_d, KEYS, BLOCK_N, fp8, widen,
+                block_h, size, block_d, KEYS, BLOCK_N, widen,
             )  # fmt: skip
         _select(logits, mine, block_size, topk_indices[part])

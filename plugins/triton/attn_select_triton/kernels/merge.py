@@ -112,7 +112,6 @@ def merge_pieces_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
-    LSE: tl.constexpr,
 ):
     """Merge the partial results of one row of requests in several pieces, one request after the other."""
     # Grid: rows of a slot (most tokens of a request x heads) x programs that share the requests. Memory traffic: each
@@ -145,7 +144,7 @@ def merge_pieces_kernel(
             token = (piece.query_start + row // HEADS).to(tl.int64)
             stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
             tl.store(out_ptr + token * stride_ot + row % HEADS * stride_oh + width, stored, mask=width < SIZE)
-            if LSE:
+            if lse_ptr is not None:
                 tl.store(lse_ptr + token * HEADS + row % HEADS, lse)
         index += tl.num_programs(1)
         request = request_of(pieces_ptr, listed, merges, index)
@@ -183,7 +182,7 @@ def merge_pieces(
     _merge_pieces(
         key, (slot_rows, min(merges, -(-MERGE_PROGRAMS // slot_rows)), 1), parts, part_lse, output, output_scale,
         output_lse, pieces, None, None, len(pieces) - merges, merges, 0, *strides, heads, size,
-        launch.power_of_two(size), MERGE_NUMBERS // launch.power_of_two(size), output_lse is not None,
+        launch.power_of_two(size), MERGE_NUMBERS // launch.power_of_two(size),
     )  # fmt: skip
 
 
@@ -203,7 +202,6 @@ def merge_shares_kernel(
     BLOCK_DV: tl.constexpr,
     FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
-    LSE: tl.constexpr,
 ):
     """Merge ``ROWS`` query rows of one request that is cut. Memory traffic: each partial once."""
     cut_ptr += tl.program_id(1) * FIELDS
@@ -223,7 +221,7 @@ def merge_shares_kernel(
     target = out_ptr + (token * stride_ot + row % HEADS * stride_oh)[:, None] + width[None, :]
     stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
     tl.store(target, stored, mask=inside[:, None] & (width < DV)[None, :])
-    if LSE:
+    if lse_ptr is not None:
         tl.store(lse_ptr + token * HEADS + row % HEADS, lse, mask=inside)
 
 
@@ -255,7 +253,7 @@ def merge_shares(
     key = (heads, size, strides, *specialised(output, parts, part_lse), *dtypes(output_scale, output_lse))
     _merge_shares(
         key, (-(-work.most_cut // rows), len(work.cut), 1), parts, part_lse, output, output_scale, output_lse,
-        query_start_loc, work.cut, *strides, heads, size, width, work_list.FIELDS, rows, output_lse is not None,
+        query_start_loc, work.cut, *strides, heads, size, width, work_list.FIELDS, rows,
     )  # fmt: skip
 
 
@@ -272,12 +270,9 @@ def merge_attn_states_kernel(
     suffix_ptr,
     suffix_lse_ptr,
     rows,
-    stride_ot,
-    stride_oh,
-    stride_pt,
-    stride_ph,
-    stride_st,
-    stride_sh,
+    out_strides,
+    prefix_strides,
+    suffix_strides,
     stride_lt,
     stride_lh,
     stride_plt,
@@ -288,7 +283,6 @@ def merge_attn_states_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
-    LSE: tl.constexpr,
 ):
     """Merge ``ROWS`` rows (a head of a token) of two partials."""
     # Memory traffic: each partial read, but none whose LSE is -inf; the result written.
@@ -307,17 +301,17 @@ def merge_attn_states_kernel(
     width = tl.arange(0, BLOCK_DV)
     mask = inside[:, None] & (width < DV)[None, :]
     prefix = tl.load(
-        prefix_ptr + (token * stride_pt + head * stride_ph)[:, None] + width[None, :],
+        prefix_ptr + (token * prefix_strides[0] + head * prefix_strides[1])[:, None] + width[None, :],
         mask=mask & (prefix_weight > 0)[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
     suffix = tl.load(
-        suffix_ptr + (token * stride_st + head * stride_sh)[:, None] + width[None, :],
+        suffix_ptr + (token * suffix_strides[0] + head * suffix_strides[1])[:, None] + width[None, :],
         mask=mask & (suffix_weight > 0)[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
     merged = prefix * (prefix_weight * inverse)[:, None] + suffix * (suffix_weight * inverse)[:, None]
-    target = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + width[None, :]
+    target = out_ptr + (token * out_strides[0] + head * out_strides[1])[:, None] + width[None, :]
     tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=mask)
-    if LSE:
+    if lse_ptr is not None:
         lse = natural_lse(base * LOG2E, total)
         tl.store(lse_ptr + token * stride_lt + head * stride_lh, lse, mask=inside)
 
@@ -340,7 +334,7 @@ def merge_attn_states(
     if not rows:
         return
     lse_strides = (0, 0) if output_lse is None else output_lse.stride()
-    strides = (*output.stride()[:2], *prefix_output.stride()[:2], *suffix_output.stride()[:2])
+    strides = output.stride()[:2], prefix_output.stride()[:2], suffix_output.stride()[:2]
     key = (
         heads, size, strides, *specialised(output, prefix_output, suffix_output),
         *dtypes(output_lse, prefix_lse, suffix_lse),
@@ -348,5 +342,5 @@ def merge_attn_states(
     _merge(
         key, (-(-rows // MERGE_ROWS), 1, 1), output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse,
         rows, *strides, *lse_strides, *prefix_lse.stride(), *suffix_lse.stride(), heads, size,
-        launch.power_of_two(size), MERGE_ROWS, output_lse is not None,
+        launch.power_of_two(size), MERGE_ROWS,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from attn_select_triton.kernels.launch import SLICED, capability_of, power_of_tw
 from attn_select_triton.kernels.merge import MERGE_NUMBERS, MERGE_PROGRAMS, merge_pieces_kernel
 from attn_select_triton.kernels.pieces import read_piece, share_of
 from attn_select_triton.kernels.primitives import LOG2E, natural_lse, normalised, online_softmax, pages_of, split_bounds
+from attn_select_triton.kernels.query_rows import as_constants
 from attn_select_triton.kernels.relaunch import Relaunch
 from attn_select_triton.limits import GLUON_CAPABILITY, gluon_lacks
 from attn_select_triton.tuning import latent_splits, tile_of
@@ -139,27 +140,16 @@ def mla_decode_kernel(
     score_scale,
     value_scale,
     page_rows,
-    stride_qt,
-    stride_qh,
-    stride_rt,
-    stride_rh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    rope_strides,
+    out_strides,
     stride_table,
     stride_b,
     stride_t,
     HEADS: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    LSE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE_SHAPE: tl.constexpr,
 ):
     """Attend from ``BLOCK_M`` rows of one request to one piece of its keys."""
     # Of a request in one piece the result is written at once; of several, to the workspace: ``merge_pieces_kernel``
@@ -168,8 +158,11 @@ def mla_decode_kernel(
     # tiles x even shares of a request's keys x requests. Memory traffic: the piece's latents once per row tile. On
     # chip: q ``(BLOCK_M, R + P)`` and two or more tiles ``(BLOCK_N, R + P)`` in shared memory, ``(BLOCK_M, R)`` float32
     # in registers.
-    # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot; with ``SPLIT``.
+    # lse_ptr: None: no LSE is asked for.
+    # part_ptr, part_lse_ptr: partial results, ``slot_rows`` rows for each slot; None: all requests are in one piece.
     # pieces_ptr: of ``pieces.list_pieces``, or None.
+    # TILE_SHAPE: a ``LatentTiles``.
+    TILES: tl.constexpr = as_constants(LatentTiles, TILE_SHAPE)
     first = tl.program_id(0) * BLOCK_M
     if pieces_ptr is not None:
         piece = read_piece(pieces_ptr, tl.program_id(1))
@@ -194,24 +187,23 @@ def mla_decode_kernel(
         last_token = tl.minimum((first + BLOCK_M - 1) // HEADS, query_len - 1)
         high = tl.maximum(seq_len + last_token + 1 - query_len, 0)
     low = 0
-    if SPLIT:
-        low, high = split_bounds(split, splits, 0, high, BLOCK_N)
-    full_high = tl.maximum(tl.minimum(full_high, high) // BLOCK_N * BLOCK_N, low)
+    if part_ptr is not None:
+        low, high = split_bounds(split, splits, 0, high, TILES.block_n)
+    full_high = tl.maximum(tl.minimum(full_high, high) // TILES.block_n * TILES.block_n, low)
 
     row = (query_start + token).to(tl.int64)
-    q_rows = q_ptr + (row * stride_qt + head * stride_qh)[:, None]
-    latent_columns = tl.arange(0, BLOCK_R)
-    rope_columns = tl.arange(0, BLOCK_P)
-    q_latent = tl.load(
-        q_rows + latent_columns[None, :], mask=in_rows[:, None] & (latent_columns < R)[None, :], other=0.0
-    )
-    rope_rows = qr_ptr + (row * stride_rt + head * stride_rh)[:, None]
-    q_rope = tl.load(rope_rows + rope_columns[None, :], mask=in_rows[:, None] & (rope_columns < P)[None, :], other=0.0)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    q_rows = q_ptr + (row * query_strides[0] + head * query_strides[1])[:, None]
+    latent_columns = tl.arange(0, TILES.block_r)
+    rope_columns = tl.arange(0, TILES.block_p)
+    mask = in_rows[:, None] & (latent_columns < TILES.r)[None, :]
+    q_latent = tl.load(q_rows + latent_columns[None, :], mask=mask, other=0.0)
+    rope_rows = qr_ptr + (row * rope_strides[0] + head * rope_strides[1])[:, None]
+    rope_mask = in_rows[:, None] & (rope_columns < TILES.p)[None, :]
+    q_rope = tl.load(rope_rows + rope_columns[None, :], mask=rope_mask, other=0.0)
+    accumulator = tl.zeros([BLOCK_M, TILES.block_r], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     table_ptr += request.to(tl.int64) * stride_table
-    TILES: tl.constexpr = LatentTiles(DESCRIBED, BLOCK_SIZE, R, BLOCK_R, P, BLOCK_P, BLOCK_N)
     query = (q_latent, q_rope)
     running = (accumulator, row_max, row_sum)
     latents = Latents(cache_ptr, latent_descriptor, rope_descriptor, page_rows, table_ptr, stride_b, stride_t)
@@ -221,16 +213,15 @@ def mla_decode_kernel(
     )
 
     result = normalised(accumulator, row_sum) * value_scale
-    mask = in_rows[:, None] & (latent_columns < R)[None, :]
-    if SPLIT and splits > 1:
+    if part_ptr is not None and splits > 1:
         part = (slot + split).to(tl.int64) * slot_rows + flat
-        tl.store(part_ptr + part[:, None] * R + latent_columns[None, :], result, mask=mask)
+        tl.store(part_ptr + part[:, None] * TILES.r + latent_columns[None, :], result, mask=mask)
         tl.store(part_lse_ptr + part, natural_lse(row_max, row_sum), mask=in_rows)
     else:
-        out_rows = row * stride_ot + head * stride_oh
+        out_rows = row * out_strides[0] + head * out_strides[1]
         out = result.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_rows[:, None] + latent_columns[None, :], out, mask=mask)
-        if LSE:
+        if lse_ptr is not None:
             tl.store(lse_ptr + row * HEADS + head, natural_lse(row_max, row_sum), mask=in_rows)
 
 
@@ -309,13 +300,12 @@ class _Prepared:
     """What the dtypes, sizes, strides and alignments of a call decide."""
 
     # page_rows: rows of a token each from one block of the cache to the next; 0 without descriptors.
-    # pointers: whether the kernel takes the tensors as well.
-    # fp8: the kernel rounds the query to the cache's dtype.
-    # gathered: the kernel takes the cache as it is and no descriptors of it.
+    # hopper: the kernel is one in Gluon; of these, fp8 rounds the query to the cache's dtype, and gathered takes the
+    # cache as it is and no descriptors of it.
 
     __slots__ = (
-        "block_m", "cache_parts", "constants", "decode", "fp8", "gathered", "merge", "merge_constants", "page_rows",
-        "pointers", "query_parts", "strides",
+        "block_m", "cache_parts", "constants", "decode", "fp8", "gathered", "hopper", "merge", "merge_constants",
+        "page_rows", "query_parts", "strides",
     )  # fmt: skip
 
     def __init__(
@@ -325,74 +315,64 @@ class _Prepared:
         kv_cache: Tensor,
         output: Tensor,
         launch: MLALaunch,
-        flags: tuple[bool, bool, bool],
+        causal: bool,
     ) -> None:
         tokens, heads, rope = query_rope.shape
         rank, block_size, element = output.shape[2], kv_cache.shape[1], kv_cache.itemsize
         stride_b, stride_t, _ = kv_cache.stride()
         whole_rows = stride_b % stride_t == 0 and kv_cache.data_ptr() % 16 == 0 and stride_t * element % 16 == 0
-        described = launch.described and whole_rows
         by_16_bytes = query.data_ptr() % 16 == 0 and query_rope.data_ptr() % 16 == 0
         fp8 = kv_cache.dtype == torch.float8_e4m3fn
         # The launch was chosen before addresses and the cache's strides were known: where they do not suit TMA, the
         # other kernel's. Over FP8 the kernel itself reads the query, to round it.
-        if launch.hopper and not (described and (fp8 or by_16_bytes)):
-            columns = power_of_two(rank) + power_of_two(rope)
-            tile = tile_of(
-                "mla", capability_of(query.device), rows=launch.block_m, columns=columns, in_boxes=False
+        if launch.hopper and not (whole_rows and (fp8 or by_16_bytes)):
+            rows = launch.block_m
+            launch = mla_launch(
+                capability_of(query.device), rows, rank, rope, 1, query.dtype, kv_cache.dtype, gluon=False
             )  # fmt: skip
-            launch = MLALaunch(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)
-            described = False
         block_r, block_p = power_of_two(rank), power_of_two(rope)
-        if not launch.hopper:
-            described = described and block_size % launch.block_n == 0 and block_r == rank and block_p == rope
-        registers = tile_of("mla_hopper", capability_of(query.device), rows=launch.block_m).registers
-        self.fp8, self.gathered = launch.hopper and fp8, launch.gathered
-        self.block_m, self.pointers = launch.block_m, not launch.hopper
-        self.page_rows = stride_b // stride_t if described else 0
+        in_boxes = block_size % launch.block_n == 0 and block_r == rank and block_p == rope
+        described = launch.described and whole_rows and (launch.hopper or in_boxes)
+        self.hopper, self.fp8, self.gathered = launch.hopper, launch.hopper and fp8, launch.gathered
+        self.block_m, self.page_rows = launch.block_m, stride_b // stride_t if described else 0
         self.query_parts: tuple[Descriptors, ...] = ()
         self.cache_parts: tuple[Descriptors, ...] = ()
-        self.strides: tuple[int, ...]
-        self.constants: tuple[Any, ...]
         output_strides = output.stride()[:2]
-        if self.fp8:
-            from attn_select_triton.kernels.mla_decode_hopper_fp8 import PART, mla_decode_hopper_fp8_kernel
+        self.strides: tuple[Any, ...] = query.stride()[:2], query_rope.stride()[:2], output_strides
+        keys, columns = launch.block_n, rank  # of a box of the cache
+        kernel: Any
+        if launch.hopper:
+            self.constants: tuple[Any, ...] = heads, rank, launch.block_m, causal, block_size
+            keys, columns = 64, rank // 2
+            if fp8:
+                from attn_select_triton.kernels.mla_decode_hopper_fp8 import PART
+                from attn_select_triton.kernels.mla_decode_hopper_fp8 import mla_decode_hopper_fp8_kernel as kernel
 
-            self.cache_parts = tuple(
-                _described(block_size, kv_cache, stride_t, [64, size], True) for size in (PART.value, rope)
-            )
-            self.strides = *query.stride()[:2], *query_rope.stride()[:2], *output_strides
-            self.constants = heads, rank, block_size, *flags, launch.block_m
-            self.decode = Relaunch(mla_decode_hopper_fp8_kernel, num_warps=4, maxnreg=registers)
-        elif launch.hopper:
-            sizes = rank // 2, rope
-            self.query_parts = tuple(
-                _described(tokens * heads, part, part.stride(1), [launch.block_m, size], True)
-                for part, size in zip((query, query_rope), sizes, strict=True)
-            )
-            self.strides = output_strides
-            kernel: Any
-            if launch.gathered:
+                columns = PART.value
+            elif launch.gathered:
                 from attn_select_triton.kernels.mla_decode_gathered import mla_decode_gathered_kernel as kernel
 
-                self.constants = stride_t, heads, rank, rope, *flags, launch.block_m
+                self.constants = *self.constants[:-1], stride_t
             else:
                 from attn_select_triton.kernels.mla_decode_hopper import mla_decode_hopper_kernel as kernel
-
-                self.cache_parts = tuple(_described(block_size, kv_cache, stride_t, [64, size], True) for size in sizes)
-                self.constants = heads, rank, block_size, *flags, launch.block_m
+            if not fp8:
+                self.strides = (output_strides,)
+                self.query_parts = tuple(
+                    _described(tokens * heads, part, part.stride(1), [launch.block_m, size], True)
+                    for part, size in ((query, columns), (query_rope, rope))
+                )
+            registers = tile_of("mla_hopper", capability_of(query.device), rows=launch.block_m).registers
             self.decode = Relaunch(kernel, num_warps=4, maxnreg=registers)
         else:
-            if described:
-                self.cache_parts = tuple(
-                    _described(block_size, kv_cache, stride_t, [launch.block_n, size], False) for size in (rank, rope)
-                )
-            self.strides = *query.stride()[:2], *query_rope.stride()[:2], *output_strides
-            tail = described, launch.block_m, launch.block_n
-            self.constants = stride_b, stride_t, heads, rank, block_r, rope, block_p, block_size, *flags, *tail
+            tiles = LatentTiles(described, block_size, rank, block_r, rope, block_p, launch.block_n)
+            self.constants = stride_b, stride_t, heads, causal, launch.block_m, tiles
             self.decode = Relaunch(mla_decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        if described and not launch.gathered:
+            self.cache_parts = tuple(
+                _described(block_size, kv_cache, stride_t, [keys, size], launch.hopper) for size in (columns, rope)
+            )
         self.merge = Relaunch(merge_pieces_kernel, num_warps=4)
-        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_NUMBERS // block_r, flags[1]
+        self.merge_constants = *output_strides, heads, rank, block_r, MERGE_NUMBERS // block_r
 
 
 _prepared: dict[Any, _Prepared] = {}
@@ -459,7 +439,7 @@ def mla_decode(
         return
     if launch.hopper and kv_cache.dtype != torch.float8_e4m3fn:
         latent, rope = _in_rows(latent), _in_rows(rope)
-    with_lse, split = output_lse is not None, num_splits > 1 or pieces is not None
+    split = num_splits > 1 or pieces is not None
     slot_rows = max_query_len * heads
     parts = part_lse = None
     if split:
@@ -468,24 +448,25 @@ def mla_decode(
         slots = workspace.numel() // mla_workspace(max_query_len, heads, rank)
         parts, part_lse = workspace, workspace[slots * slot_rows * rank :]
     # All that Triton specialises on: a kernel that is launched again is not looked up.
-    flags = causal, with_lse, split
+    flags = causal, output_lse is not None, split
     addresses = latent.data_ptr() % 16, rope.data_ptr() % 16, kv_cache.data_ptr() % 16, output.data_ptr() % 16
     dtypes = latent.dtype, kv_cache.dtype, output.dtype, block_table.dtype, query_start_loc.dtype, seq_lens.dtype
     sizes = rope.shape[2], rank, kv_cache.shape[1], latent.stride(), rope.stride(), kv_cache.stride(), output.stride()
     key = (heads, *sizes, *addresses, *dtypes, *flags, pieces is None, launch, latent.get_device())
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepared[key] = _Prepared(latent, rope, kv_cache, output, launch, flags)
+        prepared = _prepared[key] = _Prepared(latent, rope, kv_cache, output, launch, causal)
     page_rows = prepared.page_rows
-    parts_of_query = latent, rope
-    queries = [part.over(of, tokens * heads) for part, of in zip(prepared.query_parts, parts_of_query, strict=False)]
+    queries: list[Any] = [
+        part.over(of, tokens * heads) for part, of in zip(prepared.query_parts, (latent, rope), strict=False)
+    ]
     # The last block ends with its own tokens, where the stride to a next one may be longer.
     cache_rows = (kv_cache.shape[0] - 1) * page_rows + kv_cache.shape[1]
     keys: list[Any] = [part.over(kv_cache, cache_rows) for part in prepared.cache_parts]
     scales: tuple[float, ...] = (scale * kv_scale * LOG2E.value, kv_scale)
     if prepared.fp8:
         queries, scales = [latent, rope], (scales[0] * q_scale, kv_scale, q_scale)
-    elif prepared.pointers:
+    elif not prepared.hopper:
         queries, keys = [latent, rope, kv_cache], keys or [None, None]
     elif prepared.gathered:
         keys = [kv_cache]

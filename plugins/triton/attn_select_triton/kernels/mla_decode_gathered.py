@@ -14,46 +14,40 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn_select_triton.kernels.gluon_names import async_load, tma_load
-from attn_select_triton.kernels.hopper_barriers import barriers_of
+from attn_select_triton.kernels.gluon_names import async_load
 from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
     STAGES,
-    Barriers,
     Pointers,
+    Rows,
     Scales,
-    Shared,
-    Strides,
     add_values,
     attend_half_turned,
     attend_scores,
     attend_tile_turned,
     attend_values,
     key_range,
+    load_query,
     make_exchange,
     products,
+    shared_memory,
 )
 
 LOADERS = gl.constexpr(4)  # Warps that copy
 
 
 @gluon.jit
-def gather_tiles(
-    q_half, q_rope, cache_ptr, smem, barriers, slots, row, low, high, tiles, stride_token,
-    R: gl.constexpr, P: gl.constexpr,
-):  # fmt: skip
+def gather_tiles(q_half, q_rope, cache_ptr, smem, barriers, slots, row, low, high, tiles, stride_token):
     """Load the query once and then the latents at the slots of every tile; keys at ``high`` and behind are 0."""
     # A thread copies few rows, whose addresses it holds, and several columns of each, which are constants behind them.
+    HALF: gl.constexpr = smem.k_left.shape[2]
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
     if tiles > 0:
-        mbarrier.expect(barriers.q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma_load(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
-        tma_load(q_half, [row, 0], barriers.q_ready, smem.q_left)
-        tma_load(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
+        load_query(q_half, q_rope, smem, barriers.q_ready, row)
     keys = low + gl.arange(0, KEYS, layout=gl.SliceLayout(1, COPY))
-    columns = gl.arange(0, R // 2, layout=gl.SliceLayout(0, COPY))[None, :]
-    rope_columns = R + gl.arange(0, P, layout=gl.SliceLayout(0, COPY))[None, :]
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))[None, :]
+    rope_columns = 2 * HALF + gl.arange(0, smem.k_pe.shape[2], layout=gl.SliceLayout(0, COPY))[None, :]
     # A tile's slots are loaded one tile ahead: its latents wait for them.
     chosen = gl.load(slots + keys, mask=keys < high, other=0)
     for tile in range(tiles):
@@ -69,7 +63,7 @@ def gather_tiles(
         # Each thread arrives when its own copies are there. The barrier was made for all of them, so none adds itself.
         async_copy.mbarrier_arrive(barriers.left_ready.index(buffer), increment_count=False)
         mbarrier.wait(barriers.right_empty.index(buffer), free)
-        async_load(smem.k_right.index(buffer), rows + (R // 2 + columns), mask=there)
+        async_load(smem.k_right.index(buffer), rows + (HALF + columns), mask=there)
         async_copy.mbarrier_arrive(barriers.right_ready.index(buffer), increment_count=False)
 
 
@@ -91,26 +85,22 @@ def gathered_products(tile, smem, barriers, S: gl.constexpr):
 
 
 @gluon.jit
-def add_gathered_values(
-    tile, first, second, low, high, smem, barriers, exchange,
-    R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
+def add_gathered_values(tile, first, second, position, smem, barriers, exchange, RIGHT: gl.constexpr):
     """As ``add_values``."""
     wait_for_tile(tile, barriers)
-    return add_values(tile, first, second, low, high, smem, barriers, exchange, R, RIGHT, SLOTS, ACC)
+    return add_values(tile, first, second, position, smem, barriers, exchange, RIGHT)
 
 
 @gluon.jit
 def attend_gathered_tile(
-    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+    tile, accumulator, row_max, sums, limits, position, score_scale, smem, weights_smem, barriers,
+    RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """As ``attend_tile_turned``."""
     wait_for_tile(tile, barriers)
     return attend_tile_turned(
-        tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
-        ROWS, RIGHT, MASKED, S, ACC, T,
-    )  # fmt: skip
+        tile, accumulator, row_max, sums, limits, position, score_scale, smem, weights_smem, barriers, RIGHT, MASKED, S
+    )
 
 
 @gluon.jit(do_not_specialize=["slot_rows", "stride_table"], do_not_specialize_on_alignment=SLICED)
@@ -130,89 +120,63 @@ def mla_decode_gathered_kernel(
     score_scale,
     value_scale,
     page_rows,
-    stride_ot,
-    stride_oh,
+    strides,
     stride_table,
-    STRIDE_TOKEN: gl.constexpr,
     HEADS: gl.constexpr,
     R: gl.constexpr,
-    P: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    LSE: gl.constexpr,
-    SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STRIDE_TOKEN: gl.constexpr,
 ):
     """Attend from some heads of one token to one piece of its chosen keys; all else as ``mla_decode_hopper_kernel``."""
     # q_half, q_rope: descriptors over the query's rows, ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
     # ``(ROWS, P)``; 16, 32 or 64 rows.
     # cache_ptr: the cache as rows of ``STRIDE_TOKEN`` elements.
     # table_ptr: int32 slots, the ones that each request reads.
+    SHAPE: gl.constexpr = Rows(HEADS, R, ROWS, CAUSAL)
     position, part, slots = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE
     )  # fmt: skip
-    DTYPE: gl.constexpr = cache_ptr.dtype.element_ty
-    q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
-    q_right = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
-    q_pe = gl.allocate_shared_memory(q_rope.dtype, q_rope.block_type.shape, q_rope.layout)
-    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k_left = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, R // 2], wide)
-    k_right = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, R // 2], wide)
-    k_pe = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, P], wide)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    left_ready = barriers_of(STAGES)
-    right_ready = barriers_of(STAGES)
-    left_empty = barriers_of(STAGES)
-    right_empty = barriers_of(STAGES)
-    mbarrier.init(q_ready, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(left_ready.index(stage), count=32 * LOADERS)  # every thread that copies arrives
-        mbarrier.init(right_ready.index(stage), count=32 * LOADERS)
-        mbarrier.init(left_empty.index(stage), count=2)
-        mbarrier.init(right_empty.index(stage), count=2)
-    fence_async_shared()
-
-    smem = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, None)
-    barriers = Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
+    smem, barriers = shared_memory(q_half, q_rope, 32 * LOADERS)  # every thread that copies arrives
     start = position.query_start.to(gl.int64)
     pointers = Pointers(
-        out_ptr + start * stride_ot, lse_ptr + start * HEADS if LSE else None,
-        part_ptr + part * R if SPLIT else None, part_lse_ptr + part if SPLIT else None,
+        out_ptr + start * strides[0], None if lse_ptr is None else lse_ptr + start * HEADS,
+        None if part_ptr is None else part_ptr + part * R, None if part_ptr is None else part_lse_ptr + part,
     )  # fmt: skip
-    strides = Strides(stride_ot, stride_oh)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
+    loader = (
+        q_half, q_rope, cache_ptr, smem, barriers, slots, row, position.low, position.high, position.tiles, STRIDE_TOKEN
+    )  # fmt: skip
     # Registers as in ``mla_decode_hopper_kernel``, but the loaders need more: each of their threads holds the addresses
     # of its rows.
     if ROWS == 64:
-        exchange = make_exchange(DTYPE, 1, ROWS, 2)
+        exchange = make_exchange(q_half.dtype, 1, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (attend_scores, (pointers, smem, barriers, exchange, position, scales,
-                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(gathered_products), 1, 16, 1)),
-                (attend_values, (pointers, smem, barriers, exchange, q_left, position, strides,
-                 HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_gathered_values), 1)),
-                (attend_values, (pointers, smem, barriers, exchange, q_right, position, strides,
-                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_gathered_values), 1)),
-                (gather_tiles, (q_half, q_rope, cache_ptr, smem, barriers, slots, row, position.low, position.high,
-                 position.tiles, STRIDE_TOKEN, R, P)),
+                 SHAPE, gl.constexpr(gathered_products), 16, 1)),
+                (attend_values, (pointers, smem, barriers, exchange, smem.q_left, position, strides,
+                 SHAPE, False, gl.constexpr(add_gathered_values))),
+                (attend_values, (pointers, smem, barriers, exchange, smem.q_right, position, strides,
+                 SHAPE, True, gl.constexpr(add_gathered_values))),
+                (gather_tiles, loader),
             ],
             [4, 4, LOADERS],
             [192, 192, 32],
         )  # fmt: skip
     else:
-        left_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
-        right_p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], wide)
-        left = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, left_p)
-        right = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, right_p)
+        wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        left_weights = gl.allocate_shared_memory(q_half.dtype, [ROWS, KEYS], wide)
+        right_weights = gl.allocate_shared_memory(q_half.dtype, [ROWS, KEYS], wide)
         gl.warp_specialize(
             [
-                (attend_half_turned, (pointers, left, barriers, position, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False, gl.constexpr(attend_gathered_tile), 16)),
-                (attend_half_turned, (pointers, right, barriers, position, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True, gl.constexpr(attend_gathered_tile), 16)),
-                (gather_tiles, (q_half, q_rope, cache_ptr, smem, barriers, slots, row, position.low, position.high,
-                 position.tiles, STRIDE_TOKEN, R, P)),
+                (attend_half_turned, (pointers, smem, left_weights, barriers, position, scales, strides,
+                 SHAPE, False, gl.constexpr(attend_gathered_tile), 16)),
+                (attend_half_turned, (pointers, smem, right_weights, barriers, position, scales, strides,
+                 SHAPE, True, gl.constexpr(attend_gathered_tile), 16)),
+                (gather_tiles, loader),
             ],
             [4, LOADERS],
             [200, 96],

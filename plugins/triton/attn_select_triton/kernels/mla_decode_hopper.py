@@ -34,6 +34,17 @@ from attn_select_triton.kernels.primitives import LN2
 KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 SLACK = gl.constexpr(8.0)  # As ``softmax_tile`` has it: weights up to 256 lose nothing in 16 bits
+# Of values that are read and stored again: 16 bytes a thread.
+T = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+class Rows(NamedTuple):
+    """What rows are; all of it is compiled in."""
+
+    heads: int
+    r: int  # columns of the latent
+    rows: int  # of a program
+    causal: bool
 
 
 class Position(NamedTuple):
@@ -62,7 +73,6 @@ class Shared(NamedTuple):
     k_left: Any
     k_right: Any
     k_pe: Any
-    weights: Any  # of one group's own tile; None where one group hands them on through an ``Exchange``
 
 
 class Barriers(NamedTuple):
@@ -88,7 +98,8 @@ class Pointers(NamedTuple):
     """Where the first row of a request is written, and that of its partial result where it is in several pieces."""
 
     out_ptr: Any
-    lse_ptr: Any
+    lse_ptr: Any  # None: no log-sum-exp is asked for
+    # part_ptr, part_lse_ptr: None: all requests are in one piece
     part_ptr: Any
     part_lse_ptr: Any
 
@@ -100,21 +111,13 @@ class Scales(NamedTuple):
     value_scale: Any
 
 
-class Strides(NamedTuple):
-    """Elements of the output from a token and from a head to the next."""
-
-    stride_ot: Any
-    stride_oh: Any
-
-
 @gluon.jit
 def key_range(
-    table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table,
-    HEADS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
+    table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Return a program's ``Position``, the workspace row where its piece begins, and the block table of its request."""
     # The grid is ``mla_decode``'s.
-    first = gl.program_id(0) * ROWS
+    first = gl.program_id(0) * SHAPE.rows
     if pieces_ptr is not None:
         piece = pieces_ptr + gl.program_id(1) * FIELDS
         request = gl.load(piece)
@@ -135,18 +138,18 @@ def key_range(
         seq_len = gl.load(seq_lens_ptr + request)
     high = seq_len
     full_high = seq_len
-    if CAUSAL:
+    if SHAPE.causal:
         # Rows are token-major: the last row's token sees the most keys (high), the first row's the fewest (full_high).
-        last_token = gl.minimum((first + ROWS - 1) // HEADS, query_len - 1)
+        last_token = gl.minimum((first + SHAPE.rows - 1) // SHAPE.heads, query_len - 1)
         high = gl.maximum(seq_len + last_token + 1 - query_len, 0)
-        full_high = gl.maximum(seq_len + first // HEADS + 1 - query_len, 0)
+        full_high = gl.maximum(seq_len + first // SHAPE.heads + 1 - query_len, 0)
     # Whole tiles are dealt out as evenly as they go, as in ``primitives.split_bounds``: only the last piece ends within
     # one.
     all_tiles = (high + KEYS - 1) // KEYS
     low = split * all_tiles // splits * KEYS
     high = gl.minimum(high, (split + 1) * all_tiles // splits * KEYS)
     tiles = gl.maximum(high - low + KEYS - 1, 0) // KEYS
-    tiles = gl.where(first < query_len * HEADS, tiles, 0)
+    tiles = gl.where(first < query_len * SHAPE.heads, tiles, 0)
     full = gl.minimum(gl.maximum(gl.minimum(full_high, high) - low, 0) // KEYS, tiles)
     part = (slot + split).to(gl.int64) * slot_rows  # times R it is an offset, which may need 64 bits
     table = table_ptr + request * stride_table
@@ -155,16 +158,51 @@ def key_range(
 
 
 @gluon.jit
+def shared_memory(q_half, q_rope, ARRIVALS: gl.constexpr):
+    """Return a program's ``Shared`` and ``Barriers``; ``ARRIVALS`` say that a half was loaded."""
+    # Keys have the query's dtype, and columns as its boxes have them.
+    q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
+    q_right = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
+    q_pe = gl.allocate_shared_memory(q_rope.dtype, q_rope.block_type.shape, q_rope.layout)
+    k_left = gl.allocate_shared_memory(q_half.dtype, [STAGES, KEYS, q_half.block_type.shape[1]], q_half.layout)
+    k_right = gl.allocate_shared_memory(q_half.dtype, [STAGES, KEYS, q_half.block_type.shape[1]], q_half.layout)
+    k_pe = gl.allocate_shared_memory(q_rope.dtype, [STAGES, KEYS, q_rope.block_type.shape[1]], q_rope.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    left_ready = barriers_of(STAGES)
+    right_ready = barriers_of(STAGES)
+    left_empty = barriers_of(STAGES)
+    right_empty = barriers_of(STAGES)
+    mbarrier.init(q_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(left_ready.index(stage), count=ARRIVALS)
+        mbarrier.init(right_ready.index(stage), count=ARRIVALS)
+        # The group of the scores and the one that sums the half's values; with few rows one group sums both halves, or
+        # each of two groups does both for its half.
+        mbarrier.init(left_empty.index(stage), count=2)
+        mbarrier.init(right_empty.index(stage), count=2)
+    fence_async_shared()
+    smem = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe)
+    return smem, Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
+
+
+@gluon.jit
+def load_query(q_half, q_rope, smem, q_ready, row):
+    """Load the query's rows from ``row`` on."""
+    HALF: gl.constexpr = q_half.block_type.shape[1]
+    mbarrier.expect(q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+    tma_load(q_rope, [row, 0], q_ready, smem.q_pe)
+    tma_load(q_half, [row, 0], q_ready, smem.q_left)
+    tma_load(q_half, [row, HALF], q_ready, smem.q_right)
+
+
+@gluon.jit
 def load_tiles(
-    q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows,
-    R: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, low, tiles, page_rows, block_size
 ):  # fmt: skip
     """Load the query once and then every tile of keys, each half as soon as all groups are through with it."""
+    HALF: gl.constexpr = q_half.block_type.shape[1]
     if tiles > 0:
-        mbarrier.expect(barriers.q_ready, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma_load(q_rope, [row, 0], barriers.q_ready, smem.q_pe)
-        tma_load(q_half, [row, 0], barriers.q_ready, smem.q_left)
-        tma_load(q_half, [row, R // 2], barriers.q_ready, smem.q_right)
+        load_query(q_half, q_rope, smem, barriers.q_ready, row)
     for tile in range(tiles):
         buffer = tile % STAGES
         # The other parity than the readers': on a fresh barrier such a wait passes at once, so the first tile of each
@@ -172,18 +210,18 @@ def load_tiles(
         free = (tile // STAGES & 1) ^ 1
         start = low + tile * KEYS
         # A tile lies in one page: blocks have multiples of 64 tokens (``limits.GLUON_BLOCK``).
-        key = gl.load(table + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
+        key = gl.load(table + start // block_size) * page_rows + start % block_size
         mbarrier.wait(barriers.left_empty.index(buffer), free)
         # A barrier for each half, since each half of the values has its own group (``add_values``). The rope part
         # serves the scores alone; it comes with the first half.
         bar = barriers.left_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes + kv_rope.block_type.nbytes)
-        tma_load(kv_rope, [key, R], bar, smem.k_pe.index(buffer))
+        tma_load(kv_rope, [key, 2 * HALF], bar, smem.k_pe.index(buffer))
         tma_load(kv_half, [key, 0], bar, smem.k_left.index(buffer))
         mbarrier.wait(barriers.right_empty.index(buffer), free)
         bar = barriers.right_ready.index(buffer)
         mbarrier.expect(bar, kv_half.block_type.nbytes)
-        tma_load(kv_half, [key, R // 2], bar, smem.k_right.index(buffer))
+        tma_load(kv_half, [key, HALF], bar, smem.k_right.index(buffer))
 
 
 @gluon.jit
@@ -199,20 +237,27 @@ def clear_behind(values, first, high, T: gl.constexpr):
 
 
 @gluon.jit
-def seen_keys(flat, position, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
+def seen_keys(flat, position, SHAPE: gl.constexpr):
     """Return int32, how many keys of the request each of the rows ``flat`` sees."""
     limits = flat * 0 + position.seq_len
-    if CAUSAL:
-        limits = limits + flat // HEADS + 1 - position.query_len
+    if SHAPE.causal:
+        limits = limits + flat // SHAPE.heads + 1 - position.query_len
     return limits
 
 
 @gluon.jit
-def softmax_tile(scores, row_max, MASKED: gl.constexpr, AXIS: gl.constexpr, SLACK: gl.constexpr):
-    """Take a tile of base-2 scores, whose keys lie along ``AXIS``, into the running maximum."""
+def softmax_tile(
+    scores, tile, row_max, limits, low, score_scale, MASKED: gl.constexpr, AXIS: gl.constexpr, SLACK: gl.constexpr
+):  # fmt: skip
+    """Take a tile of products, whose keys lie along ``AXIS``, into the running maximum."""
     # SLACK: a maximum stays until a score exceeds it by more than this. Weights are up to ``2 ** SLACK`` then, and what
     # was summed before is seldom multiplied.
     # Returns weights, the factor for what was summed before, and the new maximum.
+    scores *= score_scale
+    if MASKED:
+        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1 - AXIS, scores.type.layout))
+        seen = gl.expand_dims(keys, 1 - AXIS) < gl.expand_dims(limits, AXIS)
+        scores = gl.where(seen, scores, float("-inf"))
     tile_max = gl.max(scores, AXIS)
     new_max = gl.where(tile_max > row_max + SLACK, tile_max, row_max)
     base = new_max
@@ -228,97 +273,80 @@ def natural_lse(row_max, row_sum):
 
 
 @gluon.jit
-def write_lse(pointers, flat, lse, position, HEADS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr):
+def write_lse(pointers, flat, lse, position, SHAPE: gl.constexpr):
     """Write the log-sum-exp of the rows ``flat``; to the workspace where the request is in several pieces."""
-    inside = flat < position.query_len * HEADS
-    if SPLIT and position.splits > 1:
+    inside = flat < position.query_len * SHAPE.heads
+    if pointers.part_ptr is not None and position.splits > 1:
         gl.store(pointers.part_lse_ptr + flat, lse, mask=inside)
-    elif LSE:
+    elif pointers.lse_ptr is not None:
         gl.store(pointers.lse_ptr + flat, lse, mask=inside)
 
 
 @gluon.jit
-def write_parts(
-    pointers, total, position, HEADS: gl.constexpr, R: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr
-):
-    """Write a piece's columns from ``COLUMN`` on, along ``AXIS`` of ``total``, to the workspace."""
+def write_at(
+    ptr, total, position, strides, SHAPE: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr
+):  # fmt: skip
+    """Write columns from ``COLUMN`` on, along ``AXIS`` of ``total``; without strides rows lie one behind the other."""
     LAYOUT: gl.constexpr = total.type.layout
     columns = COLUMN + gl.arange(0, total.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, LAYOUT))
     flat = position.first + gl.arange(0, total.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, LAYOUT))
-    mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
-    rows = gl.expand_dims(flat * R, AXIS)
-    gl.store(pointers.part_ptr + rows + gl.expand_dims(columns, 1 - AXIS), total, mask=mask)
-
-
-@gluon.jit
-def write_output(
-    pointers, total, position, strides, HEADS: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr
-):  # fmt: skip
-    """Write the output's columns from ``COLUMN`` on, along ``AXIS`` of ``total``."""
-    LAYOUT: gl.constexpr = total.type.layout
-    columns = COLUMN + gl.arange(0, total.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, LAYOUT))
-    flat = position.first + gl.arange(0, total.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, LAYOUT))
-    mask = gl.expand_dims(flat < position.query_len * HEADS, AXIS)
-    rows = gl.expand_dims(flat // HEADS * strides.stride_ot + flat % HEADS * strides.stride_oh, AXIS)
-    stored = total.to(pointers.out_ptr.dtype.element_ty)
-    gl.store(pointers.out_ptr + rows + gl.expand_dims(columns, 1 - AXIS), stored, mask=mask)
-
-
-@gluon.jit
-def write_columns(
-    pointers, total, position, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr,
-):  # fmt: skip
-    """Write columns from ``COLUMN`` on, along ``AXIS`` of ``total``, to the workspace or to the output."""
-    if SPLIT and position.splits > 1:
-        write_parts(pointers, total, position, HEADS, R, COLUMN, AXIS)
+    mask = gl.expand_dims(flat < position.query_len * SHAPE.heads, AXIS)
+    if strides is None:
+        rows = gl.expand_dims(flat * SHAPE.r, AXIS)
     else:
-        write_output(pointers, total, position, strides, HEADS, COLUMN, AXIS)
+        rows = gl.expand_dims(flat // SHAPE.heads * strides[0] + flat % SHAPE.heads * strides[1], AXIS)
+    stored = total.to(ptr.dtype.element_ty)
+    gl.store(ptr + rows + gl.expand_dims(columns, 1 - AXIS), stored, mask=mask)
+
+
+@gluon.jit
+def write_columns(pointers, total, position, strides, SHAPE: gl.constexpr, COLUMN: gl.constexpr, AXIS: gl.constexpr):
+    """Write columns to the workspace or to the output, as ``write_at``."""
+    if pointers.part_ptr is not None and position.splits > 1:
+        write_at(pointers.part_ptr, total, position, None, SHAPE, COLUMN, AXIS)
+    else:
+        write_at(pointers.out_ptr, total, position, strides, SHAPE, COLUMN, AXIS)
 
 
 @gluon.jit
 def write_quarters(
-    pointers, first, second, norm, staging, position, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, COLUMN: gl.constexpr,
+    pointers, first, second, norm, staging, position, strides, SHAPE: gl.constexpr, COLUMN: gl.constexpr
 ):  # fmt: skip
     """Write two quarters of a program's columns from ``COLUMN`` on, times ``norm``; 16-bit ones through ``staging``."""
     # A thread has two numbers of a row in a row; from shared memory it takes eight, 16 bytes.
     # staging: shared memory that nothing else uses any more: two quarters of ``ROWS * R / 4`` numbers of 2 bytes.
+    R: gl.constexpr = SHAPE.r
     first = first * norm
     second = second * norm
-    if SPLIT and position.splits > 1:
-        write_parts(pointers, first, position, HEADS, R, COLUMN, 1)
-        write_parts(pointers, second, position, HEADS, R, COLUMN + R // 4, 1)
+    if pointers.part_ptr is not None and position.splits > 1:
+        write_at(pointers.part_ptr, first, position, None, SHAPE, COLUMN, 1)
+        write_at(pointers.part_ptr, second, position, None, SHAPE, COLUMN + R // 4, 1)
     elif pointers.out_ptr.dtype.element_ty.primitive_bitwidth != 16:
-        write_output(pointers, first, position, strides, HEADS, COLUMN, 1)
-        write_output(pointers, second, position, strides, HEADS, COLUMN + R // 4, 1)
+        write_at(pointers.out_ptr, first, position, strides, SHAPE, COLUMN, 1)
+        write_at(pointers.out_ptr, second, position, strides, SHAPE, COLUMN + R // 4, 1)
     else:
-        T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         quarters = reinterpret(staging, pointers.out_ptr.dtype.element_ty, [2, first.shape[0], R // 4], wide)
         quarters.index(0).store(first.to(pointers.out_ptr.dtype.element_ty))
         quarters.index(1).store(second.to(pointers.out_ptr.dtype.element_ty))
         barrier()
         for quarter in gl.static_range(2):
-            total = quarters.index(quarter).load(T)
-            write_output(pointers, total, position, strides, HEADS, COLUMN + quarter * R // 4, 1)
+            total = quarters.index(quarter).load(layout)
+            write_at(pointers.out_ptr, total, position, strides, SHAPE, COLUMN + quarter * R // 4, 1)
 
 
 @gluon.jit
 def score_tile(
     tile, row_max, sums, limits, low, score_scale, smem, barriers, exchange,
-    MASKED: gl.constexpr, PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, S: gl.constexpr, AXIS: gl.constexpr,
+    MASKED: gl.constexpr, PRODUCTS: gl.constexpr, S: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile's weights and leave them to the other groups."""
     scores = PRODUCTS(tile, smem, barriers, S)
-    scores *= score_scale
-    if MASKED:
-        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1 - AXIS, S))
-        seen = gl.expand_dims(keys, 1 - AXIS) < gl.expand_dims(limits, AXIS)
-        scores = gl.where(seen, scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, AXIS, SLACK)
+    weights, rescale, new_max = softmax_tile(scores, tile, row_max, limits, low, score_scale, MASKED, AXIS, SLACK)
     # Transposed, a row's keys lie across warps: each thread keeps sums of its own keys, and they meet once, at the end.
     sums = sums * rescale + gl.sum(weights, 1) if AXIS == 1 else sums * rescale[None, :] + weights
+    SLOTS: gl.constexpr = exchange.factors.shape[0]
     slot = tile % SLOTS
     mbarrier.wait(exchange.taken.index(slot), (tile // SLOTS & 1) ^ 1)
     place = exchange.weights.index(slot) if AXIS == 1 else exchange.weights.index(slot).permute((1, 0))
@@ -333,18 +361,18 @@ def score_tile(
 @gluon.jit
 def attend_scores(
     pointers, smem, barriers, exchange, position, scales,
-    HEADS: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
-    PRODUCTS: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr, AXIS: gl.constexpr,
+    SHAPE: gl.constexpr, PRODUCTS: gl.constexpr, DEPTH: gl.constexpr, AXIS: gl.constexpr,
 ):  # fmt: skip
     """Compute the weights of all tiles for the groups that sum values, and write the log-sum-exp."""
-    # exchange: shared memory for ``SLOTS`` tiles of weights and the factors of what was summed before; barriers, that
-    # they are given and that they are taken. Behind the last tile the factors are the output's.
+    # exchange: shared memory for some tiles of weights and the factors of what was summed before; barriers, that they
+    # are given and that they are taken. Behind the last tile the factors are the output's.
     # PRODUCTS: the function that multiplies one tile, ``products`` or one with its arguments.
     # DEPTH: elements that ``wgmma`` contracts at once for the scores: 32 bytes of them.
     # AXIS: of scores along which the keys lie: 1, or 0 where products are transposed.
+    ROWS: gl.constexpr = SHAPE.rows
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS if AXIS == 1 else ROWS, DEPTH])
     flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(AXIS, S))
-    limits = seen_keys(flat, position, HEADS, CAUSAL)
+    limits = seen_keys(flat, position, SHAPE)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(AXIS, S))
     if AXIS == 1:
         sums = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
@@ -352,57 +380,38 @@ def attend_scores(
         sums = gl.zeros([KEYS, ROWS], gl.float32, S)  # a thread's of its own keys
     if position.tiles > 0:  # else no query was loaded, and nothing arrives
         mbarrier.wait(barriers.q_ready, 0)
-    for tile in range(position.full):
-        row_max, sums = score_tile(
-            tile,
-            row_max,
-            sums,
-            limits,
-            position.low,
-            scales.score_scale,
-            smem,
-            barriers,
-            exchange,
-            False,
-            PRODUCTS,
-            SLOTS,
-            S,
-            AXIS,
-        )
-    for tile in range(position.full, position.tiles):
-        row_max, sums = score_tile(
-            tile,
-            row_max,
-            sums,
-            limits,
-            position.low,
-            scales.score_scale,
-            smem,
-            barriers,
-            exchange,
-            True,
-            PRODUCTS,
-            SLOTS,
-            S,
-            AXIS,
-        )
+    for masked in gl.static_range(2):  # only the tiles behind those that every row sees whole pay for a mask
+        for tile in range(position.full if masked else 0, position.tiles if masked else position.full):
+            row_max, sums = score_tile(
+                tile, row_max, sums, limits, position.low, scales.score_scale, smem, barriers, exchange,
+                masked, PRODUCTS, S, AXIS,
+            )  # fmt: skip
     row_sum = sums
     if AXIS == 0:
         row_sum = gl.sum(sums, 0)
     # One more turn of the exchange hands on what the output is to be multiplied with: only this group knows the sums.
+    SLOTS: gl.constexpr = exchange.factors.shape[0]
     slot = position.tiles % SLOTS
     mbarrier.wait(exchange.taken.index(slot), (position.tiles // SLOTS & 1) ^ 1)
     exchange.factors.index(slot).store(gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0))
     hand_back(exchange.given, slot)
-    write_lse(pointers, flat, natural_lse(row_max, row_sum), position, HEADS, LSE, SPLIT)
+    write_lse(pointers, flat, natural_lse(row_max, row_sum), position, SHAPE)
 
 
 @gluon.jit
-def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
-    """Return one tile's weights ``(rows, keys)``, the factors ``(rows,)`` of earlier sums, and the least."""
-    EVERY: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+def given_slot(tile, exchange):
+    """Wait until a tile's weights and factors are given; return their slot."""
+    SLOTS: gl.constexpr = exchange.factors.shape[0]
     slot = tile % SLOTS
     mbarrier.wait(exchange.given.index(slot), tile // SLOTS & 1)
+    return slot
+
+
+@gluon.jit
+def take_weights(tile, exchange, ACC: gl.constexpr):
+    """Return one tile's weights ``(rows, keys)``, the factors ``(rows,)`` of earlier sums, and the least."""
+    EVERY: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    slot = given_slot(tile, exchange)
     weights = exchange.weights.index(slot).load(gl.DotOperandLayout(0, ACC, 2))
     factor = exchange.factors.index(slot).load(gl.SliceLayout(1, ACC))
     # 64 factors fill one warp of this layout, so every warp reads all, and none waits for another.
@@ -414,26 +423,22 @@ def take_weights(tile, exchange, SLOTS: gl.constexpr, ACC: gl.constexpr):
 @gluon.jit
 def attend_values(
     pointers, smem, barriers, exchange, staging, position, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
-    TILE: gl.constexpr, SLOTS: gl.constexpr,
+    SHAPE: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Sum one half of the values' columns over all tiles, and write it."""
     # The half is two quarters: 256 columns at once are more than ``wgmma`` has registers for among 16 warps.
     # staging: as ``write_quarters`` has it. It may be a half of the query: the last factors are given when all scores
     # are done.
     # TILE: the function that adds one tile's values, ``add_values`` or one with its arguments.
+    R: gl.constexpr = SHAPE.r
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R // 4, 16])
-    first = gl.zeros([ROWS, R // 4], gl.float32, ACC)
-    second = gl.zeros([ROWS, R // 4], gl.float32, ACC)
+    first = gl.zeros([SHAPE.rows, R // 4], gl.float32, ACC)
+    second = gl.zeros([SHAPE.rows, R // 4], gl.float32, ACC)
     for tile in range(position.tiles):
-        first, second = TILE(
-            tile, first, second, position.low, position.high, smem, barriers, exchange, R, RIGHT, SLOTS, ACC
-        )
-    slot = position.tiles % SLOTS
-    mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
+        first, second = TILE(tile, first, second, position, smem, barriers, exchange, RIGHT)
+    slot = given_slot(position.tiles, exchange)
     norm = exchange.factors.index(slot).load(gl.SliceLayout(1, ACC))[:, None]
-    COLUMN: gl.constexpr = R // 2 if RIGHT else 0
-    write_quarters(pointers, first, second, norm, staging, position, strides, HEADS, R, SPLIT, COLUMN)
+    write_quarters(pointers, first, second, norm, staging, position, strides, SHAPE, R // 2 if RIGHT else 0)
 
 
 @gluon.jit
@@ -485,52 +490,45 @@ def products_turned(tile, smem, barriers, S: gl.constexpr):
 
 
 @gluon.jit
-def add_values(
-    tile, first, second, low, high, smem, barriers, exchange,
-    R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
+def add_values(tile, first, second, position, smem, barriers, exchange, RIGHT: gl.constexpr):
     """Add one half of a tile's values to the sums of its quarters, and hand it back."""
-    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ready, empty, halves = (
         (barriers.right_ready, barriers.right_empty, smem.k_right)
         if RIGHT
         else (barriers.left_ready, barriers.left_empty, smem.k_left)
     )
     buffer = tile % STAGES
-    weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
+    ACC: gl.constexpr = first.type.layout
+    weights, factor, least = take_weights(tile, exchange, ACC)
     mbarrier.wait(ready.index(buffer), tile // STAGES & 1)
     # Swizzled memory holds 128 bytes of every key's columns, then the next 128 of every key: so the first quarter's
     # columns are the first part of a half's memory.
-    quarters = reinterpret(halves, halves.dtype, [2 * STAGES, KEYS, R // 4], halves.type.layout)
+    quarters = reinterpret(halves, halves.dtype, [2 * STAGES, KEYS, first.shape[1]], halves.type.layout)
     first_values = quarters.index(2 * buffer)
     second_values = quarters.index(2 * buffer + 1)
     # No race with the scores, which read these columns as keys: the tile's weights were given, so they are done.
-    if low + (tile + 1) * KEYS > high:
-        clear_behind(first_values, low + tile * KEYS, high, T)
-        clear_behind(second_values, low + tile * KEYS, high, T)
+    if position.low + (tile + 1) * KEYS > position.high:
+        clear_behind(first_values, position.low + tile * KEYS, position.high, T)
+        clear_behind(second_values, position.low + tile * KEYS, position.high, T)
     first, second = multiply_values(first, second, weights, factor, least, first_values, second_values)
     hand_back(empty, buffer)
     return first, second
 
 
 @gluon.jit
-def attend_all_values(
-    pointers, smem, barriers, exchange, position, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
+def attend_all_values(pointers, smem, barriers, exchange, position, strides, SHAPE: gl.constexpr):
     """Sum all of the values' columns over all tiles, transposed, and write them."""
     # The weights stay in shared memory, ``(ROWS, KEYS)``.
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    R: gl.constexpr = SHAPE.r
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.rows, 16])
     EVERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    first = gl.zeros([R // 2, ROWS], gl.float32, ACC)
-    second = gl.zeros([R // 2, ROWS], gl.float32, ACC)
+    first = gl.zeros([R // 2, SHAPE.rows], gl.float32, ACC)
+    second = gl.zeros([R // 2, SHAPE.rows], gl.float32, ACC)
     for tile in range(position.tiles):
         buffer = tile % STAGES
-        slot = tile % SLOTS
         left = smem.k_left.index(buffer)
         right = smem.k_right.index(buffer)
-        mbarrier.wait(exchange.given.index(slot), tile // SLOTS & 1)
+        slot = given_slot(tile, exchange)
         factor = exchange.factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
         least = gl.min(exchange.factors.index(slot).load(EVERY), 0)  # as in take_weights
         mbarrier.wait(barriers.left_ready.index(buffer), tile // STAGES & 1)
@@ -549,17 +547,33 @@ def attend_all_values(
         second = warpgroup_mma_wait(0, [second])
         hand_back(barriers.right_empty, buffer)
         mbarrier.arrive(exchange.taken.index(slot), count=1)  # not before: both products read the weights in place
-    slot = position.tiles % SLOTS
-    mbarrier.wait(exchange.given.index(slot), position.tiles // SLOTS & 1)
+    slot = given_slot(position.tiles, exchange)
     norm = exchange.factors.index(slot).load(gl.SliceLayout(0, ACC))[None, :]
-    write_columns(pointers, first * norm, position, strides, HEADS, R, SPLIT, 0, 0)
-    write_columns(pointers, second * norm, position, strides, HEADS, R, SPLIT, R // 2, 0)
+    write_columns(pointers, first * norm, position, strides, SHAPE, 0, 0)
+    write_columns(pointers, second * norm, position, strides, SHAPE, R // 2, 0)
+
+
+@gluon.jit
+def weigh_turned(
+    scores, tile, accumulator, row_max, sums, limits, low, score_scale, values, weights_smem, MASKED: gl.constexpr
+):  # fmt: skip
+    """Take a tile of transposed products into what was summed, which is returned; ``values`` are its own."""
+    # No slack: the accumulator is multiplied at every tile here, so a maximum that stays would spare nothing.
+    weights, rescale, new_max = softmax_tile(scores, tile, row_max, limits, low, score_scale, MASKED, 0, 0.0)
+    sums = sums * rescale[None, :] + weights
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, accumulator.type.layout))[None, :]
+    weights_smem.permute((1, 0)).store(weights.to(weights_smem.dtype))
+    fence_async_shared()  # wgmma takes its right operand from shared memory alone
+    barrier()
+    accumulator = warpgroup_mma(values.permute((1, 0)), weights_smem.permute((1, 0)), accumulator, is_async=True)
+    accumulator = warpgroup_mma_wait(0, [accumulator])
+    return accumulator, new_max, sums
 
 
 @gluon.jit
 def attend_tile_turned(
-    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+    tile, accumulator, row_max, sums, limits, position, score_scale, smem, weights_smem, barriers,
+    RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Attend to one tile, with all products transposed; the weights pass through shared memory, ``(ROWS, KEYS)``."""
     buffer = tile % STAGES
@@ -570,68 +584,53 @@ def attend_tile_turned(
     values = right if RIGHT else left
     if MASKED:
         # The other group may multiply scores with this half meanwhile. What is cleared are keys that it masks.
-        clear_behind(values, low + tile * KEYS, high, T)
-    scores = gl.zeros([KEYS, ROWS], gl.float32, S)
+        clear_behind(values, position.low + tile * KEYS, position.high, T)
+    scores = gl.zeros([KEYS, limits.shape[0]], gl.float32, S)
     scores = warpgroup_mma(smem.k_pe.index(buffer), smem.q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
     scores = warpgroup_mma(left, smem.q_left.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(right, smem.q_right.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
     # The other half served this group's scores alone; its own is its values too.
     hand_back(barriers.left_empty if RIGHT else barriers.right_empty, buffer)
-    scores *= score_scale
-    if MASKED:
-        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
-        scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    # No slack: the accumulator is multiplied at every tile here, so a maximum that stays would spare nothing.
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)
-    sums = sums * rescale[None, :] + weights
-    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
-    smem.weights.permute((1, 0)).store(weights.to(values.dtype))
-    fence_async_shared()  # wgmma takes its right operand from shared memory alone
-    barrier()
-    accumulator = warpgroup_mma(values.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
-    accumulator = warpgroup_mma_wait(0, [accumulator])
+    accumulator, row_max, sums = weigh_turned(
+        scores, tile, accumulator, row_max, sums, limits, position.low, score_scale, values, weights_smem, MASKED
+    )  # fmt: skip
     hand_back(barriers.right_empty if RIGHT else barriers.left_empty, buffer)
-    return accumulator, new_max, sums
+    return accumulator, row_max, sums
 
 
 @gluon.jit
 def attend_half_turned(
-    pointers, smem, barriers, position, scales, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
+    pointers, smem, weights_smem, barriers, position, scales, strides,
+    SHAPE: gl.constexpr, RIGHT: gl.constexpr, TILE: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Attend to all tiles and write one half of the output's columns; the left one writes the log-sum-exp as well."""
     # Products are transposed, and each half's group computes all scores.
+    # weights_smem: of this group's own tile.
     # TILE: the function that attends to one tile, ``attend_tile_turned`` or one with its arguments.
+    ROWS: gl.constexpr = SHAPE.rows
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, DEPTH])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    T: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S))
-    limits = seen_keys(flat, position, HEADS, CAUSAL)
+    limits = seen_keys(flat, position, SHAPE)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, S))
     sums = gl.zeros([KEYS, ROWS], gl.float32, S)
-    accumulator = gl.zeros([R // 2, ROWS], gl.float32, ACC)
+    accumulator = gl.zeros([SHAPE.r // 2, ROWS], gl.float32, ACC)
     if position.tiles > 0:
         mbarrier.wait(barriers.q_ready, 0)
-    for tile in range(position.full):
-        accumulator, row_max, sums = TILE(
-            tile, accumulator, row_max, sums, limits, position.low, position.high, scales.score_scale, smem, barriers,
-            ROWS, RIGHT, False, S, ACC, T,
-        )  # fmt: skip
-    for tile in range(position.full, position.tiles):
-        accumulator, row_max, sums = TILE(
-            tile, accumulator, row_max, sums, limits, position.low, position.high, scales.score_scale, smem, barriers,
-            ROWS, RIGHT, True, S, ACC, T,
-        )  # fmt: skip
+    for masked in gl.static_range(2):  # as in ``attend_scores``
+        for tile in range(position.full if masked else 0, position.tiles if masked else position.full):
+            accumulator, row_max, sums = TILE(
+                tile, accumulator, row_max, sums, limits, position, scales.score_scale, smem, weights_smem, barriers,
+                RIGHT, masked, S,
+            )  # fmt: skip
 
     row_sum = gl.sum(sums, 0)
     norm = gl.where(row_sum > 0, scales.value_scale / row_sum, 0.0)
     total = accumulator * gl.convert_layout(norm, gl.SliceLayout(0, ACC))[None, :]
-    COLUMN: gl.constexpr = R // 2 if RIGHT else 0
-    write_columns(pointers, total, position, strides, HEADS, R, SPLIT, COLUMN, 0)
+    write_columns(pointers, total, position, strides, SHAPE, SHAPE.r // 2 if RIGHT else 0, 0)
     if not RIGHT:
-        write_lse(pointers, flat, natural_lse(row_max, row_sum), position, HEADS, LSE, SPLIT)
+        write_lse(pointers, flat, natural_lse(row_max, row_sum), position, SHAPE)
 
 
 @gluon.jit
@@ -667,100 +666,65 @@ def mla_decode_hopper_kernel(
     score_scale,
     value_scale,
     page_rows,
-    stride_ot,
-    stride_oh,
+    strides,
     stride_table,
     HEADS: gl.constexpr,
     R: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    LSE: gl.constexpr,
-    SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
 ):
     """Attend from 64 rows of one request to one piece of its keys; all else as ``mla_decode_kernel``."""
     # Memory traffic: the piece's latents once per row tile.
     # q_half, q_rope: descriptors over the query's rows, of ``R`` and ``P`` columns, boxes ``(ROWS, R / 2)`` and
     # ``(ROWS, P)``.
     # kv_half, kv_rope: descriptors over the cache's rows ``(tokens, R + P)``, likewise.
+    # strides: elements of the output from a token and from a head to the next.
+    SHAPE: gl.constexpr = Rows(HEADS, R, ROWS, CAUSAL)
     position, part, table = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE
     )  # fmt: skip
-    q_left = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
-    q_right = gl.allocate_shared_memory(q_half.dtype, q_half.block_type.shape, q_half.layout)
-    q_pe = gl.allocate_shared_memory(q_rope.dtype, q_rope.block_type.shape, q_rope.layout)
-    k_left = gl.allocate_shared_memory(kv_half.dtype, [STAGES, KEYS, kv_half.block_type.shape[1]], kv_half.layout)
-    k_right = gl.allocate_shared_memory(kv_half.dtype, [STAGES, KEYS, kv_half.block_type.shape[1]], kv_half.layout)
-    k_pe = gl.allocate_shared_memory(kv_rope.dtype, [STAGES, KEYS, kv_rope.block_type.shape[1]], kv_rope.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    left_ready = barriers_of(STAGES)
-    right_ready = barriers_of(STAGES)
-    left_empty = barriers_of(STAGES)
-    right_empty = barriers_of(STAGES)
-    mbarrier.init(q_ready, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(left_ready.index(stage), count=1)
-        mbarrier.init(right_ready.index(stage), count=1)
-        # The group of the scores and the one that sums the half's values; with few rows one group sums both halves.
-        mbarrier.init(left_empty.index(stage), count=2)
-        mbarrier.init(right_empty.index(stage), count=2)
-    fence_async_shared()
-
-    smem = Shared(q_left, q_right, q_pe, k_left, k_right, k_pe, None)
-    barriers = Barriers(q_ready, left_ready, right_ready, left_empty, right_empty)
+    smem, barriers = shared_memory(q_half, q_rope, 1)
     start = position.query_start.to(gl.int64)
     pointers = Pointers(
-        out_ptr + start * stride_ot, lse_ptr + start * HEADS if LSE else None,
-        part_ptr + part * R if SPLIT else None, part_lse_ptr + part if SPLIT else None,
+        out_ptr + start * strides[0], None if lse_ptr is None else lse_ptr + start * HEADS,
+        None if part_ptr is None else part_ptr + part * R, None if part_ptr is None else part_lse_ptr + part,
     )  # fmt: skip
-    strides = Strides(stride_ot, stride_oh)
     row = position.query_start * HEADS + position.first
     scales = Scales(score_scale, value_scale)
     loader = (
-        q_half,
-        q_rope,
-        kv_half,
-        kv_rope,
-        smem,
-        barriers,
-        table,
-        row,
-        position.low,
-        position.tiles,
-        page_rows,
-        R,
+        q_half, q_rope, kv_half, kv_rope, smem, barriers, table, row, position.low, position.tiles, page_rows,
         BLOCK_SIZE,
-    )
+    )  # fmt: skip
     # The last lists are registers of a thread, of all groups but the first, which gets the rest of what they start with
     # (``tuning.toml``, mla_hopper): four times 128, or three times 168 with few rows. The loader's warp counts as a
     # whole group. Groups that sum values get the most: with R = 512 an accumulator of (64, R / 2) float32 is 128
-    # registers of each of 128 threads, and so is one of (R, 32). ``attend_scores`` ends with SLOTS, DEPTH and AXIS.
+    # registers of each of 128 threads, and so is one of (R, 32). ``attend_scores`` ends with DEPTH and AXIS.
     if ROWS == 64:
         # One slot is enough: both groups take the weights to registers at once. Memory is full (``KEYS``).
-        exchange = make_exchange(kv_half.dtype, 1, ROWS, 2)
+        exchange = make_exchange(q_half.dtype, 1, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (attend_scores, (pointers, smem, barriers, exchange, position, scales,
-                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), 1, 16, 1)),
-                (attend_values, (pointers, smem, barriers, exchange, q_left, position, strides,
-                 HEADS, R, SPLIT, ROWS, False, gl.constexpr(add_values), 1)),
-                (attend_values, (pointers, smem, barriers, exchange, q_right, position, strides,
-                 HEADS, R, SPLIT, ROWS, True, gl.constexpr(add_values), 1)),
+                 SHAPE, gl.constexpr(products), 16, 1)),
+                (attend_values, (pointers, smem, barriers, exchange, smem.q_left, position, strides,
+                 SHAPE, False, gl.constexpr(add_values))),
+                (attend_values, (pointers, smem, barriers, exchange, smem.q_right, position, strides,
+                 SHAPE, True, gl.constexpr(add_values))),
                 (load_tiles, loader),
             ],
             [4, 4, 1],
             [192, 192, 24],
         )  # fmt: skip
     else:
-        exchange = make_exchange(kv_half.dtype, 2, ROWS, 1)  # wgmma reads one tile of weights while the next comes
+        exchange = make_exchange(q_half.dtype, 2, ROWS, 1)  # wgmma reads one tile of weights while the next comes
         fence_async_shared()
         gl.warp_specialize(
             [
                 (attend_scores, (pointers, smem, barriers, exchange, position, scales,
-                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products_turned), 2, 16, 0)),
-                (attend_all_values, (pointers, smem, barriers, exchange, position, strides,
-                 HEADS, R, SPLIT, ROWS, 2)),
+                 SHAPE, gl.constexpr(products_turned), 16, 0)),
+                (attend_all_values, (pointers, smem, barriers, exchange, position, strides, SHAPE)),
                 (load_tiles, loader),
             ],
             [4, 1],

@@ -29,8 +29,8 @@ from attn_select_triton.kernels.launch import SLICED
 from attn_select_triton.kernels.mla_decode_hopper import (
     KEYS,
     Pointers,
+    Rows,
     Scales,
-    Strides,
     attend_half_turned,
     attend_scores,
     attend_values,
@@ -38,8 +38,8 @@ from attn_select_triton.kernels.mla_decode_hopper import (
     key_range,
     make_exchange,
     multiply_values,
-    softmax_tile,
     take_weights,
+    weigh_turned,
 )
 from attn_select_triton.kernels.primitives import E4M3_MAX
 
@@ -48,6 +48,8 @@ STAGES = gl.constexpr(3)
 SLOTS = gl.constexpr(2)
 PART = gl.constexpr(128)  # Columns of the latent that one box of TMA and one product take: the width of the swizzle
 ROPE = gl.constexpr(64)
+# Of values in registers: 16 bytes a thread.
+T = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 class Shared(NamedTuple):
@@ -59,7 +61,6 @@ class Shared(NamedTuple):
     k_pe: Any
     left_values: Any
     right_values: Any
-    weights: Any  # as ``mla_decode_hopper.Shared`` has them
 
 
 class Barriers(NamedTuple):
@@ -80,20 +81,22 @@ def rounded(numbers, scale):
 
 @gluon.jit
 def round_query(
-    query, q_smem, q_pe, q_ready, position,
-    HEADS: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
+    query, q_smem, q_pe, q_ready, position, SHAPE: gl.constexpr, RIGHT: gl.constexpr
 ):  # fmt: skip
     """Bring one half of the query's columns to shared memory in e4m3."""
     # All loads are issued before one is waited for.
     # query: pointer and strides of the latents' columns, the same of the rope part's, and the scale.
     # RIGHT: the right half of the latents' columns, or the left one and the rope part.
-    q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, scale = query
-    T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    q_ptr, query_strides, qr_ptr, rope_strides, scale = query
+    HEADS: gl.constexpr = SHAPE.heads
+    ROWS: gl.constexpr = SHAPE.rows
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    HALF: gl.constexpr = R // PART // 2
+    HALF: gl.constexpr = SHAPE.r // PART // 2
     BEGIN: gl.constexpr = HALF if RIGHT else 0
     flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
-    rows = q_ptr + (position.query_start + flat // HEADS).to(gl.int64) * stride_qt + flat % HEADS * stride_qh
+    rows = (
+        q_ptr + (position.query_start + flat // HEADS).to(gl.int64) * query_strides[0] + flat % HEADS * query_strides[1]
+    )
     inside = (flat < position.query_len * HEADS)[:, None]
     loaded = ()  # in registers first, so that no load waits for the conversion of the one before
     for part in gl.static_range(HALF):
@@ -101,7 +104,11 @@ def round_query(
         loaded = loaded + (gl.load(rows[:, None] + columns[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
     if not RIGHT:
         flat = position.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rope_layout))
-        rows = qr_ptr + (position.query_start + flat // HEADS).to(gl.int64) * stride_rt + flat % HEADS * stride_rh
+        rows = (
+            qr_ptr
+            + (position.query_start + flat // HEADS).to(gl.int64) * rope_strides[0]
+            + flat % HEADS * rope_strides[1]
+        )
         columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, rope_layout))
         rope = gl.load(rows[:, None] + columns[None, :], mask=(flat < position.query_len * HEADS)[:, None], other=0.0)
         q_pe.store(rounded(rope, scale))
@@ -113,32 +120,27 @@ def round_query(
 
 
 @gluon.jit
-def load_tiles(
-    kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows,
-    R: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
+def load_tiles(kv_part, kv_rope, k_smem, k_pe, ready, empty, table, low, tiles, page_rows, block_size):
     """Load every tile of keys as soon as both compute groups are through with its buffer."""
-    PARTS: gl.constexpr = R // PART
+    PARTS: gl.constexpr = k_smem.shape[0] // STAGES
     for tile in range(tiles):
         buffer = tile % STAGES
         start = low + tile * KEYS
-        key = gl.load(table + start // BLOCK_SIZE) * page_rows + start % BLOCK_SIZE
+        key = gl.load(table + start // block_size) * page_rows + start % block_size
         mbarrier.wait(empty.index(buffer), (tile // STAGES & 1) ^ 1)
         bar = ready.index(buffer)
         mbarrier.expect(bar, PARTS * kv_part.block_type.nbytes + kv_rope.block_type.nbytes)
         for part in gl.static_range(PARTS):
             tma_load(kv_part, [key, part * PART], bar, k_smem.index(buffer * PARTS + part))
-        tma_load(kv_rope, [key, R], bar, k_pe.index(buffer))
+        tma_load(kv_rope, [key, PARTS * PART], bar, k_pe.index(buffer))
 
 
 @gluon.jit
-def widen(k_smem, values, buffer, first, high, R: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr):
+def widen(k_smem, values, buffer, first, high, RIGHT: gl.constexpr, MASKED: gl.constexpr):
     """Write this group's half of a tile's latents as float16, 0 for keys at ``high`` and behind: 0 times NaN is NaN."""
-    T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    PARTS: gl.constexpr = R // PART
-    HALF: gl.constexpr = PARTS // 2
+    HALF: gl.constexpr = values.shape[0]
     for part in gl.static_range(HALF):
-        wide = k_smem.index(buffer * PARTS + (HALF if RIGHT else 0) + part).load(T).to(gl.float16)
+        wide = k_smem.index(buffer * 2 * HALF + (HALF if RIGHT else 0) + part).load(T).to(gl.float16)
         if MASKED:
             keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, T))
             wide = gl.where((keys < high)[:, None], wide, gl.zeros_like(wide))
@@ -164,25 +166,23 @@ def products(tile, smem, barriers, S: gl.constexpr):
 
 
 @gluon.jit
-def add_values(
-    tile, first, second, low, high, smem, barriers, exchange,
-    R: gl.constexpr, RIGHT: gl.constexpr, SLOTS: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
+def add_values(tile, first, second, position, smem, barriers, exchange, RIGHT: gl.constexpr):
     """Add one half of a tile's values to the sums of its quarters, as ``mla_decode_hopper.add_values``."""
     values = smem.right_values if RIGHT else smem.left_values
     buffer = tile % STAGES
-    start = low + tile * KEYS
+    start = position.low + tile * KEYS
     mbarrier.wait(barriers.ready.index(buffer), tile // STAGES & 1)
     # Before the weights are there: the scores are multiplied meanwhile, and the tile's buffer goes back early.
-    widen(smem.k, values, buffer, start, high, R, RIGHT, False)
+    widen(smem.k, values, buffer, start, position.high, RIGHT, False)
     hand_back(barriers.empty, buffer)
-    if start + KEYS > high:  # known when the kernel runs; ``widen``'s mask is compiled in
-        T: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        for part in gl.static_range(R // PART // 2):
-            clear_behind(values.index(part), start, high, T)
-    weights, factor, least = take_weights(tile, exchange, SLOTS, ACC)
+    if start + KEYS > position.high:  # known when the kernel runs; ``widen``'s mask is compiled in
+        HALF: gl.constexpr = values.shape[0]
+        for part in gl.static_range(HALF):
+            clear_behind(values.index(part), start, position.high, T)
+    ACC: gl.constexpr = first.type.layout
+    weights, factor, least = take_weights(tile, exchange, ACC)
     # Parts of 128 columns lie one behind the other, as a wide tile's do (``mla_decode_hopper.add_values``).
-    quarters = reinterpret(values, gl.float16, [2, KEYS, R // 4], values.type.layout)
+    quarters = reinterpret(values, gl.float16, [2, KEYS, first.shape[1]], values.type.layout)
     first, second = multiply_values(first, second, weights, factor, least, quarters.index(0), quarters.index(1))
     barrier()  # every warp is through with the values before one widens the next
     return first, second
@@ -190,66 +190,52 @@ def add_values(
 
 @gluon.jit
 def attend_tile_turned(
-    tile, accumulator, row_max, sums, limits, low, high, score_scale, smem, barriers,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr, T: gl.constexpr,
+    tile, accumulator, row_max, sums, limits, position, score_scale, smem, weights_smem, barriers,
+    RIGHT: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Attend to one tile, all products transposed, as ``mla_decode_hopper.attend_tile_turned``."""
     values = smem.right_values if RIGHT else smem.left_values
-    R: gl.constexpr = 2 * accumulator.shape[0]
-    PARTS: gl.constexpr = R // PART
+    PARTS: gl.constexpr = smem.q.shape[0]
     buffer = tile % STAGES
     mbarrier.wait(barriers.ready.index(buffer), tile // STAGES & 1)
-    scores = gl.zeros([KEYS, ROWS], gl.float32, S)
+    scores = gl.zeros([KEYS, limits.shape[0]], gl.float32, S)
     scores = warpgroup_mma(smem.k_pe.index(buffer), smem.q_pe.permute((1, 0)), scores, use_acc=False, is_async=True)
     for part in gl.static_range(PARTS):
         keys_part = smem.k.index(buffer * PARTS + part)
         scores = warpgroup_mma(keys_part, smem.q.index(part).permute((1, 0)), scores, is_async=True)
-    widen(smem.k, values, buffer, low + tile * KEYS, high, R, RIGHT, MASKED)  # while the products run
+    widen(smem.k, values, buffer, position.low + tile * KEYS, position.high, RIGHT, MASKED)  # while the products run
     scores = warpgroup_mma_wait(0, [scores])
     hand_back(barriers.empty, buffer)
-    scores *= score_scale
-    if MASKED:
-        keys = low + tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S))
-        scores = gl.where(keys[:, None] < limits[None, :], scores, float("-inf"))
-    weights, rescale, new_max = softmax_tile(scores, row_max, MASKED, 0, 0.0)  # no slack, as there
-    sums = sums * rescale[None, :] + weights
-    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(0, ACC))[None, :]
-    smem.weights.permute((1, 0)).store(weights.to(gl.float16))
-    fence_async_shared()
-    barrier()
-    half = reinterpret(values, gl.float16, [KEYS, R // 2], values.type.layout)
-    accumulator = warpgroup_mma(half.permute((1, 0)), smem.weights.permute((1, 0)), accumulator, is_async=True)
-    accumulator = warpgroup_mma_wait(0, [accumulator])
+    half = reinterpret(values, gl.float16, [KEYS, accumulator.shape[0]], values.type.layout)
+    accumulator, row_max, sums = weigh_turned(
+        scores, tile, accumulator, row_max, sums, limits, position.low, score_scale, half, weights_smem, MASKED
+    )  # fmt: skip
     barrier()  # as in add_values
-    return accumulator, new_max, sums
+    return accumulator, row_max, sums
 
 
 @gluon.jit
 def round_and_attend_values(
-    query, pointers, smem, barriers, exchange, position, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr,
+    query, pointers, smem, barriers, exchange, position, strides, SHAPE: gl.constexpr, RIGHT: gl.constexpr
 ):  # fmt: skip
     """One half's group: rounds its half of the query beside the first loads, then attends."""
-    round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, RIGHT)
+    round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, SHAPE, RIGHT)
     staging = smem.right_values if RIGHT else smem.left_values  # its own, so no other group reads there
     attend_values(
-        pointers, smem, barriers, exchange, staging, position, strides,
-        HEADS, R, SPLIT, ROWS, RIGHT, gl.constexpr(add_values), SLOTS,
-    )  # fmt: skip
+        pointers, smem, barriers, exchange, staging, position, strides, SHAPE, RIGHT, gl.constexpr(add_values)
+    )
 
 
 @gluon.jit
 def round_and_attend_turned(
-    query, pointers, smem, barriers, position, scales, strides,
-    HEADS: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    ROWS: gl.constexpr, RIGHT: gl.constexpr,
+    query, pointers, smem, weights_smem, barriers, position, scales, strides, SHAPE: gl.constexpr, RIGHT: gl.constexpr
 ):  # fmt: skip
     """The same with few rows, of which one group rounds both halves."""
     if not RIGHT:
-        round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, False)
-        round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, HEADS, R, ROWS, True)
+        round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, SHAPE, False)
+        round_query(query, smem.q, smem.q_pe, barriers.q_ready, position, SHAPE, True)
     attend_half_turned(
-        pointers, smem, barriers, position, scales, strides, HEADS, R, CAUSAL, LSE, SPLIT, ROWS, RIGHT,
+        pointers, smem, weights_smem, barriers, position, scales, strides, SHAPE, RIGHT,
         gl.constexpr(attend_tile_turned), 32,
     )  # fmt: skip
 
@@ -273,28 +259,24 @@ def mla_decode_hopper_fp8_kernel(
     value_scale,
     q_scale,
     page_rows,
-    stride_qt,
-    stride_qh,
-    stride_rt,
-    stride_rh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    rope_strides,
+    strides,
     stride_table,
     HEADS: gl.constexpr,
     R: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    LSE: gl.constexpr,
-    SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
 ):
     """Attend from ``ROWS`` rows of one request to one piece of its keys; all else as ``mla_decode_hopper_kernel``."""
     # q_ptr, qr_ptr: 16-bit query ``(T, H, R)`` and its rope part ``(T, H, 64)``, the last dimensions contiguous.
     # kv_part, kv_rope: descriptors over the cache's rows ``(tokens, R + 64)`` of e4m3, blocks ``(64, 128)`` and ``(64,
     # 64)``.
     # score_scale: scale * log2(e), times the query's scale and the cache's.
+    SHAPE: gl.constexpr = Rows(HEADS, R, ROWS, CAUSAL)
     position, part, table = key_range(
-        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, HEADS, CAUSAL, ROWS
+        table_ptr, query_start_loc_ptr, seq_lens_ptr, pieces_ptr, slot_rows, stride_table, SHAPE
     )  # fmt: skip
     PARTS: gl.constexpr = R // PART
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -315,46 +297,40 @@ def mla_decode_hopper_fp8_kernel(
     fence_async_shared()
 
     barriers = Barriers(q_ready, ready, empty)
-    query = (q_ptr, stride_qt, stride_qh, qr_ptr, stride_rt, stride_rh, q_scale)
+    query = (q_ptr, query_strides, qr_ptr, rope_strides, q_scale)
     start = position.query_start.to(gl.int64)
     pointers = Pointers(
-        out_ptr + start * stride_ot, lse_ptr + start * HEADS if LSE else None,
-        part_ptr + part * R if SPLIT else None, part_lse_ptr + part if SPLIT else None,
+        out_ptr + start * strides[0], None if lse_ptr is None else lse_ptr + start * HEADS,
+        None if part_ptr is None else part_ptr + part * R, None if part_ptr is None else part_lse_ptr + part,
     )  # fmt: skip
-    strides = Strides(stride_ot, stride_oh)
     scales = Scales(score_scale, value_scale)
+    smem = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values)
+    loader = kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles, page_rows, BLOCK_SIZE
     # Registers as in ``mla_decode_hopper_kernel``.
     if ROWS == 64:
-        smem = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, None)
         exchange = make_exchange(gl.float16, SLOTS, ROWS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
                 (attend_scores, (pointers, smem, barriers, exchange, position, scales,
-                 HEADS, CAUSAL, LSE, SPLIT, ROWS, gl.constexpr(products), SLOTS, 32, 1)),
-                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, strides,
-                 HEADS, R, SPLIT, ROWS, False)),
-                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, strides,
-                 HEADS, R, SPLIT, ROWS, True)),
-                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles,
-                 page_rows, R, BLOCK_SIZE)),
+                 SHAPE, gl.constexpr(products), 32, 1)),
+                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, strides, SHAPE, False)),
+                (round_and_attend_values, (query, pointers, smem, barriers, exchange, position, strides, SHAPE, True)),
+                (load_tiles, loader),
             ],
             [4, 4, 1],
             [192, 192, 24],
         )  # fmt: skip
     else:
-        left_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
-        right_p = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
-        left = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, left_p)
-        right = Shared(q_smem, q_pe, k_smem, k_pe, left_values, right_values, right_p)
+        left_weights = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
+        right_weights = gl.allocate_shared_memory(gl.float16, [ROWS, KEYS], wide)
         gl.warp_specialize(
             [
-                (round_and_attend_turned, (query, pointers, left, barriers, position, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, False)),
-                (round_and_attend_turned, (query, pointers, right, barriers, position, scales, strides,
-                 HEADS, R, CAUSAL, LSE, SPLIT, ROWS, True)),
-                (load_tiles, (kv_part, kv_rope, k_smem, k_pe, ready, empty, table, position.low, position.tiles,
-                 page_rows, R, BLOCK_SIZE)),
+                (round_and_attend_turned, (query, pointers, smem, left_weights, barriers, position, scales, strides,
+                 SHAPE, False)),
+                (round_and_attend_turned, (query, pointers, smem, right_weights, barriers, position, scales, strides,
+                 SHAPE, True)),
+                (load_tiles, loader),
             ],
             [4, 1],
             [240, 24],

@@ -28,7 +28,8 @@ from attn_select_triton.kernels.launch import (
     power_of_two,
     sm_count,
 )
-from attn_select_triton.kernels.primitives import LOG2E, load_tile, normalised, online_softmax, pages_of
+from attn_select_triton.kernels.primitives import LOG2E, load_tile, mask_of, normalised, online_softmax, pages_of
+from attn_select_triton.kernels.query_rows import as_constants
 from attn_select_triton.kernels.relaunch import Relaunch, Relaunches, dtypes, specialised
 from attn_select_triton.tuning import find_tile, tile_of
 
@@ -40,44 +41,6 @@ REDUCE_CHUNK = 64  # Partitions that one step of the reduction takes
 UNALIGNED = [*SLICED, "part_max_ptr", "part_sum_ptr"]
 
 
-@triton.jit
-def classic_keys(
-    k_ptr, table_ptr, start, high, stride_kb,
-    BLOCK_SIZE: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return K of one KV head transposed, ``(BLOCK_D, BLOCK_N)``, 0 where masked. Memory traffic: the tile once."""
-    # Read as ``(BLOCK_D / X, BLOCK_N, X)``, the order it lies in: a warp takes 16 bytes of each of 32 tokens. The hint
-    # of contiguity, which is true of the last dimension alone, orders the lanes; Triton's own order takes two tokens of
-    # 16 columns each, 16 lines of memory instead of 4.
-    keys = start + tl.arange(0, BLOCK_N)
-    inside = keys < high
-    tokens = pages_of(table_ptr, keys, inside, BLOCK_SIZE, MASKED) * stride_kb + keys % BLOCK_SIZE * X
-    chunk = tl.arange(0, BLOCK_D // X)
-    columns = chunk[:, None, None] * (BLOCK_SIZE * X) + tl.arange(0, X)[None, None, :]
-    pointers = tl.max_contiguous(k_ptr + tokens[None, :, None] + columns, (1, 2, X))
-    if MASKED:
-        tile = tl.load(pointers, mask=inside[None, :, None] & (chunk < D // X)[:, None, None], other=0.0)
-    elif D != BLOCK_D:
-        tile = tl.load(pointers, mask=(chunk < D // X)[:, None, None], other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK_D, BLOCK_N))
-
-
-@triton.jit
-def classic_values(
-    v_ptr, table_ptr, start, high, stride_vb,
-    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return V of one KV head, ``(BLOCK_N, BLOCK_D)``, 0 where masked. Memory traffic: the tile once."""
-    keys = start + tl.arange(0, BLOCK_N)
-    inside = keys < high
-    return load_tile(
-        v_ptr, table_ptr, keys, inside, stride_vb, 1, BLOCK_SIZE, True, BLOCK_SIZE, D, BLOCK_D, 0, MASKED
-    )  # fmt: skip
-
-
 class ClassicHead(NamedTuple):
     """K and V of one KV head, as one sequence sees them."""
 
@@ -85,22 +48,76 @@ class ClassicHead(NamedTuple):
     k_ptr: Any
     v_ptr: Any
     table_ptr: Any  # the sequence's row of the block table
-    # stride_kb, stride_vb: elements from one block to the next
-    stride_kb: Any
-    stride_vb: Any
+    # k_block, v_block: elements from one block to the next
+    k_block: Any
+    v_block: Any
+
+
+class ClassicStrides(NamedTuple):
+    """Elements of K and of V from one block and from one head to the next."""
+
+    k_block: Any
+    k_head: Any
+    v_block: Any
+    v_head: Any
 
 
 class ClassicTiles(NamedTuple):
-    """What tiles of K and V are read; all of it is compiled in."""
+    """What rows and tiles of K and V are read; all of it is compiled in."""
 
-    alibi: bool  # scores have ALiBi
     block_size: int  # tokens of a block
     x: int  # elements of K that lie together
     # d, block_d: head size, and columns of its tile
     d: int
     block_d: int
-    precision: str  # of float32 products
     block_n: int  # keys of a tile
+    group: int = 0  # heads of the query that share a KV head
+    block_m: int = 0  # of them, of a program
+    alibi: bool = False  # scores have ALiBi
+    precision: str = PRECISION  # of float32 products
+
+
+@triton.jit
+def head_of(k_ptr, v_ptr, table_ptr, request, kv_head, stride_table, strides):
+    """Return a ``ClassicHead``; ``strides`` are ``ClassicStrides``."""
+    return ClassicHead(
+        k_ptr + kv_head * strides.k_head, v_ptr + kv_head * strides.v_head,
+        table_ptr + request.to(tl.int64) * stride_table, strides.k_block, strides.v_block,
+    )  # fmt: skip
+
+
+@triton.jit
+def classic_keys(k_ptr, k_block, table_ptr, start, high, TILES: tl.constexpr, MASKED: tl.constexpr):
+    """Return K of one KV head transposed, ``(block_d, block_n)``, 0 where masked. Memory traffic: the tile once."""
+    # Read as ``(block_d / x, block_n, x)``, the order it lies in: a warp takes 16 bytes of each of 32 tokens. The hint
+    # of contiguity, which is true of the last dimension alone, orders the lanes; Triton's own order takes two tokens of
+    # 16 columns each, 16 lines of memory instead of 4.
+    X: tl.constexpr = TILES.x
+    keys = start + tl.arange(0, TILES.block_n)
+    inside = keys < high
+    blocks = pages_of(table_ptr, keys, inside, TILES.block_size, MASKED)
+    tokens = blocks * k_block + keys % TILES.block_size * X
+    chunk = tl.arange(0, TILES.block_d // X)
+    columns = chunk[:, None, None] * (TILES.block_size * X) + tl.arange(0, X)[None, None, :]
+    pointers = tl.max_contiguous(k_ptr + tokens[None, :, None] + columns, (1, 2, X))
+    if MASKED:
+        tile = tl.load(pointers, mask=inside[None, :, None] & (chunk < TILES.d // X)[:, None, None], other=0.0)
+    elif TILES.d != TILES.block_d:
+        tile = tl.load(pointers, mask=(chunk < TILES.d // X)[:, None, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tl.reshape(tl.permute(tile, (0, 2, 1)), (TILES.block_d, TILES.block_n))
+
+
+@triton.jit
+def classic_values(v_ptr, v_block, table_ptr, start, high, TILES: tl.constexpr, MASKED: tl.constexpr):
+    """Return V of one KV head, ``(block_n, block_d)``, 0 where masked. Memory traffic: the tile once."""
+    keys = start + tl.arange(0, TILES.block_n)
+    inside = keys < high
+    return load_tile(
+        v_ptr, table_ptr, keys, inside, v_block, 1, TILES.block_size,
+        True, TILES.block_size, TILES.d, TILES.block_d, 0, MASKED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -112,14 +129,11 @@ def attend_tile(
     # q: ``(rows, block_d)`` in the dtype of the products; K and V are cast to it.
     # running: accumulator, row_max and row_sum so far.
     # last: position of the query token.
-    # slopes: float32 per row, times log2(e).
+    # slopes: float32 per row, times log2(e); with ALiBi.
     # head: a ``ClassicHead``; TILES a ``ClassicTiles``.
     accumulator, row_max, row_sum = running
     keys = start + tl.arange(0, TILES.block_n)
-    k = classic_keys(
-        head.k_ptr, head.table_ptr, start, high, head.stride_kb,
-        TILES.block_size, TILES.x, TILES.d, TILES.block_d, TILES.block_n, MASKED,
-    )  # fmt: skip
+    k = classic_keys(head.k_ptr, head.k_block, head.table_ptr, start, high, TILES, MASKED)
     scores = tl.dot(q, k.to(q.dtype), input_precision=TILES.precision)
     if TILES.alibi:
         scores = scores * score_scale - slopes[:, None] * (last - keys)[None, :].to(tl.float32)
@@ -128,23 +142,20 @@ def attend_tile(
     weights, rescale, row_max, row_sum = online_softmax(
         scores, row_max, row_sum, False, 1.0 if TILES.alibi else score_scale
     )  # fmt: skip
-    v = classic_values(
-        head.v_ptr, head.table_ptr, start, high, head.stride_vb,
-        TILES.block_size, TILES.d, TILES.block_d, TILES.block_n, MASKED,
-    )  # fmt: skip
+    v = classic_values(head.v_ptr, head.v_block, head.table_ptr, start, high, TILES, MASKED)
     accumulator *= rescale[:, None]
     accumulator = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulator, input_precision=TILES.precision)
     return accumulator, row_max, row_sum
 
 
 @triton.jit
-def attend_tokens(q, low, high, last, slopes, head, score_scale, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
+def attend_tokens(q, low, high, last, slopes, head, score_scale, TILES: tl.constexpr):
     """Attend from a tile of query rows to the keys ``[low, high)``, ``low`` a multiple of ``block_n``."""
     # Arguments as ``attend_tile`` has them.
     # Returns accumulator, row_max and row_sum, base 2; 0, -inf and 0 where there are no keys.
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, TILES.block_d], tl.float32)
+    row_max = tl.full([TILES.block_m], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILES.block_m], tl.float32)
+    accumulator = tl.zeros([TILES.block_m, TILES.block_d], tl.float32)
     whole = high // TILES.block_n * TILES.block_n  # only what is behind it pays for a mask
     for start in tl.range(low, whole, TILES.block_n):
         accumulator, row_max, row_sum = attend_tile(
@@ -159,29 +170,28 @@ def attend_tokens(q, low, high, last, slopes, head, score_scale, TILES: tl.const
 
 @triton.jit
 def query_rows(
-    q_ptr, slopes_ptr, token, head, in_rows, stride_qt, stride_qh,
-    ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr,
+    q_ptr, slopes_ptr, token, kv_head, first, strides, TILES: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    """Return the query ``(rows, BLOCK_D)`` of some heads of one token, and their ALiBi slopes times log2(e)."""
-    size = tl.arange(0, BLOCK_D)
-    mask = in_rows[:, None]
-    if D != BLOCK_D:
-        mask = mask & (size < D)[None, :]
-    rows = token.to(tl.int64) * stride_qt + head * stride_qh
+    """Return some heads of one token from the ``first`` of a KV head's group on: their numbers, which of them are
+    there, the query ``(block_m, block_d)``, and their ALiBi slopes times log2(e)."""
+    row = first + tl.arange(0, TILES.block_m)
+    in_rows = row < TILES.group
+    head = kv_head * TILES.group + row
+    size = tl.arange(0, TILES.block_d)
+    mask = mask_of(in_rows, TILES.d, TILES.block_d)
+    rows = token.to(tl.int64) * strides[0] + head * strides[1]
     q = tl.load(q_ptr + rows[:, None] + size[None, :], mask=mask, other=0.0).to(COMPUTE)
     slopes = head
-    if ALIBI:
+    if TILES.alibi:
         slopes = tl.load(slopes_ptr + head, mask=in_rows, other=0.0) * LOG2E
-    return q, slopes
+    return head, in_rows, q, slopes
 
 
 @triton.jit
-def store_rows(out_ptr, rows, result, in_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store ``(rows, BLOCK_D)`` in the dtype of ``out_ptr``, each row at its offset."""
-    size = tl.arange(0, BLOCK_D)
-    mask = in_rows[:, None]
-    if D != BLOCK_D:
-        mask = mask & (size < D)[None, :]
+def store_rows(out_ptr, rows, result, in_rows, TILES: tl.constexpr):
+    """Store ``(block_m, block_d)`` in the dtype of ``out_ptr``, each row at its offset."""
+    size = tl.arange(0, TILES.block_d)
+    mask = mask_of(in_rows, TILES.d, TILES.block_d)
     tl.store(out_ptr + rows[:, None] + size[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -198,54 +208,36 @@ def paged_attention_v1_kernel(
     row_tiles,
     score_scale,
     v_scale,
-    stride_qt,
-    stride_qh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    out_strides,
     stride_table,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    GROUP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    X: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    strides,
+    TILE_SHAPE: tl.constexpr,
     COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """One program: up to ``BLOCK_M`` heads of a KV head's group, against all keys of one sequence."""
-    # Tiles: query ``(BLOCK_M, BLOCK_D)``, K ``(BLOCK_D, BLOCK_N)``, V ``(BLOCK_N, BLOCK_D)``. Memory traffic: each key
+    """One program: up to ``block_m`` heads of a KV head's group, against all keys of one sequence."""
+    # Tiles: query ``(block_m, block_d)``, K ``(block_d, block_n)``, V ``(block_n, block_d)``. Memory traffic: each key
     # and value once per tile of rows, query and output once.
+    # strides: ``ClassicStrides``; TILE_SHAPE a ``ClassicTiles``, COMPUTE the dtype of the products.
+    TILES: tl.constexpr = as_constants(ClassicTiles, TILE_SHAPE)
     kv_head = tl.program_id(0) // row_tiles
     request = tl.program_id(1)
     token = tl.load(query_start_loc_ptr + request)
     if tl.load(query_start_loc_ptr + request + 1) == token:
         return
     seq_len = tl.load(seq_lens_ptr + request)
-    row = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = row < GROUP
-    head = kv_head * GROUP + row
-    q, slopes = query_rows(
-        q_ptr, slopes_ptr, token, head, in_rows, stride_qt, stride_qh, ALIBI, D, BLOCK_D, COMPUTE
+    head, in_rows, q, slopes = query_rows(
+        q_ptr, slopes_ptr, token, kv_head, tl.program_id(0) % row_tiles * TILES.block_m, query_strides, TILES,
+        COMPUTE,
     )  # fmt: skip
-    TILES: tl.constexpr = ClassicTiles(ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N)
     # One turn. Where that is no secret ptxas keeps a float32 query in registers, and spills kilobytes.
     for _ in tl.range(0, tl.num_programs(2) if q.dtype == tl.float32 else 1):
         accumulator, _, row_sum = attend_tokens(
             q, 0, seq_len, seq_len - 1, slopes,
-            ClassicHead(
-                k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh,
-                table_ptr + request.to(tl.int64) * stride_table, stride_kb, stride_vb,
-            ),
-            score_scale, TILES, BLOCK_M,
+            head_of(k_ptr, v_ptr, table_ptr, request, kv_head, stride_table, strides), score_scale, TILES,
         )  # fmt: skip
-        rows = token.to(tl.int64) * stride_ot + head * stride_oh
-        store_rows(out_ptr, rows, normalised(accumulator, row_sum) * v_scale, in_rows, D, BLOCK_D)
+        rows = token.to(tl.int64) * out_strides[0] + head * out_strides[1]
+        store_rows(out_ptr, rows, normalised(accumulator, row_sum) * v_scale, in_rows, TILES)
 
 
 @triton.jit(do_not_specialize=["row_tiles", "partitions", "stride_table"], do_not_specialize_on_alignment=UNALIGNED)
@@ -264,28 +256,18 @@ def paged_attention_v2_kernel(
     partitions,
     score_scale,
     v_scale,
-    stride_qt,
-    stride_qh,
+    query_strides,
     stride_table,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    GROUP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    PARTITION: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    X: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    strides,
+    TILE_SHAPE: tl.constexpr,
     COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PARTITION: tl.constexpr,
 ):
-    """One program: up to ``BLOCK_M`` heads of a KV head's group, against every n-th partition of a sequence's keys."""
+    """One program: up to ``block_m`` heads of a KV head's group, against every n-th partition of a sequence's keys."""
     # Partial results lie as ``(sequence, head, partition)``, normalised, with the maximum and the sum of base-2 scores.
-    # Tiles as in version 1. Memory traffic: each key and value once per tile of rows, a partial result per partition.
+    # All else as in version 1. Memory traffic: each key and value once per tile of rows, a partial result per
+    # partition.
+    TILES: tl.constexpr = as_constants(ClassicTiles, TILE_SHAPE)
     kv_head = tl.program_id(0) // row_tiles
     request = tl.program_id(1)
     token = tl.load(query_start_loc_ptr + request)
@@ -293,25 +275,19 @@ def paged_attention_v2_kernel(
     first = tl.program_id(2)
     if (tl.load(query_start_loc_ptr + request + 1) == token) | (first * PARTITION >= seq_len):
         return
-    row = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = row < GROUP
-    head = kv_head * GROUP + row
-    q, slopes = query_rows(
-        q_ptr, slopes_ptr, token, head, in_rows, stride_qt, stride_qh, ALIBI, D, BLOCK_D, COMPUTE
+    head, in_rows, q, slopes = query_rows(
+        q_ptr, slopes_ptr, token, kv_head, tl.program_id(0) % row_tiles * TILES.block_m, query_strides, TILES,
+        COMPUTE,
     )  # fmt: skip
-    k_ptr += kv_head * stride_kh
-    v_ptr += kv_head * stride_vh
-    table_ptr += request.to(tl.int64) * stride_table
-    heads = tl.num_programs(0) // row_tiles * GROUP
-    TILES: tl.constexpr = ClassicTiles(ALIBI, BLOCK_SIZE, X, D, BLOCK_D, PRECISION, BLOCK_N)
+    kv = head_of(k_ptr, v_ptr, table_ptr, request, kv_head, stride_table, strides)
+    heads = tl.num_programs(0) // row_tiles * TILES.group
     for partition in tl.range(first, tl.cdiv(seq_len, PARTITION), tl.num_programs(2)):
         low = partition * PARTITION
         accumulator, row_max, row_sum = attend_tokens(
-            q, low, tl.minimum(low + PARTITION, seq_len), seq_len - 1, slopes,
-            ClassicHead(k_ptr, v_ptr, table_ptr, stride_kb, stride_vb), score_scale, TILES, BLOCK_M,
-        )  # fmt: skip
+            q, low, tl.minimum(low + PARTITION, seq_len), seq_len - 1, slopes, kv, score_scale, TILES
+        )
         part = (request * heads + head).to(tl.int64) * partitions + partition
-        store_rows(part_ptr, part * D, normalised(accumulator, row_sum) * v_scale, in_rows, D, BLOCK_D)
+        store_rows(part_ptr, part * TILES.d, normalised(accumulator, row_sum) * v_scale, in_rows, TILES)
         tl.store(part_max_ptr + part, row_max, mask=in_rows)
         tl.store(part_sum_ptr + part, row_sum, mask=in_rows)
 
@@ -325,8 +301,7 @@ def paged_attention_v2_reduce_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     partitions,
-    stride_ot,
-    stride_oh,
+    out_strides,
     PARTITION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -361,7 +336,7 @@ def paged_attention_v2_reduce_kernel(
         total = total * rescale + tl.sum(weights, 0)
         largest = new_largest
     result = accumulator / tl.where(total > 0, total, 1.0)
-    row = token.to(tl.int64) * stride_ot + head * stride_oh
+    row = token.to(tl.int64) * out_strides[0] + head * out_strides[1]
     tl.store(out_ptr + row + size, result.to(out_ptr.dtype.element_ty), mask=size < D)
 
 
@@ -375,10 +350,7 @@ def gather_classic_kernel(
     key_start_loc_ptr,
     seq_lens_ptr,
     stride_table,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
+    strides,
     stride_kot,
     stride_koh,
     stride_vot,
@@ -397,15 +369,16 @@ def gather_classic_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     if start >= seq_len:
         return
+    TILES: tl.constexpr = ClassicTiles(BLOCK_SIZE, X, D, BLOCK_D, ALIGN)
     table_ptr += request.to(tl.int64) * stride_table
     rows = (tl.load(key_start_loc_ptr + request) + start + tl.arange(0, ALIGN)).to(tl.int64)
     size = tl.arange(0, BLOCK_D)
-    k_ptr += kv_head * stride_kh
-    keys = classic_keys(k_ptr, table_ptr, start, seq_len, stride_kb, BLOCK_SIZE, X, D, BLOCK_D, ALIGN, True)
+    k_ptr += kv_head * strides.k_head
+    keys = classic_keys(k_ptr, strides.k_block, table_ptr, start, seq_len, TILES, True)
     target = k_out_ptr + kv_head * stride_koh + (rows * stride_kot)[None, :] + size[:, None]
     tl.store(target, plain(keys, k_out_ptr.dtype.element_ty))
-    v_ptr += kv_head * stride_vh
-    values = classic_values(v_ptr, table_ptr, start, seq_len, stride_vb, BLOCK_SIZE, D, BLOCK_D, ALIGN, True)
+    v_ptr += kv_head * strides.v_head
+    values = classic_values(v_ptr, strides.v_block, table_ptr, start, seq_len, TILES, True)
     target = v_out_ptr + kv_head * stride_voh + (rows * stride_vot)[:, None] + size[None, :]
     tl.store(target, plain(values, v_out_ptr.dtype.element_ty))
 
@@ -436,12 +409,13 @@ def gather_classic(
     """
     kv_heads, _, block_size, x = key.shape[1:]
     tensors, of_step = (key, value, key_out, value_out), (block_table, key_start_loc, seq_lens)
-    strides = tuple([stride for tensor in tensors for stride in tensor.stride()[:2]])
+    strides = ClassicStrides(*key.stride()[:2], *value.stride()[:2])
+    strides_out = *key_out.stride()[:2], *value_out.stride()[:2]
     sizes = block_size, x, value.shape[2], key_out.shape[2]
     _gather(
-        (*strides, *sizes, *specialised(*tensors), *dtypes(*of_step)),
-        (-(-max_keys // GATHER_ALIGN), kv_heads, len(seq_lens)), *tensors, *of_step, block_table.stride(0), *strides,
-        *sizes, GATHER_ALIGN,
+        (strides, strides_out, *sizes, *specialised(*tensors), *dtypes(*of_step)),
+        (-(-max_keys // GATHER_ALIGN), kv_heads, len(seq_lens)), *tensors, *of_step, block_table.stride(0), strides,
+        *strides_out, *sizes, GATHER_ALIGN,
     )  # fmt: skip
 
 
@@ -483,10 +457,10 @@ class Partials:
 class _Prepared:
     """What the dtypes, sizes, strides and alignments of a call decide."""
 
-    # strides: of query and output; cache_strides of blocks and heads of K and of V.
-    # constants: of the version's kernel from ``GROUP`` on.
+    # strides: of query and output.
+    # last: arguments of the version's kernel from ``strides`` on.
 
-    __slots__ = ("attend", "cache_strides", "constants", "reduce", "row_tiles", "strides")
+    __slots__ = ("attend", "last", "reduce", "row_tiles", "strides")
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, alibi: bool, partition_size: int,
@@ -503,10 +477,12 @@ class _Prepared:
             )
         self.row_tiles = -(-group // launch.block_m)
         self.strides = query.stride()[:2], output.stride()[:2]
-        self.cache_strides = *key.stride()[:2], *value.stride()[:2]
-        self.constants = (
-            group, alibi, *([partition_size] if partition_size else []), block_size, x, head_size,
-            power_of_two(head_size), PRECISION, compute_dtype(query.dtype, key.dtype), launch.block_m, launch.block_n,
+        tiles = ClassicTiles(
+            block_size, x, head_size, power_of_two(head_size), launch.block_n, group, launch.block_m, alibi
+        )
+        self.last = (
+            ClassicStrides(*key.stride()[:2], *value.stride()[:2]), tiles, compute_dtype(query.dtype, key.dtype),
+            *([partition_size] if partition_size else []),
         )  # fmt: skip
         kernel = paged_attention_v2_kernel if partition_size else paged_attention_v1_kernel
         self.attend = Relaunch(kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
@@ -565,8 +541,8 @@ def paged_attention_v1(
     made = _prepare((query, key, value, output), of_step, 0, launch)
     made.attend(
         (key.shape[1] * made.row_tiles, len(seq_lens), 1), query, key, value, output, *of_step, made.row_tiles,
-        scale * k_scale * LOG2E.value, v_scale, *made.strides[0], *made.strides[1], block_table.stride(0),
-        *made.cache_strides, *made.constants,
+        scale * k_scale * LOG2E.value, v_scale, *made.strides, block_table.stride(0),
+        *made.last,
     )  # fmt: skip
 
 
@@ -625,9 +601,9 @@ def paged_attention_v2(
         count = len(lens)
         made.attend(
             (tiles, count, programs), query, key, value, *parts, table, starts, lens, slopes, made.row_tiles,
-            partitions, scores, v_scale, *made.strides[0], table.stride(0), *made.cache_strides, *made.constants,
+            partitions, scores, v_scale, made.strides[0], table.stride(0), *made.last,
         )  # fmt: skip
         made.reduce(
-            (heads, count, 1), output, *parts, starts, lens, partitions, *made.strides[1],
+            (heads, count, 1), output, *parts, starts, lens, partitions, made.strides[1],
             partition_size, head_size, power_of_two(head_size), REDUCE_CHUNK,
         )  # fmt: skip

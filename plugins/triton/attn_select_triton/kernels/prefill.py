@@ -168,8 +168,6 @@ class _Kind:
         output: Tensor,
         max_seq_len: int,
         flags: TermFlags,
-        sinks: bool,
-        lse: bool,
         paged: bool,
         clean: bool,
         launch: Launch | None,
@@ -210,7 +208,7 @@ class _Kind:
                 dv=value_size, block_dv=block_dv, rest=rest, pack=pack, pairs=0, precision=PRECISION,
                 block_n=chosen.block_n,
             ),
-            RowShape(heads, heads // kv_heads, sinks, lse, chosen.block_m),
+            RowShape(heads, heads // kv_heads, chosen.block_m),
             compute_dtype(query.dtype, cache_dtype),
         )  # fmt: skip
         self.launch = Relaunch(prefill_kernel, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
@@ -273,25 +271,22 @@ def prefill_attention(
         launch: another than the table's.
     """
     tokens, heads, _ = query.shape
-    kv_heads, requests, paged, sinks = value.shape[-2], len(seq_lens), block_table is not None, terms.sinks
+    kv_heads, requests, paged = value.shape[-2], len(seq_lens), block_table is not None
     num_ranges = 0 if terms.ranges is None else terms.ranges.shape[1]
     flags = TermFlags(terms.causal, terms.window > 0, terms.soft_cap > 0, terms.slopes is not None, num_ranges, 0)
-    lse = output_lse is not None
     same = (
-        flags, lse, paged, clean, launch, keys_class("prefill", max_seq_len), query.shape[1:], key.shape[1:],
-        value.shape[1:], query.stride(), key.stride(), value.stride(), output.stride(), key.numel() > 0,
-        *specialised(query, key, value, output), *dtypes(terms.slopes, sinks, output_scale),
+        flags, output_lse is not None, paged, clean, launch, keys_class("prefill", max_seq_len), query.shape[1:],
+        key.shape[1:], value.shape[1:], query.stride(), key.stride(), value.stride(), output.stride(), key.numel() > 0,
+        *specialised(query, key, value, output), *dtypes(terms.slopes, terms.sinks, output_scale),
     )  # fmt: skip
     kind = _kinds.get(same)
     if kind is None:
-        kind = _kinds[same] = _Kind(
-            query, key, value, output, max_seq_len, flags, sinks is not None, lse, paged, clean, launch
-        )  # fmt: skip
+        kind = _kinds[same] = _Kind(query, key, value, output, max_seq_len, flags, paged, clean, launch)
     tokens = tokens if num_tokens is None else num_tokens
     kind.launch(
         # Tiles that ``find_request`` deals out, at most.
         (tokens * (heads // kv_heads) // kind.block_m + requests, kv_heads, 1), query, *kind.sources(key, value),
-        output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes, sinks,
-        terms.ranges, requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
-        0 if block_table is None else block_table.stride(0), *kind.arguments,
+        output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes,
+        terms.sinks, terms.ranges, requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value,
+        terms.window, 0 if block_table is None else block_table.stride(0), *kind.arguments,
     )  # fmt: skip

@@ -76,11 +76,9 @@ class Rows(NamedTuple):
     out_scale_ptr: Any  # of an e4m3 output
     lse_ptr: Any
     sinks_ptr: Any  # a logit for each head
-    # stride_qt, stride_qh, stride_ot, stride_oh: elements from a token and from a head to the next
-    stride_qt: Any
-    stride_qh: Any
-    stride_ot: Any
-    stride_oh: Any
+    # query_strides, out_strides: elements from a token and from a head to the next
+    query_strides: Any
+    out_strides: Any
 
 
 class Parts(NamedTuple):
@@ -110,15 +108,14 @@ def with_columns(inside, columns, part: gl.constexpr, SIZE: gl.constexpr):
 @gluon.jit
 def load_query(rows, item, row, OPTIONS: gl.constexpr):
     """Return the parts of one group's rows of the query, zeros behind the request's last."""
-    PARTS: gl.constexpr = OPTIONS.parts
     GROUP: gl.constexpr = OPTIONS.group
     flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     columns = gl.arange(0, PART, layout=gl.SliceLayout(0, T))
     token = (item.query_start + flat // GROUP).to(gl.int64)
-    places = token * rows.stride_qt + (item.kv_head * GROUP + flat % GROUP) * rows.stride_qh
+    places = token * rows.query_strides[0] + (item.kv_head * GROUP + flat % GROUP) * rows.query_strides[1]
     inside = (flat < item.query_len * GROUP)[:, None]
     parts = ()
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(OPTIONS.parts):
         source = rows.q_ptr + places[:, None] + (part * PART + columns)[None, :]
         there = with_columns(inside, columns, part, OPTIONS.head_size)
         parts = parts + (gl.load(source, mask=there, other=0.0),)
@@ -128,7 +125,6 @@ def load_query(rows, item, row, OPTIONS: gl.constexpr):
 @gluon.jit
 def begin(rows, item, flat, OPTIONS: gl.constexpr):
     """Return how many keys each of the rows ``flat`` sees, and a ``Running`` of no keys but the sinks."""
-    V_PARTS: gl.constexpr = OPTIONS.v_parts
     S: gl.constexpr = score_layout(OPTIONS.keys)
     limits = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S)) + item.seq_len
     if OPTIONS.causal:  # rows behind the request's last would see more keys than there are
@@ -144,7 +140,7 @@ def begin(rows, item, flat, OPTIONS: gl.constexpr):
         row_max = gl.where(item.split == 0, sinks, row_max)
         sums += gl.where(item.split == 0, 1.0 / 8 if OPTIONS.apart else 1.0, 0.0)
     accumulators = ()
-    for _ in gl.static_range(V_PARTS):
+    for _ in gl.static_range(OPTIONS.v_parts):
         accumulators = accumulators + (gl.zeros([ROWS, PART], gl.float32, ACC),)
     return limits, Running(accumulators, row_max, sums)
 
@@ -192,7 +188,6 @@ def attend_in_order(
 @gluon.jit
 def write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS: gl.constexpr):
     """Write one group's partial result of a share of the keys, and its LSE: 0 and -inf where its rows see no key."""
-    V_PARTS: gl.constexpr = OPTIONS.v_parts
     GROUP: gl.constexpr = OPTIONS.group
     inside = flat < item.query_len * GROUP
     place = item.partial + flat // GROUP * OPTIONS.heads + item.kv_head * GROUP + flat % GROUP
@@ -202,7 +197,7 @@ def write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS: gl.conste
     rows_inside = gl.convert_layout(inside, gl.SliceLayout(1, ACC))[:, None]
     columns = gl.arange(0, PART, gl.SliceLayout(0, ACC))
     target = (parts.part_ptr + row * OPTIONS.value_size)[:, None] + columns[None, :]
-    for part in gl.static_range(V_PARTS):
+    for part in gl.static_range(OPTIONS.v_parts):
         there = with_columns(rows_inside, columns, part, OPTIONS.value_size)
         gl.store(target + part * PART, accumulators[part] * norm, mask=there)
 
@@ -222,7 +217,7 @@ def write_rows(rows, item, row, q_smem, accumulators, norm, OPTIONS: gl.constexp
     barrier()
     flat = item.first + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
     token = (item.query_start + flat // GROUP).to(gl.int64)
-    places = token * rows.stride_ot + (item.kv_head * GROUP + flat % GROUP) * rows.stride_oh
+    places = token * rows.out_strides[0] + (item.kv_head * GROUP + flat % GROUP) * rows.out_strides[1]
     columns = gl.arange(0, PART, layout=gl.SliceLayout(0, T))
     target = rows.out_ptr + places[:, None] + columns[None, :]
     inside = (flat < item.query_len * GROUP)[:, None]
@@ -304,13 +299,10 @@ def attend_items(
         lse = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         norm = gl.where(row_sum > 0, scales.v_scale / row_sum, 0.0)
         norm = gl.convert_layout(norm, gl.SliceLayout(1, ACC))[:, None]
-        if OPTIONS.split:
-            if item.partial < 0:
-                write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS)
-            else:
-                write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS)
-        else:
+        if not OPTIONS.split or item.partial < 0:
             write_whole(rows, item, row, flat, lse, q_smem, accumulators, norm, OPTIONS)
+        else:
+            write_partial(parts, item, flat, lse, accumulators, norm, OPTIONS)
         # All warps are through with the item, and with the output that lay in the query's memory.
         barrier()
         mbarrier.arrive(mail.read.index((turn - 1) % 2), count=1)
@@ -348,10 +340,8 @@ def prefill_hopper_kernel(
     v_scale,
     cap_log2,
     window,
-    stride_qt,
-    stride_qh,
-    stride_ot,
-    stride_oh,
+    query_strides,
+    out_strides,
     stride_table,
     k_pages,
     k_head_rows,
@@ -401,7 +391,7 @@ def prefill_hopper_kernel(
         mbarrier.init(mail.there.index(slot), count=1)
         mbarrier.init(mail.read.index(slot), count=GROUPS)
     fence_async_shared()
-    rows = Rows(q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_qt, stride_qh, stride_ot, stride_oh)
+    rows = Rows(q_ptr, out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, query_strides, out_strides)
     scales = Scales(score_scale, v_scale, cap_log2, window)
     parts = Parts(part_ptr, part_lse_ptr)
     head_items = items // (OPTIONS.heads // OPTIONS.group)
@@ -507,7 +497,7 @@ class _Kind:
         box = box_rows(block_size, paged, tile.block_n)
         self.keys, self.values = _Boxes(key, box), _Boxes(value, box)
         self.row_bytes = (head_size + value_size) * key.itemsize
-        self.strides = (*query.stride()[:2], *output.stride()[:2])
+        self.strides = query.stride()[:2], output.stride()[:2]
         self.places = *self.keys.places, *self.values.places
         plain = Options(
             heads, heads // value.shape[-2], *flags, paged, block_size, head_size, value_size,

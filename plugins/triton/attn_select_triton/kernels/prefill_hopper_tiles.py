@@ -99,10 +99,9 @@ def multiply_values(p, v_smem, buffer, accumulators, OPTIONS: gl.constexpr):
 @gluon.jit
 def rescaled(accumulators, rescale, OPTIONS: gl.constexpr):
     """Return the accumulators times a factor for each row."""
-    V_PARTS: gl.constexpr = OPTIONS.v_parts
     factor = gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
     scaled = ()
-    for part in gl.static_range(V_PARTS):
+    for part in gl.static_range(OPTIONS.v_parts):
         scaled = scaled + (accumulators[part] * factor,)
     return scaled
 
@@ -226,7 +225,6 @@ def attend_tile_ahead(
 @gluon.jit
 def last_values(tile, loaded, p, running, seq_len, tiles, OPTIONS: gl.constexpr):
     """Return ``running`` with the product of an item's last tile."""
-    V_PARTS: gl.constexpr = OPTIONS.v_parts
     accumulators, row_max, sums = running
     buffer = loaded % OPTIONS.stages
     mbarrier.wait(tiles.v_ready.index(buffer), loaded // OPTIONS.stages & 1)
@@ -236,6 +234,6 @@ def last_values(tile, loaded, p, running, seq_len, tiles, OPTIONS: gl.constexpr)
     done = warpgroup_mma_wait(0, multiply_values(p, tiles.v, buffer, accumulators, OPTIONS) + (p,))
     hand_back(tiles.v_empty, buffer)
     accumulators = ()
-    for part in gl.static_range(V_PARTS):
+    for part in gl.static_range(OPTIONS.v_parts):
         accumulators = accumulators + (done[part],)
     return Running(accumulators, row_max, sums)

@@ -34,6 +34,15 @@ def as_output(result, scale_ptr, element: tl.constexpr):
 
 
 @triton.jit
+def mask_of(inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Return the mask of rows of which ``SIZE`` of ``PADDED`` columns are there."""
+    mask = inside[:, None]
+    if SIZE != PADDED:
+        mask = mask & (tl.arange(0, PADDED) < SIZE)[None, :]
+    return mask
+
+
+@triton.jit
 def find_request(start_loc_ptr, tile, num_requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the request that row tile ``tile`` belongs to."""
     # A request of n tokens has ``n * GROUP`` rows (token-major, the heads of a KV head's group within a token) and owns

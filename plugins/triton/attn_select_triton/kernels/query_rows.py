@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attn_select_triton.kernels.primitives import LOG2E, Query, Running, as_output
+from attn_select_triton.kernels.primitives import LOG2E, Query, Running, as_output, mask_of
 
 
 class RowShape(NamedTuple):
@@ -21,8 +21,6 @@ class RowShape(NamedTuple):
     # Plain numbers, since hooks of Triton's compiler write constants as JSON.
     heads: int  # of the query; ``group`` of them share a KV head
     group: int
-    sinks: bool  # a logit for each head counts in the denominator
-    lse: bool  # the log-sum-exp is written
     block_m: int  # rows of a program
 
 
@@ -77,9 +75,7 @@ def load_query(q_ptr, slopes_ptr, rows, strides, ALIBI: tl.constexpr, TILES: tl.
     size = tl.arange(0, TILES.block_d)
     token = (rows.query_start + rows.token).to(tl.int64)
     q_rows = token * strides.query_token + rows.head * strides.query_head
-    mask = rows.inside[:, None]
-    if TILES.d < TILES.block_d:
-        mask = mask & (size < TILES.d)[None, :]
+    mask = mask_of(rows.inside, TILES.d if TILES.d < TILES.block_d else TILES.block_d, TILES.block_d)
     tile = tl.load(q_ptr + q_rows[:, None] + size[None, :], mask=mask, other=0.0).to(COMPUTE)
     rest = tile
     if TILES.rest > 0:
@@ -94,10 +90,10 @@ def load_query(q_ptr, slopes_ptr, rows, strides, ALIBI: tl.constexpr, TILES: tl.
 
 @triton.jit
 def begin(sinks_ptr, rows, split, TILES: tl.constexpr, SHAPE: tl.constexpr):
-    """Return the ``Running`` of no keys; a sink counts with the first split."""
+    """Return the ``Running`` of no keys; a sink, a logit in the denominator alone, counts with the first split."""
     row_max = tl.full([SHAPE.block_m], float("-inf"), tl.float32)
     row_sum = tl.zeros([SHAPE.block_m], tl.float32)
-    if SHAPE.sinks:  # noqa: SIM102
+    if sinks_ptr is not None:  # noqa: SIM102
         if split == 0:
             row_max = tl.load(sinks_ptr + rows.head).to(tl.float32) * LOG2E
             row_sum += 1.0
@@ -112,12 +108,10 @@ def write_rows(
 ):  # fmt: skip
     """Write the results ``(rows, PADDED)``, of which ``SIZE`` columns are there, and natural LSEs ``(rows,)``."""
     width = tl.arange(0, PADDED)
-    mask = rows.inside[:, None]
-    if SIZE != PADDED:
-        mask = mask & (width < SIZE)[None, :]
+    mask = mask_of(rows.inside, SIZE, PADDED)
     token = (rows.query_start + rows.token).to(tl.int64)
     places = token * strides.output_token + rows.head * strides.output_head
     stored = as_output(result, out_scale_ptr, out_ptr.dtype.element_ty)
     tl.store(out_ptr + places[:, None] + width[None, :], stored, mask=mask)
-    if SHAPE.lse:
+    if lse_ptr is not None:
         tl.store(lse_ptr + token * SHAPE.heads + rows.head, lse, mask=rows.inside)

@@ -103,8 +103,6 @@ def merge_rank_memory_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """Meet, and merge the partial results that lie in all ranks' memory, of part ``OWN`` of ``SPLIT`` of the heads."""
@@ -125,7 +123,7 @@ def merge_rank_memory_kernel(
         for other in tl.static_range(RANKS):
             lses = addresses[other].to(tl.int64).to(tl.pointer_type(tl.float32)) + lse_start
             largest = tl.maximum(largest, tl.load(lses + source, mask=some, other=float("-inf")))
-        if SINKS:
+        if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + held, mask=some, other=float("-inf"))
             largest = tl.maximum(largest, sink)
         base = tl.where(largest == float("-inf"), 0.0, largest)
@@ -138,12 +136,12 @@ def merge_rank_memory_kernel(
             parts = addresses[other].to(tl.int64).to(tl.pointer_type(out_ptr.dtype.element_ty)) + start
             values = tl.load(parts + source[:, None] * DV + width[None, :], mask=mask, other=0.0)  # before the weight
             merged += tl.where((weight > 0)[:, None], values.to(tl.float32), 0.0) * weight[:, None]
-        if SINKS:
+        if sinks_ptr is not None:
             total += tl.exp2((sink - base) * LOG2E)
         merged *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         target = out_ptr + (token * out_strides[0] + head * out_strides[1])[:, None] + width[None, :]
         tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=mask)
-        if LSE:
+        if lse_ptr is not None:
             target = lse_ptr + token * lse_strides[0] + head * lse_strides[1]
             tl.store(target, natural_lse(base * LOG2E, total), mask=some)
         first += tl.num_programs(0) * ROWS
@@ -184,5 +182,5 @@ def merge_rank_memory(
         key, (min(-(-rows // per_program), PROGRAMS), 1, 1), output, output_lse, sinks, memory.addresses, memory.met,
         memory.timeout, rows, memory.layout.starts[1] // output.element_size(), memory.layout.starts[2] // 4, *strides,
         rank, size, own, split, kv_heads, heads // kv_heads, width, launch.power_of_two(width), per_program,
-        sinks is not None, output_lse is not None, PROGRAMS,
+        PROGRAMS,
     )  # fmt: skip

@@ -95,8 +95,6 @@ def merge_rank_states_kernel(
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
 ):
     """Merge ``ROWS`` rows of the ranks' partial results, or weigh rank ``own``'s results."""
     # Memory traffic: each partial once, but none whose LSE is -inf, and the result.
@@ -109,13 +107,13 @@ def merge_rank_states_kernel(
         lses_ptr + ranks.to(tl.int64)[:, None] * lses_strides[0] + where[None, :], mask=some, other=float("-inf")
     )
     largest = tl.max(lses, 0)
-    if SINKS:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + row % (SHAPE[0] * SHAPE[1] * SHAPE[2]), mask=inside, other=float("-inf"))
         largest = tl.maximum(largest, sink)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2((lses - base[None, :]) * LOG2E)
     total = tl.sum(weights, 0)
-    if SINKS:
+    if sinks_ptr is not None:
         total += tl.exp2((sink - base) * LOG2E)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     width = tl.arange(0, BLOCK_DV)
@@ -130,7 +128,7 @@ def merge_rank_states_kernel(
         merged += values * (weight * inverse)[:, None]
     target = out_ptr + offsets_of(row, out_strides, SHAPE)[:, None] + width[None, :]
     tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=mask)
-    if LSE:
+    if lse_ptr is not None:
         tl.store(lse_ptr + offsets_of(row, lse_strides, SHAPE), natural_lse(base * LOG2E, total), mask=inside)
 
 
@@ -176,5 +174,5 @@ def merge_rank_states(
     _merge(
         key, (-(-rows // ROWS), 1, 1), parts, lses, sinks, output, output_lse, rows, own, *strides,
         ranks, launch.power_of_two(ranks), sizes, width, launch.power_of_two(width), ROWS,
-        own < 0, sinks is not None, output_lse is not None,
+        own < 0,
     )  # fmt: skip

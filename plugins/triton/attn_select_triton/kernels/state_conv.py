@@ -38,7 +38,7 @@ def load_row(
 def causal_conv_kernel(
     inputs_ptr, weight_ptr, bias_ptr, windows_ptr, read_slots_ptr, taps_ptr, window_rows_ptr, out_ptr, copies_ptr,
     requests, tokens, channels, stride_input, stride_slot, stride_row,
-    TAPS: tl.constexpr, BEFORE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row and block of channels: first the outputs of the tokens, then copies of the new windows."""
     # Memory traffic: ``TAPS`` rows per output, most of them from L2, and every output and copy once.
@@ -47,7 +47,7 @@ def causal_conv_kernel(
     inside = channel < channels
     if place < tokens:
         found = tl.zeros((BLOCK,), tl.float32)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             found += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
         for tap in tl.static_range(TAPS):
             row = tl.load(taps_ptr + place.to(tl.int64) * TAPS + tap)
@@ -107,7 +107,7 @@ def causal_conv(
     causal_conv_kernel[(tokens + len(copies), blocks)](
         inputs, weight.contiguous(), bias, windows, read_slots, taps, window_rows, output, copies,
         len(read_slots) if width > 1 else 0, tokens, channels, inputs.stride(0), windows.stride(0), windows.stride(1),
-        TAPS=width, BEFORE=before, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4,
+        TAPS=width, BEFORE=before, BLOCK=block, num_warps=4,
     )  # fmt: skip
     if len(copies):
         write_windows_kernel[(len(copies), blocks)](

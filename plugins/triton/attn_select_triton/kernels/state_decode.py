@@ -46,10 +46,11 @@ def state_decode_kernel(
     scale, stride_q, stride_k, stride_v, stride_out, stride_slot, columns,
     HEADS: tl.constexpr, V_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZED: tl.constexpr, RAW: tl.constexpr,
-    HAS_BETA: tl.constexpr, KEEPS_EACH: tl.constexpr, V_FIRST: tl.constexpr,
+    DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZED: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of values, request and value head."""
+    # rate_ptr, bias_ptr: of raw gates. beta_ptr, token_slots_ptr: None where there is no strength of writing, and where
+    # no state within the request is kept.
     # Memory traffic: the tile of the state twice, and once more for each token whose state is kept; every token's query
     # and key once per tile.
     request, v_head = tl.program_id(1) // V_HEADS, tl.program_id(1) % V_HEADS
@@ -70,27 +71,28 @@ def state_decode_kernel(
         v = tl.load(v_ptr + row * stride_v + v_head * V + values, mask=in_v, other=0.0).to(tl.float32)
         if BY_CHANNEL:
             gate = tl.load(g_ptr + (row * V_HEADS + v_head) * K + keys, mask=in_k, other=0.0).to(tl.float32)
-            if RAW:
-                step = softplus(gate + tl.load(bias_ptr + v_head * K + keys, mask=in_k, other=0.0))
-                gate = -tl.exp(tl.load(rate_ptr + v_head)) * step
-            state *= tl.exp(gate)[:, None]
+            if rate_ptr is not None:
+                bias = tl.load(bias_ptr + v_head * K + keys, mask=in_k, other=0.0)
         else:
             gate = tl.load(g_ptr + row * V_HEADS + v_head).to(tl.float32)
-            if RAW:
-                step = softplus(gate + tl.load(bias_ptr + v_head))
-                gate = -tl.exp(tl.load(rate_ptr + v_head)) * step
-            state *= tl.exp(gate)
+            if rate_ptr is not None:
+                bias = tl.load(bias_ptr + v_head)
+        if rate_ptr is not None:
+            step = softplus(gate + bias)
+            gate = -tl.exp(tl.load(rate_ptr + v_head)) * step
+        decay = tl.exp(gate)
+        state *= decay[:, None] if BY_CHANNEL else decay
         if DELTA_RULE:
             v -= tl.sum(state * k[:, None], 0)
-        if HAS_BETA:
+        if beta_ptr is not None:
             beta = tl.load(beta_ptr + row * V_HEADS + v_head).to(tl.float32)
-            v *= tl.sigmoid(beta) if RAW else beta
-        elif RAW:  # Mamba-2's step is its strength
+            v *= tl.sigmoid(beta) if rate_ptr is not None else beta
+        elif rate_ptr is not None:  # Mamba-2's step is its strength
             v *= step
         state += k[:, None] * v[None, :]
         out = tl.sum(state * q[:, None], 0)
         tl.store(out_ptr + row * stride_out + v_head * V + values, out.to(out_ptr.dtype.element_ty), mask=in_v)
-        if KEEPS_EACH:
+        if token_slots_ptr is not None:
             kept = tl.load(token_slots_ptr + request * columns + token)
             behind = states_ptr + kept * stride_slot + place
             tl.store(behind, state.to(states_ptr.dtype.element_ty), mask=inside & (kept >= 0))
@@ -141,8 +143,7 @@ def decode_states(
         scale, query.stride(0), key.stride(0), value.stride(0), output.stride(0), states.stride(0),
         0 if token_slots is None else token_slots.shape[1],
         HEADS=heads, V_HEADS=v_heads, K=size, V=v_size, BLOCK_K=block_k, BLOCK_V=block_v,
-        DELTA_RULE=delta_rule, BY_CHANNEL=decay.ndim == 3, NORMALIZED=normalized, RAW=raw is not None,
-        HAS_BETA=strength is not None, KEEPS_EACH=token_slots is not None, V_FIRST=v_first,
+        DELTA_RULE=delta_rule, BY_CHANNEL=decay.ndim == 3, NORMALIZED=normalized, V_FIRST=v_first,
         num_warps=4,
     )  # fmt: skip
 

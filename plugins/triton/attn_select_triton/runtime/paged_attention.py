@@ -22,7 +22,6 @@ from attn_select.runtime.terms import Outputs, Terms
 from attn_select.runtime.torch_dtypes import FP8_DTYPES, PLAIN_DTYPES, storage_dtype
 from attn_select_triton.facts.paged_attention import partial_bytes
 from attn_select_triton.facts.planned_kernels import ClassicDecodeKernel, PrefillKernel, Version
-from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Terms as KernelTerms
 from attn_select_triton.kernels.launch import capability_of
 from attn_select_triton.kernels.paged_attention import (
@@ -37,6 +36,7 @@ from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.schedule import Chunk, gathered_chunks
 from attn_select_triton.runtime.side_by_side import COMPILING
+from attn_select_triton.runtime.triton_attn_metadata import room_for_copies
 
 # Query rows of a KV head's group that must attend to each key, on average, for its copy out of the cache to pay.
 COPY_ROWS = 256
@@ -179,18 +179,6 @@ def _arguments(common: CommonAttentionMetadata, requests: slice) -> dict[str, An
         "seq_lens": common.seq_lens[requests],
         "block_table": table[requests],
     }
-
-
-def room_for_copies(context: BackendContext, num_bytes: int) -> tuple[Tensor, Tensor] | None:
-    """Return memory for K and V, ``num_bytes`` for both or what the largest batch takes; None: there is none."""
-    config, dtype = context.config, PLAIN_DTYPES[context.config.dtype]
-    longest = -(-context.max_model_len // GATHER_ALIGN) * GATHER_ALIGN
-    row = 2 * config.num_kv_heads * config.head_size * dtype.itemsize
-    rows = min(num_bytes // row // GATHER_ALIGN * GATHER_ALIGN, context.max_num_seqs * longest)
-    if not rows:
-        return None
-    key, value = torch.empty(2, rows, config.num_kv_heads, config.head_size, dtype=dtype, device=context.device)
-    return key, value
 
 
 def room_for_partials(context: BackendContext, kernel: ClassicDecodeKernel) -> Partials | None:

@@ -18,7 +18,7 @@ from attn_select_triton import tuning
 from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.launch import Launch, num_splits_for
 from attn_select_triton.kernels.mla_decode import mla_num_splits
-from attn_select_triton.tuning import Cost, DecodeSplits, Gpu, Way
+from attn_select_triton.tuning import Cost, Gpu, Way
 
 Lens = NDArray[np.int64]
 # Batch-invariant splits: the most that a request has, and the fewest keys that one has.
@@ -49,36 +49,12 @@ def uneven_tokens(
 ) -> int:  # fmt: skip
     """Return how many keys each piece should have where the lengths of requests differ."""
     # A few sizes are tried. The one with the least predicted time wins.
+    # ``DecodeSplits.of_equal`` has the costs. Two bounds hold, and the larger one counts: reading all bytes takes a
+    # time, and so do the last pieces (``last_of_waves``), which share the memory with others.
     # even: the size for equal lengths, which is tried too.
     by, share = tuning.decode_splits(), int(lens.sum()) * units / gpu.sms
     tried = [even, int(lens.max()), *[math.ceil(share / parts) for parts in by.uneven_parts]]
     sizes = np.array([max(size, by.least_keys) for size in tried])
-    time, count = decode_times(
-        lens, sizes, by, units=units, gpu=gpu, launch=launch, key_bytes=key_bytes, rows=rows, apart=apart
-    )  # fmt: skip
-    # Only requests in several pieces need room: they are counted where all pieces together are too many.
-    if count.max() > room:
-        pieces = -(-lens // sizes[:, None])
-        time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
-    return int(sizes[time.argmin()])
-
-
-def decode_times(
-    lens: Lens,
-    sizes: Lens,
-    by: DecodeSplits,
-    *,
-    units: int,
-    gpu: Gpu,
-    launch: Launch,
-    key_bytes: int,
-    rows: int,
-    apart: bool,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return, for each size, the predicted time of a decode in us, and its number of pieces."""
-    # ``DecodeSplits.of_equal`` has the costs. Two bounds hold, and the larger one counts: reading all bytes takes a
-    # time, and so do the last pieces (``last_of_waves``), which share the memory with others.
-    # sizes: int64 ``(ways,)``, keys of a piece.
     places = by.places(gpu, launch) / units
     keys = lens.astype(np.float64)  # quotients are rounded up as with integers, in half the time
     pieces = np.ceil(keys / sizes[:, None])
@@ -97,7 +73,10 @@ def decode_times(
     np.maximum(time, last_of_waves(placed, busy, places) + by.beside * least, out=time)
     time += waves * by.start_us
     time += merging * (count > len(lens))
-    return time, count
+    # Only requests in several pieces need room: they are counted where all pieces together are too many.
+    if count.max() > room:
+        time[np.where(pieces > 1, pieces, 0).sum(1) > room] = np.inf
+    return int(sizes[time.argmin()])
 
 
 def in_order(own: NDArray[np.float64], pieces: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -177,7 +156,7 @@ def latent_keys(lens: Lens, units: int, slots: int, sms: int) -> int:
         sizes = np.array([size, tiles, *[min(tiles, math.ceil(share / parts)) for parts in by.parts]])
         splits = np.ceil(own / sizes[:, None])
         tiles_each = np.ceil(own / splits)
-        # Two bounds, as in ``decode_times``: all work shared out evenly, and the last pieces.
+        # Two bounds, as in ``uneven_tokens``: all work shared out evenly, and the last pieces.
         work = (splits * (tiles_each + by.program)).sum(1) * units / sms
         ordered, placed = in_order(tiles_each, splits)
         cut = np.where(splits > 1, splits, 0).sum(1)

@@ -114,6 +114,20 @@ def check_gluon(device: torch.device) -> None:
         )
 
 
+def room_for_copies(context: BackendContext, num_bytes: int) -> tuple[Tensor, Tensor] | None:
+    """Return memory for K and V ``(rows, num_kv_heads, size)``, rows padded to powers of two, that are copied out of
+    the cache: ``num_bytes`` for both or what the largest batch takes; None: there is none."""
+    config, dtype = context.config, PLAIN_DTYPES[context.config.dtype]
+    widths = power_of_two(config.head_size), power_of_two(config.value_head_size)
+    longest = -(-context.max_model_len // GATHER_ALIGN) * GATHER_ALIGN
+    row = config.num_kv_heads * sum(widths) * dtype.itemsize
+    rows = min(num_bytes // row // GATHER_ALIGN * GATHER_ALIGN, context.max_num_seqs * longest)
+    if not rows:
+        return None
+    key, value = (torch.empty(rows, config.num_kv_heads, width, dtype=dtype, device=context.device) for width in widths)
+    return key, value
+
+
 class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
     """Builds the metadata of one kind of layers; reserves the workspaces of its plans."""
 
@@ -181,17 +195,8 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             room = context.max_num_seqs * self._longest_decode * self._row * self._fixed_pieces
         self._workspace = torch.empty(room, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(room // (config.value_head_size + 1), dtype=torch.int32, device=device)
-        if not reserved:
-            return
-        widths = power_of_two(config.head_size), power_of_two(config.value_head_size)
-        row = config.num_kv_heads * sum(widths) * self.shape.dtype.itemsize
-        longest = -(-context.max_model_len // GATHER_ALIGN) * GATHER_ALIGN
-        rows = min(reserved // row // GATHER_ALIGN * GATHER_ALIGN, context.max_num_seqs * longest)
-        if rows:
-            key, value = (
-                torch.empty(rows, config.num_kv_heads, width, dtype=self.shape.dtype, device=device) for width in widths
-            )
-            self._gathered = key, value
+        self._gathered = room_for_copies(context, reserved)
+        if self._gathered is not None:
             if in_boxes(config.head_size, config.value_head_size):
                 self._ways["gathered"] = way_cost("gathered")
             if prefill.gathered_warps and device.type == "cuda":

@@ -12,12 +12,49 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
+from typing import Any
 
 import torch
 from fake_gpu import compiling, pretend
-from shape_classes import Tensors, random_shape_classes, shape_classes
+from shape_classes import ShapeClass, Tensors, random_shape_classes, shape_classes
+
+
+def compiled(
+    target: int, classes: Iterable[ShapeClass], *, part: int = 0, parts: int = 1, once: bool = False, launches: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Compile shape classes, and give what each line says; of their launches, those whose names match."""
+    launched = set()
+    known: set[tuple[str, str]] = set()
+    launching = ""
+
+    def wanted(kernel: str) -> bool:
+        """Whether to compile a kernel again for another layer."""
+        again = (launching, kernel) in known
+        known.add((launching, kernel))
+        return not (again and once)
+
+    with compiling(wanted) as kernels:
+        for index, shape in enumerate(classes):
+            layer = ", ".join(
+                f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items()
+            )
+            layer += f", block size {shape.block_size}, {shape.query_len} query tokens"
+            if not shape.accepted(target):
+                yield {"refused": layer}
+                continue
+            for launch in shape.launches:
+                if (index % parts != part and launch in launched) or not re.search(launches, launch.__name__):
+                    continue
+                launched.add(launch)
+                launching = launch.__name__
+                launch(Tensors(shape, target))
+                for kernel in kernels:
+                    yield {"name": launching, "layer": layer, **asdict(kernel)}
+                kernels.clear()
 
 
 def main() -> None:
@@ -37,34 +74,8 @@ def main() -> None:
     else:
         classes = islice(shape_classes(asked.target), asked.first)
     part, parts = map(int, asked.part.split("/"))
-    launched = set()
-    compiled: set[tuple[str, str]] = set()
-    launching = ""
-
-    def wanted(kernel: str) -> bool:
-        """Whether to compile a kernel again for another layer."""
-        known = (launching, kernel) in compiled
-        compiled.add((launching, kernel))
-        return not (known and asked.once)
-
-    with compiling(wanted) as kernels:
-        for index, shape in enumerate(classes):
-            layer = ", ".join(
-                f"{name}={value}" for name, value in shape.config.model_dump(exclude_defaults=True).items()
-            )
-            layer += f", block size {shape.block_size}, {shape.query_len} query tokens"
-            if not shape.accepted(asked.target):
-                print(json.dumps({"refused": layer}), flush=True)
-                continue
-            for launch in shape.launches:
-                if index % parts != part and launch in launched:
-                    continue
-                launched.add(launch)
-                launching = launch.__name__
-                launch(Tensors(shape, asked.target))
-                for kernel in kernels:
-                    print(json.dumps({"name": launch.__name__, "layer": layer, **asdict(kernel)}), flush=True)
-                kernels.clear()
+    for line in compiled(asked.target, classes, part=part, parts=parts, once=asked.once):
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

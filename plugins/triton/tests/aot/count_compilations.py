@@ -20,7 +20,6 @@ from shape_classes import (
     conversions,
     decompressed_prefill,
     fixed_split_decode,
-    fixed_split_mla_decode,
     gather_latents,
     gathered_prefill,
     hopper_prefill,
@@ -56,7 +55,7 @@ SHAPES = (
     ),
     *(
         latent(
-            write_latents, gather_latents, split_mla_decode, whole_mla_decode, fixed_split_mla_decode,
+            write_latents, gather_latents, split_mla_decode, whole_mla_decode,
             decompressed_prefill, heads=heads, block_size=page, dtype="float16",
         )
         for heads, page in ((1, 64), (16, 64), (71, 16))

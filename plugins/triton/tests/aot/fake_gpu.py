@@ -233,11 +233,13 @@ def noting() -> Iterator[dict[tuple[str, str], set[str]]]:
     def note(**said: Any) -> bool:
         function, told = said["fn"].jit_function, said["compile"]
         constants, options = told["constants"], {name: told[name] for name in ("num_warps", "num_stages")}
-        names = {p.name: constants.get((p.num,)) for p in function.params if p.is_constexpr}
+        # What is not given is a constant too: an LSE, say, or the workspace of a decode in one piece.
+        fixed = {p.name for p in function.params if p.is_constexpr or constants.get((p.num,), 0) is None}
+        names = {p.name: constants.get((p.num,)) for p in function.params if p.name in fixed}
         others = [
             (p.name, told["signature"][p.name], told["configs"][0].get((p.num,)))
             for p in function.params
-            if not p.is_constexpr
+            if p.name not in fixed
         ]
         name, kind = function.fn.__name__, str({**names, **options})
         found.setdefault((name, kind), set()).add(str(others))

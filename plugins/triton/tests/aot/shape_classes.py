@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,10 @@ from attn_select_triton.kernels import (
     work_list,
 )
 from attn_select_triton.kernels.launch import Terms
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from one_decode import decode_attention
 
 BLOCKS = 8
 """Of a cache."""
@@ -146,7 +152,7 @@ def write(t: Tensors) -> None:
 
 def _decode(t: Tensors, splits: int, split_tokens: int = 0, lse: torch.Tensor | None = None) -> None:
     size = decode.decode_workspace(len(t.query), t.heads, t.config.value_head_size, splits)
-    decode.decode_attention(
+    decode_attention(
         t.query, t.k_cache, t.v_cache, t.output, **t.batch, block_table=t.table, max_query_len=t.query_len, scale=0.1,
         num_splits=splits, split_tokens=split_tokens, workspace=tensor(size, dtype=torch.float32), terms=t.terms,
         output_scale=t.output_scale, output_lse=lse, tree_mask=t.trees,
