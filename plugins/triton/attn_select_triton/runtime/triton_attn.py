@@ -21,7 +21,7 @@ from attn_select_triton.facts.triton_support import E4M3_FROM
 from attn_select_triton.kernels.cache import CacheUpdate, gather_pages
 from attn_select_triton.kernels.launch import Terms as KernelTerms
 from attn_select_triton.kernels.launch import capability_of
-from attn_select_triton.kernels.prefill import prefill_attention
+from attn_select_triton.kernels.prefill import Prefill
 from attn_select_triton.runtime import hashing
 from attn_select_triton.runtime.current_device import on_device
 from attn_select_triton.runtime.side_by_side import COMPILING
@@ -199,10 +199,9 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
                 part.prepared = self._warps.Prefill(**of_step, **part.own)
             part.prepared(query, key, value, output, terms=terms, output_lse=lse, alone=alone, **call.scales)
             return
-        prefill_attention(
-            query, key, value, output, terms=terms, output_lse=lse, clean=part.gather is not None,
-            **call.scales, **part.prefill,
-        )  # fmt: skip
+        if part.plain is None:
+            part.plain = Prefill(clean=part.gather is not None, **part.prefill)
+        part.plain(query, key, value, output, terms=terms, output_lse=lse, **call.scales)
 
 
 def _writes(context: BackendContext) -> bool:

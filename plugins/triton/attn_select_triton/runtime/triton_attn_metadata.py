@@ -28,6 +28,7 @@ from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
 from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of, hopper_prefill_launch
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
+from attn_select_triton.kernels.prefill import Prefill
 from attn_select_triton.kernels.work_list import WorkList, list_work
 from attn_select_triton.limits import GLUON_CAPABILITY, power_of_two
 from attn_select_triton.runtime import schedule
@@ -79,11 +80,13 @@ class Part:
     ranges: Tensor | None = None
     decode: Decode | None = None  # the prepared decode
     gather: Gather | None = None  # what comes before a prefill
-    prefill: dict[str, Any] = field(default_factory=dict)  # arguments of ``prefill_attention``
+    prefill: dict[str, Any] = field(default_factory=dict)  # arguments of ``Prefill``
     warps: bool = False  # the prefill's kernel is ``prefill_hopper``, where it can read this cache
     # arguments of it alone: its counter, and by what programs share a row's keys
     own: dict[str, Any] = field(default_factory=dict)
-    prepared: Any = None  # its launch, once a layer ran by it
+    # the prefill's launch by ``prefill_hopper`` and by ``prefill``, once a layer ran by it
+    prepared: Any = None
+    plain: Prefill | None = None
 
 
 @dataclass(slots=True)
