@@ -164,17 +164,18 @@ class TritonAttnImpl(AttentionImpl[TritonAttnMetadata]):
             self._prefill(part, terms, call, call.query, (call.key, call.value), call.boxes, output, lse, alone)
             return
         # A few KV heads at a time, where the copies of all heads would take more memory than was reserved.
-        heads, group = part.gather.heads, call.query.shape[1] // call.key.shape[-2]
-        for first in range(0, call.key.shape[-2], heads):
-            some, rows = slice(first, first + heads), slice(first * group, (first + heads) * group)
-            gather_pages(call.key[..., some, :], call.value[..., some, :], *part.gather.whole, **part.gather.arguments)
-            copies = part.gather.whole if part.warps else part.gather.rows
-            boxes = part.prepared is not None or (part.warps and self._warps.readable(*copies))
-            query, result, own, own_lse = call.query, output, terms, lse
-            if heads < call.key.shape[-2]:
-                query, result = query[:, rows], output[:, rows]
+        heads, kv_heads = part.gather.heads, call.key.shape[-2]
+        for first in range(0, kv_heads, heads):
+            key, value, query, result, own, own_lse = call.key, call.value, call.query, output, terms, lse
+            if heads < kv_heads:
+                some, group = slice(first, first + heads), query.shape[1] // kv_heads
+                rows = slice(first * group, (first + heads) * group)
+                key, value, query, result = key[..., some, :], value[..., some, :], query[:, rows], output[:, rows]
                 own = terms.of_heads(rows)
                 own_lse = None if lse is None else lse[:, rows].contiguous()
+            gather_pages(key, value, *part.gather.whole, **part.gather.arguments)
+            copies = part.gather.whole if part.warps else part.gather.rows
+            boxes = part.prepared is not None or (part.warps and self._warps.readable(*copies))
             self._prefill(part, own, call, query, copies, boxes, result, own_lse, alone)
             if lse is not None and own_lse is not None and own_lse is not lse:
                 lse[:, rows] = own_lse
