@@ -101,8 +101,7 @@ def test_an_update_writes_whatever_steps_bring(device: torch.device) -> None:
     pages, wanted = (torch.zeros(2, 2, 16, 2, 16, device=device) for _ in range(2))
     update = cache.CacheUpdate(pages[0], pages[1], one, one)
     joined = torch.randn(6, 4, 48, device=device)
-    steps = [joined[:4, :, :16].contiguous(), joined[..., 16:32], joined[1:5, :, 7:23], torch.randn(4, 4, 16).to(device)]
-    for rows in steps:
+    for rows in (joined[:4, :, :16].contiguous(), joined[..., 16:32], joined[1:5, :, 7:23], joined[2:, :, :16] + 1):
         key, value = rows.split(2, dim=1)
         update(key, value, slots)
         for cached, given in zip(wanted, (key, value), strict=True):

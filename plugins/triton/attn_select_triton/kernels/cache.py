@@ -252,7 +252,7 @@ class CacheUpdate:
         self._found: tuple[Relaunch, tuple[Any, ...]] | None = None
 
     def __call__(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Write the first keys and values, as many as there are slots; all steps' have one shape but for their number."""
+        """Write the first keys and values, as many as there are slots; a layer's have one number of heads and size."""
         tokens = slot_mapping.shape[0]
         if not tokens:
             return
