@@ -95,8 +95,12 @@ def _is_gpu(argument: Any) -> bool:
     return isinstance(argument, torch.device) and argument.type == "cuda"
 
 
+class _Stream:
+    """Nothing runs here."""
+
+
 class _Event:
-    def record(self, stream: Any) -> None:
+    def record(self, stream: _Stream) -> None:
         """Nothing runs here."""
 
     wait = record
@@ -112,8 +116,9 @@ def pretend(target: int) -> None:
     driver.set_active(_Driver(target))
     _OnCPU().__enter__()
     torch.cuda.current_device = lambda: 0
-    torch.cuda.current_stream = torch.cuda.set_stream = lambda stream=None: None  # type: ignore[assignment, return-value]
-    torch.cuda.Stream = lambda device=None, priority=0: None  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment, return-value]
+    torch.cuda.set_stream = lambda stream: None  # type: ignore[assignment]
+    torch.cuda.Stream = lambda device=None, priority=0: _Stream()  # type: ignore[assignment, misc]
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.get_device_capability = lambda device=None: divmod(target, 10)  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda device=None: ""  # type: ignore[assignment]
