@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,28 @@ def test_a_layer_writes_the_views_that_it_reads(
         kv_cache = problem.kv_cache.clone()
         layer.write(key, value, kv_cache, slots)
         assert same_bits(kv_cache.view(torch.uint8), problem.written_cache().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "capability", "brings", "writes"),
+    [
+        ("auto", (8, 0), "attn_select_triton.ops:reshape_and_cache", True),
+        ("auto", (9, 0), "acme_runtime:reshape_and_cache_for", False),
+        ("auto", (9, 0), "torch", False),
+        ("fp8_e4m3", (8, 9), "attn_select_triton.ops:reshape_and_cache", True),
+        ("fp8_e4m3", (8, 6), "attn_select_triton.ops:reshape_and_cache", False),
+        ("fp8_e5m2", (8, 6), "attn_select_triton.ops:reshape_and_cache", True),
+    ],
+)
+def test_who_writes_the_cache(
+    kv_cache_dtype: str, capability: tuple[int, int], brings: str, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not this plugin's kernel where another one serves the operation, or torch casts."""
+    monkeypatch.setattr(triton_attn, "capability_of", lambda device: capability)
+    monkeypatch.setattr(triton_attn.ops, "implementation", lambda name, device: (None, brings))
+    config = layers.layer_config(kv_cache_dtype=kv_cache_dtype)
+    context: Any = SimpleNamespace(device=torch.device("cuda", 0), kv_layout=FLASH_ATTN_NHD, config=config)
+    assert triton_attn._writes(context) == writes
 
 
 def test_nothing_to_do(device: torch.device) -> None:
