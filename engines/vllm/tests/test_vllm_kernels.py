@@ -177,6 +177,21 @@ def test_blocks_of_any_size_are_read_whole(vllm: Any, protocol: str, monkeypatch
         torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("protocol", ["0.26", "LBHNC"])
+def test_a_layer_has_one_view_of_its_cache(vllm: Any, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend keeps what it made of a cache as long as it is given the same tensor."""
+    use(vllm, None, monkeypatch, LLAMA)
+    backend, seen = backend_of("TORCH_SDPA", monkeypatch), []
+    impl = backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
+    impl.attn_select.impls["decode"] = SimpleNamespace(do_kv_cache_update=lambda *given: seen.append(given[2]))
+    for blocks in (8, 9):
+        cache = cache_of(backend, protocol, blocks)
+        for _ in range(2):
+            impl.do_kv_cache_update(None, None, None, cache, None)
+        assert seen[-1] is seen[-2]
+        assert (seen[-1].data_ptr(), seen[-1].numel()) == (cache.data_ptr(), cache.numel())
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_scales_per_head(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = use(vllm, None if name == "TORCH_SDPA" else "h100", monkeypatch, LLAMA)

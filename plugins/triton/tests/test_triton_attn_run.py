@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ import torch
 import triton_attn_layers as layers
 
 from attn_select.layer.layouts import FLASH_ATTN_NHD, FLASHINFER_HND, FLASHINFER_NHD
-from attn_select.reference.running import common_of, shared_prefix
+from attn_select.reference.running import common_of, layer_of, shared_prefix
 from attn_select.runtime import Capacity, torch_ops
 from attn_select.runtime.batch import prepare_batch
 from attn_select.testing import Problem, lse_error, relative_error, same_bits
-from attn_select_triton.runtime import schedule
+from attn_select_triton.runtime import schedule, triton_attn
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("apart")]
 
@@ -47,6 +48,45 @@ def test_each_head_has_scales_of_its_own(fields: dict[str, Any], device: torch.d
         problem = layers.problem_of(group, layers.MIXED)
         assert problem.k_scale.shape == (group.config.num_kv_heads,)
         layers.check(group, problem)
+
+
+@pytest.mark.parametrize("fields", [{}, {"head_size": 48, "v_head_size": 32}, {"kv_cache_dtype": "fp8_e5m2"}], ids=str)
+def test_a_layer_writes_the_views_that_it_reads(
+    fields: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where this plugin's kernel serves the shared operation; keys that lie apart go through that."""
+    monkeypatch.setattr(triton_attn, "_writes", lambda context: True)
+    group = layers.made(device, layers.layer_config(**fields))
+    problem = layers.problem_of(group, layers.MIXED)
+    layer = layer_of(group, problem)
+    slots = problem.slot_mapping
+    rows = [torch.cat([tensor, tensor[:1]]) for tensor in (problem.key, problem.value)]  # padding
+    for key, value in (rows, [tensor.mT.contiguous().mT for tensor in rows]):
+        kv_cache = problem.kv_cache.clone()
+        layer.write(key, value, kv_cache, slots)
+        assert same_bits(kv_cache.view(torch.uint8), problem.written_cache().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "capability", "brings", "writes"),
+    [
+        ("auto", (8, 0), "attn_select_triton.ops:reshape_and_cache", True),
+        ("auto", (9, 0), "acme_runtime:reshape_and_cache_for", False),
+        ("auto", (9, 0), "torch", False),
+        ("fp8_e4m3", (8, 9), "attn_select_triton.ops:reshape_and_cache", True),
+        ("fp8_e4m3", (8, 6), "attn_select_triton.ops:reshape_and_cache", False),
+        ("fp8_e5m2", (8, 6), "attn_select_triton.ops:reshape_and_cache", True),
+    ],
+)
+def test_who_writes_the_cache(
+    kv_cache_dtype: str, capability: tuple[int, int], brings: str, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not this plugin's kernel where another one serves the operation, or torch casts."""
+    monkeypatch.setattr(triton_attn, "capability_of", lambda device: capability)
+    monkeypatch.setattr(triton_attn.ops, "implementation", lambda name, device: (None, brings))
+    config = layers.layer_config(kv_cache_dtype=kv_cache_dtype)
+    context: Any = SimpleNamespace(device=torch.device("cuda", 0), kv_layout=FLASH_ATTN_NHD, config=config)
+    assert triton_attn._writes(context) == writes
 
 
 def test_nothing_to_do(device: torch.device) -> None:

@@ -94,6 +94,21 @@ def test_one_scale_per_head(device: torch.device) -> None:
     assert torch.equal(raw(pages[:, 0, :5]), raw(wanted))
 
 
+def test_an_update_writes_whatever_steps_bring(device: torch.device) -> None:
+    """Keys that lie apart, at another address, or behind which there is padding."""
+    torch.manual_seed(5)
+    one, slots = torch.ones((), device=device), torch.tensor([3, -1, 17, 8], device=device)
+    pages, wanted = (torch.zeros(2, 2, 16, 2, 16, device=device) for _ in range(2))
+    update = cache.CacheUpdate(pages[0], pages[1], one, one)
+    joined = torch.randn(6, 4, 48, device=device)
+    for rows in (joined[:4, :, :16].contiguous(), joined[..., 16:32], joined[1:5, :, 7:23], joined[2:, :, :16] + 1):
+        key, value = rows.split(2, dim=1)
+        update(key, value, slots)
+        for cached, given in zip(wanted, (key, value), strict=True):
+            cached.view(-1, 2, 16)[slots[slots >= 0]] = given[:4][slots >= 0]
+        assert torch.equal(pages, wanted)
+
+
 def test_no_tokens(device: torch.device) -> None:
     pages = torch.full((1, 16, 2, 32), torch.nan, device=device)
     none, one = torch.empty(0, 2, 32, device=device), torch.ones((), device=device)

@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from attn_select.runtime import CacheView
 from attn_select.runtime.torch_dtypes import storage_dtype
 from attn_select_vllm.kernels.backend import Own, OwnSteps
 from attn_select_vllm.kernels.batch import common_of
@@ -108,8 +109,9 @@ class OwnImpl(AttentionImpl[Metadata]):
             sinks=sinks,
         )
         self.storage_dtype = storage_dtype(config.cache_dtype)
+        self._caches = CacheView(self._own_view)  # one tensor in all steps: backends keep what they make of it
 
-    def _cache(self, kv_cache: Tensor) -> Tensor:
+    def _own_view(self, kv_cache: Tensor) -> Tensor:
         if kv_cache.dtype != self.storage_dtype:  # vLLM keeps FP8 as bytes
             kv_cache = kv_cache.view(self.storage_dtype)
         return own_view(kv_cache, self.head_size)
@@ -121,7 +123,7 @@ class OwnImpl(AttentionImpl[Metadata]):
         own = self.attn_select
         if not own.impls or not own.config.has_cache:
             return  # a run before the cache was laid out, or an encoder
-        own.impls["decode"].do_kv_cache_update(key, value, self._cache(kv_cache), slot_mapping)
+        own.impls["decode"].do_kv_cache_update(key, value, self._caches(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -141,7 +143,7 @@ class OwnImpl(AttentionImpl[Metadata]):
         own = self.attn_select
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
-        cache = self._cache(kv_cache) if own.config.has_cache else None
+        cache = self._caches(kv_cache) if own.config.has_cache else None
         own.attend(query, key, value, cache, attn_metadata.built[own.kind], output)
         return output
 

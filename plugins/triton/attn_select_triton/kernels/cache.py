@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from attn_select_triton.kernels.launch import FP8, SLICED, cache_strides, power_of_two
 from attn_select_triton.kernels.primitives import saturated
-from attn_select_triton.kernels.relaunch import Relaunches, dtypes, specialised
+from attn_select_triton.kernels.relaunch import Relaunch, Relaunches, dtypes, specialised
 
 # ``gather_pages`` fills whole tiles of this many keys: no tile of a prefill then holds anything but keys and zeros.
 GATHER_ALIGN = 64
@@ -209,7 +211,62 @@ def reshape_and_cache_kernel(
     tl.store(v_ptr + target, value, mask=mask)
 
 
-_write = Relaunches(reshape_and_cache_kernel, num_warps=4)
+# The launches of the kernel and its last arguments, by all that these follow from.
+_updates: dict[Any, tuple[Relaunch, tuple[Any, ...]]] = {}
+
+
+def _update_of(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
+    k_scale: Tensor, v_scale: Tensor,
+) -> tuple[Relaunch, tuple[Any, ...]]:  # fmt: skip
+    """Return a value of ``_updates``; arguments as ``write_kv`` has them."""
+    _, heads, size = key.shape
+    value_size = value.shape[-1]
+    same = (
+        heads, size, value_size, key_cache.shape[1:], k_scale.ndim, key.stride(), value.stride(), key_cache.stride(),
+        value_cache.stride(), *specialised(key, value, key_cache, value_cache), *dtypes(slot_mapping, k_scale, v_scale),
+    )  # fmt: skip
+    found = _updates.get(same)
+    if found is None:
+        block_size, pack, k_strides, v_strides = cache_strides(key_cache, value_cache, True)
+        limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8 else 0.0
+        arguments = (
+            *key.stride()[:2], *value.stride()[:2], *k_strides, *v_strides, block_size, heads, size, value_size, pack,
+            limit, k_scale.ndim > 0, power_of_two(heads * size), power_of_two(heads * value_size), WRITE_TOKENS,
+        )  # fmt: skip
+        found = _updates[same] = Relaunch(reshape_and_cache_kernel, num_warps=4), arguments
+    return found
+
+
+class CacheUpdate:
+    """The update of one layer's cache, ready for its steps: what they share is worked out once.
+
+    Args:
+        key_cache, value_cache, k_scale, v_scale: as ``write_kv`` has them.
+    """
+
+    def __init__(self, key_cache: Tensor, value_cache: Tensor, k_scale: Tensor, v_scale: Tensor) -> None:
+        self._caches, self._scales = (key_cache, value_cache), (k_scale, v_scale)
+        # Of the step before, which is most often like the next one.
+        self._seen: Any = None
+        self._found: tuple[Relaunch, tuple[Any, ...]] | None = None
+
+    def __call__(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Write the first keys and values, as many as there are slots; a layer's have one number of heads and size."""
+        tokens = slot_mapping.shape[0]
+        if not tokens:
+            return
+        seen = (
+            key.dtype, value.dtype, slot_mapping.dtype, key.data_ptr() % 16, value.data_ptr() % 16, key.stride(),
+            value.stride(),
+        )  # fmt: skip
+        if seen != self._seen or self._found is None:
+            self._found, self._seen = _update_of(key, value, *self._caches, slot_mapping, *self._scales), seen
+        launch, arguments = self._found
+        launch(
+            (-(-tokens // WRITE_TOKENS), 1, 1), key, value, *self._caches, slot_mapping, *self._scales, tokens,
+            *arguments,
+        )  # fmt: skip
 
 
 def write_kv(
@@ -225,19 +282,4 @@ def write_kv(
         slot_mapping: int64 ``(T,)``.
         k_scale: float32 on the device, ``()`` or ``(Hkv,)``, read where the cache is FP8; v_scale likewise.
     """
-    tokens, heads, size = key.shape
-    value_size = value.shape[-1]
-    if not tokens:
-        return
-    block_size, pack, k_strides, v_strides = cache_strides(key_cache, value_cache, True)
-    strides = (*key.stride()[:2], *value.stride()[:2], *k_strides, *v_strides)
-    limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8 else 0.0
-    constants = (
-        block_size, heads, size, value_size, pack, limit, k_scale.ndim > 0, power_of_two(heads * size),
-        power_of_two(heads * value_size), WRITE_TOKENS,
-    )  # fmt: skip
-    tensors, others = (key, value, key_cache, value_cache), (slot_mapping, k_scale, v_scale)
-    _write(
-        (strides, constants, *specialised(*tensors), *dtypes(*others)), (-(-tokens // WRITE_TOKENS), 1, 1),
-        *tensors, *others, tokens, *strides, *constants,
-    )  # fmt: skip
+    CacheUpdate(key_cache, value_cache, k_scale, v_scale)(key, value, slot_mapping)

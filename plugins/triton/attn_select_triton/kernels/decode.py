@@ -311,7 +311,7 @@ class Decode:
         self._kind = (shape, launch, slots > 0, arrived is None, pieces is None)
         # Of the layer before, which is most often like the next one.
         self._seen: Any = None
-        self._found: tuple[tuple[Any, ...], Relaunch] | None = None
+        self._found: tuple[int, tuple[Any, ...], Relaunch] | None = None
 
     def __call__(
         self,
@@ -328,27 +328,19 @@ class Decode:
         output_lse: Tensor | None = None,
     ) -> None:
         """Launch it for one layer, whose tensors are as ``prefill_attention`` has them."""
-        block_size, pack, k_strides, v_strides = cache_strides(key, value, True)
-        pairs, slopes, sinks, ranges = self._pairs, terms.slopes, terms.sinks, terms.ranges
-        if pairs:
-            if v_strides[3] == 1 and value.is_cuda:
-                # Two FP8 numbers are one element from here on: strides and columns count half.
-                value = value.view(torch.int16)
-                v_strides = (v_strides[0] // 2, v_strides[1] // 2, v_strides[2] // 2, 1)
-                v_scale *= E4M3_SHIFT if pairs == 1 else 1.0
-            else:
-                pairs = 0
-        strides = (*query.stride()[:2], *output.stride()[:2], *k_strides, *v_strides)
-        flags = TermFlags(
-            terms.causal, terms.window > 0, terms.soft_cap > 0, slopes is not None,
-            0 if ranges is None else ranges.shape[1], self._columns,
+        slopes, sinks, ranges = terms.slopes, terms.sinks, terms.ranges
+        flags = terms.causal, terms.window > 0, terms.soft_cap > 0, slopes is not None
+        layer = (
+            query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, output.data_ptr() % 16, output.dtype,
+            0 if ranges is None else ranges.shape[1], None if sinks is None else sinks.dtype, output_lse is not None,
         )  # fmt: skip
-        aligned = query.data_ptr() % 16, key.data_ptr() % 16, value.data_ptr() % 16, output.data_ptr() % 16
-        layer = (*aligned, None if sinks is None else sinks.dtype, output.dtype, output_lse is not None)
-        seen = (strides, flags, layer, block_size, pack, pairs)
+        seen = flags, layer, query.stride(), key.stride(), value.stride(), output.stride(), key.shape
         if seen != self._seen or self._found is None:
-            self._found, self._seen = self._lookup(*seen), seen
-        constants, decode = self._found
+            self._found, self._seen = self._lookup(query, key, value, output, flags, layer), seen
+        pairs, constants, decode = self._found
+        if pairs:
+            value = value.view(torch.int16)
+            v_scale *= E4M3_SHIFT if pairs == 1 else 1.0
         decode(
             self._grid, query, key, value, output, output_scale, output_lse, *self._tensors,
             slopes, sinks, ranges, self._tree, *self._sizes, scale * k_scale * LOG2E.value, v_scale,
@@ -363,18 +355,25 @@ class Decode:
 
     def _lookup(
         self,
-        strides: tuple[int, ...],
-        flags: TermFlags,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        flags: tuple[bool, bool, bool, bool],
         layer: tuple[Any, ...],
-        block_size: int,
-        pack: int,
-        pairs: int,
-    ) -> tuple[tuple[Any, ...], Relaunch]:
-        """Return the kernel's last arguments, and the launches of what is compiled for all this."""
+    ) -> tuple[int, tuple[Any, ...], Relaunch]:
+        """Return whether V is read in pairs, as ``_pairs``, the kernel's last arguments, and its launches."""
         shape, launch = self.shape, self.launch
-        size = shape.value_size // 2 if pairs else shape.value_size
+        *_, ranges, _, _ = layer
+        block_size, pack, k_strides, v_strides = cache_strides(key, value, True)
+        pairs = self._pairs if v_strides[3] == 1 and value.is_cuda else 0
+        size = shape.value_size
+        if pairs:  # two FP8 numbers are one element: strides and columns count half
+            v_strides = (v_strides[0] // 2, v_strides[1] // 2, v_strides[2] // 2, 1)
+            size //= 2
         arguments = (
-            RowStrides(*strides[:4]), CacheStrides(*strides[4:8]), CacheStrides(*strides[8:]), flags,
+            RowStrides(*query.stride()[:2], *output.stride()[:2]), CacheStrides(*k_strides), CacheStrides(*v_strides),
+            TermFlags(*flags, ranges, self._columns),
             TileShape(
                 paged=True, described=False, clean=False, block_size=block_size, d=shape.head_size,
                 block_d=power_of_two(shape.head_size), dv=size, block_dv=power_of_two(size), rest=0, pack=pack,
@@ -386,4 +385,4 @@ class Decode:
         kind = (self._kind, arguments, layer)
         if kind not in _launches:
             _launches[kind] = Relaunch(decode_kernel, num_warps=launch.num_warps, num_stages=launch.num_stages)
-        return arguments, _launches[kind]
+        return pairs, arguments, _launches[kind]

@@ -49,7 +49,7 @@ from attn_select_triton.kernels.query_rows import (
     rows_of,
     write_rows,
 )
-from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
+from attn_select_triton.kernels.relaunch import Relaunch, dtypes
 from attn_select_triton.tuning import keys_class
 
 
@@ -224,6 +224,92 @@ class _Kind:
 _kinds: dict[Any, _Kind] = {}
 
 
+class Prefill:
+    """A step's prefill, ready for its layers: what they share is worked out once. Nothing waits for the device.
+
+    Args:
+        query_start_loc, seq_lens, max_seq_len, block_table, key_start_loc, clean, num_tokens, launch: as
+            ``prefill_attention`` has them.
+    """
+
+    def __init__(
+        self,
+        *,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        block_table: Tensor | None = None,
+        key_start_loc: Tensor | None = None,
+        clean: bool = False,
+        num_tokens: int | None = None,
+        launch: Launch | None = None,
+    ) -> None:
+        self._tensors = block_table, query_start_loc, key_start_loc, seq_lens
+        self._paged, self._stride_table = block_table is not None, 0 if block_table is None else block_table.stride(0)
+        self._longest, self._clean, self._num_tokens, self._launch = max_seq_len, clean, num_tokens, launch
+        self._requests = len(seq_lens)
+        # Of the layer before, which is most often like the next one.
+        self._seen: Any = None
+        self._found: tuple[_Kind, tuple[int, int, int]] | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        *,
+        scale: float,
+        terms: Terms = PLAIN,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        output_scale: Tensor | None = None,
+        output_lse: Tensor | None = None,
+    ) -> None:
+        """Launch it for one layer, whose tensors are as ``prefill_attention`` has them."""
+        slopes, sinks, ranges = terms.slopes, terms.sinks, terms.ranges
+        num_ranges = 0 if ranges is None else ranges.shape[1]
+        flags = terms.causal, terms.window > 0, terms.soft_cap > 0, slopes is not None, num_ranges
+        layer = (
+            query.dtype, key.dtype, value.dtype, output.dtype, query.data_ptr() % 16, key.data_ptr() % 16,
+            value.data_ptr() % 16, output.data_ptr() % 16, *dtypes(slopes, sinks, output_scale), output_lse is not None,
+        )  # fmt: skip
+        strides = query.stride(), key.stride(), value.stride(), output.stride()
+        seen = flags, layer, strides, query.shape, key.shape, value.shape
+        if seen != self._seen or self._found is None:
+            self._found, self._seen = self._lookup(query, key, value, output, flags, (layer, strides)), seen
+        kind, grid = self._found
+        kind.launch(
+            grid, query, *kind.sources(key, value), output, output_scale, output_lse, *self._tensors, slopes, sinks,
+            ranges, self._requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value, terms.window,
+            self._stride_table, *kind.arguments,
+        )  # fmt: skip
+
+    def _lookup(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        flags: tuple[bool, bool, bool, bool, int],
+        layer: tuple[Any, ...],
+    ) -> tuple[_Kind, tuple[int, int, int]]:
+        """Return the kind of a layer, and the launch's grid."""
+        same = (
+            flags, layer, self._paged, self._clean, self._launch, keys_class("prefill", self._longest),
+            query.shape[1:], key.shape[1:], value.shape[1:], key.numel() > 0, query.get_device(),
+        )  # fmt: skip
+        kind = _kinds.get(same)
+        if kind is None:
+            kind = _kinds[same] = _Kind(
+                query, key, value, output, self._longest, TermFlags(*flags, 0), self._paged, self._clean, self._launch
+            )  # fmt: skip
+        tokens, heads, _ = query.shape
+        tokens, kv_heads = tokens if self._num_tokens is None else self._num_tokens, value.shape[-2]
+        # Tiles that ``find_request`` deals out, at most.
+        return kind, (tokens * (heads // kv_heads) // kind.block_m + self._requests, kv_heads, 1)
+
+
 def prefill_attention(
     query: Tensor,
     key: Tensor,
@@ -245,7 +331,7 @@ def prefill_attention(
     num_tokens: int | None = None,
     launch: Launch | None = None,
 ) -> None:
-    """Attend from many query tokens per request, causal or not, with every term; nothing waits for the device.
+    """Attend from many query tokens per request, causal or not, with every term: a ``Prefill`` for one layer.
 
     On Hopper and newer, K and V come through TMA where they lie in whole tiles: pages of 64 tokens or more, or
     contiguous memory, ``cache.gather_pages``'s for smaller pages. Else each thread looks its rows' pages up.
@@ -270,23 +356,11 @@ def prefill_attention(
         num_tokens: of these requests, or any bound above it; None: T.
         launch: another than the table's.
     """
-    tokens, heads, _ = query.shape
-    kv_heads, requests, paged = value.shape[-2], len(seq_lens), block_table is not None
-    num_ranges = 0 if terms.ranges is None else terms.ranges.shape[1]
-    flags = TermFlags(terms.causal, terms.window > 0, terms.soft_cap > 0, terms.slopes is not None, num_ranges, 0)
-    same = (
-        flags, output_lse is not None, paged, clean, launch, keys_class("prefill", max_seq_len), query.shape[1:],
-        key.shape[1:], value.shape[1:], query.stride(), key.stride(), value.stride(), output.stride(), key.numel() > 0,
-        *specialised(query, key, value, output), *dtypes(terms.slopes, terms.sinks, output_scale),
+    step = Prefill(
+        query_start_loc=query_start_loc, seq_lens=seq_lens, max_seq_len=max_seq_len, block_table=block_table,
+        key_start_loc=key_start_loc, clean=clean, num_tokens=num_tokens, launch=launch,
     )  # fmt: skip
-    kind = _kinds.get(same)
-    if kind is None:
-        kind = _kinds[same] = _Kind(query, key, value, output, max_seq_len, flags, paged, clean, launch)
-    tokens = tokens if num_tokens is None else num_tokens
-    kind.launch(
-        # Tiles that ``find_request`` deals out, at most.
-        (tokens * (heads // kv_heads) // kind.block_m + requests, kv_heads, 1), query, *kind.sources(key, value),
-        output, output_scale, output_lse, block_table, query_start_loc, key_start_loc, seq_lens, terms.slopes,
-        terms.sinks, terms.ranges, requests, scale * k_scale * LOG2E.value, v_scale, terms.soft_cap * LOG2E.value,
-        terms.window, 0 if block_table is None else block_table.stride(0), *kind.arguments,
+    step(
+        query, key, value, output, scale=scale, terms=terms, k_scale=k_scale, v_scale=v_scale,
+        output_scale=output_scale, output_lse=output_lse,
     )  # fmt: skip

@@ -60,7 +60,7 @@ from attn_select_triton.kernels.prefill_hopper_tiles import (
     score_layout,
 )
 from attn_select_triton.kernels.primitives import E4M3_MAX, LN2, LOG2E
-from attn_select_triton.kernels.relaunch import Relaunch, dtypes, specialised
+from attn_select_triton.kernels.relaunch import Relaunch, specialised
 from attn_select_triton.kernels.work_list import WorkList
 from attn_select_triton.limits import GLUON_CAPABILITY
 from attn_select_triton.tuning import section_of
@@ -575,7 +575,8 @@ class Prefill:
         flags = terms.causal, window > 0, cap > 0, sinks is not None, output_lse is not None, work.partials > 0
         layer = (
             query.dtype, key.dtype, value.dtype, output.dtype, query.data_ptr() % 16, key.data_ptr() % 16,
-            value.data_ptr() % 16, output.data_ptr() % 16, *dtypes(sinks, output_scale),
+            value.data_ptr() % 16, output.data_ptr() % 16, None if sinks is None else sinks.dtype,
+            None if output_scale is None else output_scale.dtype,
         )  # fmt: skip
         strides = query.stride(), key.stride(), value.stride(), output.stride()
         seen = flags, layer, strides, query.shape, key.shape, value.shape

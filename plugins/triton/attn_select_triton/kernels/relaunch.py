@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import triton
@@ -62,7 +62,8 @@ class Launcher:
     """How Triton launches one compiled kernel, as far as no call changes it."""
 
     compiled: Any  # the kernel
-    function: Any  # C's, which takes descriptors as TMA has them; None: only Triton's own launcher knows how
+    stream: Callable[[], int]  # gives the current one of the kernel's device
+    function: Any = None  # C's, which takes descriptors as TMA has them; None: only Triton's own launcher knows how
     kernel: tuple[Any, ...] = ()  # arguments of the function between the stream and the kernel's
     together: bool = False  # whether the function takes the kernel's arguments as one tuple (from Triton 3.7 on)
     # places of the kernel's arguments, the last first, and what Triton encodes each with
@@ -73,7 +74,9 @@ def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
     """Return how a compiled kernel is launched, as Triton's launcher shows when it is called with these arguments."""
     # The launcher is ``CudaLauncher`` of triton/backends/nvidia/driver.py, read in 3.6.0, 3.7.1 and 3.9.0. Where it
     # hands C's function other arguments than those releases do, the kernel is launched through the launcher.
-    unknown = Launcher(compiled, None)
+    current = driver.active
+    stream = partial(current.get_current_stream, current.get_current_device())
+    unknown = Launcher(compiled, stream)
     launcher = compiled.run
     if type(launcher).__name__ != "CudaLauncher" or launcher.global_scratch_size or launcher.profile_scratch_size:
         return unknown
@@ -92,13 +95,13 @@ def launcher_of(compiled: Any, arguments: tuple[Any, ...]) -> Launcher:
     kernel = tuple(given[len(start) : -behind])
     places = [place for place, argument in enumerate(arguments) if hasattr(argument, "block_shape")]
     if not places:
-        return Launcher(compiled, launcher.launch, kernel, together)
+        return Launcher(compiled, stream, launcher.launch, kernel, together)
     # With descriptors Triton wraps C's function in one that encodes them: what it wraps is in its closure.
     wrapped = inspect.getclosurevars(launcher.launch).nonlocals
     function, metas = wrapped.get("launcher"), wrapped.get("tensordesc_meta") or ()
     if function is None or len(metas) != len(places):
         return unknown
-    return Launcher(compiled, function, kernel, together, tuple(zip(places, metas, strict=True))[::-1])
+    return Launcher(compiled, stream, function, kernel, together, tuple(zip(places, metas, strict=True))[::-1])
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -106,15 +109,14 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def relaunch(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel on the current stream, as ``compiled[grid](*arguments)`` does."""
+    """Launch a compiled kernel on its device's current stream, as ``compiled[grid](*arguments)`` does."""
     # Without hooks, which profilers set, nothing is made for them (triton/compiler/compiler.py, ``__getitem__``). TMA's
     # form of a descriptor stays with it: Triton makes it in every launch.
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         launcher.compiled[grid](*arguments)
         return
-    current, compiled = driver.active, launcher.compiled
-    stream = current.get_current_stream(current.get_current_device())
+    compiled, stream = launcher.compiled, launcher.stream()
     if launcher.function is None:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
         return
@@ -158,8 +160,8 @@ class Relaunch:
         function: what ``triton.jit`` or ``gluon.jit`` returned.
         options: ``num_warps`` and the like.
 
-    The owner keeps one of these per specialisation: the calls of one differ neither in dtypes, constants and Nones,
-    nor in what Triton specialises on, integers being 1 or multiples of 16 and addresses multiples of 16.
+    The owner keeps one of these per specialisation and device: the calls of one differ neither in dtypes, constants and
+    Nones, nor in what Triton specialises on, integers being 1 or multiples of 16 and addresses multiples of 16.
     """
 
     __slots__ = ("_function", "_launcher", "_options")

@@ -28,9 +28,11 @@ from attn_select_triton.kernels.cache import GATHER_ALIGN
 from attn_select_triton.kernels.decode import Decode, Shape
 from attn_select_triton.kernels.launch import Launch, capability_of, decode_launch, gpu_of, hopper_prefill_launch
 from attn_select_triton.kernels.pieces import FIELDS, list_pieces
+from attn_select_triton.kernels.prefill import Prefill
 from attn_select_triton.kernels.work_list import WorkList, list_work
 from attn_select_triton.limits import GLUON_CAPABILITY, power_of_two
 from attn_select_triton.runtime import schedule
+from attn_select_triton.runtime.side_stream import SideStream
 from attn_select_triton.tuning import Cost, Way, way_cost
 
 # Bytes of keys and values that a cascade must spare from being read again. On an H100 (bfloat16, 32 and 8 heads of 128)
@@ -78,11 +80,13 @@ class Part:
     ranges: Tensor | None = None
     decode: Decode | None = None  # the prepared decode
     gather: Gather | None = None  # what comes before a prefill
-    prefill: dict[str, Any] = field(default_factory=dict)  # arguments of ``prefill_attention``
+    prefill: dict[str, Any] = field(default_factory=dict)  # arguments of ``Prefill``
     warps: bool = False  # the prefill's kernel is ``prefill_hopper``, where it can read this cache
     # arguments of it alone: its counter, and by what programs share a row's keys
     own: dict[str, Any] = field(default_factory=dict)
-    prepared: Any = None  # its launch, once a layer ran by it
+    # the prefill's launch by ``prefill_hopper`` and by ``prefill``, once a layer ran by it
+    prepared: Any = None
+    plain: Prefill | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +97,7 @@ class TritonAttnMetadata:
     parts: list[Part]  # the launches; with a prefix, for the rest of each request
     # the launches for a prefix that all requests share, which is one request of T queries
     prefix: list[Part] | None = None
-    beside: bool = False  # the first part, decodes, may run beside the others
+    beside: SideStream | None = None  # where the first part, decodes, runs beside the others
 
 
 def planned_prefill(context: BackendContext) -> PrefillKernel:
@@ -242,7 +246,7 @@ class TritonAttnBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
             halves = split_for_cascade(common, common_prefix_len, self.context.block_size)
             prefix, common = self._prefills(halves.prefix, 0), halves.suffix
         parts = self._parts(common)
-        beside = prefix is None and self._beside(common, parts)
+        beside = SideStream(self.context.device) if prefix is None and self._beside(common, parts) else None
         return TritonAttnMetadata(common.num_actual_tokens, parts, prefix, beside)
 
     def _beside(self, common: CommonAttentionMetadata, parts: list[Part]) -> bool:

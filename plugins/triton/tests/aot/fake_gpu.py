@@ -96,8 +96,14 @@ def _is_gpu(argument: Any) -> bool:
 
 
 class _Stream:
-    def wait_stream(self, other: Any) -> None:
+    """Nothing runs here."""
+
+
+class _Event:
+    def record(self, stream: _Stream) -> None:
         """Nothing runs here."""
+
+    wait = record
 
 
 class _Properties:
@@ -111,7 +117,9 @@ def pretend(target: int) -> None:
     _OnCPU().__enter__()
     torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment, return-value]
+    torch.cuda.set_stream = lambda stream: None  # type: ignore[assignment]
     torch.cuda.Stream = lambda device=None, priority=0: _Stream()  # type: ignore[assignment, misc]
+    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.get_device_capability = lambda device=None: divmod(target, 10)  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda device=None: ""  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda device=None: _Properties(SMS[target])  # type: ignore[assignment]
@@ -212,7 +220,7 @@ def compiling(wanted: Callable[[str], bool] = lambda kernel: True) -> Iterator[l
     again, launcher_of = relaunch.relaunch, relaunch.launcher_of
     JITFunction.run, knobs.compilation.listener = compile_only, note
     relaunch.relaunch = lambda *arguments: None
-    relaunch.launcher_of = lambda compiled, arguments: relaunch.Launcher(compiled, None)
+    relaunch.launcher_of = lambda compiled, arguments: relaunch.Launcher(compiled, lambda: 0)
     try:
         yield found
     finally:
