@@ -1,6 +1,6 @@
 """How fast our kernels are beside each other backend, in the geometric mean over a survey's workloads.
 
-    python measure/bench/peers.py measure/bench/data/held_out_nvidia-h200.jsonl.xz
+    python measure/bench/peers.py measure/bench/data/judge_nvidia-h200.jsonl.xz
     python measure/bench/peers.py NEW.jsonl.xz --before OLD.jsonl.xz
     python measure/bench/peers.py FILE --lines    # rows of docs/results/triton.jsonl
 
