@@ -146,6 +146,13 @@ def test_a_file_that_is_no_survey_is_named(home: Path, content: bytes, told: str
     assert str(path) in str(caught.value)
 
 
+def test_a_file_that_is_not_there_is_named(home: Path) -> None:
+    path = home / "nope.json.gz"
+    with pytest.raises(MeasurementError) as caught:
+        select(GQA, "h200", times=path)
+    assert str(caught.value) == f"{path}: no survey that can be read: No such file or directory"
+
+
 def test_a_file_that_was_written_anew_is_read_again(home: Path) -> None:
     path = written(home / "mine.json.gz", data(TRITON_ATTN=250.0, FLASH_ATTN=100.0))
     assert select(GQA, "h200", times=path).selected["decode"] == "FLASH_ATTN"

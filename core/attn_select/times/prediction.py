@@ -224,7 +224,8 @@ def read_survey_file(path: Path, source: str) -> Survey:
         data = json.loads(gzip.decompress(content))
         version = data["v"]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise MeasurementError(f"{printable(str(path))}: no survey that can be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise MeasurementError(f"{printable(str(path))}: no survey that can be read: {why}") from None
     if version != VERSION:
         raise MeasurementError(f"{printable(str(path))}: v = {version!r}: accepted is {VERSION}, the format's version")
     try:
