@@ -99,6 +99,7 @@ def test_the_log_says_what_runs_and_not_what_does_not() -> None:
 
 LLAMA_LAYERS = AttentionConfig(**GQA_FIELDS)
 GEMMA_LAYERS = AttentionConfig(num_heads=16, num_kv_heads=8, head_size=256, logits_soft_cap=50.0)
+WIDE_LAYERS = AttentionConfig(num_heads=64, num_kv_heads=8, head_size=256, logits_soft_cap=50.0)
 PAIR = {"prefill": "FLASH_ATTN", "decode": "TRITON_ATTN"}
 
 
@@ -196,8 +197,7 @@ def test_times_that_a_rule_keeps_out_say_nothing(tmp_path: Path) -> None:
 
 
 def test_what_comes_first_anyway_stays_without_a_word() -> None:
-    """A Gemma 2's layers on an H200."""
-    choice = chosen(serving(GEMMA_LAYERS, "h200"), "FLASH_ATTN")
+    choice = chosen(serving(WIDE_LAYERS, "h200"), "FLASH_ATTN")
     assert (choice.engine, choice.stays, choice.leaves) == (vllms("FLASH_ATTN"), {}, False)
     assert "chose for full_attention: FLASH_ATTN (vLLM's kernel)" in choice_text(choice, "full_attention")
 
@@ -245,8 +245,8 @@ def test_times_of_our_kernel_choose_no_kernel_of_vllms(tmp_path: Path) -> None:
     # Nor do they compare the two, or vLLM's with another backend.
     beside = chosen(selection, "TRITON_ATTN")
     assert (beside.engine, beside.stays["ATTN_SELECT_TRITON_ATTN"].gain) == (vllms("TRITON_ATTN"), None)
-    gemma = chosen(serving(GEMMA_LAYERS, "h200"), "TRITON_ATTN")
-    assert (gemma.engine, gemma.stays["FLASH_ATTN"].gain) == (vllms("TRITON_ATTN"), None)
+    wide = chosen(serving(WIDE_LAYERS, "h200"), "TRITON_ATTN")
+    assert (wide.engine, wide.stays["FLASH_ATTN"].gain) == (vllms("TRITON_ATTN"), None)
     # A user who names it has attn-select's.
     rules = mine('prefer = ["TRITON_ATTN"]', tmp_path)
     asked = chosen(serving(LLAMA_LAYERS, "h200", rules=rules), "TRITON_ATTN")
@@ -275,7 +275,7 @@ def test_a_chosen_pair_runs_behind_one_backend() -> None:
     assert f"FLASH_ATTN in prefills, TRITON_ATTN (attn-select's kernel, as {paired.name})" in text.splitlines()[0]
     assert ONE_OF_TWO not in text
     assert "CUDA graphs" in text
-    little = serving(selection.config.model_copy(update={"sliding_window": 4096}), "h200", workload="1024q1s2k,8q4k")
+    little = serving(selection.config.model_copy(update={"num_heads": 40, "logits_soft_cap": 50.0}), "h200")
     assert little.selected == PAIR
     stays = chosen(little, "FLASH_ATTN")
     assert (stays.engine, (stays.stays[paired.name].gain or 2) < LEAST_GAIN) == (vllms("FLASH_ATTN"), True)
