@@ -96,7 +96,9 @@ class CommonAttentionMetadata:
         """
         if first == 0 and last == self.num_reqs:
             return self
-        start, end = int(self.query_start_loc_cpu[first]), int(self.query_start_loc_cpu[last])
+        # numpy works on so few numbers in half the time that torch takes.
+        on_host, lens = self.query_start_loc_cpu.numpy()[first : last + 1], self.seq_lens_cpu.numpy()[first:last]
+        start, end = int(on_host[0]), int(on_host[-1])
         bounds_cpu = self.query_start_loc_cpu[first : last + 1]
         bounds = self.query_start_loc[first : last + 1]
         if start:
@@ -109,8 +111,8 @@ class CommonAttentionMetadata:
             seq_lens_cpu=self.seq_lens_cpu[first:last],
             num_reqs=last - first,
             num_actual_tokens=end - start,
-            max_query_len=int(bounds_cpu.diff().max()) if last > first else 0,
-            max_seq_len=int(self.seq_lens_cpu[first:last].max()) if last > first else 0,
+            max_query_len=int((on_host[1:] - on_host[:-1]).max(initial=0)),
+            max_seq_len=int(lens.max(initial=0)),
             block_table_tensor=None if self.block_table_tensor is None else self.block_table_tensor[first:last],
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[start:end],
             mm_prefix_ranges=None if self.mm_prefix_ranges is None else self.mm_prefix_ranges[first:last],

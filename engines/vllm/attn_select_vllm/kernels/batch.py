@@ -59,8 +59,10 @@ def _decodes(bounds: Tensor, longest: int, longest_decode: int | None) -> int | 
     # vllm/v1/attention/backends/utils.py): a prompt of one token behind a longer one is a prefill.
     if longest_decode is None or longest <= longest_decode:
         return None
-    longer = bounds.diff() > longest_decode
-    return int(longer.int().argmax()) if bool(longer.any()) else None
+    on_host = bounds.numpy()
+    longer = on_host[1:] - on_host[:-1] > longest_decode
+    first = int(longer.argmax())
+    return first if longer[first] else None
 
 
 def _bounds_on_the_host(common: Any) -> Tensor:
@@ -68,10 +70,10 @@ def _bounds_on_the_host(common: Any) -> Tensor:
     # vLLM pads the batch of a CUDA graph with requests of no tokens. Attn-select's builders take padding as requests
     # of the same query length and no keys, and find the sizes that a graph was captured with.
     bounds: Tensor = common.query_start_loc_cpu
-    each: int = common.max_query_len
-    if each * common.num_reqs != common.num_actual_tokens or int(bounds[-1]) == common.num_actual_tokens:
+    each, tokens = common.max_query_len, common.num_actual_tokens
+    if each * common.num_reqs != tokens or int(bounds[-1]) == tokens:
         return bounds
-    return torch.arange(common.num_reqs + 1, dtype=torch.int32) * each
+    return torch.arange(0, tokens + 1, each, dtype=torch.int32)
 
 
 def _lengths_on_the_host(common: Any) -> Tensor:
