@@ -188,16 +188,15 @@ class Attention(GroupLayer):
             return output
         if key is not None and value is not None and self._writer is not None:
             self.write(key, value, kv_cache, attn_metadata.slot_mapping)
-        parts = attn_metadata.parts
-        q, k, v, own = query, key, value, outputs
-        for part in parts:
-            if len(parts) > 1:
-                rows = part.rows
-                q, own = query[rows], outputs.rows(rows)
-                k, v = None if key is None else key[rows], None if value is None else value[rows]
+        for part in attn_metadata.parts:
+            q, own = query, outputs
+            # A view takes a microsecond. Without one, a part's rows are followed by others, as if by padding; keys and
+            # values are read by layers without a cache alone, whose steps are one part.
+            if part.rows.start:
+                q, own = query[part.rows], outputs.rows(part.rows)
             cache = self._cache_for(part.phase, kv_cache) if self._block_sizes else kv_cache
             try:  # inline, as in ``write``: this runs for every layer of every step
-                found = self.impls[part.phase].forward(q, k, v, cache, part.metadata, own)
+                found = self.impls[part.phase].forward(q, key, value, cache, part.metadata, own)
             except Exception as error:
                 blame(self.group.backends[part.phase].spec, "forward()", error)
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ class LayerGroup(ABC):
         level = (self.backends.get("decode") or self.distinct[0]).builder.cudagraph_support
         return level if level != "ALWAYS" or self.unified else "UNIFORM_BATCH"
 
-    @property
+    @cached_property
     def reorder_batch_threshold(self) -> int | None:
         """Queries up to this many tokens count as decodes and must come first; None: any order is accepted."""
         wanted = [own.builder.reorder_batch_threshold for own in self.distinct]

@@ -102,7 +102,7 @@ class CommonAttentionMetadata:
         bounds_cpu = self.query_start_loc_cpu[first : last + 1]
         bounds = self.query_start_loc[first : last + 1]
         if start:
-            bounds, bounds_cpu = bounds - start, bounds_cpu - start
+            bounds, bounds_cpu = bounds - start, torch.from_numpy(on_host - start)
         return replace(
             self,
             query_start_loc=bounds,

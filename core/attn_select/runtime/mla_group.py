@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -81,7 +82,7 @@ class MLALayerGroup(LayerGroup):
     def load_chunk(self, chunk: ContextChunk, kv_cache: Tensor, scales: Scales) -> Tensor:
         """Return a chunk's cached latents, ``(num_tokens, head_size)``, in the workspace."""
 
-    @property
+    @cached_property
     def reorder_batch_threshold(self) -> int | None:
         """As ``LayerGroup.reorder_batch_threshold``."""
         if "decode" not in self.backends:  # prefill alone computes queries of any length

@@ -8,6 +8,7 @@ and tree). Prefills and steps without a ``tree_mask`` run on the kernel as alway
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -114,7 +115,7 @@ class DraftTreeGroup(LayerGroup):
         level = self.context.cudagraph_support
         return "UNIFORM_BATCH" if level == "ALWAYS" else level
 
-    @property
+    @cached_property
     def reorder_batch_threshold(self) -> int:
         """Decodes, whose drafts form trees, come first."""
         return self.config.max_decode_query_len

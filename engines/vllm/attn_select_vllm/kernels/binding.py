@@ -124,7 +124,7 @@ class Layer:
             return
         for part in metadata.parts:
             own, written = query, output
-            # Views take microseconds: the first part's rows need none, and a step in parts has a cache to read.
+            # As ``Attention`` does: keys and values are read by layers without a cache alone, whose steps are one part.
             if part.rows.start:
                 own, written = query[part.rows], output[part.rows]
             self.impls[part.phase].forward(own, key, value, cache, part.metadata, Outputs(written))
