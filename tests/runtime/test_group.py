@@ -124,6 +124,31 @@ def test_two_backends_share_a_batch_and_its_cache(make_toy: Factory, make_group:
     assert decode.calls == ["forward"]
 
 
+def test_a_step_in_parts_is_not_cut_more_than_it_must(
+    make_toy: Factory, make_group: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every view costs a layer a microsecond: kernels take the whole tensors where their rows come first."""
+    toys = make_toy("DECODER", phases=("decode",)), make_toy("PREFILLER", phases=("prefill",))
+    group = make_group(CONFIG, *toys)
+    problem, seen = random_problem(5, CONFIG, "FLASH_ATTN_NHD", requests=MIXED), []
+    layer = Attention(group)
+
+    def note(query: Any, key: Any, value: Any, cache: Any, metadata: Any, outputs: Any) -> Any:
+        seen.append((query, key, outputs.output))
+        return query
+
+    for impl in layer.impls.values():
+        monkeypatch.setattr(impl, "forward", note)
+    tensors = problem.query, problem.key, problem.value, problem.kv_cache
+    output = layer(*tensors, group.build(common_of(problem)))
+    (decode, *written), (prefill, *read) = seen
+    assert decode is problem.query
+    assert written[0] is read[0] is problem.key
+    assert written[1] is output
+    assert torch.equal(prefill, problem.query[3:])
+    assert read[1].data_ptr() == output[3:].data_ptr()
+
+
 def test_a_group_says_who_runs_and_what_they_reserve(make_toy: Factory, make_group: Factory) -> None:
     alone = make_group(CONFIG, make_toy("BOTH", workspace_bytes=3 << 20))
     assert alone.explain() == "prefill    BOTH\ndecode     BOTH\nworkspace  6 MiB (BOTH 6 MiB)\n"  # two kernels

@@ -255,6 +255,28 @@ def test_a_pair_splits_a_step_and_captures_decodes(vllm: Any, monkeypatch: pytes
     assert parts(short_behind) == [("decode", slice(0, 1)), ("prefill", slice(1, 7))]
 
 
+@needs_interpreter
+def test_a_step_in_parts_is_not_cut_more_than_it_must(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every view costs a layer a microsecond: kernels take the whole tensors where their rows come first."""
+    config = use(vllm, "a100", monkeypatch, LLAMA)
+    backend, seen = backend_of(PAIR, monkeypatch), []
+    layer = layer_of(backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS))
+    config.compilation_config.static_forward_context = {"layers.0": layer}
+    builder = backend.get_builder_cls()(SimpleNamespace(block_size=BLOCK), ["layers.0"], config, torch.device("cpu"))
+    step = step_of((1, 3, 20), (9, 50, 20), torch.randperm(12, dtype=torch.int32).view(3, 4))
+    query, key = torch.randn(24, HEADS, SIZE), torch.randn(24, KV_HEADS, SIZE)
+    output = torch.empty_like(query)
+    noting = SimpleNamespace(forward=lambda q, k, v, cache, metadata, outputs: seen.append((q, k, outputs.output)))
+    layer.impl.attn_select.impls = {"decode": noting, "prefill": noting}
+    layer.impl.forward(layer, query, key, key, cache_of(backend, "LBHNC", 12), builder.build(0, step), output)
+    (decode, *written), (prefill, *read) = seen
+    assert decode is query
+    assert written[0] is read[0] is key
+    assert written[1] is output
+    assert torch.equal(prefill, query[1:])
+    assert read[1].data_ptr() == output[1:].data_ptr()
+
+
 def test_pairs_read_one_cache_on_the_gpus_that_they_are_for(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of ``PAIRS`` can be planned for an H200, in the layout that the adapter gives them."""
     use(vllm, "h200", monkeypatch, LLAMA)
