@@ -516,11 +516,13 @@ def test_ranks_share_contexts(vllm: Any, monkeypatch: pytest.MonkeyPatch, name: 
             tokens = [(r, p) for r, (q, s) in enumerate(zip(lens, seen, strict=True)) for p in range(s - q, s)]
             step.block_table_tensor = table
             step.slot_mapping = torch.tensor([slot_of(rank, *token) for token in tokens])
-            metadata, output = builder.build(0, step), torch.empty(sum(lens), HEADS, SIZE)
-            key, value = key_value.split(KV_HEADS, dim=1)
+            metadata, output = builder.build(0, step), torch.full((sum(lens) + 2, HEADS, SIZE), 7.0)
+            padded = [torch.cat((rows, torch.full_like(rows[:2], torch.nan))) for rows in (query[:, rank], key_value)]
+            key, value = padded[1].split(KV_HEADS, dim=1)
             impl.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
-            impl.forward(layer, query[:, rank], key, value, cache, metadata, output)
-            outputs.append(output)
+            impl.forward(layer, padded[0], key, value, cache, metadata, output)
+            assert bool((output[-2:] == 7).all())
+            outputs.append(output[:-2])
         return outputs
 
     for rank, outputs in enumerate(run_ranks(2, run)):

@@ -119,8 +119,7 @@ class Layer:
     ) -> None:
         """Attend, as ``AttentionImpl.forward`` documents it; keys and values are in the cache."""
         if self._across_ranks is not None:
-            tokens = slice(0, metadata.num_actual_tokens)
-            self._across_ranks(query[tokens], key[tokens], value[tokens], cache, metadata, output[tokens])
+            self._across_ranks(query, key, value, cache, metadata, output)
             return
         for part in metadata.parts:
             own, written = query, output
