@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from attn_select import configs_from_model, select_model
+from attn_select.engines.own_choice import SERVING
 from attn_select.machine.device import lookup
 from attn_select_sglang.choice import choose
 
@@ -103,7 +104,7 @@ def test_ten_gpus_get_what_select_says(tmp_path: Path, config: dict[str, Any]) -
     assert len(found) == len(GPUS)
     for gpu, fields in zip(GPUS, found, strict=True):
         kinds = configs_from_model(config, device=lookup(gpu))
-        choice = choose(select_model(kinds.configs, gpu), True, config["architectures"][0])
+        choice = choose(select_model(kinds.configs, gpu, workload=SERVING), True, config["architectures"][0])
         assert choice.decode is not None
         assert (fields["prefill_"] or fields[""], fields["decode_"] or fields[""]) == (choice.prefill, choice.decode)
     # On 10.x SGLang's DeepSeek names a backend itself, which is left alone.
