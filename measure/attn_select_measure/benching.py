@@ -106,7 +106,8 @@ class Bench:
     ) -> TimedBatch:
         """Time the candidates on one batch, and compare each with the oracle."""
         floor = roofline_us(config, batch, self.rates.of(self.machine.device))
-        if floor is not None:  # of ranks, each of which measured its rates, the longest: all run as many layers
+        # Each rank measured rates of its own. The number of layers follows from the floor, so all take the longest.
+        if floor is not None:
             floor = max(self.machine.gathered(floor))
         result = TimedBatch(batch, floor, [Timed(each.name, failure=each.failure) for each in candidates])
         try:

@@ -62,7 +62,8 @@ class Prepared:
             once_us = (time.perf_counter() - again) * 1e6
             for call in calls[1:-1]:
                 call()
-            if machine.ranks is None:  # whose layers wait for each other: each rank makes as many calls
+            # Ranks wait for each other in each layer, so all of them must make the same number of calls.
+            if machine.ranks is None:
                 timed.eager = self._eager_cost(calls, once_us)
                 layers = min(layers, max(1, int(LONGEST_US / once_us)))
             calls = step.calls()  # anew: what the first calls have filled in would stay out of the graph

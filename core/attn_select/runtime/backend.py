@@ -211,8 +211,8 @@ class AttentionImpl(ABC, Generic[M]):
 
         Args:
             query: ``(T', num_heads, head_size)`` in the compute dtype, T' at least ``num_actual_tokens``.
-            key: ``(T', num_kv_heads, head_size)``; read only by layers without a cache: with one, these may be other
-                rows than the query's. None where nothing is new.
+            key: ``(T', num_kv_heads, head_size)``; read only by layers without a cache. With a cache, its rows
+                may belong to other tokens than the query's. None where nothing is new.
             value: ``(T', num_kv_heads, value_head_size)``, likewise.
             kv_cache: one layer's cache in ``context.kv_layout``, blocks of ``context.block_size``; None without.
             attn_metadata: what the builder built.
